@@ -1,0 +1,34 @@
+"""Every format of spark_state_ext: rows, runs, lineage headers, pointers, operator files.
+
+Pure encoding, decoding and checking; no file or network is touched here.
+"""
+
+from arrow_schemas.equality import group_by_key, rows_equal
+from arrow_schemas.evolution import conform, state_change
+from arrow_schemas.labels import bucket_label, label_bucket
+from arrow_schemas.lineage import BodyRecord, CheckpointRef, LineageHeader, Writer, new_checkpoint_id
+from arrow_schemas.operator import OperatorFile
+from arrow_schemas.pointer import LineageEntry, Pointer
+from arrow_schemas.row import RowSchema
+from arrow_schemas.spark_types import key_fields, normal_type, state_fields
+
+__all__ = [
+    "BodyRecord",
+    "CheckpointRef",
+    "LineageEntry",
+    "LineageHeader",
+    "OperatorFile",
+    "Pointer",
+    "RowSchema",
+    "Writer",
+    "bucket_label",
+    "conform",
+    "group_by_key",
+    "key_fields",
+    "label_bucket",
+    "new_checkpoint_id",
+    "normal_type",
+    "rows_equal",
+    "state_change",
+    "state_fields",
+]

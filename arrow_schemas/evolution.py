@@ -1,0 +1,91 @@
+"""Changes of a state schema that stored rows can follow.
+
+Allowed: a new nullable column, and a number made wider so that every old value is kept exactly. All else is
+refused with the column and the reason.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from arrow_schemas.errors import SchemaChangedError
+from arrow_schemas.row import RowSchema
+
+__all__ = ["conform", "state_change"]
+
+_INTEGER_BITS = {pa.int8(): 8, pa.int16(): 16, pa.int32(): 32, pa.int64(): 64}
+_INTEGER_DIGITS = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
+# Bits of integer that a float holds exactly.
+_EXACT_BITS = {pa.float32(): 24, pa.float64(): 53}
+
+
+def state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Field, ...]) -> bool:
+    """Whether the state schema changed, in a way that stored rows can follow.
+
+    Raises
+    ------
+    SchemaChangedError
+        When they cannot; names the column.
+    """
+
+    def refuse(column: str, why: str) -> SchemaChangedError:
+        return SchemaChangedError(
+            f"the state of operator {operator!r} changed: column {column!r} {why}. Allowed are new nullable columns and "
+            "wider numbers; go back to the old state schema, or start from a new checkpoint location."
+        )
+
+    old = {field.name: field for field in stored}
+    new = {field.name: field for field in asked}
+    for field in stored:
+        if field.name not in new:
+            raise refuse(field.name, "was removed (or renamed)")
+    kept = [field.name for field in asked if field.name in old]
+    if kept != [field.name for field in stored]:
+        moved = next(a for a, b in zip(kept, old, strict=True) if a != b)
+        raise refuse(moved, "changed its place, and state tuples go by position")
+    changed = False
+    for field in asked:
+        before = old.get(field.name)
+        if before is None:
+            if not field.nullable:
+                raise refuse(field.name, "is new and not nullable, but stored rows have no value for it")
+            changed = True
+        elif before.type != field.type:
+            if not _widens(before.type, field.type):
+                raise refuse(field.name, f"was {before.type} and is now {field.type}, which not every stored value fits")
+            changed = True
+    return changed
+
+
+def conform(batch: pa.RecordBatch, schema: RowSchema) -> pa.RecordBatch:
+    """Rows written under an earlier operator file, as rows of `schema`.
+
+    A column the batch lacks becomes NULL, a narrower number is widened. A batch of the schema itself is
+    returned as it is.
+    """
+    if batch.schema.equals(schema.arrow, check_metadata=False):
+        return batch
+    present = {name: i for i, name in enumerate(batch.schema.names)}
+    columns = []
+    for field in schema.arrow:
+        if field.name in present:
+            columns.append(batch.column(present[field.name]).cast(field.type))
+        else:
+            columns.append(pa.nulls(batch.num_rows, field.type))
+    return pa.RecordBatch.from_arrays(columns, schema=schema.arrow)
+
+
+def _widens(before: pa.DataType, after: pa.DataType) -> bool:
+    types = pa.types
+    if before in _INTEGER_BITS:
+        if after in _INTEGER_BITS:
+            return _INTEGER_BITS[after] >= _INTEGER_BITS[before]
+        if after in _EXACT_BITS:
+            return _EXACT_BITS[after] >= _INTEGER_BITS[before]
+        return types.is_decimal(after) and after.precision - after.scale >= _INTEGER_DIGITS[before]
+    if types.is_float32(before):
+        return bool(types.is_float64(after))
+    if types.is_decimal(before) and types.is_decimal(after):
+        whole = after.precision - after.scale >= before.precision - before.scale
+        return bool(whole and after.scale >= before.scale)
+    return False

@@ -1,0 +1,230 @@
+"""Checkpoint identity, and the lineage header of every delta and snapshot file.
+
+A checkpoint is named by a version, which counts commits of a bucket, and a fresh UUID, because Spark may run
+any batch several times (SPARK-49374: a linear lineage needs ids that no retry can repeat). The header is JSON
+in the Arrow schema metadata, so the first few KiB of a file tell what it is; the footer, written last, holds
+what is known only then: counts and the checksum of the body. `docs/format.md` gives every byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from arrow_schemas.errors import CorruptFileError, VersionSkewError
+
+__all__ = [
+    "BODY_KEY",
+    "BODY_PLACEHOLDER",
+    "DELTA",
+    "FILE_FORMAT",
+    "HEADER_KEY",
+    "SNAPSHOT",
+    "BodyRecord",
+    "CheckpointRef",
+    "LineageHeader",
+    "Writer",
+    "file_name",
+    "new_checkpoint_id",
+    "parse_file_name",
+]
+
+FILE_FORMAT = 1
+DELTA = "delta"
+SNAPSHOT = "snapshot"
+HEADER_KEY = b"spark_state_ext.header"
+HEADER_CHECKSUM_KEY = b"spark_state_ext.header_checksum"
+BODY_KEY = b"spark_state_ext.body"
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_FILE_NAME = re.compile(r"(\d{1,19})_([0-9a-f]{32})\.(delta|snapshot)\.arrow")
+_BODY = re.compile(rb"length=([0-9a-f]{16}) rows=([0-9a-f]{16}) tombstones=([0-9a-f]{16}) blake2b=([0-9a-f]{32})")
+
+
+def new_checkpoint_id() -> str:
+    """A fresh checkpoint id: 32 lower-case hexadecimal digits, random."""
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, order=True)
+class CheckpointRef:
+    """One checkpoint of a bucket: its version (1, 2, …) and its id."""
+
+    version: int
+    id: str
+
+    def __post_init__(self) -> None:
+        if self.version < 1 or not _ID.fullmatch(self.id):
+            raise CorruptFileError(f"not a checkpoint: version {self.version!r}, id {self.id!r}")
+
+    def __str__(self) -> str:
+        return f"{self.version}_{self.id}"
+
+
+def file_name(ref: CheckpointRef, kind: str) -> str:
+    """Name of the file of a checkpoint, `kind` being `DELTA` or `SNAPSHOT`."""
+    return f"{ref}.{kind}.arrow"
+
+
+def parse_file_name(name: str) -> tuple[CheckpointRef, str] | None:
+    """Inverse of `file_name`; None for any other name."""
+    match = _FILE_NAME.fullmatch(name)
+    return (CheckpointRef(int(match[1]), match[2]), match[3]) if match else None
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Who wrote a checkpoint; for people and clean-up, never for correctness."""
+
+    query_id: str
+    run_id: str
+    batch: int
+    host: str
+
+
+@dataclass(frozen=True)
+class LineageHeader:
+    """What a checkpoint file says of itself.
+
+    Parameters
+    ----------
+    kind
+        `DELTA` or `SNAPSHOT`.
+    operator, bucket
+        Whose state it is.
+    ref, parent
+        The checkpoint, and the one it was built on (None for a bucket's first).
+    lineage
+        Ancestors of `ref`, oldest first, beginning with the presumed last snapshot; ends with `parent`.
+    schema_id
+        Number *n* of the ``operator_<n>.json`` the rows conform to.
+    writer
+        Who wrote it.
+    package_version
+        Version of this package that wrote it.
+    """
+
+    kind: str
+    operator: str
+    bucket: int
+    ref: CheckpointRef
+    parent: CheckpointRef | None
+    lineage: tuple[CheckpointRef, ...]
+    schema_id: int
+    writer: Writer
+    package_version: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in (DELTA, SNAPSHOT):
+            raise CorruptFileError(f"{self.kind!r} is no kind of checkpoint file")
+        if (self.lineage[-1] if self.lineage else None) != self.parent:
+            raise CorruptFileError(f"the lineage of {self.ref} does not end with its parent {self.parent}")
+
+    def encode(self) -> dict[bytes, bytes]:
+        """Schema metadata holding this header and a placeholder for the body record."""
+        fields: dict[str, Any] = {
+            "format": FILE_FORMAT,
+            "kind": self.kind,
+            "operator": self.operator,
+            "bucket": self.bucket,
+            "version": self.ref.version,
+            "id": self.ref.id,
+            "parent": _pair(self.parent),
+            "lineage": [_pair(ref) for ref in self.lineage],
+            "schema_id": self.schema_id,
+            "writer": asdict(self.writer),
+            "package_version": self.package_version,
+        }
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+        return {HEADER_KEY: text, HEADER_CHECKSUM_KEY: _digest(text), BODY_KEY: BODY_PLACEHOLDER}
+
+    @staticmethod
+    def decode(metadata: Mapping[bytes, bytes] | None, where: str) -> LineageHeader:
+        """Read a header from schema metadata.
+
+        Raises
+        ------
+        CorruptFileError
+            When there is none, its checksum differs or a field is missing or wrong.
+        VersionSkewError
+            When a newer release wrote it.
+        """
+        text = (metadata or {}).get(HEADER_KEY)
+        if text is None:
+            raise CorruptFileError(f"{where} has no lineage header: it is not a checkpoint file of spark_state_ext")
+        if (metadata or {}).get(HEADER_CHECKSUM_KEY) != _digest(text):
+            raise CorruptFileError(f"the lineage header of {where} fails its checksum")
+        try:
+            fields = json.loads(text)
+            if fields["format"] > FILE_FORMAT:
+                raise VersionSkewError(
+                    f"{where} has file format {fields['format']}; this release reads up to {FILE_FORMAT}. "
+                    f"Use spark_state_ext {fields.get('package_version', 'of its writer')} or newer."
+                )
+            return LineageHeader(
+                kind=fields["kind"],
+                operator=fields["operator"],
+                bucket=fields["bucket"],
+                ref=CheckpointRef(fields["version"], fields["id"]),
+                parent=_ref(fields["parent"]),
+                lineage=tuple(CheckpointRef(*pair) for pair in fields["lineage"]),
+                schema_id=fields["schema_id"],
+                writer=Writer(**fields["writer"]),
+                package_version=fields["package_version"],
+            )
+        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CorruptFileError(f"the lineage header of {where} cannot be read: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class BodyRecord:
+    """What the footer of a checkpoint file says of its body.
+
+    Parameters
+    ----------
+    length
+        Bytes of the file before its end-of-stream marker and footer.
+    rows, tombstones
+        Rows in the file, and how many of them are tombstones.
+    digest
+        BLAKE2b, 16 bytes, of the first `length` bytes, as hexadecimal digits.
+    """
+
+    length: int
+    rows: int
+    tombstones: int
+    digest: str
+
+    def encode(self) -> bytes:
+        """Fixed-width text, so that it can replace `BODY_PLACEHOLDER` in place."""
+        return (
+            f"length={self.length:016x} rows={self.rows:016x} tombstones={self.tombstones:016x} blake2b={self.digest}"
+        ).encode()
+
+    @staticmethod
+    def find(footer: bytes, where: str) -> BodyRecord:
+        """Find the record in the bytes of a footer, before Arrow has parsed any of them."""
+        match = _BODY.search(footer)
+        if match is None:
+            raise CorruptFileError(f"{where} has no body record in its footer: it is damaged or was not finished")
+        return BodyRecord(int(match[1], 16), int(match[2], 16), int(match[3], 16), match[4].decode())
+
+
+BODY_PLACEHOLDER = BodyRecord(0, 0, 0, "0" * 32).encode()
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).hexdigest().encode()
+
+
+def _pair(ref: CheckpointRef | None) -> list[Any] | None:
+    return None if ref is None else [ref.version, ref.id]
+
+
+def _ref(pair: Any) -> CheckpointRef | None:
+    return None if pair is None else CheckpointRef(*pair)

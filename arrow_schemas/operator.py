@@ -1,0 +1,166 @@
+"""``operator_<n>.json``: what all buckets of an operator have in common.
+
+A file is immutable and byte-identical from every writer: whichever task of the first batch comes first, the
+others find what they would have written. A change of the state schema that old rows can follow makes a file
+with the next number; rows keep the number they were written under.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from arrow_schemas.errors import BucketCountChangedError, CorruptFileError, SchemaChangedError, VersionSkewError
+from arrow_schemas.evolution import state_change
+from arrow_schemas.row import RowSchema
+from arrow_schemas.spark_types import key_fields, state_fields
+
+__all__ = ["HASH_NAME", "OPERATOR_FORMAT", "OperatorFile", "operator_file_name", "parse_operator_file_name"]
+
+OPERATOR_FORMAT = 1
+# Spark's xxhash64 with its seed of 42 over the normalised keys; bucket = (high 32 bits * buckets) >> 32.
+HASH_NAME = "spark-xxhash64-42/high32-multiply"
+_NAME = re.compile(r"operator_(\d{1,9})\.json")
+
+
+def operator_file_name(schema_id: int) -> str:
+    """Name of the operator file number `schema_id`."""
+    return f"operator_{schema_id}.json"
+
+
+def parse_operator_file_name(name: str) -> int | None:
+    """Inverse of `operator_file_name`; None for any other name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class OperatorFile:
+    """Contents of one operator file.
+
+    Parameters
+    ----------
+    operator, query_id
+        Name of the operator and id of the streaming query that owns the state.
+    buckets
+        Number of buckets; bucket *i* is labelled with the integer whose Spark hash is *i* (`labels`).
+    key_schema, state_schema
+        `StructType.json()` of the grouping and of the state columns.
+    schema_id
+        Number of this file.
+    hash_name
+        How keys are hashed and hashes become buckets.
+    """
+
+    operator: str
+    query_id: str
+    buckets: int
+    key_schema: str
+    state_schema: str
+    schema_id: int = 0
+    hash_name: str = HASH_NAME
+
+    def row_schema(self) -> RowSchema:
+        """Schema of the rows written under this file."""
+        return RowSchema(key_fields(self.key_schema), state_fields(self.state_schema))
+
+    def encode(self) -> bytes:
+        """The file's bytes; equal contents give equal bytes."""
+        fields = {
+            "format": OPERATOR_FORMAT,
+            "operator": self.operator,
+            "query_id": self.query_id,
+            "buckets": self.buckets,
+            "labels": "murmur3-42-inverse",
+            "hash": self.hash_name,
+            "key_schema": json.loads(self.key_schema),
+            "state_schema": json.loads(self.state_schema),
+            "schema_id": self.schema_id,
+        }
+        fields["checksum"] = _checksum(fields)
+        return json.dumps(fields, sort_keys=True, indent=1).encode() + b"\n"
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> OperatorFile:
+        """Read an operator file.
+
+        Raises
+        ------
+        CorruptFileError
+            When it is damaged.
+        VersionSkewError
+            When a newer release wrote it.
+        """
+        try:
+            fields = json.loads(data)
+            checksum = fields.pop("checksum")
+            if fields["format"] > OPERATOR_FORMAT or fields["hash"] != HASH_NAME:
+                raise VersionSkewError(
+                    f"{where} has format {fields['format']} and hash {fields['hash']!r}; this release reads up to format "
+                    f"{OPERATOR_FORMAT} and {HASH_NAME!r}. Use a newer release."
+                )
+            if checksum != _checksum(fields):
+                raise CorruptFileError(f"{where} fails its checksum")
+            return OperatorFile(
+                operator=fields["operator"],
+                query_id=fields["query_id"],
+                buckets=fields["buckets"],
+                key_schema=json.dumps(fields["key_schema"]),
+                state_schema=json.dumps(fields["state_schema"]),
+                schema_id=fields["schema_id"],
+                hash_name=fields["hash"],
+            )
+        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise CorruptFileError(f"{where} is not an operator file: {error!r}") from error
+
+    def succeeded_by(self, wanted: OperatorFile) -> OperatorFile:
+        """The operator file to use when a job asks for `wanted` and the newest stored file is this one.
+
+        Returns
+        -------
+        OperatorFile
+            This one when nothing changed; else `wanted` with the next number.
+
+        Raises
+        ------
+        BucketCountChangedError, SchemaChangedError
+            When stored rows cannot serve the job; the text says which column and why.
+        """
+        if self.buckets != wanted.buckets:
+            raise BucketCountChangedError(
+                f"operator {self.operator!r} has its state in {self.buckets} buckets and the job asks for {wanted.buckets}: "
+                f"set buckets={self.buckets}, or start from a new checkpoint location."
+            )
+        stored, asked = self.row_schema(), wanted.row_schema()
+        _same_keys(self.operator, stored.keys, asked.keys)
+        changed = state_change(self.operator, stored.state, asked.state)
+        return replace(wanted, schema_id=self.schema_id + 1) if changed else self
+
+
+def _same_keys(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Field, ...]) -> None:
+    before = [(field.name, field.type) for field in stored]
+    after = [(field.name, field.type) for field in asked]
+    if before == after:
+        return
+    detail = f"it had {len(before)} columns and now has {len(after)}"
+    for (old_name, old_type), (new_name, new_type) in zip(before, after, strict=False):
+        if old_name != new_name:
+            detail = f"column {old_name!r} is now {new_name!r}"
+            break
+        if old_type != new_type:
+            detail = f"column {old_name!r} was {old_type} and is now {new_type}"
+            break
+    raise SchemaChangedError(
+        f"the key of operator {operator!r} changed: {detail}. Keys are found by their hash, so no change of them can "
+        "follow the stored state: group by the old columns, or start from a new checkpoint location."
+    )
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()

@@ -1,0 +1,168 @@
+"""The pointer: all that Spark's own state holds of a bucket.
+
+Spark commits it with the batch and hands it to every retry, speculative attempt or restart of the next one, so
+it is the commit log (`docs/design`). Format 1 is one backend, committed synchronously: every file the pointer
+names is durable before Spark sees the pointer. The fields that asynchronous commit needs (markers, inline
+deltas) have their place already: format 2 fills them.
+
+Bytes: ``b"SSEP"``, format (u16), length of the JSON part (u32), the JSON part, the inline deltas' bytes one
+after the other, and the CRC-32 of everything before (u32); all little-endian.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from arrow_schemas.errors import CorruptError, CorruptPointerError, VersionSkewError
+from arrow_schemas.lineage import CheckpointRef
+
+__all__ = ["POINTER_FORMAT", "LineageEntry", "Pointer"]
+
+POINTER_FORMAT = 1
+_MAGIC = b"SSEP"
+_HEAD = struct.Struct("<4sHI")
+_CRC = struct.Struct("<I")
+
+
+@dataclass(frozen=True)
+class LineageEntry:
+    """One checkpoint of the lineage and the size of its delta (or, for the first, snapshot) file in bytes."""
+
+    ref: CheckpointRef
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Which checkpoint of a bucket is committed, and what the next call must know.
+
+    Parameters
+    ----------
+    operator, bucket, buckets
+        Whose state; `buckets` is the operator's number of buckets.
+    schema_id
+        Number of the ``operator_<n>.json`` in force.
+    batch
+        Micro-batch that wrote this pointer.
+    watermark_ms
+        That batch's watermark; the next batch's late rows are judged by it. None: no watermark.
+    lineage
+        Checkpoints since the last snapshot, that one first, the committed one last. Empty: no state yet.
+    rows
+        Upper bound of the bucket's live rows.
+    timeout_floor_ms, timeout_floor_version
+        Rows of checkpoints older than the version that time out before the floor have been dealt with.
+    earliest_timeout_ms
+        Lower bound of the bucket's next processing-time timeout, or None.
+    markers
+        ``{backend: {store: marker}}``, empty in format 1.
+    inline
+        ``{file name: bytes}`` of deltas not yet durable elsewhere, empty in format 1.
+    """
+
+    operator: str
+    bucket: int
+    buckets: int
+    schema_id: int
+    batch: int
+    watermark_ms: int | None
+    lineage: tuple[LineageEntry, ...] = ()
+    rows: int = 0
+    timeout_floor_ms: int = 0
+    timeout_floor_version: int = 0
+    earliest_timeout_ms: int | None = None
+    markers: dict[str, dict[str, str]] = field(default_factory=dict)
+    inline: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def ref(self) -> CheckpointRef | None:
+        """The committed checkpoint; None while the bucket has no state."""
+        return self.lineage[-1].ref if self.lineage else None
+
+    @property
+    def version(self) -> int:
+        """Version of the committed checkpoint; 0 while the bucket has no state."""
+        return self.lineage[-1].ref.version if self.lineage else 0
+
+    def encode(self) -> bytes:
+        """The pointer's bytes."""
+        text = json.dumps(
+            {
+                "operator": self.operator,
+                "bucket": self.bucket,
+                "buckets": self.buckets,
+                "schema_id": self.schema_id,
+                "batch": self.batch,
+                "watermark_ms": self.watermark_ms,
+                "lineage": [[e.ref.version, e.ref.id, e.size_bytes] for e in self.lineage],
+                "rows": self.rows,
+                "timeout_floor": [self.timeout_floor_ms, self.timeout_floor_version],
+                "earliest_timeout_ms": self.earliest_timeout_ms,
+                "markers": self.markers,
+                "inline": [[name, len(data)] for name, data in self.inline.items()],
+            },
+            separators=(",", ":"),
+        ).encode()
+        body = b"".join([_HEAD.pack(_MAGIC, POINTER_FORMAT, len(text)), text, *self.inline.values()])
+        return body + _CRC.pack(zlib.crc32(body))
+
+    @staticmethod
+    def decode(data: bytes) -> Pointer:
+        """Read a pointer.
+
+        Raises
+        ------
+        CorruptPointerError
+            When the bytes are damaged or not a pointer.
+        VersionSkewError
+            When a newer release wrote it.
+        """
+        if len(data) < _HEAD.size + _CRC.size or not data.startswith(_MAGIC):
+            raise CorruptPointerError(
+                f"{len(data)} bytes in Spark's state are no pointer of spark_state_ext: the Spark checkpoint belongs to "
+                "another operator. Use a new checkpoint location."
+            )
+        _, version, length = _HEAD.unpack_from(data)
+        if version > POINTER_FORMAT:
+            raise VersionSkewError(
+                f"a pointer of format {version} was found; this release reads up to {POINTER_FORMAT}. Use a newer release."
+            )
+        (crc,) = _CRC.unpack_from(data, len(data) - _CRC.size)
+        if crc != zlib.crc32(data[: -_CRC.size]):
+            raise CorruptPointerError("a pointer in Spark's state fails its checksum")
+        try:
+            return _parse(json.loads(data[_HEAD.size : _HEAD.size + length]), data[_HEAD.size + length : -_CRC.size])
+        except CorruptPointerError:
+            raise
+        except (CorruptError, KeyError, TypeError, ValueError) as error:
+            raise CorruptPointerError(f"a pointer in Spark's state cannot be read: {error!r}") from error
+
+
+def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
+    inline: dict[str, bytes] = {}
+    offset = 0
+    for name, size in fields["inline"]:
+        inline[name] = blobs[offset : offset + size]
+        offset += size
+    if offset != len(blobs):
+        raise CorruptPointerError(f"a pointer announces {offset} bytes of inline deltas and holds {len(blobs)}")
+    floor_ms, floor_version = fields["timeout_floor"]
+    return Pointer(
+        operator=fields["operator"],
+        bucket=fields["bucket"],
+        buckets=fields["buckets"],
+        schema_id=fields["schema_id"],
+        batch=fields["batch"],
+        watermark_ms=fields["watermark_ms"],
+        lineage=tuple(LineageEntry(CheckpointRef(v, i), size) for v, i, size in fields["lineage"]),
+        rows=fields["rows"],
+        timeout_floor_ms=floor_ms,
+        timeout_floor_version=floor_version,
+        earliest_timeout_ms=fields["earliest_timeout_ms"],
+        markers=fields["markers"],
+        inline=inline,
+    )

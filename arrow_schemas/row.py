@@ -1,0 +1,122 @@
+"""The row of a run: what one key's state looks like in Arrow.
+
+A run is a set of rows sorted by ``key_hash``, at most one row a key. Columns, in order:
+
+==================  ==================  ============================================================
+``key_hash``        uint64              hash of the key, see `spark_state_ext.spark.pack`
+``key.<name>``      the key's type      one column a grouping column
+``state.<name>``    the state's type    one column a state column, NULL where ``defined`` is false
+``timeout_ms``      int64, may be NULL  when the key times out, milliseconds since 1970
+``defined``         bool                the key has a state value (false: only a timeout is set)
+``deleted``         bool                tombstone: the key is gone, older runs' rows of it are void
+==================  ==================  ============================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from arrow_schemas.spark_types import normal_type
+
+__all__ = ["DEFINED", "DELETED", "KEY_HASH", "TIMEOUT_MS", "RowSchema"]
+
+KEY_HASH = "key_hash"
+TIMEOUT_MS = "timeout_ms"
+DEFINED = "defined"
+DELETED = "deleted"
+
+
+@dataclass(frozen=True)
+class RowSchema:
+    """Schema of the runs of one operator.
+
+    Parameters
+    ----------
+    keys, state
+        Arrow fields of the grouping and of the state columns, in normal form (`spark_types`).
+    """
+
+    keys: tuple[pa.Field, ...]
+    state: tuple[pa.Field, ...]
+
+    @cached_property
+    def arrow(self) -> pa.Schema:
+        """Arrow schema of a run."""
+        fields = [pa.field(KEY_HASH, pa.uint64(), nullable=False)]
+        fields += [field.with_name(f"key.{field.name}").with_nullable(True) for field in self.keys]
+        # A row may have no state (only a timeout, or a tombstone), so no state column can forbid NULL here.
+        fields += [field.with_name(f"state.{field.name}").with_nullable(True) for field in self.state]
+        fields += [
+            pa.field(TIMEOUT_MS, pa.int64()),
+            pa.field(DEFINED, pa.bool_(), nullable=False),
+            pa.field(DELETED, pa.bool_(), nullable=False),
+        ]
+        return pa.schema(fields)
+
+    @cached_property
+    def key_slice(self) -> slice:
+        """Positions of the key columns in `arrow`."""
+        return slice(1, 1 + len(self.keys))
+
+    @cached_property
+    def state_slice(self) -> slice:
+        """Positions of the state columns in `arrow`."""
+        return slice(1 + len(self.keys), 1 + len(self.keys) + len(self.state))
+
+    def key_columns(self, batch: pa.RecordBatch) -> list[pa.Array]:
+        """Key columns of a batch that has this schema."""
+        return list(batch.columns[self.key_slice])
+
+    def state_columns(self, batch: pa.RecordBatch) -> list[pa.Array]:
+        """State columns of a batch that has this schema."""
+        return list(batch.columns[self.state_slice])
+
+    def normalise_keys(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
+        """Key columns in their stored form: normal types, ``-0.0`` as ``0.0``, each NaN the same NaN."""
+        return [normal_array(column, field.type) for column, field in zip(columns, self.keys, strict=True)]
+
+    def empty(self) -> pa.RecordBatch:
+        """A batch of no rows."""
+        return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in self.arrow], schema=self.arrow)
+
+
+def normal_array(column: pa.Array, data_type: pa.DataType) -> pa.Array:
+    """`column` as `data_type`, its floats in one canonical form, so that equal keys are equal bytes."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    if column.type != data_type and normal_type(column.type) == normal_type(data_type):
+        column = column.cast(data_type)
+    elif column.type != data_type:
+        # Field names and nullability of nested types may differ; values may not.
+        column = column.cast(data_type, safe=True)
+    if pa.types.is_floating(data_type):
+        # x + 0.0 turns -0.0 into 0.0; NaNs are compared as such (`equality`), never by their bits.
+        return pc.add(column, pa.scalar(0.0, data_type))
+    if pa.types.is_struct(data_type) and _holds_floats(data_type):
+        mask = column.is_null()
+        children = [
+            normal_array(child, data_type.field(i).type) for i, child in enumerate(column.flatten())
+        ]
+        return pa.StructArray.from_arrays(
+            children, fields=[data_type.field(i) for i in range(data_type.num_fields)], mask=mask
+        )
+    if pa.types.is_list(data_type) and _holds_floats(data_type):
+        values = normal_array(column.values, data_type.value_type)
+        rebuilt = pa.Array.from_buffers(
+            data_type, len(column), column.buffers()[:2], column.null_count, column.offset, [values]
+        )
+        return rebuilt
+    return column
+
+
+def _holds_floats(data_type: pa.DataType) -> bool:
+    if pa.types.is_floating(data_type):
+        return True
+    if pa.types.is_struct(data_type):
+        return any(_holds_floats(data_type.field(i).type) for i in range(data_type.num_fields))
+    return pa.types.is_list(data_type) and _holds_floats(data_type.value_type)

@@ -1,0 +1,33 @@
+"""Arrow-native state for PySpark Structured Streaming.
+
+The core (`store`, `bucket`, `checkpoint`, `lineage`) needs no PySpark; what does is loaded when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from spark_state_ext.version import __version__
+
+if TYPE_CHECKING:
+    from spark_state_ext.spark.chain import Step, chain
+    from spark_state_ext.spark.plan import ArrowState
+    from spark_state_ext.spark.session import disable, enable
+
+__all__ = ["ArrowState", "Step", "__version__", "chain", "disable", "enable"]
+
+_LAZY = {
+    "ArrowState": "spark_state_ext.spark.plan",
+    "Step": "spark_state_ext.spark.chain",
+    "chain": "spark_state_ext.spark.chain",
+    "disable": "spark_state_ext.spark.session",
+    "enable": "spark_state_ext.spark.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,0 +1,188 @@
+"""Where checkpoint files live: one folder of any fsspec file system.
+
+A file appears whole or not at all: on file systems that can rename, it is written under a temporary name first;
+on object stores, a PUT is atomic. A file's name holds its identity, so writing it again writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from spark_state_ext.errors import MissingCheckpointError, StorageError, StoreFullError, UsageError
+
+__all__ = ["Backend"]
+
+# Object stores: a PUT is seen whole or not at all, and "rename" would be a copy.
+_ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory", "r2"})
+_TEMPORARY = ".tmp-"
+
+
+class Backend:
+    """A folder on a file system.
+
+    Parameters
+    ----------
+    root
+        URL or path of the folder; a path without a protocol is local and must be absolute.
+    storage_options
+        Options for `fsspec.filesystem`.
+    """
+
+    def __init__(self, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self.root = root
+        self._options = dict(storage_options or {})
+        try:
+            self._fs, self._path = fsspec.core.url_to_fs(root, **self._options)
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"the root {root!r} cannot be opened: {error}") from error
+        protocols = self._fs.protocol if isinstance(self._fs.protocol, (tuple, list)) else (self._fs.protocol,)
+        self._atomic_put = not _ATOMIC_PUT.isdisjoint(protocols)
+        self._local = isinstance(self._fs, LocalFileSystem)
+
+    def child(self, *names: str) -> Backend:
+        """The backend of a folder below this one."""
+        made = object.__new__(Backend)
+        made.__dict__.update(self.__dict__)
+        made.root = posixpath.join(self.root, *names)
+        made._path = posixpath.join(self._path, *names)
+        return made
+
+    def where(self, name: str) -> str:
+        """How to call a file in messages."""
+        return posixpath.join(self.root, name)
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Publish a file.
+
+        Raises
+        ------
+        StorageError
+            When it could not be written; no file of that name appeared.
+        """
+        with self._translated(f"writing {self.where(name)}"):
+            target = posixpath.join(self._path, name)
+            if self._atomic_put:
+                self._fs.pipe_file(target, bytes(data))
+                return
+            self._fs.makedirs(posixpath.dirname(target), exist_ok=True)
+            temporary = self._temporary(target)
+            with self._removed_on_failure(temporary):
+                with self._fs.open(temporary, "wb") as file:
+                    file.write(data)
+                    self._sync(file)
+                self._rename(temporary, target)
+
+    def put_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
+        """Publish a local file under a name; as `put`, but of any size."""
+        with self._translated(f"writing {self.where(name)}"):
+            target = posixpath.join(self._path, name)
+            if self._atomic_put:
+                self._fs.put_file(os.fspath(local_path), target)
+                return
+            self._fs.makedirs(posixpath.dirname(target), exist_ok=True)
+            temporary = self._temporary(target)
+            with self._removed_on_failure(temporary):
+                self._fs.put_file(os.fspath(local_path), temporary)
+                if self._local:
+                    with open(temporary, "rb") as file:
+                        os.fsync(file.fileno())
+                self._rename(temporary, target)
+
+    def get(self, name: str) -> bytes:
+        """A whole file.
+
+        Raises
+        ------
+        MissingCheckpointError
+            When there is no such file.
+        StorageError
+            When it could not be read.
+        """
+        with self._translated(f"reading {self.where(name)}"):
+            data: bytes = self._fs.cat_file(posixpath.join(self._path, name))
+            return data
+
+    def get_range(self, name: str, start: int, end: int) -> bytes:
+        """Bytes `start` to `end` of a file; shorter where the file ends."""
+        with self._translated(f"reading {self.where(name)}"):
+            data: bytes = self._fs.cat_file(posixpath.join(self._path, name), start=start, end=end)
+            return data
+
+    def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
+        """Copy a file to a local path."""
+        with self._translated(f"reading {self.where(name)}"):
+            self._fs.get_file(posixpath.join(self._path, name), os.fspath(local_path))
+
+    def size(self, name: str) -> int:
+        """Size of a file in bytes."""
+        with self._translated(f"reading {self.where(name)}"):
+            size: int = self._fs.info(posixpath.join(self._path, name))["size"]
+            return size
+
+    def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
+        with self._translated(f"looking for {self.where(name)}"):
+            self._fs.invalidate_cache(self._path)
+            found: bool = self._fs.exists(posixpath.join(self._path, name))
+            return found
+
+    def names(self) -> list[str]:
+        """Names of the files and folders here, sorted; empty when the folder does not exist."""
+        with self._translated(f"listing {self.root}"):
+            self._fs.invalidate_cache(self._path)
+            try:
+                found = self._fs.ls(self._path, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            names = (posixpath.basename(path.rstrip("/")) for path in found)
+            return sorted(name for name in names if not name.startswith(_TEMPORARY))
+
+    def remove_tree(self, name: str) -> None:
+        """Remove a folder and what is in it; nothing happens when it is gone already."""
+        with self._translated(f"removing {self.where(name)}"), contextlib.suppress(FileNotFoundError):
+            self._fs.rm(posixpath.join(self._path, name), recursive=True)
+
+    def _rename(self, temporary: str, target: str) -> None:
+        if self._local:
+            os.replace(temporary, target)
+        else:
+            self._fs.mv(temporary, target)
+
+    def _sync(self, file: Any) -> None:
+        file.flush()
+        if self._local:
+            os.fsync(file.fileno())
+
+    @staticmethod
+    def _temporary(target: str) -> str:
+        folder, name = posixpath.split(target)
+        return posixpath.join(folder, f"{_TEMPORARY}{uuid.uuid4().hex}-{name}")
+
+    @contextlib.contextmanager
+    def _removed_on_failure(self, temporary: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            # The first error is what matters; a leftover temporary file harms nobody.
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(temporary)
+            raise
+
+    @contextlib.contextmanager
+    def _translated(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise MissingCheckpointError(f"{doing}: it does not exist") from error
+        except OSError as error:
+            if error.errno in (28, 122):  # ENOSPC, EDQUOT
+                raise StoreFullError(f"{doing}: {error}. Make room where the root lies.") from error
+            raise StorageError(f"{doing}: {error}") from error

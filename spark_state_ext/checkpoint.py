@@ -1,0 +1,220 @@
+"""Delta and snapshot files: Arrow IPC files with a lineage header and a checked body.
+
+Written in one stream: header first, body hashed on its way, counts and checksum into the footer. Read in the
+order that trusts nothing: the footer's fixed-width record is found by its text, the body is hashed, and only
+then does Arrow see the bytes. `docs/format.md` specifies both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+
+from arrow_schemas.evolution import conform
+from arrow_schemas.lineage import (
+    BODY_PLACEHOLDER,
+    BodyRecord,
+    CheckpointRef,
+    LineageHeader,
+    file_name,
+)
+from arrow_schemas.row import DELETED, RowSchema
+from spark_state_ext.backend import Backend
+from spark_state_ext.errors import CorruptFileError
+
+__all__ = ["CheckpointFile", "read_checkpoint", "read_header", "write_checkpoint"]
+
+_MAGIC = b"ARROW1"
+_PADDED_MAGIC = b"ARROW1\0\0"
+_TAIL = struct.Struct("<i6s")
+# A ranged read of this size holds the header of any ordinary schema and lineage; longer ones are read whole.
+_HEAD_BYTES = 16 << 10
+_IN_MEMORY_BYTES_MAX = 64 << 20
+
+
+class _HashingSink:
+    """File-like target that hashes the body and then fills the footer's body record in."""
+
+    def __init__(self, target: IO[bytes]) -> None:
+        self._target = target
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._footer: bytearray | None = None
+        self.length = 0
+        self.closed = False
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if self._footer is not None:
+            self._footer += view
+        else:
+            self._target.write(view)
+            self._digest.update(view)
+            self.length += len(view)
+        return len(view)
+
+    def begin_footer(self) -> None:
+        self._footer = bytearray()
+
+    def finish(self, rows: int, tombstones: int) -> None:
+        assert self._footer is not None
+        record = BodyRecord(self.length, rows, tombstones, self._digest.hexdigest()).encode()
+        assert self._footer.count(BODY_PLACEHOLDER) == 1, "the footer repeats the schema metadata once"
+        self._target.write(bytes(self._footer).replace(BODY_PLACEHOLDER, record))
+
+    def flush(self) -> None:
+        self._target.flush()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def writable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return False
+
+    def seekable(self) -> bool:
+        return False
+
+    def tell(self) -> int:
+        return self.length + len(self._footer or b"")
+
+
+def write_checkpoint(target: IO[bytes], header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBatch]) -> None:
+    """Write one checkpoint file to an open binary file."""
+    sink = _HashingSink(target)
+    rows = tombstones = 0
+    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    arrow_schema = schema.arrow.with_metadata(header.encode())
+    with pa.PythonFile(sink, mode="w") as file:
+        writer = pa.ipc.new_file(file, arrow_schema, options=options)
+        for batch in batches:
+            rows += batch.num_rows
+            tombstones += batch.column(DELETED).true_count
+            writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=arrow_schema))
+        file.flush()
+        sink.begin_footer()
+        writer.close()
+        file.flush()
+        sink.finish(rows, tombstones)
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """A checkpoint file that passed its checks.
+
+    Parameters
+    ----------
+    header
+        What it says of itself.
+    batches
+        Its rows, in run order, conforming to the row schema asked for; decoded one at a time. Iterating raises
+        `CorruptFileError` when they are not what the header announces.
+    size_bytes
+        Size of the file.
+    """
+
+    header: LineageHeader
+    batches: Iterator[pa.RecordBatch]
+    size_bytes: int
+
+
+def read_checkpoint(
+    backend: Backend, ref: CheckpointRef, kind: str, schema: RowSchema, scratch: Path
+) -> CheckpointFile:
+    """Read and check one checkpoint file; a large one passes through the local folder `scratch`.
+
+    Raises
+    ------
+    MissingCheckpointError
+        When it does not exist.
+    CorruptFileError
+        When any check fails.
+    """
+    name = file_name(ref, kind)
+    where = backend.where(name)
+    data = _load(backend, name, scratch)
+    record = _body_record(data, where)
+    body = data.slice(0, record.length)
+    if hashlib.blake2b(memoryview(body), digest_size=16).hexdigest() != record.digest:
+        raise CorruptFileError(f"the body of {where} fails its checksum")
+    try:
+        # The file as a stream, up to where the checksum reaches: Arrow sees no unchecked byte, nor the footer's offsets.
+        reader = pa.ipc.open_stream(body.slice(len(_PADDED_MAGIC)))
+        header = LineageHeader.decode(reader.schema.metadata, where)
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
+    if header.ref != ref or header.kind != kind:
+        raise CorruptFileError(f"{where} holds the {header.kind} of checkpoint {header.ref}")
+    return CheckpointFile(header, _checked_batches(reader, record, schema, where), data.size)
+
+
+def _checked_batches(
+    reader: pa.RecordBatchReader, record: BodyRecord, schema: RowSchema, where: str
+) -> Iterator[pa.RecordBatch]:
+    rows = 0
+    try:
+        for batch in reader:
+            batch.validate()
+            rows += batch.num_rows
+            yield conform(batch.replace_schema_metadata(None), schema)
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
+    if rows != record.rows:
+        raise CorruptFileError(f"{where} holds {rows} rows and announces {record.rows}")
+
+
+def _load(backend: Backend, name: str, scratch: Path) -> pa.Buffer:
+    """The bytes of a file: in memory, or, when large, mapped from an unnamed copy on the local disk."""
+    if backend.size(name) <= _IN_MEMORY_BYTES_MAX:
+        return pa.py_buffer(backend.get(name))
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        copy = Path(folder) / name
+        backend.get_file(name, copy)
+        with pa.memory_map(str(copy)) as file:
+            return file.read_buffer()
+
+
+def read_header(backend: Backend, ref: CheckpointRef, kind: str) -> LineageHeader:
+    """Read only the lineage header of a file, with a ranged read.
+
+    Raises
+    ------
+    MissingCheckpointError
+        When the file does not exist.
+    CorruptFileError
+        When it has no valid header.
+    """
+    name = file_name(ref, kind)
+    where = backend.where(name)
+    head = backend.get_range(name, 0, _HEAD_BYTES)
+    if len(head) >= 16 and int.from_bytes(head[12:16], "little", signed=True) + 16 > len(head) == _HEAD_BYTES:
+        head = backend.get(name)
+    if not head.startswith(_PADDED_MAGIC):
+        raise CorruptFileError(f"{where} is no Arrow file")
+    try:
+        # After the magic and its padding an IPC file goes on as a stream, whose first message is the schema.
+        schema = pa.ipc.read_schema(pa.py_buffer(head[len(_PADDED_MAGIC) :]))
+    except (pa.ArrowException, OSError, EOFError) as error:
+        raise CorruptFileError(f"the schema of {where} cannot be read: {error}") from error
+    return LineageHeader.decode(schema.metadata, where)
+
+
+def _body_record(data: pa.Buffer, where: str) -> BodyRecord:
+    tail_at = data.size - _TAIL.size
+    if tail_at < len(_PADDED_MAGIC) or data.slice(0, len(_PADDED_MAGIC)).to_pybytes() != _PADDED_MAGIC:
+        raise CorruptFileError(f"{where} is no Arrow file: it is damaged or was not finished")
+    footer_bytes, magic = _TAIL.unpack(data.slice(tail_at).to_pybytes())
+    if magic != _MAGIC or not 0 < footer_bytes <= tail_at:
+        raise CorruptFileError(f"{where} does not end as an Arrow file: it is damaged or was not finished")
+    record = BodyRecord.find(data.slice(tail_at - footer_bytes, footer_bytes).to_pybytes(), where)
+    if not len(_PADDED_MAGIC) < record.length <= tail_at - footer_bytes:
+        raise CorruptFileError(f"{where} announces a body of {record.length} bytes and has {data.size} in all")
+    return record

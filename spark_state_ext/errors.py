@@ -1,0 +1,123 @@
+"""The one tree of errors, grouped by what the caller would do.
+
+======================  ===========================================================================
+`UsageError`            change the call or the plan; nothing was run
+`ChangedJobError`       go back to the old job, or start from a new checkpoint location
+`OwnershipError`        stop the other run
+`CorruptError`          bytes are damaged: restore the file, or go back to an older checkpoint
+`MissingError`          bring the file back
+`StorageError`          make room, or mend permissions or the network; then restart
+`EnvironmentSetupError` install the package where the executors' Python looks for it
+`UserFunctionError`     mend the function; names key, bucket and batch
+======================  ===========================================================================
+
+All are `StateError`. Where a builtin says the same, the class is one too.
+"""
+
+from __future__ import annotations
+
+from arrow_schemas.errors import (
+    BucketCountChangedError,
+    ChangedJobError,
+    CorruptError,
+    CorruptFileError,
+    CorruptPointerError,
+    SchemaChangedError,
+    StateError,
+    StateValueError,
+    UnsupportedTypeError,
+    UsageError,
+    VersionSkewError,
+)
+from arrow_schemas.lineage import CheckpointRef
+
+__all__ = [
+    "BucketCountChangedError",
+    "ChangedJobError",
+    "CorruptError",
+    "CorruptFileError",
+    "CorruptPointerError",
+    "CorruptStoreError",
+    "EnvironmentSetupError",
+    "ExecutorPackageError",
+    "ExistingStateError",
+    "LiveRunError",
+    "MissingCheckpointError",
+    "MissingError",
+    "MissingRunError",
+    "OwnershipError",
+    "SchemaChangedError",
+    "StateError",
+    "StateValueError",
+    "StorageError",
+    "StoreFullError",
+    "UnsupportedPlanError",
+    "UnsupportedTypeError",
+    "UsageError",
+    "UserFunctionError",
+    "VersionSkewError",
+]
+
+
+class UnsupportedPlanError(UsageError):
+    """The query has a shape that Spark or this package cannot run."""
+
+
+class ExistingStateError(ChangedJobError):
+    """`strict=True` and the operator already has state of another query."""
+
+
+class OwnershipError(StateError, PermissionError):
+    """The state belongs to somebody else."""
+
+
+class LiveRunError(OwnershipError):
+    """Another run of the same query is writing this state, or has taken it over."""
+
+
+class CorruptStoreError(CorruptError):
+    """The local store is damaged. It is a cache: it is set aside and built anew from the checkpoint files."""
+
+
+class MissingError(StateError, FileNotFoundError):
+    """Something that must be there is not."""
+
+
+class MissingCheckpointError(MissingError):
+    """Checkpoint files that a committed pointer needs are gone or all damaged."""
+
+
+class MissingRunError(MissingError):
+    """The local store lacks a run of the lineage; it can be fetched from the checkpoint files.
+
+    Parameters
+    ----------
+    message
+        What is missing.
+    ref
+        The checkpoint at which no run ends.
+    """
+
+    def __init__(self, message: str, ref: CheckpointRef) -> None:
+        super().__init__(message)
+        self.ref = ref
+
+
+class StorageError(StateError, OSError):
+    """A disk, file system or object store failed."""
+
+
+class StoreFullError(StorageError):
+    """The disk of the local store is full, or the address space for its map is used up."""
+
+
+class EnvironmentSetupError(StateError):
+    """A machine is not set up for the job."""
+
+
+class ExecutorPackageError(EnvironmentSetupError, ImportError):
+    """The executors' Python lacks this package. (Raised there under this name without the package itself.)"""
+
+
+class UserFunctionError(StateError, RuntimeError):
+    """The user's function raised; the cause is attached, the text names key, bucket and batch."""

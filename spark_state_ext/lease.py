@@ -1,0 +1,190 @@
+"""Who may write an operator's state: a lease that a run renews while it lives.
+
+A copied Spark checkpoint keeps its query id, so two runs can claim one folder. Immutable files keep their states apart,
+but clean-up and the user's intent do not allow it: the second live run is refused, and a run that another has replaced
+stops. A lease is a small file with the run's id and the time of its last renewal.
+
+A restart must not wait for the lease of a run that is known to be over: Spark itself never has one query active twice
+in an application, and on one machine a process that is gone renews nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spark_state_ext.backend import Backend
+from spark_state_ext.errors import CorruptFileError, LiveRunError, MissingCheckpointError, UsageError
+from spark_state_ext.store.environment import boot_id
+
+__all__ = ["Lease", "LeaseRecord", "RunIdentity", "verdict"]
+
+_FILE = "lease.json"
+_LEASE_FORMAT = 1
+_POLL_S = 0.2
+TAKE, WAIT = "take", "wait"
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """A streaming run: Spark's run id, its application, and a process on one machine that lives as long as it."""
+
+    run_id: str
+    application_id: str
+    host: str
+    boot: str
+    pid: int
+    pid_start: str
+
+    @staticmethod
+    def here(run_id: str, application_id: str) -> RunIdentity:
+        """The identity of the run this worker process works for."""
+        # Workers are forked by a daemon that lives as long as the executor; its own life is what counts.
+        pid = os.getppid()
+        return RunIdentity(run_id, application_id, socket.gethostname(), boot_id(), pid, _start_of(pid))
+
+    def is_over(self) -> bool:
+        """Whether the process is known to be gone; False when that cannot be told from here."""
+        if self.host != socket.gethostname() or not self.pid_start:
+            return False
+        return self.boot != boot_id() or _start_of(self.pid) != self.pid_start
+
+
+@dataclass(frozen=True)
+class LeaseRecord:
+    """Contents of a lease file; `renewed_ms` is wall-clock time, milliseconds since 1970."""
+
+    owner: RunIdentity
+    renewed_ms: int
+
+    def encode(self) -> bytes:
+        """The file's bytes."""
+        return json.dumps({"format": _LEASE_FORMAT, "owner": asdict(self.owner), "renewed_ms": self.renewed_ms}).encode()
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> LeaseRecord:
+        """Read a lease file."""
+        try:
+            fields = json.loads(data)
+            return LeaseRecord(RunIdentity(**fields["owner"]), int(fields["renewed_ms"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptFileError(f"{where} is no lease: {error!r}. Remove it when no run is live.") from error
+
+
+def verdict(found: LeaseRecord | None, me: RunIdentity, now_ms: int, lease_ms: int, over: bool) -> str:
+    """What a run that does not hold the lease may do: `TAKE` it, or `WAIT` whether the owner renews it.
+
+    Parameters
+    ----------
+    found
+        The record on file.
+    me
+        The run that asks.
+    now_ms, lease_ms
+        The time, and how long a lease lasts without renewal.
+    over
+        Whether the owner's process is known to be gone.
+    """
+    if found is None or found.owner.run_id == me.run_id or over:
+        return TAKE
+    if found.owner.application_id == me.application_id:
+        return TAKE
+    return TAKE if now_ms - found.renewed_ms > lease_ms else WAIT
+
+
+class Lease:
+    """This process's hold on one operator folder for one run.
+
+    Parameters
+    ----------
+    files
+        The operator's folder.
+    me
+        The run.
+    lease_ms
+        How long a lease lasts without renewal.
+    """
+
+    _held: dict[tuple[str, str], Lease] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, files: Backend, me: RunIdentity, lease_ms: int) -> None:
+        if lease_ms < 100:
+            raise UsageError(f"lease_ms must be at least 100, not {lease_ms}")
+        self._files = files
+        self._me = me
+        self._lease_ms = lease_ms
+        self._check_at_s = 0.0
+        self._seen = False
+
+    @classmethod
+    def of(cls, files: Backend, run_id: str, application_id: str, lease_ms: int) -> Lease:
+        """The process's lease object of a run."""
+        with cls._lock:
+            key = (files.root, run_id)
+            if key not in cls._held:
+                # A worker outlives queries; only the current run of a folder is of interest.
+                for stale in [k for k in cls._held if k[0] == files.root]:
+                    del cls._held[stale]
+                cls._held[key] = cls(files, RunIdentity.here(run_id, application_id), lease_ms)
+            return cls._held[key]
+
+    def hold(self) -> None:
+        """Take or renew the lease when that is due; cheap otherwise.
+
+        Raises
+        ------
+        LiveRunError
+            When another live run holds it, or has taken it over from this one.
+        """
+        now_s = time.monotonic()
+        if now_s < self._check_at_s:
+            return
+        found = self._read()
+        if found is not None and found.owner.run_id != self._me.run_id:
+            if self._seen:
+                raise LiveRunError(
+                    f"run {self._me.run_id} has lost the state at {self._files.root} to run {found.owner.run_id} on "
+                    f"{found.owner.host}, which started later. Stop one of the two, and give a copied checkpoint a root of its own."
+                )
+            self._wait_for_end(found)
+        self._files.put(_FILE, LeaseRecord(self._me, int(time.time() * 1000)).encode())
+        self._seen = True
+        self._check_at_s = time.monotonic() + self._lease_ms / 3000
+
+    def _wait_for_end(self, found: LeaseRecord) -> None:
+        deadline_s = time.monotonic() + self._lease_ms / 1000
+        while True:
+            now_ms = int(time.time() * 1000)
+            if verdict(found, self._me, now_ms, self._lease_ms, found.owner.is_over()) == TAKE:
+                return
+            latest = self._read()
+            if latest is not None and latest.owner.run_id == self._me.run_id:
+                return
+            if latest is not None and latest != found:
+                raise LiveRunError(
+                    f"the state at {self._files.root} is being written by run {latest.owner.run_id} on {latest.owner.host}; "
+                    f"run {self._me.run_id} must not write it too. Stop the other run, or give this one a root of its own."
+                )
+            if time.monotonic() > deadline_s:
+                return
+            time.sleep(_POLL_S)
+
+    def _read(self) -> LeaseRecord | None:
+        try:
+            return LeaseRecord.decode(self._files.get(_FILE), self._files.where(_FILE))
+        except MissingCheckpointError:
+            return None
+
+
+def _start_of(pid: int) -> str:
+    """Start time of a process in clock ticks since boot, so that a reused pid is not taken for the old process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except (OSError, IndexError):
+        return ""

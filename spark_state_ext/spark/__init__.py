@@ -1,0 +1,1 @@
+"""The adapter: plans on the client, packing and per-key calls on the executors."""

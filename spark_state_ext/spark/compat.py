@@ -1,0 +1,31 @@
+"""Where PySpark's releases differ. All of it is here, and only public API is used.
+
+PySpark 3.5 names the parameters of its errors `error_class` and `message_parameters`; 4.0 and later `errorClass` and
+`messageParameters`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pyspark
+from pyspark.errors import PySparkTypeError
+
+__all__ = ["SPARK_VERSION", "udf_return_type_error"]
+
+_found = re.match(r"(\d+)\.(\d+)", pyspark.__version__)
+if _found is None:
+    raise ImportError(f"cannot tell the version of PySpark from {pyspark.__version__!r}")
+# (major, minor) of the PySpark in this process.
+SPARK_VERSION: tuple[int, int] = (int(_found[1]), int(_found[2]))
+
+_CAMEL_CASE = "errorClass" in inspect.signature(PySparkTypeError.__init__).parameters
+
+
+def udf_return_type_error(actual: object, expected: str) -> PySparkTypeError:
+    """Spark's own error for a function that returned the wrong kind of thing."""
+    parameters = {"expected": expected, "actual": type(actual).__name__}
+    if _CAMEL_CASE:
+        return PySparkTypeError(errorClass="UDF_RETURN_TYPE", messageParameters=parameters)
+    return PySparkTypeError(error_class="UDF_RETURN_TYPE", message_parameters=parameters)

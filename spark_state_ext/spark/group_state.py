@@ -1,0 +1,75 @@
+"""The `GroupState` a user's function gets: Spark's own class, with the outcome of the call written down."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+from pyspark.sql.streaming.state import GroupState
+from pyspark.sql.types import StructType, TimestampType
+
+__all__ = ["NO_TIMEOUT", "KeyState"]
+
+# Spark's own value for "no timeout".
+NO_TIMEOUT = -1
+
+
+class KeyState(GroupState):
+    """State of one key during one call.
+
+    Every method and every error is Spark's; the methods that change something also note it in these attributes:
+
+    Attributes
+    ----------
+    touched
+        `update` or `remove` was called.
+    timeout_ms
+        The timeout set in this call, milliseconds since 1970, or `NO_TIMEOUT`. Spark begins every call without one, so an
+        `update` that sets none clears the old.
+    """
+
+    def __init__(
+        self,
+        value: tuple[Any, ...] | None,
+        processing_time_ms: int,
+        watermark_ms: int,
+        timeout_conf: str,
+        timed_out: bool,
+        watermark_present: bool,
+        schema: StructType,
+    ) -> None:
+        super().__init__(
+            optionalValue=value,  # type: ignore[arg-type]  # a tuple serves as the Row it is declared as
+            batchProcessingTimeMs=processing_time_ms,
+            eventTimeWatermarkMs=watermark_ms,
+            timeoutConf=timeout_conf,
+            hasTimedOut=timed_out,
+            watermarkPresent=watermark_present,
+            defined=value is not None,
+            updated=False,
+            removed=False,
+            timeoutTimestamp=NO_TIMEOUT,
+            keyAsUnsafe=b"",
+            valueSchema=schema,
+        )
+        self.touched = False
+        self.timeout_ms = NO_TIMEOUT
+
+    def update(self, newValue: tuple[Any, ...]) -> None:
+        super().update(newValue)
+        self.touched = True
+
+    def remove(self) -> None:
+        super().remove()
+        self.touched = True
+
+    def setTimeoutDuration(self, durationMs: int) -> None:
+        super().setTimeoutDuration(durationMs)
+        self.timeout_ms = int(durationMs) + self.getCurrentProcessingTimeMs()
+
+    def setTimeoutTimestamp(self, timestampMs: int | datetime.datetime) -> None:
+        super().setTimeoutTimestamp(timestampMs)  # type: ignore[arg-type]  # Spark takes a datetime and says int
+        if isinstance(timestampMs, datetime.datetime):
+            # Whole milliseconds, as the JVM's long holds them.
+            timestampMs = TimestampType().toInternal(timestampMs) // 1000
+        self.timeout_ms = int(timestampMs)

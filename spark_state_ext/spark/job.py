@@ -1,0 +1,91 @@
+"""What the client tells the executors about an operator: plain values, checked against the executor's package."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from arrow_schemas.operator import OperatorFile
+from spark_state_ext.errors import VersionSkewError
+from spark_state_ext.version import __version__
+
+__all__ = ["Job"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One planned operator.
+
+    Parameters
+    ----------
+    operator, root, storage_options, buckets, local_dir, strict, lease_ms, memory_bytes_max, snapshot
+        As given to `ArrowState`.
+    key_schema, state_schema
+        `StructType.json()` of the grouping and of the state columns.
+    columns
+        Names of the input's columns, as the user's frames show them.
+    key_positions
+        Where each key is among the packed columns; the packed columns are the input's, then keys that are not input
+        columns.
+    timeout_conf
+        Spark's name of the timeout kind.
+    event_time_position
+        Packed column that has the watermark, or -1.
+    event_time_is_window
+        That column is a window, and counts by its end.
+    timezone
+        The session's time zone.
+    frame_rows_max
+        Most rows of one frame: ``spark.sql.execution.arrow.maxRecordsPerBatch``.
+    late_by_previous_watermark
+        Late rows are judged by the previous batch's watermark (Spark's default) and not by this batch's.
+    application_id
+        Spark's application.
+    package_version
+        Version of this package on the client.
+    """
+
+    operator: str
+    root: str
+    buckets: int
+    key_schema: str
+    state_schema: str
+    columns: tuple[str, ...]
+    key_positions: tuple[int, ...]
+    timeout_conf: str
+    event_time_position: int
+    event_time_is_window: bool
+    timezone: str
+    frame_rows_max: int
+    late_by_previous_watermark: bool
+    application_id: str
+    local_dir: str | None
+    strict: bool
+    lease_ms: int
+    memory_bytes_max: int
+    storage_options: dict[str, Any] = field(default_factory=dict)
+    package_version: str = __version__
+
+    def to_plain(self) -> dict[str, Any]:
+        """As builtin values, which any version of this package can at least look at."""
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(plain: dict[str, Any]) -> Job:
+        """Inverse of `to_plain`, on an executor.
+
+        Raises
+        ------
+        VersionSkewError
+            When client and executor have different versions of this package.
+        """
+        if plain["package_version"] != __version__:
+            raise VersionSkewError(
+                f"the query was planned with spark_state_ext {plain['package_version']} and the executors have {__version__}: "
+                "install the same version on both."
+            )
+        return Job(**{**plain, "columns": tuple(plain["columns"]), "key_positions": tuple(plain["key_positions"])})
+
+    def operator_file(self, query_id: str) -> OperatorFile:
+        """The operator file this job asks for."""
+        return OperatorFile(self.operator, query_id, self.buckets, self.key_schema, self.state_schema)

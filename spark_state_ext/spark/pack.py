@@ -1,0 +1,179 @@
+"""Packing: the stage before Spark's shuffle turns rows into payloads, a few a bucket. Runs on executors."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark import TaskContext
+
+from arrow_schemas.equality import HashArray, IndexArray
+from arrow_schemas.labels import bucket_label
+from spark_state_ext.backend import Backend
+from spark_state_ext.spark.job import Job
+from spark_state_ext.spark.payload import HASH_COLUMN, encode, payload_bytes_max, spilled
+from spark_state_ext.spark.task import TaskInfo, operator_files, scratch_folder
+
+__all__ = ["buckets_of", "pack"]
+
+_OUTPUT = pa.schema(
+    [("bucket", pa.int32()), ("payload", pa.binary()), ("event_time", pa.timestamp("us", tz="UTC"))]
+)
+# Rows are held back until there are this many bytes, so that payloads are not cut small by Spark's input batches.
+_HELD_BYTES_MAX = 32 << 20
+# What one packing task sends through the shuffle before it turns to spill files.
+_INLINE_BYTES_MAX = 128 << 20
+_OUTPUT_BYTES_MAX = 16 << 20
+
+
+def buckets_of(hashes: HashArray, buckets: int) -> IndexArray:
+    """Bucket of each hash: its high 32 bits scaled to the number of buckets, so a bucket is a range of hashes."""
+    found: IndexArray = (((hashes >> np.uint64(32)) * np.uint64(buckets)) >> np.uint64(32)).astype(np.int64)
+    return found
+
+
+def pack(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Body of the `mapInArrow` stage.
+
+    Parameters
+    ----------
+    plain
+        `Job.to_plain`.
+    batches
+        Input rows: the packed columns and then the hash.
+    """
+    job = Job.from_plain(plain)
+    task = TaskInfo.current()
+    packer = _Packer(job, task)
+    context = TaskContext.get()
+    if context is not None and context.partitionId() == 0:
+        # Every bucket is called in every batch with data: to restore, to time out, to be cleaned up.
+        labels = [bucket_label(bucket) for bucket in range(job.buckets)]
+        empty = pa.nulls(job.buckets, _OUTPUT.field("event_time").type)
+        yield pa.RecordBatch.from_arrays([pa.array(labels, pa.int32()), pa.array([b""] * job.buckets), empty], schema=_OUTPUT)
+    held: list[pa.RecordBatch] = []
+    held_bytes = 0
+    for batch in batches:
+        if batch.num_rows:
+            held.append(batch)
+            held_bytes += batch.get_total_buffer_size()
+        if held_bytes >= _HELD_BYTES_MAX:
+            yield from packer.packed(pa.Table.from_batches(held))
+            held, held_bytes = [], 0
+    if held:
+        yield from packer.packed(pa.Table.from_batches(held))
+    packer.close()
+
+
+class _Packer:
+    def __init__(self, job: Job, task: TaskInfo) -> None:
+        self._job = job
+        self._task = task
+        self._labels = pa.array([bucket_label(bucket) for bucket in range(job.buckets)], pa.int32())
+        self._target_bytes = payload_bytes_max(job.frame_rows_max)
+        self._inline_bytes = 0
+        self._spill: _SpillFile | None = None
+
+    def packed(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
+        hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
+        buckets = buckets_of(hashes, self._job.buckets)
+        order = np.argsort(buckets, kind="stable")
+        event_times = self._event_times(table)
+        # Sorted by bucket as one batch, of which each payload is a slice.
+        indices = pa.array(order)
+        data = table.take(indices).combine_chunks().to_batches()[0]
+        if event_times is not None:
+            event_times = event_times.take(indices)
+        row_bytes = max(1, data.get_total_buffer_size() // data.num_rows)
+        step = max(1, self._target_bytes // row_bytes)
+        bounds = np.searchsorted(buckets[order], np.arange(self._job.buckets + 1))
+        rows: list[tuple[int, bytes, Any]] = []
+        size = 0
+        for bucket in np.flatnonzero(np.diff(bounds)).tolist():
+            for start in range(int(bounds[bucket]), int(bounds[bucket + 1]), step):
+                stop = min(start + step, int(bounds[bucket + 1]))
+                payload = self._placed(encode(data.slice(start, stop - start)))
+                rows.append((bucket, payload, self._latest(event_times, start, stop)))
+                size += len(payload)
+                if size >= _OUTPUT_BYTES_MAX:
+                    yield self._output(rows)
+                    rows, size = [], 0
+        if self._spill is not None:
+            # Published before any reference to it leaves this task.
+            self._spill.publish()
+            self._spill = None
+        if rows:
+            yield self._output(rows)
+
+    def close(self) -> None:
+        assert self._spill is None, "spill files are published with the rows that refer to them"
+
+    def _placed(self, payload: bytes) -> bytes:
+        if self._inline_bytes + len(payload) <= _INLINE_BYTES_MAX and len(payload) <= 4 * self._target_bytes + (1 << 20):
+            self._inline_bytes += len(payload)
+            return payload
+        if self._spill is None:
+            self._spill = _SpillFile(operator_files(self._job, self._task.query_id), self._task.batch)
+        return self._spill.add(payload)
+
+    def _output(self, rows: list[tuple[int, bytes, Any]]) -> pa.RecordBatch:
+        if self._spill is not None:
+            self._spill.publish()
+            self._spill = None
+        buckets, payloads, times = zip(*rows, strict=True)
+        return pa.RecordBatch.from_arrays(
+            [
+                self._labels.take(pa.array(buckets)),
+                pa.array(payloads, pa.binary()),
+                pa.array(times, pa.int64()).cast(_OUTPUT.field("event_time").type),
+            ],
+            schema=_OUTPUT,
+        )
+
+    def _event_times(self, table: pa.Table) -> pa.ChunkedArray | None:
+        times = event_times(self._job, table)
+        return None if times is None else times
+
+    @staticmethod
+    def _latest(times: pa.ChunkedArray | None, start: int, stop: int) -> int | None:
+        """Latest event time of some rows; None when any has none, as such a row is never late."""
+        if times is None:
+            return None
+        piece = times.slice(start, stop - start)
+        return None if piece.null_count else pc.max(piece).as_py()
+
+
+def event_times(job: Job, table: pa.Table) -> pa.ChunkedArray | None:
+    """Event time of each row in microseconds since 1970, int64, NULL where it has none; None without a watermark."""
+    if job.event_time_position < 0:
+        return None
+    column = table.column(job.event_time_position)
+    if job.event_time_is_window:
+        column = pc.struct_field(column, "end")
+    if pa.types.is_timestamp(column.type) and column.type.unit != "us":
+        column = column.cast(pa.timestamp("us", tz=column.type.tz))
+    return column.cast(pa.int64())
+
+
+class _SpillFile:
+    """A file under the root that payloads beyond the inline budget go to."""
+
+    def __init__(self, files: Backend, batch: int) -> None:
+        self._files = files
+        self._name = f"spill/{batch}/{uuid.uuid4().hex}.payloads"
+        self._file: IO[bytes] = tempfile.NamedTemporaryFile(dir=scratch_folder(None), prefix="payloads-")  # noqa: SIM115
+
+    def add(self, payload: bytes) -> bytes:
+        offset = self._file.tell()
+        self._file.write(payload)
+        return spilled(self._name, offset, len(payload))
+
+    def publish(self) -> None:
+        with self._file:
+            self._file.flush()
+            self._files.put_file(self._name, self._file.name)

@@ -1,0 +1,427 @@
+"""Arrow to pandas, value for value as Spark's own `applyInPandasWithState` worker does it.
+
+The function of a job must not notice that its rows came to it as Arrow payloads. So this module gives the
+dtypes and Python values that the running release of PySpark would give for the same rows, its oddities
+included. Two things make that less than obvious:
+
+- Spark converts each key's rows alone. pandas has no integer or boolean with NULLs, so an integer column is
+  ``int64`` for one key and ``float64`` for its neighbour, and the same happens *inside* arrays, structs and
+  maps. Whoever converts the rows of many keys at once may do so only within a class of keys with the
+  same NULL pattern; `null_flags` says what the pattern is, `key_scalars` does it for keys.
+- The releases differ; see `_Rules`.
+
+Spark's option ``spark.sql.execution.pythonUDF.pandas.preferIntExtensionDtype`` (4.2 and later, off by default)
+would give the nullable ``Int64`` for top-level integers. It is not supported here; the default is unaffected.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pat
+
+from spark_state_ext.errors import UnsupportedTypeError
+
+__all__ = [
+    "column_to_series",
+    "dtype_depends_on_all_null",
+    "dtype_depends_on_nulls",
+    "empty_frame",
+    "key_scalars",
+    "null_flags",
+    "table_to_frame",
+]
+
+Flags = npt.NDArray[np.bool_]
+Convert = Callable[[Any], Any]
+
+
+# -- where the releases of PySpark (and pandas) differ --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What Spark's worker does with the types on which its releases differ."""
+
+    options: dict[str, bool]
+    """Options of `pyarrow.Array.to_pandas` for nested types and intervals (in old releases: for all types)."""
+    zoned_by_arrow: bool
+    """A timestamp is made local and cut to nanoseconds by Arrow; otherwise by pandas, after the conversion."""
+    naive_dtype: str
+    """The dtype that a timestamp without time zone ends up with."""
+    interval_dtype: str
+    """The dtype that a day-time interval ends up with."""
+
+
+@functools.cache
+def _rules(version: tuple[int, int]) -> _Rules:
+    options = {"date_as_object": True}
+    if version >= (4, 0):
+        # 3.5 lacks this, so there timestamps keep Arrow's microseconds where pandas and pyarrow can hold them.
+        options["coerce_temporal_nanoseconds"] = True
+    if version >= (4, 2):
+        # Integers beside a NULL within an array, struct or map stay Python ints; before, they became floats.
+        options["integer_object_nulls"] = True
+    micro = version >= (4, 2) and int(pd.__version__.split(".")[0]) >= 3
+    return _Rules(
+        options=options,
+        zoned_by_arrow=version >= (4, 2),
+        naive_dtype="datetime64[ns]",
+        interval_dtype="timedelta64[us]" if micro else "timedelta64[ns]",
+    )
+
+
+# -- public ---------------------------------------------------------------------------------------------
+
+
+def column_to_series(
+    column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]
+) -> pd.Series[Any]:
+    """Convert rows that Spark would convert together, that is, one key's rows of one batch.
+
+    Parameters
+    ----------
+    column
+        The rows. Large variants of string and binary and timestamps of any time zone are accepted.
+    timezone
+        The session's time zone (``spark.sql.session.timeZone``).
+    version
+        Major and minor version of PySpark.
+
+    Returns
+    -------
+    pandas.Series
+        Without a name, with a `RangeIndex`, writable, not sharing memory with `column`.
+    """
+    rules = _rules(version)
+    column = _in_session_zone(column, timezone)
+    kind = column.type
+    if pat.is_nested(kind):
+        series = _nested(_one_array(column), timezone, rules)
+    elif pat.is_timestamp(kind):
+        series = _timestamps(column, timezone, rules)
+    elif pat.is_duration(kind):
+        series = column.to_pandas(**rules.options).astype(rules.interval_dtype)
+    else:
+        series = column.to_pandas(date_as_object=True)
+    series = series.copy()  # arrays without NULLs come as read-only views of Arrow's memory
+    series.name = None
+    return series
+
+
+def table_to_frame(
+    table: pa.Table, names: list[str], timezone: str, version: tuple[int, int]
+) -> pd.DataFrame:
+    """Convert one key's rows to the frame that the user's function gets.
+
+    Parameters
+    ----------
+    table
+        The rows; its own column names are not used.
+    names
+        The frame's column names, by position; duplicates are allowed.
+    timezone, version
+        As for `column_to_series`.
+    """
+    if len(names) != table.num_columns:
+        raise ValueError(f"{len(names)} names for {table.num_columns} columns")
+    columns = {i: column_to_series(table.column(i), timezone, version) for i in range(len(names))}
+    frame = pd.DataFrame(columns, index=pd.RangeIndex(table.num_rows), copy=False)
+    frame.columns = pd.Index(names)
+    return frame
+
+
+def empty_frame(names: list[str]) -> pd.DataFrame:
+    """Make the one frame that the user's function gets on a timeout: no rows, all columns of dtype object."""
+    return pd.DataFrame(columns=pd.Index(names))
+
+
+def dtype_depends_on_nulls(kind: pa.DataType) -> bool:
+    """Tell whether a row's conversion differs when a neighbour is NULL or has one within it.
+
+    True for integers and booleans and for nested types that contain them at any depth. For a nested type the
+    NULLs that matter are those of the integers and booleans inside, not only the column's own: ask `null_flags`.
+    """
+    if pat.is_integer(kind) or pat.is_boolean(kind):
+        return True
+    return any(dtype_depends_on_nulls(child) for child in _children(kind))
+
+
+def dtype_depends_on_all_null(kind: pa.DataType) -> bool:
+    """Tell whether a column of NULLs only converts to another dtype than one with some values beside NULLs.
+
+    False for every type: such integers are still float64, strings pandas' string type, booleans, dates,
+    decimals, binary and nested types object.
+    """
+    return False
+
+
+def null_flags(column: pa.Array | pa.ChunkedArray) -> list[Flags]:
+    """Find what decides about dtypes: for each integer or boolean in the type, the rows with a NULL there.
+
+    Two sets of rows convert alike, so may be converted together, if each of these arrays has a True among the
+    rows of both or of neither.
+
+    Returns
+    -------
+    list of numpy.ndarray of bool
+        One array per integer or boolean at any depth of the type, one element per row. Empty for a type
+        whose conversion does not depend on NULLs.
+    """
+    return _null_flags(_one_array(column))
+
+
+def key_scalars(
+    column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]
+) -> list[object]:
+    """Convert each row as if alone, to the object that Spark puts into the key tuple of such a group.
+
+    Parameters
+    ----------
+    column
+        A key column, one row per key.
+    timezone, version
+        As for `column_to_series`.
+
+    Returns
+    -------
+    list of object
+        Numpy scalars (``np.float64(nan)`` for a NULL integer), `pandas.Timestamp`, `str`, `datetime.date`, ...
+    """
+    array = _one_array(column)
+    classes = list(_classes(_null_flags(array), len(array)))
+    if len(classes) == 1:
+        return _scalars(column_to_series(array, timezone, version))
+    keys: list[object] = [None] * len(array)
+    for rows in classes:
+        scalars = _scalars(column_to_series(array.take(pa.array(rows)), timezone, version))
+        for row, scalar in zip(rows.tolist(), scalars, strict=True):
+            keys[row] = scalar
+    return keys
+
+
+# -- flat types -----------------------------------------------------------------------------------------
+
+
+def _timestamps(column: pa.Array | pa.ChunkedArray, timezone: str, rules: _Rules) -> pd.Series[Any]:
+    zone = column.type.tz
+    if rules.zoned_by_arrow:
+        # Not the same as pandas': the two may know different zone rules for the far past and future.
+        if zone is not None:
+            column = pc.local_timestamp(column)
+        return column.cast(pa.timestamp("ns")).to_pandas()
+    series = column.to_pandas(**rules.options)
+    if zone is None:
+        return series.astype(rules.naive_dtype)
+    return series.dt.tz_convert(timezone).dt.tz_localize(None)
+
+
+def _scalars(series: pd.Series[Any]) -> list[object]:
+    """Take the elements as `series[i]` gives them; iterating over a numeric series gives Python numbers."""
+    if isinstance(series.dtype, np.dtype) and series.dtype.kind in "biuf":
+        return list(series.to_numpy())
+    return list(series)
+
+
+# -- nested types ---------------------------------------------------------------------------------------
+
+
+def _nested(array: pa.Array, timezone: str, rules: _Rules) -> pd.Series[Any]:
+    series = array.to_pandas(**rules.options)
+    convert = _value_converter(array.type, timezone)
+    if convert is None:
+        return series
+    values = np.empty(len(series), dtype=object)
+    for i, value in enumerate(series):  # not `values[:] = list`, which would unpack arrays of one length
+        values[i] = None if value is None else convert(value)
+    return pd.Series(values, dtype=object)
+
+
+def _value_converter(kind: pa.DataType, timezone: str) -> Convert | None:
+    """Make the function for the elements of `to_pandas`, or None where they are right already.
+
+    The functions mind neither NULLs at their own level (the caller does) nor results that numpy shapes
+    in an odd way, such as the two-dimensional array for an array of equally long arrays of timestamps: so does Spark.
+    """
+    if pat.is_map(kind):
+        return _map_converter(kind, timezone)
+    if pat.is_list(kind) or pat.is_large_list(kind):
+        element = _value_converter(kind.value_type, timezone)
+        if element is None:
+            return None
+        return lambda value: np.array([None if v is None else element(v) for v in value])
+    if pat.is_struct(kind):
+        return _struct_converter(kind, timezone)
+    if pat.is_timestamp(kind):
+        if kind.tz is None:
+            return pd.Timestamp
+        return lambda value: _local_timestamp(value, timezone)
+    return None
+
+
+def _local_timestamp(value: Any, timezone: str) -> Any:
+    stamp = pd.Timestamp(value)
+    if stamp.tzinfo is None:  # within arrays Arrow gives naive UTC, within structs and maps aware datetimes
+        stamp = stamp.tz_localize("UTC")
+    return stamp.tz_convert(timezone).tz_localize(None)
+
+
+def _map_converter(kind: pa.MapType, timezone: str) -> Convert:
+    of_key = _value_converter(kind.key_type, timezone)
+    of_value = _value_converter(kind.item_type, timezone)
+    if of_key is None and of_value is None:
+        return dict
+
+    def convert(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        return {
+            (k if of_key is None or k is None else of_key(k)): (
+                v if of_value is None or v is None else of_value(v)
+            )
+            for k, v in pairs
+        }
+
+    return convert
+
+
+def _struct_converter(kind: pa.StructType, timezone: str) -> Convert:
+    spark_value = _spark_value_converter(kind)
+    if spark_value is not None:
+        return spark_value
+    fields = [kind.field(i) for i in range(kind.num_fields)]
+    names = [field.name for field in fields]
+    if len(set(names)) != len(names):
+        raise UnsupportedTypeError(f"a struct has several fields of one name: {names}; rename them")
+    converters = [_value_converter(field.type, timezone) for field in fields]
+    if all(converter is None for converter in converters):
+        return dict
+
+    def convert(value: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: v if converter is None or v is None else converter(v)
+            for (name, v), converter in zip(value.items(), converters, strict=True)
+        }
+
+    return convert
+
+
+def _spark_value_converter(kind: pa.StructType) -> Convert | None:
+    """Recognise the structs that stand for a Spark type of its own, as Spark does, by their metadata."""
+    marks = {
+        (field.name, mark)
+        for field in (kind.field(i) for i in range(kind.num_fields))
+        for mark, on in (field.metadata or {}).items()
+        if on == b"true"
+    }
+    names = {kind.field(i).name for i in range(kind.num_fields)}
+    if ("metadata", b"variant") in marks and "value" in names:
+        from pyspark.sql.types import VariantVal
+
+        return lambda value: VariantVal(value["value"], value["metadata"])
+    if ("wkb", b"geometry") in marks and "srid" in names:
+        from pyspark.sql.types import Geometry
+
+        return lambda value: Geometry.fromWKB(value["wkb"], value["srid"])
+    if ("wkb", b"geography") in marks and "srid" in names:
+        from pyspark.sql.types import Geography
+
+        return lambda value: Geography.fromWKB(value["wkb"], value["srid"])
+    return None
+
+
+# -- Arrow ----------------------------------------------------------------------------------------------
+
+
+def _one_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """Join chunks: pyarrow decides about the dtypes within structs chunk by chunk."""
+    if isinstance(column, pa.Array):
+        return column
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    joined = column.combine_chunks()
+    if isinstance(joined, pa.ChunkedArray):
+        if joined.num_chunks > 1:
+            raise UnsupportedTypeError(f"a column of type {column.type} has more than 2 GiB of text or bytes")
+        joined = joined.chunk(0)
+    return joined
+
+
+def _children(kind: pa.DataType) -> list[pa.DataType]:
+    if pat.is_map(kind):
+        return [kind.key_type, kind.item_type]
+    if pat.is_list(kind) or pat.is_large_list(kind):
+        return [kind.value_type]
+    if pat.is_struct(kind):
+        return [kind.field(i).type for i in range(kind.num_fields)]
+    return []
+
+
+def _in_session_zone(column: pa.Array | pa.ChunkedArray, timezone: str) -> pa.Array | pa.ChunkedArray:
+    """Label timestamps with the session's zone, as Spark's are; the instants stay."""
+    kind = _type_in_session_zone(column.type, timezone)
+    return column if kind == column.type else column.cast(kind)
+
+
+def _type_in_session_zone(kind: pa.DataType, timezone: str) -> pa.DataType:
+    if pat.is_timestamp(kind):
+        return kind if kind.tz is None else pa.timestamp(kind.unit, tz=timezone)
+
+    def field(old: pa.Field) -> pa.Field:
+        return old.with_type(_type_in_session_zone(old.type, timezone))
+
+    if pat.is_map(kind):
+        return pa.map_(field(kind.key_field), field(kind.item_field), keys_sorted=kind.keys_sorted)
+    if pat.is_list(kind):
+        return pa.list_(field(kind.value_field))
+    if pat.is_large_list(kind):
+        return pa.large_list(field(kind.value_field))
+    if pat.is_struct(kind):
+        return pa.struct([field(kind.field(i)) for i in range(kind.num_fields)])
+    return kind
+
+
+# -- classes of rows that convert alike -------------------------------------------------------------------
+
+
+def _null_flags(array: pa.Array) -> list[Flags]:
+    kind = array.type
+    if not dtype_depends_on_nulls(kind):
+        return []
+    if pat.is_struct(kind):
+        # `field`, not `flatten`: pyarrow looks at the fields' own NULLs, whether or not the struct is NULL.
+        return [flags for i in range(kind.num_fields) for flags in _null_flags(array.field(i))]
+    if pat.is_map(kind):
+        inner = _null_flags(array.keys) + _null_flags(array.items)
+        return [_any_within(flags, array.offsets) for flags in inner]
+    if pat.is_list(kind) or pat.is_large_list(kind):
+        return [_any_within(flags, array.offsets) for flags in _null_flags(array.values)]
+    flags: Flags = array.is_null().to_numpy(zero_copy_only=False)
+    return [flags]
+
+
+def _any_within(flags: Flags, offsets: pa.Array) -> Flags:
+    """Reduce flags of a list's values to flags of its rows."""
+    before = np.concatenate([[0], np.cumsum(flags)])
+    bounds = offsets.to_numpy()
+    result: Flags = before[bounds[1:]] > before[bounds[:-1]]
+    return result
+
+
+def _classes(flags: list[Flags], rows: int) -> Iterator[npt.NDArray[np.intp]]:
+    """Split rows into those with equal flags."""
+    codes = np.zeros(rows, dtype=np.intp)
+    for one in flags:
+        if one.any() and not one.all():
+            codes = np.unique(codes * 2 + one, return_inverse=True)[1].reshape(rows)
+    if not codes.any():
+        yield np.arange(rows)
+        return
+    for code in range(int(codes.max()) + 1):
+        yield np.flatnonzero(codes == code)

@@ -1,0 +1,68 @@
+"""Payloads: rows of one bucket as Arrow IPC bytes, on their way through Spark's shuffle.
+
+Packing keeps every value as it is; Spark's own path to pandas would turn a bucket's nullable integers into floats. A
+payload is ``b"A"`` and an LZ4-compressed Arrow IPC stream; ``b"S"`` and JSON naming a spill file, its offset and length; or
+empty: the heartbeat that makes Spark call every bucket in every batch with data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import pyarrow as pa
+
+from spark_state_ext.errors import CorruptFileError
+
+__all__ = ["PAYLOAD_SCHEMA", "HASH_COLUMN", "decode", "encode", "payload_bytes_max", "spilled", "stored_payload"]
+
+HASH_COLUMN = "__hash"
+PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp"
+_INLINE, _SPILLED = b"A", b"S"
+_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
+
+
+def payload_bytes_max(records_per_batch: int) -> int:
+    """Target size of a payload.
+
+    Spark sends up to `records_per_batch` payloads in one Arrow batch, whose binary column must stay below 2 GiB; a
+    quarter of that keeps the JVM's buffers, which double as they grow, within an ordinary executor's memory.
+    """
+    return max(4 << 10, min(1 << 20, (512 << 20) // max(1, records_per_batch)))
+
+
+def encode(batch: pa.RecordBatch) -> bytes:
+    """Rows as an inline payload."""
+    sink = pa.BufferOutputStream()
+    sink.write(_INLINE)
+    with pa.ipc.new_stream(sink, batch.schema, options=_OPTIONS) as writer:
+        writer.write_batch(batch)
+    data: bytes = sink.getvalue().to_pybytes()
+    return data
+
+
+def spilled(name: str, offset: int, length: int) -> bytes:
+    """A payload that refers to `length` bytes at `offset` of a spill file, which are an inline payload."""
+    return _SPILLED + json.dumps([name, offset, length]).encode()
+
+
+def decode(payload: bytes, load: Callable[[str, int, int], bytes]) -> Iterator[pa.RecordBatch]:
+    """Rows of a payload; `load(name, offset, length)` reads from spill files."""
+    kind, body = payload[:1], payload
+    if kind == _SPILLED:
+        body = stored_payload(payload, load)
+    elif not payload:
+        return
+    if body[:1] != _INLINE:
+        raise CorruptFileError(f"a payload of kind {body[:1]!r} arrived; client and executors need the same release")
+    with pa.ipc.open_stream(pa.py_buffer(body).slice(1)) as reader:
+        yield from reader
+
+
+def stored_payload(payload: bytes, load: Callable[[str, int, int], bytes]) -> bytes:
+    """The inline payload that a spilled one refers to."""
+    name, offset, length = json.loads(payload[1:])
+    data = load(name, offset, length)
+    if len(data) != length:
+        raise CorruptFileError(f"spill file {name} has {len(data)} of {length} bytes at {offset}")
+    return data

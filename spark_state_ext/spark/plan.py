@@ -1,0 +1,261 @@
+"""`ArrowState`: plans a stateful operator with nothing but public DataFrame calls.
+
+What the plan does is in `docs/design`; whatever can be refused is refused here, before anything runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Union
+
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.state import GroupStateTimeout
+from pyspark.sql.types import DoubleType, FloatType, StructField, StructType
+
+from arrow_schemas.spark_types import key_fields, state_fields
+from spark_state_ext.backend import Backend
+from spark_state_ext.errors import UnsupportedPlanError, UsageError
+from spark_state_ext.spark.job import Job
+from spark_state_ext.spark.payload import HASH_COLUMN, PAYLOAD_SCHEMA
+from spark_state_ext.spark.session import unpatched
+from spark_state_ext.spark.shim import bucket_entry, pack_entry
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+__all__ = ["ArrowState"]
+
+KeyLike = Union[str, "Column"]
+
+_OPERATOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+BUCKETS_MAX = 1 << 15
+MEMORY_BYTES_MIN = 1 << 20
+_WATERMARK_KEY = "spark.watermarkDelayMs"
+_TIMEOUT_CONFS = (
+    GroupStateTimeout.NoTimeout,
+    GroupStateTimeout.ProcessingTimeTimeout,
+    GroupStateTimeout.EventTimeTimeout,
+)
+
+
+class ArrowState:
+    """Arrow state under `applyInPandasWithState`.
+
+    Parameters
+    ----------
+    root
+        Folder of the checkpoint files: any fsspec URL, or an absolute path, that all executors reach.
+    operator
+        Name of the operator, letters, digits, ``.``, ``_`` and ``-``. Its files lie under
+        ``<root>/<operator>/<query id>``.
+    buckets
+        Number of buckets, 1 to 32768: the unit of parallelism. A few a core; it cannot change over a checkpoint's life.
+    local_dir
+        Local folder of executors for the LMDB stores, a cache. Default: the first of ``SPARK_LOCAL_DIRS``, or the
+        temporary folder.
+    storage_options
+        Options for the root's fsspec file system.
+    strict
+        Refuse to begin without state when other queries have state under the same operator name.
+    lease_ms
+        How long a run's claim to its state lasts without renewal, milliseconds; at least 100.
+    memory_bytes_max
+        About how many bytes of a batch's rows one bucket holds in memory before it spills to the local disk.
+
+    Raises
+    ------
+    UsageError
+        When an argument cannot work.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        operator: str = "state",
+        *,
+        buckets: int = 16,
+        local_dir: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        strict: bool = False,
+        lease_ms: int = 10_000,
+        memory_bytes_max: int = 256 << 20,
+    ) -> None:
+        if not _OPERATOR_NAME.fullmatch(operator):
+            raise UsageError(f"operator must be a name of letters, digits, '.', '_' and '-', not {operator!r}")
+        if not isinstance(buckets, int) or not 1 <= buckets <= BUCKETS_MAX:
+            raise UsageError(f"buckets must be a whole number from 1 to {BUCKETS_MAX}, not {buckets!r}")
+        if "://" not in root and not root.startswith("/"):
+            raise UsageError(f"root must be a URL or an absolute path, as executors have other working folders: {root!r}")
+        if local_dir is not None and not local_dir.startswith("/"):
+            raise UsageError(f"local_dir must be an absolute path, not {local_dir!r}")
+        if lease_ms < 100:
+            raise UsageError(f"lease_ms must be at least 100, not {lease_ms}")
+        if memory_bytes_max < MEMORY_BYTES_MIN:
+            raise UsageError(f"memory_bytes_max must be at least {MEMORY_BYTES_MIN}, not {memory_bytes_max}")
+        Backend(root, storage_options)  # an unknown protocol is refused now
+        self.root = root
+        self.operator = operator
+        self.buckets = buckets
+        self.local_dir = local_dir
+        self.storage_options = dict(storage_options or {})
+        self.strict = strict
+        self.lease_ms = lease_ms
+        self.memory_bytes_max = memory_bytes_max
+
+    def __repr__(self) -> str:
+        return f"ArrowState({self.root!r}, operator={self.operator!r}, buckets={self.buckets})"
+
+    def apply_in_pandas_with_state(
+        self,
+        df: DataFrame,
+        keys: KeyLike | Sequence[KeyLike],
+        func: Callable[..., Iterable[Any]],
+        outputStructType: StructType | str,
+        stateStructType: StructType | str,
+        outputMode: str,
+        timeoutConf: str,
+    ) -> DataFrame:
+        """What ``df.groupBy(*keys).applyInPandasWithState(func, …)`` does, on Arrow state.
+
+        Parameters
+        ----------
+        df
+            A streaming DataFrame.
+        keys
+            Grouping columns, as for `DataFrame.groupBy`.
+        func, outputStructType, stateStructType, outputMode, timeoutConf
+            As for `GroupedData.applyInPandasWithState`.
+
+        Raises
+        ------
+        UnsupportedTypeError
+            When a key or state column has a type that cannot be stored.
+        UnsupportedPlanError
+            When `df` is not streaming, or has several event-time columns.
+        UsageError
+            When an argument cannot work.
+        """
+        if not df.isStreaming:
+            raise UnsupportedPlanError(
+                "applyInPandasWithState is not supported with a batch DataFrame: state lives from micro-batch to "
+                "micro-batch. Use readStream for the input."
+            )
+        if timeoutConf not in _TIMEOUT_CONFS:
+            raise UsageError(f"timeoutConf must be one of {', '.join(_TIMEOUT_CONFS)}, not {timeoutConf!r}")
+        spark = df.sparkSession
+        key_list = list(keys) if isinstance(keys, (list, tuple)) else [keys]
+        state_type = _struct(stateStructType, spark, "stateStructType")
+        input_type = df.schema
+        key_type, positions, extra_keys = _resolve_keys(df, input_type, key_list)
+        key_fields(key_type.json())
+        state_fields(state_type.json())
+        event_time = _event_time(input_type)
+        job = Job(
+            operator=self.operator,
+            root=self.root,
+            buckets=self.buckets,
+            key_schema=key_type.json(),
+            state_schema=state_type.json(),
+            columns=tuple(input_type.names),
+            key_positions=positions,
+            timeout_conf=timeoutConf,
+            event_time_position=-1 if event_time is None else event_time[0],
+            event_time_is_window=event_time is not None and isinstance(input_type[event_time[0]].dataType, StructType),
+            timezone=spark.conf.get("spark.sql.session.timeZone") or "UTC",
+            frame_rows_max=_frame_rows_max(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch", "10000")),
+            late_by_previous_watermark=spark.conf.get("spark.sql.streaming.statefulOperator.allowMultiple", "true") != "false",
+            application_id=spark.conf.get("spark.app.id", "") or "",
+            local_dir=self.local_dir,
+            strict=self.strict,
+            lease_ms=self.lease_ms,
+            memory_bytes_max=self.memory_bytes_max,
+            storage_options=self.storage_options,
+        ).to_plain()
+        packed = _packable(df, input_type, key_type, positions, extra_keys).mapInArrow(pack_entry(job), PAYLOAD_SCHEMA)
+        if event_time is not None:
+            packed = packed.withMetadata("event_time", {_WATERMARK_KEY: event_time[1]})
+        with unpatched():
+            return packed.groupBy("bucket").applyInPandasWithState(
+                bucket_entry(job, func), outputStructType, "pointer binary", outputMode, timeoutConf
+            )
+
+
+def _struct(given: StructType | str, spark: Any, name: str) -> StructType:
+    if isinstance(given, StructType):
+        return given
+    # A DDL string means what this session's parser makes of it; an empty frame of that schema tells.
+    parsed = spark.createDataFrame([], given).schema
+    if not isinstance(parsed, StructType):
+        raise UsageError(f"{name} must be a struct of named columns, not {given!r}")
+    return parsed
+
+
+def _resolve_keys(
+    df: DataFrame, input_type: StructType, keys: list[KeyLike]
+) -> tuple[StructType, tuple[int, ...], list[KeyLike]]:
+    """The key columns' type, their places among the packed columns, and those that are not input columns."""
+    selected = df.select(*keys).schema
+    positions: list[int] = []
+    extra: list[KeyLike] = []
+    for key, resolved in zip(keys, selected.fields, strict=True):
+        # An expression may be named like a column, so only a bare name is taken for that column.
+        bare = key if isinstance(key, str) else _bare_name(key)
+        if bare == resolved.name and input_type.names.count(bare) == 1:
+            positions.append(input_type.names.index(bare))
+        else:
+            positions.append(len(input_type) + len(extra))
+            extra.append(key)
+    fields = [StructField(f.name, f.dataType, f.nullable, _without_watermark(f.metadata)) for f in selected.fields]
+    return StructType(fields), tuple(positions), extra
+
+
+def _bare_name(column: Column) -> str | None:
+    """The name of a column that is nothing but a name; None for any other expression."""
+    match = re.fullmatch(r"Column<'(\w+)'>", str(column))
+    return match[1] if match else None
+
+
+def _without_watermark(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in (metadata or {}).items() if name != _WATERMARK_KEY}
+
+
+def _event_time(input_type: StructType) -> tuple[int, int] | None:
+    """Place and delay in milliseconds of the column that has the watermark."""
+    found = [
+        (at, int(field.metadata[_WATERMARK_KEY]))
+        for at, field in enumerate(input_type.fields)
+        if _WATERMARK_KEY in (field.metadata or {})
+    ]
+    if len(found) > 1:
+        raise UnsupportedPlanError(
+            "more than one event-time column reaches the stateful operator: "
+            f"{', '.join(input_type.names[at] for at, _ in found)}. Drop all but one (Spark refuses this too)."
+        )
+    return found[0] if found else None
+
+
+def _frame_rows_max(text: str | None) -> int:
+    rows = int(text or "10000")
+    return rows if rows > 0 else 2**31 - 1
+
+
+def _packable(
+    df: DataFrame, input_type: StructType, key_type: StructType, positions: tuple[int, ...], extra: list[KeyLike]
+) -> DataFrame:
+    """Input columns, keys that are none of them, and the hash, under names that cannot clash."""
+    extra_columns = [F.col(key) if isinstance(key, str) else key for key in extra]
+    widened = df.select("*", *(column.alias(f"__key{i}") for i, column in enumerate(extra_columns)))
+    names = [f"c{i}" for i in range(len(input_type) + len(extra))]
+    named = widened.toDF(*names)
+    hashed = F.xxhash64(*(_hashable(names[at], field) for at, field in zip(positions, key_type.fields, strict=True)))
+    return named.select(*names, hashed.alias(HASH_COLUMN))
+
+
+def _hashable(name: str, field: StructField) -> Column:
+    """A key column such that equal keys hash alike: -0.0 as 0.0, each NaN as the same NaN."""
+    column = F.col(name)
+    if isinstance(field.dataType, (FloatType, DoubleType)):
+        zero = F.lit(0.0).cast(field.dataType)
+        return F.when(column == zero, zero).when(F.isnan(column), F.lit(float("nan")).cast(field.dataType)).otherwise(column)
+    return column

@@ -1,0 +1,295 @@
+"""One call of Spark's stateful function: a bucket, its payloads, and its pointer. Runs on executors."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from pyspark.errors import PySparkRuntimeError
+from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
+from pyspark.sql.types import StructType
+
+from arrow_schemas.equality import HashArray
+from arrow_schemas.labels import label_bucket
+from arrow_schemas.lineage import Writer
+from arrow_schemas.operator import OperatorFile
+from arrow_schemas.pointer import Pointer
+from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
+from spark_state_ext.backend import Backend
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.errors import BucketCountChangedError, CorruptPointerError
+from spark_state_ext.lease import Lease
+from spark_state_ext.operator_folder import admit
+from spark_state_ext.spark.job import Job
+from spark_state_ext.spark.keys import CallContext, Changes, Groups, KeyCaller, UserFunction
+from spark_state_ext.spark.pack import event_times
+from spark_state_ext.spark.payload import HASH_COLUMN, decode
+from spark_state_ext.spark.task import TaskInfo, local_folder, operator_files, scratch_folder
+from spark_state_ext.spill import HashSorter, SpillBuffer
+from spark_state_ext.store import LocalStore, Lookup
+from spark_state_ext.store.runs import hashes_of, sorted_run
+
+__all__ = ["run_bucket"]
+
+_stores: dict[str, LocalStore] = {}
+
+
+def run_bucket(
+    plain: dict[str, Any], function: UserFunction, key: tuple[Any, ...], frames: Iterable[pd.DataFrame], state: GroupState
+) -> Iterator[pd.DataFrame]:
+    """Body of Spark's stateful function, keyed by bucket label.
+
+    Parameters
+    ----------
+    plain
+        `Job.to_plain`.
+    function
+        The user's function.
+    key
+        The bucket's label.
+    frames
+        Payload rows of the bucket; one empty frame when Spark calls for a timeout.
+    state
+        Spark's state of the bucket: the pointer.
+    """
+    call = _BucketCall(Job.from_plain(plain), function, label_bucket(int(key[0])), state)
+    yield from call.run(frames)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Clock of the batch."""
+
+    processing_ms: int
+    watermark_ms: int
+    watermark_present: bool
+
+    @staticmethod
+    def of(state: GroupState) -> _Times:
+        try:
+            watermark, present = state.getCurrentWatermarkMs(), True
+        except PySparkRuntimeError:  # Spark's way to say that the query has none
+            watermark, present = GroupState.NO_TIMESTAMP, False
+        return _Times(state.getCurrentProcessingTimeMs(), watermark, present)
+
+
+class _BucketCall:
+    def __init__(self, job: Job, function: UserFunction, bucket: int, state: GroupState) -> None:
+        self._job = job
+        self._state = state
+        self._bucket_number = bucket
+        self._task = TaskInfo.current()
+        self._times = _Times.of(state)
+        self._files = operator_files(job, self._task.query_id)
+        self._lease = Lease.of(self._files, self._task.run_id, job.application_id, job.lease_ms)
+        self._lease.hold()
+        stored = state.getOption
+        pointer = Pointer.decode(bytes(stored[0])) if stored is not None else None
+        self._operator = self._admitted(pointer)
+        self._schema = self._operator.row_schema()
+        self._pointer = pointer if pointer is not None else self._first_pointer()
+        self._scratch = scratch_folder(job.local_dir)
+        self._bucket = self._opened()
+        self._caller = KeyCaller(
+            function,
+            self._schema,
+            StructType.fromJson(json.loads(job.state_schema)),
+            job.columns,
+            job.timezone,
+            job.frame_rows_max,
+        )
+        self._context = CallContext(
+            bucket=bucket,
+            batch=self._task.batch,
+            processing_time_ms=self._times.processing_ms,
+            watermark_ms=self._times.watermark_ms,
+            watermark_present=self._times.watermark_present,
+            timeout_conf=job.timeout_conf,
+        )
+
+    # -- the call ----------------------------------------------------------------------------------
+
+    def run(self, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
+        sorter = HashSorter(self._scratch, HASH_COLUMN, self._job.memory_bytes_max)
+        for batch in self._payload_rows(frames):
+            sorter.add(batch)
+        rows = SpillBuffer(self._scratch, self._job.memory_bytes_max)
+        expired = self._expired()
+        for upper, table in sorter.ranges():
+            due, expired = _split_at(expired, upper)
+            if table is not None or due.num_rows:
+                yield from self._range(table, due, rows)
+            self._lease.hold()
+        pointer = self._bucket.commit(rows)
+        pointer = self._stamped(pointer)
+        if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
+            pointer = replace(pointer, earliest_timeout_ms=self._earliest_timeout(rows))
+        self._hand_over(pointer)
+
+    def _range(self, table: pa.Table | None, due: pa.RecordBatch, rows: SpillBuffer) -> Iterator[pd.DataFrame]:
+        """Call the function for the keys of one range of hashes, data first, then timeouts."""
+        job, changed = self._job, []
+        if table is not None:
+            hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
+            groups = Groups.of(table, hashes, job.key_positions, len(job.columns), self._schema)
+            found: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
+            changes = Changes()
+            yield from self._caller.data(groups, found, self._context, changes)
+            changed.append(self._caller.changed_rows(changes, groups.hashes, groups.keys))
+            if due.num_rows:
+                due = due.filter(pa.array(groups.without(hashes_of(due), self._schema.key_columns(due))))
+        if due.num_rows:
+            changes = Changes()
+            yield from self._caller.timeouts(due, self._context, changes)
+            changed.append(self._caller.changed_rows(changes, hashes_of(due), self._schema.key_columns(due)))
+            changed.append(_untouched(due, changes))
+        changed = [batch for batch in changed if batch.num_rows]
+        if changed:
+            together = pa.Table.from_batches(changed).combine_chunks().to_batches()[0]
+            rows.append(sorted_run(together))
+
+    # -- input -------------------------------------------------------------------------------------
+
+    def _payload_rows(self, frames: Iterable[pd.DataFrame]) -> Iterator[pa.RecordBatch]:
+        late_until_us = self._late_threshold_us()
+        for frame in frames:
+            if "payload" not in frame.columns:
+                continue
+            for payload in frame["payload"]:
+                if not isinstance(payload, (bytes, bytearray)):
+                    continue
+                for batch in decode(bytes(payload), self._load_spilled):
+                    yield batch if late_until_us is None else self._on_time(batch, late_until_us)
+
+    def _load_spilled(self, name: str, offset: int, length: int) -> bytes:
+        return self._files.get_range(name, offset, offset + length)
+
+    def _late_threshold_us(self) -> int | None:
+        """Rows at or before this event time are late; Spark filters only under the event-time timeout."""
+        job = self._job
+        if job.timeout_conf != GroupStateTimeout.EventTimeTimeout or job.event_time_position < 0:
+            return None
+        if not job.late_by_previous_watermark:
+            return self._times.watermark_ms * 1000
+        return (self._pointer.watermark_ms or 0) * 1000
+
+    def _on_time(self, batch: pa.RecordBatch, late_until_us: int) -> pa.RecordBatch:
+        times = event_times(self._job, pa.Table.from_batches([batch]))
+        assert times is not None, "checked in _late_threshold_us"
+        # A NULL event time is never late.
+        late = times.combine_chunks().fill_null(2**63 - 1).to_numpy(zero_copy_only=False) <= late_until_us
+        return batch.filter(pa.array(~late)) if late.any() else batch
+
+    # -- timeouts ----------------------------------------------------------------------------------
+
+    def _expired(self) -> pa.RecordBatch:
+        threshold_ms = self._threshold_ms()
+        if threshold_ms is None:
+            return self._schema.empty()
+        floor_ms, floor_version = self._pointer.timeout_floor_ms, self._pointer.timeout_floor_version
+        found: pa.RecordBatch = self._bucket.read(lambda view: view.expired(threshold_ms, floor_ms, floor_version))
+        return sorted_run(found)
+
+    def _threshold_ms(self) -> int | None:
+        """Keys whose timeout is before this are called; None without timeouts."""
+        if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
+            return self._times.processing_ms
+        if self._job.timeout_conf == GroupStateTimeout.EventTimeTimeout:
+            return self._times.watermark_ms
+        return None
+
+    def _earliest_timeout(self, rows: SpillBuffer) -> int | None:
+        """Lower bound of the earliest timeout in the bucket, after this call's changes."""
+        bounds = [self._bucket.read(lambda view: view.earliest_timeout(self._times.processing_ms))]
+        for batch in rows:
+            set_ones = batch.column(TIMEOUT_MS).drop_null()
+            if len(set_ones):
+                bounds.append(int(set_ones.to_numpy().min()))
+        known = [bound for bound in bounds if bound is not None]
+        return min(known) if known else None
+
+    # -- pointer -----------------------------------------------------------------------------------
+
+    def _first_pointer(self) -> Pointer:
+        return Pointer(
+            operator=self._job.operator,
+            bucket=self._bucket_number,
+            buckets=self._job.buckets,
+            schema_id=self._operator.schema_id,
+            batch=-1,
+            watermark_ms=None,
+        )
+
+    def _stamped(self, pointer: Pointer) -> Pointer:
+        threshold_ms = self._threshold_ms()
+        watermark_ms = self._times.watermark_ms if self._times.watermark_present else None
+        pointer = replace(
+            pointer, batch=self._task.batch, watermark_ms=watermark_ms, schema_id=self._operator.schema_id
+        )
+        if threshold_ms is not None:
+            # This call saw to every row due before the threshold; those that stay due were written anew, in the run of
+            # the new checkpoint. Without a new checkpoint there were none.
+            fresh = pointer.ref != self._pointer.ref
+            floor_version = pointer.version if fresh else pointer.version + 1
+            pointer = replace(pointer, timeout_floor_ms=threshold_ms, timeout_floor_version=floor_version)
+        return pointer
+
+    def _hand_over(self, pointer: Pointer) -> None:
+        self._state.update((pointer.encode(),))
+        if self._job.timeout_conf == GroupStateTimeout.EventTimeTimeout:
+            # Due at the next advance of the watermark, so that no advance passes a bucket by.
+            self._state.setTimeoutTimestamp(max(self._times.watermark_ms, 1))
+        elif pointer.earliest_timeout_ms is not None:
+            self._state.setTimeoutDuration(max(1, pointer.earliest_timeout_ms - self._times.processing_ms))
+
+    # -- opening -----------------------------------------------------------------------------------
+
+    def _admitted(self, pointer: Pointer | None) -> OperatorFile:
+        job = self._job
+        if pointer is not None:
+            if pointer.buckets != job.buckets:
+                raise BucketCountChangedError(
+                    f"operator {job.operator!r} has its state in {pointer.buckets} buckets and the job asks for {job.buckets}: "
+                    f"set buckets={pointer.buckets}, or start from a new checkpoint location."
+                )
+            if (pointer.operator, pointer.bucket) != (job.operator, self._bucket_number):
+                raise CorruptPointerError(
+                    f"Spark's checkpoint holds the state of bucket {pointer.bucket} of operator {pointer.operator!r} and the job "
+                    f"asks for bucket {self._bucket_number} of {job.operator!r}: use the old operator name, or a new checkpoint location."
+                )
+        folder = Backend(job.root, job.storage_options).child(job.operator)
+        return admit(folder, job.operator_file(self._task.query_id), job.strict)
+
+    def _opened(self) -> Bucket:
+        folder = local_folder(self._job, self._task.query_id, self._operator.schema_id, self._bucket_number)
+        writer = Writer(self._task.query_id, self._task.run_id, self._task.batch, socket.gethostname())
+        files = self._files.child(str(self._bucket_number))
+        return Bucket(_store(str(folder), self._schema), files, self._pointer, writer, self._scratch)
+
+
+def _store(folder: str, schema: RowSchema) -> LocalStore:
+    """This process's store object of a folder: opening one costs more than a small batch."""
+    if folder not in _stores:
+        _stores[folder] = LocalStore(folder, schema)
+    return _stores[folder]
+
+
+def _split_at(batch: pa.RecordBatch, upper: int) -> tuple[pa.RecordBatch, pa.RecordBatch]:
+    """Rows with a hash up to `upper`, and the others; the batch ascends by hash."""
+    hashes: HashArray = batch.column(KEY_HASH).to_numpy()
+    at = int(np.searchsorted(hashes, np.uint64(upper), side="right"))
+    return batch.slice(0, at), batch.slice(at)
+
+
+def _untouched(due: pa.RecordBatch, changes: Changes) -> pa.RecordBatch:
+    """Timed-out rows the function did not change: they fire again, and are written anew so that `expired` need look for
+    them only in recent runs."""
+    keep = np.ones(due.num_rows, dtype=np.bool_)
+    keep[np.asarray(changes.positions, dtype=np.int64)] = False
+    return due.filter(pa.array(keep))

@@ -1,0 +1,54 @@
+"""The functions that travel to the executors.
+
+They are nested, so that Spark pickles them by value: they arrive even where this package is not installed, and can then
+say so in words, in place of a ModuleNotFoundError inside a Java stack trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["bucket_entry", "pack_entry"]
+
+
+def pack_entry(plain: dict[str, Any]) -> Callable[[Any], Any]:
+    """Function for `mapInArrow`."""
+    load = _loader()
+
+    def pack_rows(batches: Any) -> Any:
+        return load("spark_state_ext.spark.pack").pack(plain, batches)
+
+    return pack_rows
+
+
+def bucket_entry(plain: dict[str, Any], function: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
+    """Function for `applyInPandasWithState`."""
+    load = _loader()
+
+    def run_bucket(key: Any, frames: Any, state: Any) -> Any:
+        return load("spark_state_ext.spark.runtime").run_bucket(plain, function, key, frames, state)
+
+    return run_bucket
+
+
+def _loader() -> Callable[[str], Any]:
+    def load(name: str) -> Any:
+        import importlib
+        import sys
+
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").split(".")[0]
+            if missing not in ("spark_state_ext", "arrow_schemas", "lmdb", "fsspec", "pyarrow", "numpy", "pandas"):
+                raise
+            # The tree of errors is in the package that is missing, so a class of the same name stands in for it.
+            executor_package_error = type("ExecutorPackageError", (ImportError,), {})
+            raise executor_package_error(
+                f"ExecutorPackageError: the executors' Python {sys.executable} (version {sys.version.split()[0]}) has no module "
+                f"{missing!r}. Install it there ({sys.executable} -m pip install spark_state_ext), or point PYSPARK_PYTHON "
+                "or spark.pyspark.python at the Python that has it."
+            ) from error
+
+    return load

@@ -1,0 +1,173 @@
+"""State columns between Arrow and the Python values that Spark's GroupState holds.
+
+Spark passes state through `StructType.toInternal` and `fromInternal`, so the same methods are used for every type that
+they change: dates and times, and structs (`Row`). Flat columns that they leave alone are converted in bulk.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    DateType,
+    DecimalType,
+    MapType,
+    StringType,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
+
+from spark_state_ext.errors import StateValueError
+
+__all__ = ["column_to_values", "values_to_column"]
+
+_EPOCH = datetime.datetime(1970, 1, 1)
+_EPOCH_UTC = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
+_MICROSECOND = datetime.timedelta(microseconds=1)
+_INTEGER_TEMPORAL = {TimestampType: pa.int64(), TimestampNTZType: pa.int64(), DateType: pa.int32()}
+
+
+def column_to_values(column: pa.Array, spark_type: DataType) -> list[Any]:
+    """A state column as the values `GroupState.get` gives."""
+    as_integer = _INTEGER_TEMPORAL.get(type(spark_type))
+    if as_integer is not None:
+        from_internal = spark_type.fromInternal
+        return [None if v is None else from_internal(v) for v in column.cast(as_integer).to_pylist()]
+    values = column.to_pylist()
+    if isinstance(spark_type, (ArrayType, MapType, StructType)):
+        convert = _nested_from_arrow(spark_type)
+        return [None if v is None else convert(v) for v in values]
+    return values
+
+
+def values_to_column(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType, column: str) -> pa.Array:
+    """Values given to `GroupState.update` as a state column.
+
+    Raises
+    ------
+    StateValueError
+        For a value that does not fit the column's type. (Spark writes NULL for many of these without a word.)
+    """
+    try:
+        if isinstance(spark_type, (TimestampType, TimestampNTZType)):
+            to_internal = spark_type.toInternal
+            return pa.array([None if v is None else to_internal(v) for v in values], pa.int64()).cast(arrow_type)
+        if isinstance(spark_type, (ArrayType, MapType, StructType, DecimalType)):
+            convert = _to_arrow(spark_type)
+            return pa.array([None if v is None else convert(v) for v in values], arrow_type)
+        return pa.array(values, arrow_type)
+    except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError, decimal.InvalidOperation) as error:
+        if isinstance(spark_type, StringType):
+            # Spark's string columns take any value's text.
+            return pa.array([None if v is None else str(v) for v in values], arrow_type)
+        raise StateValueError(
+            f"state column {column!r} of type {spark_type.simpleString()} cannot hold {_culprit(values, spark_type, arrow_type)}: {error}"
+        ) from error
+
+
+def _culprit(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType) -> str:
+    """The first value that cannot be converted alone, for the error's text."""
+    convert = _to_arrow(spark_type)
+    for value in values:
+        if value is None:
+            continue
+        try:
+            pa.array([convert(value)], pa.int64() if isinstance(spark_type, (TimestampType, TimestampNTZType)) else arrow_type)
+        except Exception:  # whatever it is, this is the value to show
+            return f"{value!r} ({type(value).__name__})"
+    return "these values together"
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _nested_from_arrow(spark_type: DataType) -> Callable[[Any], Any]:
+    """Converter of one non-NULL value that `to_pylist` gave, in a nested type or below one."""
+    if isinstance(spark_type, TimestampType):
+        ltz = spark_type.fromInternal
+        return lambda v: ltz((v - _EPOCH_UTC) // _MICROSECOND)
+    if isinstance(spark_type, TimestampNTZType):
+        return _identity
+    if isinstance(spark_type, ArrayType):
+        element = _optional(_nested_from_arrow(spark_type.elementType))
+        return lambda v: [element(x) for x in v]
+    if isinstance(spark_type, MapType):
+        key, item = _nested_from_arrow(spark_type.keyType), _optional(_nested_from_arrow(spark_type.valueType))
+        return lambda v: {key(a): item(b) for a, b in v}
+    if isinstance(spark_type, StructType):
+        fields = [(f.name, _optional(_nested_from_arrow(f.dataType))) for f in spark_type.fields]
+        # fromInternal makes the Row; its own conversions have been done here, on types without any.
+        names = _names_only(spark_type)
+        return lambda v: names.fromInternal(tuple(convert(v[name]) for name, convert in fields))
+    return _identity
+
+
+def _names_only(spark_type: StructType) -> StructType:
+    made = StructType()
+    for name in spark_type.names:
+        made = made.add(name, StringType())
+    return made
+
+
+def _to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
+    """Converter of one non-NULL value to what `pa.array` wants for the type."""
+    if isinstance(spark_type, (TimestampType, TimestampNTZType)):
+        to_internal = spark_type.toInternal
+        return to_internal
+    if isinstance(spark_type, DecimalType):
+        quantum = decimal.Decimal(1).scaleb(-spark_type.scale)
+        context = decimal.Context(prec=76, rounding=decimal.ROUND_HALF_UP)
+        return lambda v: decimal.Decimal(v).quantize(quantum, context=context)
+    if isinstance(spark_type, ArrayType):
+        element = _optional(_nested_to_arrow(spark_type.elementType))
+        return lambda v: [element(x) for x in v]
+    if isinstance(spark_type, MapType):
+        key, item = _nested_to_arrow(spark_type.keyType), _optional(_nested_to_arrow(spark_type.valueType))
+        return lambda v: [(key(a), item(b)) for a, b in v.items()]
+    if isinstance(spark_type, StructType):
+        return _struct_to_arrow(spark_type)
+    return _identity
+
+
+def _nested_to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
+    if isinstance(spark_type, TimestampType):
+        to_internal = spark_type.toInternal
+        return lambda v: _EPOCH_UTC + to_internal(v) * _MICROSECOND
+    if isinstance(spark_type, TimestampNTZType):
+        to_ntz = spark_type.toInternal
+        return lambda v: _EPOCH + to_ntz(v) * _MICROSECOND
+    if hasattr(spark_type, "elementType") or isinstance(spark_type, (MapType, StructType, DecimalType)):
+        return _to_arrow(spark_type)
+    return lambda v: v.item() if hasattr(v, "item") else v
+
+
+def _struct_to_arrow(spark_type: StructType) -> Callable[[Any], dict[str, Any]]:
+    names = spark_type.names
+    converters = [_optional(_nested_to_arrow(field.dataType)) for field in spark_type.fields]
+
+    def convert(value: Any) -> dict[str, Any]:
+        if isinstance(value, dict):
+            values = [value.get(name) for name in names]
+        elif isinstance(value, (tuple, list)):
+            if len(value) != len(names):
+                raise ValueError(f"a struct of {len(names)} fields cannot hold {len(value)} values")
+            values = list(value)
+        else:
+            values = [getattr(value, name) for name in names]
+        return {name: c(v) for name, c, v in zip(names, converters, values, strict=True)}
+
+    return convert
+
+
+def _optional(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    if convert is _identity:
+        return _identity
+    return lambda v: None if v is None else convert(v)

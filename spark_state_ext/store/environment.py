@@ -1,0 +1,268 @@
+"""One LMDB environment, opened once a process, behind a gate.
+
+What this module knows of LMDB, and nobody above it needs to:
+
+* `set_mapsize` while any transaction of the process is open corrupts memory (py-lmdb returns normally and the
+  next read faults). So every transaction passes a gate that resizing takes exclusively.
+* Another process may have grown the map: LMDB says MapResized, and the size is adopted.
+* With ``sync=False`` a crash of the *machine* may leave a damaged file. The environment's folder is named after the
+  machine's boot, so after a restart the old one is simply not used, and is removed.
+* An environment must not be carried over a fork or opened twice in a process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import lmdb
+
+from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullError
+
+__all__ = ["DATABASES", "Environment", "boot_id"]
+
+T = TypeVar("T")
+
+DATABASES = (b"meta", b"runs", b"chunks", b"pins")
+MAP_BYTES_MIN = 1 << 20
+# Task slots of an executor that may work on one bucket at once, with retries and speculation, are far fewer.
+_READERS_MAX = 512
+_GROW_ATTEMPTS_MAX = 32
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Identifies this boot of the machine; a constant where the system does not tell."""
+    try:
+        return _BOOT_ID_FILE.read_text().strip().replace("-", "")[:16]
+    except OSError:
+        return "unknown-boot"
+
+
+class Gate:
+    """Many users, or one alone: transactions share it, resizing the map takes it exclusively."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._users = 0
+        self._closed = False
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._condition:
+            self._condition.wait_for(lambda: not self._closed)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._users -= 1
+                self._condition.notify_all()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._condition:
+            self._condition.wait_for(lambda: not self._closed)
+            self._closed = True
+            self._condition.wait_for(lambda: self._users == 0)
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._closed = False
+                self._condition.notify_all()
+
+
+class Environment:
+    """An LMDB environment that grows by itself. Get one with `Environment.at`."""
+
+    _open: dict[Path, Environment] = {}
+    _open_lock = threading.Lock()
+
+    def __init__(self, folder: Path, map_bytes: int) -> None:
+        self.folder = folder
+        self._gate = Gate()
+        self._pid = os.getpid()
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._env = lmdb.open(
+                str(folder),
+                map_size=max(map_bytes, MAP_BYTES_MIN),
+                max_dbs=len(DATABASES),
+                max_readers=_READERS_MAX,
+                mode=0o600,
+                sync=False,
+                metasync=False,
+                readahead=False,
+            )
+            self._env.reader_check()
+            with _translated(folder):
+                self._dbs = {name: self._env.open_db(name) for name in DATABASES}
+        except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
+            raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
+        except (lmdb.Error, OSError) as error:
+            raise _storage_error(folder, error) from error
+
+    @classmethod
+    def at(cls, bucket_folder: Path, map_bytes: int) -> Environment:
+        """The environment of a bucket's folder for the machine's current boot; opened at most once a process."""
+        folder = bucket_folder / boot_id()
+        with cls._open_lock:
+            found = cls._open.get(folder)
+            if found is not None and found._pid == os.getpid():
+                return found
+            # 0700 on every level we make: state is user data, and the folder's parent is often world-readable.
+            _make_private(bucket_folder)
+            for stale in bucket_folder.iterdir():
+                if stale.name != folder.name:
+                    shutil.rmtree(stale, ignore_errors=True)
+            try:
+                opened = cls(folder, map_bytes)
+            except CorruptStoreError:
+                set_aside(folder)
+                opened = cls(folder, map_bytes)
+            cls._open[folder] = opened
+            return opened
+
+    def discard(self) -> None:
+        """Set the environment aside as damaged, so that the next `at` builds a new one."""
+        with self._open_lock:
+            self._open.pop(self.folder, None)
+            set_aside(self.folder)
+
+    def close(self) -> None:
+        """Close it; only for tests and tools, workers keep theirs until they die."""
+        with self._open_lock:
+            if self._open.get(self.folder) is self:
+                del self._open[self.folder]
+        with self._gate.exclusive():
+            self._env.close()
+
+    @property
+    def map_bytes(self) -> int:
+        """Present size of the map."""
+        size: int = self._env.info()["map_size"]
+        return size
+
+    def read(self, work: Callable[[Reader], T]) -> T:
+        """Run `work` in one read transaction. Memory it gets from the reader dies with the call."""
+        for _ in range(_GROW_ATTEMPTS_MAX):
+            try:
+                with self._gate.shared(), _translated(self.folder):
+                    with self._env.begin(buffers=True) as txn:
+                        return work(Reader(txn, self._dbs))
+            except lmdb.MapResizedError:
+                self._adopt()
+        raise StorageError(f"the map of {self.folder} was resized {_GROW_ATTEMPTS_MAX} times in a row by other processes")
+
+    def write(self, work: Callable[[Writing], T], need_bytes: int = 0) -> T:
+        """Run `work` in one write transaction, again with a larger map when the map is full.
+
+        `work` must be repeatable: nothing of a failed try remains. `need_bytes` is about what it adds; the map at least
+        doubles and grows by twice that.
+        """
+        for _ in range(_GROW_ATTEMPTS_MAX):
+            try:
+                with self._gate.shared(), _translated(self.folder):
+                    with self._env.begin(write=True, buffers=True) as txn:
+                        return work(Writing(txn, self._dbs))
+            except lmdb.MapResizedError:
+                self._adopt()
+            except lmdb.MapFullError:
+                self._grow(need_bytes)
+        raise StoreFullError(f"the map of {self.folder} is {self.map_bytes} bytes large and still full")
+
+    def _adopt(self) -> None:
+        with self._gate.exclusive(), _translated(self.folder):
+            self._env.set_mapsize(0)
+
+    def _grow(self, need_bytes: int) -> None:
+        with self._gate.exclusive(), _translated(self.folder):
+            present = self.map_bytes
+            self._env.set_mapsize(max(2 * present, present + 2 * need_bytes) // MAP_BYTES_MIN * MAP_BYTES_MIN)
+
+
+class Reader:
+    """A read transaction's view of the databases."""
+
+    def __init__(self, txn: lmdb.Transaction, dbs: dict[bytes, object]) -> None:
+        self._txn = txn
+        self._dbs = dbs
+
+    def get(self, db: bytes, key: bytes) -> memoryview | None:
+        """The value of a key, valid until the transaction ends; None when absent."""
+        value: memoryview | None = self._txn.get(key, db=self._dbs[db])
+        return value
+
+    def items(self, db: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
+        """All entries whose key begins with `prefix`, ascending."""
+        with self._txn.cursor(db=self._dbs[db]) as cursor:
+            if cursor.set_range(prefix) if prefix else cursor.first():
+                for key, value in cursor:
+                    if bytes(key[: len(prefix)]) != prefix:
+                        return
+                    yield bytes(key), value
+
+
+class Writing(Reader):
+    """A write transaction's view of the databases."""
+
+    def put(self, db: bytes, key: bytes, value: bytes | memoryview) -> None:
+        """Set a key."""
+        self._txn.put(key, value, db=self._dbs[db])
+
+    def delete(self, db: bytes, key: bytes) -> None:
+        """Remove a key, if present."""
+        self._txn.delete(key, db=self._dbs[db])
+
+    def delete_prefix(self, db: bytes, prefix: bytes) -> None:
+        """Remove all keys that begin with `prefix`."""
+        for key in [key for key, _ in self.items(db, prefix)]:
+            self._txn.delete(key, db=self._dbs[db])
+
+
+def set_aside(folder: Path) -> None:
+    """Move a damaged environment's folder away and delete it; processes that have it open keep their copy."""
+    away = folder.with_name(f"damaged-{uuid.uuid4().hex}")
+    with contextlib.suppress(FileNotFoundError):  # another process was first
+        folder.rename(away)
+    shutil.rmtree(away, ignore_errors=True)
+
+
+def _make_private(folder: Path) -> None:
+    missing = [folder, *folder.parents]
+    missing = missing[: next(i for i, parent in enumerate(missing) if parent.exists())]
+    for path in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+
+
+@contextlib.contextmanager
+def _translated(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (lmdb.MapResizedError, lmdb.MapFullError):
+        raise
+    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError) as error:
+        raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
+    except lmdb.Error as error:
+        raise _storage_error(folder, error) from error
+
+
+def _storage_error(folder: Path, error: Exception) -> StorageError:
+    text = str(error)
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "quota" in text:
+        return StoreFullError(f"the disk of the local store {folder} is full: {text}. Make room or set local_dir elsewhere.")
+    if number == errno.ENOMEM or "Cannot allocate memory" in text:
+        return StoreFullError(
+            f"no address space to map the local store {folder}: {text}. Raise spark.executor.pyspark.memory, or use more buckets."
+        )
+    return StorageError(f"the local store {folder} failed: {text}. Set local_dir to a writable local disk.")

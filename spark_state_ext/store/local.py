@@ -1,0 +1,368 @@
+"""The local store of one bucket: runs in LMDB, addressed by checkpoint.
+
+It is a cache; the checkpoint files and the pointer are the truth. There is no head: every read names the
+checkpoint it wants, and a commit only adds a run. So uncommitted attempts, zombies and siblings may write here
+at will; nobody reads their runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from arrow_schemas.lineage import CheckpointRef
+from arrow_schemas.row import RowSchema
+from spark_state_ext.errors import CorruptStoreError, MissingRunError
+from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment, Reader, Writing
+from spark_state_ext.store.merging import MERGE_BYTES_MAX, choose_merge, choose_runs, droppable
+from spark_state_ext.store.runs import CHUNK_ROWS, Chunk, Run, cut, decode_chunk, encode_chunk
+from spark_state_ext.store.view import View
+
+__all__ = ["LocalStore"]
+
+_STORE_FORMAT = 1
+# Chunks of one write transaction; LMDB keeps a transaction's dirty pages in memory.
+_TRANSACTION_BYTES = 64 << 20
+# A writer that died left its chunks without a run; they are removed after this time.
+_ABANDONED_AFTER_S = 3600.0
+
+
+class LocalStore:
+    """Runs of one bucket. Several processes may have it open.
+
+    Parameters
+    ----------
+    folder
+        Folder of the bucket, on a local disk; made with mode 0700.
+    schema
+        Row schema of the runs.
+    map_bytes
+        First size of the map; it doubles when needed.
+    chunk_rows
+        Rows a chunk.
+    merge_bytes_max
+        Most bytes that one commit may merge.
+
+    Raises
+    ------
+    StorageError
+        When the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        schema: RowSchema,
+        *,
+        map_bytes: int = MAP_BYTES_MIN,
+        chunk_rows: int = CHUNK_ROWS,
+        merge_bytes_max: int = MERGE_BYTES_MAX,
+    ) -> None:
+        self.folder = Path(folder)
+        self.schema = schema
+        self._map_bytes = map_bytes
+        self._chunk_rows = chunk_rows
+        self._merge_bytes_max = merge_bytes_max
+        self._checked: set[tuple[str, int]] = set()
+        self._environment = Environment.at(self.folder, map_bytes)
+        self._check_identity()
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def view(self, head: CheckpointRef | None) -> View:
+        """The state at a checkpoint (None: no state).
+
+        Raises
+        ------
+        MissingRunError
+            When a run of its lineage is absent; `ref` says at which checkpoint.
+        """
+        runs = self._environment.read(lambda txn: choose_runs(_runs(txn), head))
+        return View(self, runs)
+
+    def rollback(self, head: CheckpointRef | None) -> View:
+        """The state at an earlier checkpoint. There is no head to move, so this is `view` by another name."""
+        return self.view(head)
+
+    def has(self, ref: CheckpointRef) -> bool:
+        """Whether some run ends at this checkpoint."""
+        return self._environment.read(lambda txn: any(run.newest == ref for run in _runs(txn)))
+
+    def runs(self) -> list[Run]:
+        """All runs here, in no order."""
+        return self._environment.read(lambda txn: list(_runs(txn)))
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def apply(self, batches: Iterable[pa.RecordBatch], ref: CheckpointRef, parent: CheckpointRef | None) -> Run:
+        """Add the run of a new checkpoint. Adding one that is there already changes nothing.
+
+        Parameters
+        ----------
+        batches
+            Rows of the run: ascending by hash over all batches, one row a key.
+        ref, parent
+            The checkpoint, and the one it was built on (None: no state).
+
+        Raises
+        ------
+        MissingRunError
+            When a run of the parent's lineage has gone meanwhile (checked inside the write transaction).
+        StorageError
+            When the disk is full or fails; nothing was added.
+        """
+
+        def intact(txn: Reader) -> None:
+            choose_runs(_runs(txn), parent)
+
+        return self._add(batches, newest=ref, oldest=ref, parent=parent, base=False, check=intact)
+
+    def restore(
+        self, batches: Iterable[pa.RecordBatch], ref: CheckpointRef, parent: CheckpointRef | None, *, snapshot: bool
+    ) -> Run:
+        """Add a run read from a checkpoint file, whether or not its parent is here yet.
+
+        Parameters
+        ----------
+        batches, ref, parent
+            As for `apply`.
+        snapshot
+            The rows are the whole state, not a change of the parent's.
+        """
+        return self._add(
+            batches, newest=ref, oldest=ref, parent=None if snapshot else parent, base=snapshot, check=lambda txn: None
+        )
+
+    def compact(self, head: CheckpointRef | None) -> Run | None:
+        """Merge some runs of a *committed* checkpoint, if that is due; at most `merge_bytes_max` bytes.
+
+        Returns the new run. The runs it covers stay until `prune`.
+        """
+        runs = self.view(head).runs
+        chosen = choose_merge([run.size_bytes for run in runs], self._merge_bytes_max)
+        if chosen is None:
+            return None
+        merging = runs[slice(*chosen)]
+        base = merging[-1].base or merging[-1].parent is None
+
+        def intact(txn: Reader) -> None:
+            _all_present(txn, merging, "merged")
+
+        return self._add(
+            View(self, merging).scan(keep_tombstones=not base),
+            newest=merging[0].newest,
+            oldest=merging[-1].oldest,
+            parent=merging[-1].parent,
+            base=base,
+            check=intact,
+        )
+
+    def prune(self, head: CheckpointRef | None) -> int:
+        """Drop runs that no call with this input pointer or a newer one can want; returns how many."""
+
+        def work(txn: Writing) -> int:
+            now = time.time()
+            pinned: set[str] = set()
+            for key, value in list(txn.items(b"pins")):
+                pin = json.loads(bytes(value))
+                if pin["expires_s"] < now:
+                    txn.delete(b"pins", key)
+                else:
+                    pinned.update(pin["runs"])
+            dropped = droppable(_runs(txn), head, frozenset(pinned))
+            for run in dropped:
+                txn.delete(b"runs", b"run/" + run.key.encode())
+                txn.delete_prefix(b"chunks", bytes.fromhex(run.key))
+            for key, value in list(txn.items(b"runs", b"new/")):
+                if json.loads(bytes(value))["started_s"] < now - _ABANDONED_AFTER_S:
+                    txn.delete_prefix(b"chunks", bytes.fromhex(key[4:].decode()))
+                    txn.delete(b"runs", key)
+            return len(dropped)
+
+        # Most calls find nothing to drop; they should not wait for the write lock to learn that.
+        return self._environment.write(work) if self._worth_pruning(head) else 0
+
+    def pin(self, view: View, seconds: float) -> str:
+        """Keep a view's runs from being dropped for a while; returns the pin's name for `unpin`."""
+        name = uuid.uuid4().hex
+        text = json.dumps({"runs": [run.key for run in view.runs], "expires_s": time.time() + seconds, "pid": os.getpid()})
+
+        def work(txn: Writing) -> None:
+            _all_present(txn, view.runs, "pinned")
+            txn.put(b"pins", name.encode(), text.encode())
+
+        self._environment.write(work)
+        return name
+
+    def unpin(self, name: str) -> None:
+        """Release a pin."""
+        self._environment.write(lambda txn: txn.delete(b"pins", name.encode()))
+
+    def rebuild(self) -> None:
+        """Set a damaged environment aside and begin with an empty one."""
+        self._environment.discard()
+        self._checked.clear()
+        self._environment = Environment.at(self.folder, self._map_bytes)
+        self._check_identity()
+
+    def close(self) -> None:
+        """Close the environment in this process; for tests and tools."""
+        self._environment.close()
+
+    @property
+    def map_bytes(self) -> int:
+        """Present size of the map."""
+        return self._environment.map_bytes
+
+    # -- for View ----------------------------------------------------------------------------------
+
+    def read(self, work: Callable[[Callable[[Run, int], pa.RecordBatch]], None]) -> None:
+        """Run `work` in one read transaction, giving it a function that opens chunk *i* of a run.
+
+        Batches are valid only within the call: copy (`take`) what must live longer.
+        """
+
+        def with_txn(txn: Reader) -> None:
+            work(lambda run, i: self._chunk(txn, run, i))
+
+        self._environment.read(with_txn)
+
+    def _chunk(self, txn: Reader, run: Run, index: int) -> pa.RecordBatch:
+        data = txn.get(b"chunks", _chunk_key(run.key, index))
+        if data is None:
+            raise MissingRunError(f"run {run.newest} was dropped from the local store while it was read", run.newest)
+        check = (run.key, index) not in self._checked
+        batch = decode_chunk(data, run.chunks[index], self.schema.arrow, check)
+        if check:
+            self._checked.add((run.key, index))
+        return batch
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _add(
+        self,
+        batches: Iterable[pa.RecordBatch],
+        newest: CheckpointRef,
+        oldest: CheckpointRef,
+        parent: CheckpointRef | None,
+        base: bool,
+        check: Callable[[Reader], None],
+    ) -> Run:
+        pending = _Pending(uuid.uuid4().hex)
+        for batch in cut(batches, self._chunk_rows):
+            chunk, data = encode_chunk(batch)
+            pending.chunks.append(chunk)
+            pending.waiting.append((len(pending.chunks) - 1, data))
+            pending.waiting_bytes += data.size
+            if pending.waiting_bytes >= _TRANSACTION_BYTES:
+                # Visible to nobody: a run exists only once the manifest names it.
+                self._environment.write(pending.put_waiting, pending.waiting_bytes)
+                pending.flushed()
+        run = Run(
+            key=pending.key,
+            newest=newest,
+            oldest=oldest,
+            parent=parent,
+            base=base,
+            rows=sum(chunk.rows for chunk in pending.chunks),
+            tombstones=sum(chunk.tombstones for chunk in pending.chunks),
+            chunks=tuple(pending.chunks),
+        )
+
+        def finish(txn: Writing) -> Run:
+            for existing in _runs(txn):
+                if (existing.newest, existing.oldest, existing.base) == (newest, oldest, base):
+                    txn.delete_prefix(b"chunks", bytes.fromhex(run.key))
+                    txn.delete(b"runs", b"new/" + run.key.encode())
+                    return existing
+            check(txn)
+            pending.put_waiting(txn)
+            txn.put(b"runs", b"run/" + run.key.encode(), run.encode())
+            txn.delete(b"runs", b"new/" + run.key.encode())
+            return run
+
+        written = self._environment.write(finish, pending.waiting_bytes)
+        # What this process wrote it need not check again at the first read.
+        self._checked.update((written.key, i) for i in range(len(written.chunks)) if written is run)
+        return written
+
+    def _worth_pruning(self, head: CheckpointRef | None) -> bool:
+        def work(txn: Reader) -> bool:
+            if next(txn.items(b"runs", b"new/"), None) is not None:
+                return True
+            return bool(droppable(_runs(txn), head, frozenset()))
+
+        return self._environment.read(work)
+
+    def _check_identity(self) -> None:
+        """Note format and schema at the first opening; anything else later means the folder is not ours."""
+        identity = json.dumps({"format": _STORE_FORMAT, "schema": self.schema.arrow.to_string()}).encode()
+
+        def stored(txn: Reader) -> bytes | None:
+            value = txn.get(b"meta", b"identity")
+            return None if value is None else bytes(value)
+
+        def note(txn: Writing) -> None:
+            if txn.get(b"meta", b"identity") is None:
+                txn.put(b"meta", b"identity", identity)
+
+        try:
+            found = self._environment.read(stored)
+            if found is None:
+                self._environment.write(note)
+                found = self._environment.read(stored)
+        except CorruptStoreError:
+            self._environment.discard()
+            self._environment = Environment.at(self.folder, self._map_bytes)
+            self._environment.write(note)
+            found = self._environment.read(stored)
+        if found != identity:
+            self._environment.discard()
+            self._environment = Environment.at(self.folder, self._map_bytes)
+            self._environment.write(note)
+
+
+@dataclass
+class _Pending:
+    """A run being written: chunks done, and chunks that wait for the next write transaction."""
+
+    key: str
+
+    def __post_init__(self) -> None:
+        self.chunks: list[Chunk] = []
+        self.waiting: list[tuple[int, pa.Buffer]] = []
+        self.waiting_bytes = 0
+
+    def put_waiting(self, txn: Writing) -> None:
+        txn.put(b"runs", b"new/" + self.key.encode(), json.dumps({"started_s": time.time()}).encode())
+        for index, data in self.waiting:
+            txn.put(b"chunks", _chunk_key(self.key, index), memoryview(data))
+
+    def flushed(self) -> None:
+        self.waiting = []
+        self.waiting_bytes = 0
+
+
+def _chunk_key(run_key: str, index: int) -> bytes:
+    return bytes.fromhex(run_key) + index.to_bytes(4, "big")
+
+
+def _runs(txn: Reader) -> Iterator[Run]:
+    for _, value in txn.items(b"runs", b"run/"):
+        yield Run.decode(bytes(value))
+
+
+
+
+def _all_present(txn: Reader, runs: Iterable[Run], doing: str) -> None:
+    present = {run.key for run in _runs(txn)}
+    for run in runs:
+        if run.key not in present:
+            raise MissingRunError(f"run {run.newest} was dropped before it was {doing}", run.newest)

@@ -1,0 +1,265 @@
+"""Runs: sorted, immutable sets of rows, cut into chunks.
+
+A chunk is the bytes of one Arrow IPC record-batch message; the schema is known from the store. Search within a
+chunk is a binary search over its hash column; equal hashes are then compared on the real keys.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from arrow_schemas.equality import HashArray, IndexArray, group_by_key, rows_equal
+from arrow_schemas.lineage import CheckpointRef
+from arrow_schemas.row import DELETED, KEY_HASH, TIMEOUT_MS, RowSchema
+from spark_state_ext.errors import CorruptStoreError
+
+__all__ = [
+    "CHUNK_ROWS",
+    "Chunk",
+    "Run",
+    "cut",
+    "decode_chunk",
+    "encode_chunk",
+    "find",
+    "hashes_of",
+    "newest_wins",
+    "sorted_run",
+]
+
+CHUNK_ROWS = 65_536
+_NO_TIMEOUT = 2**63 - 1
+# Arrow needs its buffers aligned to 8 bytes; LMDB aligns only values large enough for pages of their own.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What the manifest says of a chunk, so that most need not be opened.
+
+    `timeout_min` and `timeout_max` are in milliseconds over the rows that have a timeout.
+    """
+
+    rows: int
+    size_bytes: int
+    crc: int
+    hash_min: int
+    hash_max: int
+    timeout_min: int
+    timeout_max: int
+    tombstones: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run in the manifest.
+
+    Parameters
+    ----------
+    key
+        Where its chunks are: 16 bytes as hexadecimal digits.
+    newest, oldest
+        The checkpoints it covers, from–to; equal for a delta.
+    parent
+        The checkpoint below `oldest`. None when the run is a base: nothing lies below it.
+    base
+        Holds everything up to `newest`.
+    """
+
+    key: str
+    newest: CheckpointRef
+    oldest: CheckpointRef
+    parent: CheckpointRef | None
+    base: bool
+    rows: int
+    tombstones: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return sum(chunk.size_bytes for chunk in self.chunks)
+
+    def encode(self) -> bytes:
+        """The manifest entry."""
+        return json.dumps(
+            {
+                "key": self.key,
+                "newest": [self.newest.version, self.newest.id],
+                "oldest": [self.oldest.version, self.oldest.id],
+                "parent": None if self.parent is None else [self.parent.version, self.parent.id],
+                "base": self.base,
+                "rows": self.rows,
+                "tombstones": self.tombstones,
+                "chunks": [list(asdict(chunk).values()) for chunk in self.chunks],
+            }
+        ).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Run:
+        """Read a manifest entry."""
+        try:
+            fields = json.loads(data)
+            return Run(
+                key=fields["key"],
+                newest=CheckpointRef(*fields["newest"]),
+                oldest=CheckpointRef(*fields["oldest"]),
+                parent=None if fields["parent"] is None else CheckpointRef(*fields["parent"]),
+                base=fields["base"],
+                rows=fields["rows"],
+                tombstones=fields["tombstones"],
+                chunks=tuple(Chunk(*values) for values in fields["chunks"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"an entry of the run manifest cannot be read: {error!r}") from error
+
+
+def sorted_run(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows of a batch in run order. Keys must be distinct."""
+    hashes = hashes_of(batch)
+    if len(hashes) < 2 or bool((hashes[1:] >= hashes[:-1]).all()):
+        return batch
+    return batch.take(pa.array(np.argsort(hashes, kind="stable")))
+
+
+def hashes_of(batch: pa.RecordBatch) -> HashArray:
+    """The hash column as a NumPy view."""
+    view: HashArray = batch.column(KEY_HASH).to_numpy(zero_copy_only=True)
+    return view
+
+
+def encode_chunk(batch: pa.RecordBatch) -> tuple[Chunk, pa.Buffer]:
+    """A chunk's bytes and what the manifest keeps of it."""
+    data = batch.serialize()
+    hashes = hashes_of(batch)
+    timeouts = batch.column(TIMEOUT_MS)
+    has_timeout = timeouts.null_count < len(timeouts)
+    values = timeouts.drop_null().to_numpy() if has_timeout else None
+    return (
+        Chunk(
+            rows=batch.num_rows,
+            size_bytes=data.size,
+            crc=zlib.crc32(data),
+            hash_min=int(hashes[0]),
+            hash_max=int(hashes[-1]),
+            timeout_min=int(values.min()) if values is not None else _NO_TIMEOUT,
+            timeout_max=int(values.max()) if values is not None else -1,
+            tombstones=batch.column(DELETED).true_count,
+        ),
+        data,
+    )
+
+
+def decode_chunk(data: memoryview, chunk: Chunk, schema: pa.Schema, check: bool) -> pa.RecordBatch:
+    """A chunk as a record batch over the same memory (valid as long as that memory is).
+
+    Raises
+    ------
+    CorruptStoreError
+        When size or, with `check`, checksum differ from the manifest.
+    """
+    if len(data) != chunk.size_bytes or (check and zlib.crc32(data) != chunk.crc):
+        raise CorruptStoreError("a chunk of the local store differs from its checksum")
+    buffer = pa.py_buffer(data)
+    if buffer.address % _ALIGNMENT:
+        buffer = pa.py_buffer(bytes(data))
+    return pa.ipc.read_record_batch(buffer, schema)
+
+
+def cut(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of exactly `rows_max` rows, but the last."""
+    held: list[pa.RecordBatch] = []
+    count = 0
+    for batch in batches:
+        while batch.num_rows:
+            piece = batch.slice(0, rows_max - count)
+            batch = batch.slice(piece.num_rows)
+            held.append(piece)
+            count += piece.num_rows
+            if count == rows_max:
+                yield _joined(held)
+                held, count = [], 0
+    if held:
+        yield _joined(held)
+
+
+def _joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    if len(batches) == 1:
+        return batches[0]
+    table = pa.Table.from_batches(batches).combine_chunks()
+    return table.to_batches()[0]
+
+
+def find(
+    chunk: pa.RecordBatch, schema: RowSchema, hashes: HashArray, keys: Sequence[pa.Array]
+) -> tuple[IndexArray, pa.RecordBatch]:
+    """Look up many keys in one chunk.
+
+    Parameters
+    ----------
+    chunk
+        The chunk's rows.
+    hashes, keys
+        The wanted keys, ascending by hash.
+
+    Returns
+    -------
+    wanted, rows
+        Positions among the wanted keys that were found, int64, and the chunk's rows of them, copied.
+    """
+    chunk_hashes = hashes_of(chunk)
+    at = np.searchsorted(chunk_hashes, hashes, side="left")
+    wanted: IndexArray = np.arange(len(hashes), dtype=np.int64)
+    found_wanted: list[IndexArray] = []
+    found_rows: list[pa.RecordBatch] = []
+    while True:
+        at_row = np.minimum(at, len(chunk_hashes) - 1)
+        hit = (chunk_hashes[at_row] == hashes[wanted]) & (at == at_row)
+        if not hit.all():
+            at, wanted = at[hit], wanted[hit]
+        if not len(at):
+            break
+        # Copying first and comparing the copy costs one pass less than comparing in place.
+        rows = chunk.take(pa.array(at))
+        asked = keys if len(wanted) == len(hashes) else [k.take(pa.array(wanted)) for k in keys]
+        same = rows_equal(schema.key_columns(rows), asked)
+        if same.all():
+            found_wanted.append(wanted)
+            found_rows.append(rows)
+            break
+        found_wanted.append(wanted[same])
+        found_rows.append(rows.filter(pa.array(same)))
+        # Another key with the same hash: the wanted one may be in the next row.
+        at, wanted = at[~same] + 1, wanted[~same]
+    if not found_wanted:
+        return np.empty(0, dtype=np.int64), schema.empty()
+    if len(found_wanted) == 1:
+        return found_wanted[0], found_rows[0]
+    return np.concatenate(found_wanted), _joined(found_rows)
+
+
+def newest_wins(
+    batches: Sequence[pa.RecordBatch], schema: RowSchema, drop_tombstones: bool
+) -> pa.RecordBatch:
+    """Merge sorted batches, given newest first: of each key the newest row, in run order."""
+    if len(batches) == 1:
+        merged = batches[0]
+    else:
+        together = pa.Table.from_batches(batches).combine_chunks().to_batches()
+        if not together:
+            return schema.empty()
+        # Rows of one key stay in the order given, so the first of each group is the newest.
+        order, starts = group_by_key(hashes_of(together[0]), schema.key_columns(together[0]))
+        merged = together[0].take(pa.array(order[starts]))
+    if drop_tombstones and merged.num_rows:
+        deleted = merged.column(DELETED)
+        if deleted.true_count:
+            merged = merged.filter(pc.invert(deleted))
+    return merged
+

@@ -1,0 +1,217 @@
+"""A view: the state of a bucket at one checkpoint, read from the runs that make it up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from arrow_schemas.equality import HashArray, IndexArray
+from arrow_schemas.row import DELETED, TIMEOUT_MS, RowSchema
+from spark_state_ext.store.runs import Run, find, hashes_of, newest_wins
+
+if TYPE_CHECKING:
+    from spark_state_ext.store.local import LocalStore
+
+__all__ = ["Lookup", "View"]
+
+OpenChunk = Callable[[Run, int], pa.RecordBatch]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Answer of `View.lookup`.
+
+    Parameters
+    ----------
+    index
+        For each wanted key its row in `rows`, or -1 when there is none; int64 (n,).
+    rows
+        The rows found, in no order; memory of their own.
+    """
+
+    index: IndexArray
+    rows: pa.RecordBatch
+
+
+class View:
+    """State at a checkpoint. Get one with `LocalStore.view`; it holds no transaction between calls."""
+
+    def __init__(self, store: LocalStore, runs: Sequence[Run]) -> None:
+        self._store = store
+        self.runs = list(runs)
+
+    @property
+    def rows_max(self) -> int:
+        """Upper bound of the live rows."""
+        return sum(run.rows - run.tombstones for run in self.runs)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the view's runs."""
+        return sum(run.size_bytes for run in self.runs)
+
+    def lookup(self, hashes: HashArray, keys: Sequence[pa.Array]) -> Lookup:
+        """Find many keys at once.
+
+        Parameters
+        ----------
+        hashes
+            Their hashes, uint64 (n,), in any order; no key twice.
+        keys
+            The key columns, normalised (`RowSchema.normalise_keys`), n rows each.
+        """
+        n = len(hashes)
+        index: IndexArray = np.full(n, -1, dtype=np.int64)
+        ascending = n < 2 or bool((hashes[1:] >= hashes[:-1]).all())
+        pending: IndexArray = (np.arange(n) if ascending else np.argsort(hashes, kind="stable")).astype(np.int64)
+        taken: list[pa.RecordBatch] = []
+
+        def work(open_chunk: OpenChunk) -> None:
+            nonlocal pending
+            taken.clear()
+            count = 0
+            for run in self.runs:
+                if not len(pending):
+                    break
+                done = np.zeros(len(pending), dtype=np.bool_)
+                wanted_hashes = hashes[pending]
+                lows = np.searchsorted(wanted_hashes, _borders(run, "hash_min"), side="left").tolist()
+                highs = np.searchsorted(wanted_hashes, _borders(run, "hash_max"), side="right").tolist()
+                for i, (lo, hi) in enumerate(zip(lows, highs, strict=True)):
+                    if lo == hi:
+                        continue
+                    ask = pending[lo:hi]
+                    wanted, rows = find(open_chunk(run, i), self._schema, wanted_hashes[lo:hi], _pick(keys, ask))
+                    if not len(wanted):
+                        continue
+                    done[lo + wanted] = True
+                    if run.chunks[i].tombstones:
+                        deleted = rows.column(DELETED)
+                        if deleted.true_count:
+                            wanted = wanted[~deleted.to_numpy(zero_copy_only=False)]
+                            rows = rows.filter(pc.invert(deleted))
+                    taken.append(rows)
+                    index[ask[wanted]] = np.arange(count, count + len(wanted))
+                    count += len(wanted)
+                pending = pending[~done]
+
+        self._store.read(work)
+        return Lookup(index, _concatenated(taken, self._schema))
+
+    def scan(self, *, keep_tombstones: bool = False) -> Iterator[pa.RecordBatch]:
+        """All live rows, ascending by hash, in batches of bounded size; one short transaction each."""
+        for after, upto in self._ranges():
+            pieces: list[pa.RecordBatch] = []
+
+            def work(open_chunk: OpenChunk, after: int = after, upto: int = upto) -> None:
+                pieces.clear()
+                for run in self.runs:
+                    for i, chunk in enumerate(run.chunks):
+                        if chunk.hash_max <= after or chunk.hash_min > upto:
+                            continue
+                        batch = open_chunk(run, i)
+                        hashes = hashes_of(batch)
+                        lo = 0 if after < 0 else int(np.searchsorted(hashes, np.uint64(after), side="right"))
+                        hi = int(np.searchsorted(hashes, np.uint64(upto), side="right"))
+                        if lo < hi:
+                            # A copy: slices of LMDB's memory die with the transaction.
+                            pieces.append(batch.slice(lo, hi - lo).take(pa.array(np.arange(hi - lo))))
+
+            self._store.read(work)
+            if pieces:
+                merged = newest_wins(pieces, self._schema, drop_tombstones=not keep_tombstones)
+                if merged.num_rows:
+                    yield merged
+
+    def expired(self, now_ms: int, floor_ms: int = 0, floor_version: int = 0) -> pa.RecordBatch:
+        """Live rows that time out before `now_ms`.
+
+        Parameters
+        ----------
+        now_ms
+            Threshold: rows with ``timeout_ms < now_ms``.
+        floor_ms, floor_version
+            In runs whose newest checkpoint is older than the version, rows below the floor are known to be dealt
+            with and are not looked at again.
+        """
+        candidates: list[pa.RecordBatch] = []
+
+        def work(open_chunk: OpenChunk) -> None:
+            candidates.clear()
+            for run in self.runs:
+                low = floor_ms if run.newest.version < floor_version else -(2**63)
+                for i, chunk in enumerate(run.chunks):
+                    if chunk.timeout_min >= now_ms or chunk.timeout_max < low:
+                        continue
+                    batch = open_chunk(run, i)
+                    # NULL becomes the largest value: never due.
+                    due = batch.column(TIMEOUT_MS).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
+                    rows = np.flatnonzero((due < now_ms) & (due >= low))
+                    if len(rows):
+                        candidates.append(batch.take(pa.array(rows)))
+
+        self._store.read(work)
+        if not candidates:
+            return self._schema.empty()
+        newest = newest_wins(candidates, self._schema, drop_tombstones=True)
+        # A candidate may have been overwritten by a row that is not due: only the current row counts.
+        current = self.lookup(hashes_of(newest), self._schema.key_columns(newest))
+        due = current.rows.column(TIMEOUT_MS).fill_null(2**63 - 1).to_numpy(zero_copy_only=False) < now_ms
+        return current.rows.filter(pa.array(due))
+
+    def earliest_timeout(self, now_ms: int) -> int | None:
+        """Lower bound of the timeouts at or after `now_ms`; None when there are none. May be a row that is void."""
+        found: list[int] = []
+
+        def work(open_chunk: OpenChunk) -> None:
+            found.clear()
+            for run in self.runs:
+                for i, chunk in enumerate(run.chunks):
+                    if chunk.timeout_max < now_ms:
+                        continue
+                    if chunk.timeout_min >= now_ms:
+                        found.append(chunk.timeout_min)
+                        continue
+                    values = open_chunk(run, i).column(TIMEOUT_MS).drop_null().to_numpy()
+                    found.append(int(values[values >= now_ms].min()))
+
+        self._store.read(work)
+        return min(found) if found else None
+
+    @property
+    def _schema(self) -> RowSchema:
+        return self._store.schema
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Hash ranges (after, upto] that cut the run with most chunks at its chunk borders."""
+        largest = max(self.runs, key=lambda run: len(run.chunks), default=None)
+        if largest is None:
+            return
+        borders = sorted({chunk.hash_max for chunk in largest.chunks[:-1]} | {2**64 - 1})
+        yield from zip([-1, *borders], borders, strict=False)
+
+
+def _borders(run: Run, name: str) -> HashArray:
+    return np.fromiter((getattr(chunk, name) for chunk in run.chunks), dtype=np.uint64, count=len(run.chunks))
+
+
+def _pick(keys: Sequence[pa.Array], positions: IndexArray) -> list[pa.Array]:
+    if len(positions) and int(positions[-1]) - int(positions[0]) + 1 == len(positions):
+        steps = len(positions) < 2 or bool((np.diff(positions) == 1).all())
+        if steps:
+            return [key.slice(int(positions[0]), len(positions)) for key in keys]
+    indices = pa.array(positions)
+    return [key.take(indices) for key in keys]
+
+
+def _concatenated(batches: list[pa.RecordBatch], schema: RowSchema) -> pa.RecordBatch:
+    if not batches:
+        return schema.empty()
+    if len(batches) == 1:
+        return batches[0]
+    return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
