@@ -3,6 +3,8 @@
 Pure encoding, decoding and checking; no file or network is touched here.
 """
 
+from __future__ import annotations
+
 from arrow_schemas.equality import group_by_key, rows_equal
 from arrow_schemas.evolution import conform, state_change
 from arrow_schemas.labels import bucket_label, label_bucket

@@ -30,7 +30,8 @@ def state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Fi
 
     def refuse(column: str, why: str) -> SchemaChangedError:
         return SchemaChangedError(
-            f"the state of operator {operator!r} changed: column {column!r} {why}. Allowed are new nullable columns and "
+            f"the state of operator {operator!r} changed: column {column!r} {why}. Allowed are new nullable "
+            "columns and "
             "wider numbers; go back to the old state schema, or start from a new checkpoint location."
         )
 
@@ -52,7 +53,10 @@ def state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Fi
             changed = True
         elif before.type != field.type:
             if not _widens(before.type, field.type):
-                raise refuse(field.name, f"was {before.type} and is now {field.type}, which not every stored value fits")
+                raise refuse(
+                    field.name,
+                    f"was {before.type} and is now {field.type}, which not every stored value fits",
+                )
             changed = True
     return changed
 
@@ -82,7 +86,7 @@ def _widens(before: pa.DataType, after: pa.DataType) -> bool:
             return _INTEGER_BITS[after] >= _INTEGER_BITS[before]
         if after in _EXACT_BITS:
             return _EXACT_BITS[after] >= _INTEGER_BITS[before]
-        return types.is_decimal(after) and after.precision - after.scale >= _INTEGER_DIGITS[before]
+        return bool(types.is_decimal(after) and after.precision - after.scale >= _INTEGER_DIGITS[before])
     if types.is_float32(before):
         return bool(types.is_float64(after))
     if types.is_decimal(before) and types.is_decimal(after):

@@ -15,7 +15,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from arrow_schemas.errors import BucketCountChangedError, CorruptFileError, SchemaChangedError, VersionSkewError
+from arrow_schemas.errors import (
+    BucketCountChangedError,
+    CorruptFileError,
+    SchemaChangedError,
+    VersionSkewError,
+)
 from arrow_schemas.evolution import state_change
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_types import key_fields, state_fields
@@ -101,7 +106,8 @@ class OperatorFile:
             checksum = fields.pop("checksum")
             if fields["format"] > OPERATOR_FORMAT or fields["hash"] != HASH_NAME:
                 raise VersionSkewError(
-                    f"{where} has format {fields['format']} and hash {fields['hash']!r}; this release reads up to format "
+                    f"{where} has format {fields['format']} and hash {fields['hash']!r}; this release reads up "
+                    "to format "
                     f"{OPERATOR_FORMAT} and {HASH_NAME!r}. Use a newer release."
                 )
             if checksum != _checksum(fields):
@@ -133,7 +139,8 @@ class OperatorFile:
         """
         if self.buckets != wanted.buckets:
             raise BucketCountChangedError(
-                f"operator {self.operator!r} has its state in {self.buckets} buckets and the job asks for {wanted.buckets}: "
+                f"operator {self.operator!r} has its state in {self.buckets} buckets and the job asks for "
+                f"{wanted.buckets}: "
                 f"set buckets={self.buckets}, or start from a new checkpoint location."
             )
         stored, asked = self.row_schema(), wanted.row_schema()

@@ -123,13 +123,15 @@ class Pointer:
         """
         if len(data) < _HEAD.size + _CRC.size or not data.startswith(_MAGIC):
             raise CorruptPointerError(
-                f"{len(data)} bytes in Spark's state are no pointer of spark_state_ext: the Spark checkpoint belongs to "
+                f"{len(data)} bytes in Spark's state are no pointer of spark_state_ext: the Spark checkpoint "
+                "belongs to "
                 "another operator. Use a new checkpoint location."
             )
         _, version, length = _HEAD.unpack_from(data)
         if version > POINTER_FORMAT:
             raise VersionSkewError(
-                f"a pointer of format {version} was found; this release reads up to {POINTER_FORMAT}. Use a newer release."
+                f"a pointer of format {version} was found; this release reads up to {POINTER_FORMAT}. Use a "
+                "newer release."
             )
         (crc,) = _CRC.unpack_from(data, len(data) - _CRC.size)
         if crc != zlib.crc32(data[: -_CRC.size]):

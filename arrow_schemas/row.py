@@ -99,18 +99,15 @@ def normal_array(column: pa.Array, data_type: pa.DataType) -> pa.Array:
         return pc.add(column, pa.scalar(0.0, data_type))
     if pa.types.is_struct(data_type) and _holds_floats(data_type):
         mask = column.is_null()
-        children = [
-            normal_array(child, data_type.field(i).type) for i, child in enumerate(column.flatten())
-        ]
+        children = [normal_array(child, data_type.field(i).type) for i, child in enumerate(column.flatten())]
         return pa.StructArray.from_arrays(
             children, fields=[data_type.field(i) for i in range(data_type.num_fields)], mask=mask
         )
     if pa.types.is_list(data_type) and _holds_floats(data_type):
         values = normal_array(column.values, data_type.value_type)
-        rebuilt = pa.Array.from_buffers(
+        return pa.Array.from_buffers(
             data_type, len(column), column.buffers()[:2], column.null_count, column.offset, [values]
         )
-        return rebuilt
     return column
 
 

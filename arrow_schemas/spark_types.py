@@ -146,7 +146,8 @@ def _flat_type(spark: str, path: str, role: str, collation: str | None) -> pa.Da
     if collation is not None or spark.startswith("string collate"):
         if role == "key" and spark not in ("string collate UTF8_BINARY",):
             raise UnsupportedTypeError(
-                f"key column {path!r} is a string with the collation {collation or spark[15:]!r}: values that Spark calls "
+                f"key column {path!r} is a string with the collation {collation or spark[15:]!r}: values that "
+                "Spark calls "
                 "equal differ in their bytes. Group by collate(lower(column), 'UTF8_BINARY') or another plain string."
             )
         return pa.string()

@@ -169,7 +169,10 @@ class Bucket:
         for kind in files_to_try(ref, self.pointer.lineage):
             try:
                 found = read_checkpoint(self._files, ref, kind, self._store.schema, self._scratch)
-                if (found.header.operator, found.header.bucket) != (self.pointer.operator, self.pointer.bucket):
+                if (found.header.operator, found.header.bucket) != (
+                    self.pointer.operator,
+                    self.pointer.bucket,
+                ):
                     raise CorruptFileError(
                         f"{self._files.where(file_name(ref, kind))} belongs to bucket {found.header.bucket} of "
                         f"operator {found.header.operator!r}"

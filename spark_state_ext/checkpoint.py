@@ -87,7 +87,9 @@ class _HashingSink:
         return self.length + len(self._footer or b"")
 
 
-def write_checkpoint(target: IO[bytes], header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBatch]) -> None:
+def write_checkpoint(
+    target: IO[bytes], header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBatch]
+) -> None:
     """Write one checkpoint file to an open binary file."""
     sink = _HashingSink(target)
     rows = tombstones = 0
@@ -146,7 +148,8 @@ def read_checkpoint(
     if hashlib.blake2b(memoryview(body), digest_size=16).hexdigest() != record.digest:
         raise CorruptFileError(f"the body of {where} fails its checksum")
     try:
-        # The file as a stream, up to where the checksum reaches: Arrow sees no unchecked byte, nor the footer's offsets.
+        # The file as a stream, up to where the checksum reaches: Arrow sees no unchecked byte, nor the footer's
+        # offsets.
         reader = pa.ipc.open_stream(body.slice(len(_PADDED_MAGIC)))
         header = LineageHeader.decode(reader.schema.metadata, where)
     except (pa.ArrowException, OSError) as error:

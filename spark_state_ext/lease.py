@@ -17,6 +17,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from spark_state_ext.backend import Backend
 from spark_state_ext.errors import CorruptFileError, LiveRunError, MissingCheckpointError, UsageError
@@ -64,7 +65,9 @@ class LeaseRecord:
 
     def encode(self) -> bytes:
         """The file's bytes."""
-        return json.dumps({"format": _LEASE_FORMAT, "owner": asdict(self.owner), "renewed_ms": self.renewed_ms}).encode()
+        return json.dumps(
+            {"format": _LEASE_FORMAT, "owner": asdict(self.owner), "renewed_ms": self.renewed_ms}
+        ).encode()
 
     @staticmethod
     def decode(data: bytes, where: str) -> LeaseRecord:
@@ -110,7 +113,7 @@ class Lease:
         How long a lease lasts without renewal.
     """
 
-    _held: dict[tuple[str, str], Lease] = {}
+    _held: ClassVar[dict[tuple[str, str], Lease]] = {}
     _lock = threading.Lock()
 
     def __init__(self, files: Backend, me: RunIdentity, lease_ms: int) -> None:
@@ -150,7 +153,8 @@ class Lease:
             if self._seen:
                 raise LiveRunError(
                     f"run {self._me.run_id} has lost the state at {self._files.root} to run {found.owner.run_id} on "
-                    f"{found.owner.host}, which started later. Stop one of the two, and give a copied checkpoint a root of its own."
+                    f"{found.owner.host}, which started later. Stop one of the two, and give a copied "
+                    "checkpoint a root of its own."
                 )
             self._wait_for_end(found)
         self._files.put(_FILE, LeaseRecord(self._me, int(time.time() * 1000)).encode())
@@ -168,8 +172,10 @@ class Lease:
                 return
             if latest is not None and latest != found:
                 raise LiveRunError(
-                    f"the state at {self._files.root} is being written by run {latest.owner.run_id} on {latest.owner.host}; "
-                    f"run {self._me.run_id} must not write it too. Stop the other run, or give this one a root of its own."
+                    f"the state at {self._files.root} is being written by run {latest.owner.run_id} on "
+                    f"{latest.owner.host}; "
+                    f"run {self._me.run_id} must not write it too. Stop the other run, or give this one a root "
+                    "of its own."
                 )
             if time.monotonic() > deadline_s:
                 return

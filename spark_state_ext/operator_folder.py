@@ -68,8 +68,10 @@ def _look_beside(operator_files: Backend, wanted: OperatorFile, strict: bool) ->
     if not others:
         return
     text = (
-        f"operator {wanted.operator!r} begins without state under {operator_files.root}, where other queries have theirs: "
-        f"{', '.join(others[:3])}{', …' if len(others) > 3 else ''}. A query finds its state through its Spark checkpoint: "
+        f"operator {wanted.operator!r} begins without state under {operator_files.root}, where other queries "
+        "have theirs: "
+        f"{', '.join(others[:3])}{', …' if len(others) > 3 else ''}. A query finds its state through its Spark "
+        "checkpoint: "
         "to go on with old state, start it with the old checkpointLocation."
     )
     if strict:

@@ -184,5 +184,3 @@ def _write_mapped(folder: Path, batches: Iterator[pa.RecordBatch] | list[pa.Reco
         if error.errno in (28, 122) or "No space left" in str(error):
             raise StoreFullError(f"the disk of {folder} is full while spilling: {error}") from error
         raise StorageError(f"spilling to {folder} failed: {error}") from error
-
-

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 import pyspark
 from pyspark.errors import PySparkTypeError
@@ -20,12 +21,15 @@ if _found is None:
 # (major, minor) of the PySpark in this process.
 SPARK_VERSION: tuple[int, int] = (int(_found[1]), int(_found[2]))
 
-_CAMEL_CASE = "errorClass" in inspect.signature(PySparkTypeError.__init__).parameters
+_NAMES = inspect.signature(PySparkTypeError.__init__).parameters
 
 
 def udf_return_type_error(actual: object, expected: str) -> PySparkTypeError:
     """Spark's own error for a function that returned the wrong kind of thing."""
-    parameters = {"expected": expected, "actual": type(actual).__name__}
-    if _CAMEL_CASE:
-        return PySparkTypeError(errorClass="UDF_RETURN_TYPE", messageParameters=parameters)
-    return PySparkTypeError(error_class="UDF_RETURN_TYPE", message_parameters=parameters)
+    error_class, parameters = "UDF_RETURN_TYPE", {"expected": expected, "actual": type(actual).__name__}
+    arguments: dict[str, Any]
+    if "errorClass" in _NAMES:
+        arguments = {"errorClass": error_class, "messageParameters": parameters}
+    else:
+        arguments = {"error_class": error_class, "message_parameters": parameters}
+    return PySparkTypeError(**arguments)

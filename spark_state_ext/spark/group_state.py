@@ -8,7 +8,7 @@ from typing import Any
 from pyspark.sql.streaming.state import GroupState
 from pyspark.sql.types import StructType, TimestampType
 
-__all__ = ["NO_TIMEOUT", "KeyState"]
+__all__ = ["NO_TIMEOUT", "KeyState", "watermark_of"]
 
 # Spark's own value for "no timeout".
 NO_TIMEOUT = -1
@@ -24,7 +24,8 @@ class KeyState(GroupState):
     touched
         `update` or `remove` was called.
     timeout_ms
-        The timeout set in this call, milliseconds since 1970, or `NO_TIMEOUT`. Spark begins every call without one, so an
+        The timeout set in this call, milliseconds since 1970, or `NO_TIMEOUT`. Spark begins every call without one,
+        so an
         `update` that sets none clears the old.
     """
 
@@ -73,3 +74,11 @@ class KeyState(GroupState):
             # Whole milliseconds, as the JVM's long holds them.
             timestampMs = TimestampType().toInternal(timestampMs) // 1000
         self.timeout_ms = int(timestampMs)
+
+
+def watermark_of(state: GroupState) -> tuple[int, bool]:
+    """The batch's watermark in milliseconds since 1970, and whether the query has one."""
+    try:
+        return state.getCurrentWatermarkMs(), True
+    except RuntimeError:  # Spark's way to say that it has none; PySparkRuntimeError from 4.0 on
+        return GroupState.NO_TIMESTAMP, False

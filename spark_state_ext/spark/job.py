@@ -81,7 +81,8 @@ class Job:
         """
         if plain["package_version"] != __version__:
             raise VersionSkewError(
-                f"the query was planned with spark_state_ext {plain['package_version']} and the executors have {__version__}: "
+                f"the query was planned with spark_state_ext {plain['package_version']} and the executors have "
+                f"{__version__}: "
                 "install the same version on both."
             )
         return Job(**{**plain, "columns": tuple(plain["columns"]), "key_positions": tuple(plain["key_positions"])})

@@ -33,8 +33,8 @@ __all__ = ["CallContext", "Changes", "Groups", "KeyCaller"]
 
 UserFunction = Callable[[tuple[Any, ...], Iterable[pd.DataFrame], KeyState], Iterable[pd.DataFrame]]
 
-# Frames joined before Spark gets them: pandas joins many small frames in time that grows faster than their number.
-_JOINED_FRAMES = 512
+# Frames joined before Spark gets them, which would join thousands: while few are alive, they are still in the cache.
+_JOINED_FRAMES = 128
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,11 @@ class Groups:
         firsts = pa.array(order[starts])
         rows = table.select(list(range(columns))).take(pa.array(order))
         return Groups(
-            rows, starts, hashes[order[starts]], [k.take(firsts) for k in raw], [k.take(firsts) for k in normal]
+            rows,
+            starts,
+            hashes[order[starts]],
+            [k.take(firsts) for k in raw],
+            [k.take(firsts) for k in normal],
         )
 
     @property
@@ -163,9 +167,7 @@ class KeyCaller:
         calls = ((at, keys[at], [empty_frame(self._columns)], values[at]) for at in range(expired.num_rows))
         return self._call(calls, True, context, changes)
 
-    def changed_rows(
-        self, changes: Changes, hashes: HashArray, keys: list[pa.Array]
-    ) -> pa.RecordBatch:
+    def changed_rows(self, changes: Changes, hashes: HashArray, keys: list[pa.Array]) -> pa.RecordBatch:
         """The changed keys as rows of a run (not yet in run order).
 
         Raises
@@ -179,7 +181,9 @@ class KeyCaller:
         unset = timeouts == NO_TIMEOUT
         fields = self._state_type.fields
         nothing = (None,) * len(fields)
-        by_column: Iterable[tuple[Any, ...]] = zip(*(v if v is not None else nothing for v in changes.values), strict=True)
+        by_column: Iterable[tuple[Any, ...]] = zip(
+            *(v if v is not None else nothing for v in changes.values), strict=True
+        )
         columns = [
             values_to_column(values, spark.dataType, arrow.type, arrow.name)
             for values, spark, arrow in zip(by_column, fields, self._schema.state, strict=True)
@@ -231,7 +235,8 @@ class KeyCaller:
                 value = state.getOption
                 if value is not None and len(value) != width:
                     raise StateValueError(
-                        f"the function gave {len(value)} values to update() for key {key!r}; the state has {width} columns"
+                        f"the function gave {len(value)} values to update() for key {key!r}; the state has "
+                        f"{width} columns"
                     )
                 note_position(position)
                 note_value(value)
@@ -248,7 +253,9 @@ class KeyCaller:
         tuples: list[tuple[Any, ...] | None] = list(zip(*columns, strict=True))
         defined = rows.column("defined")
         if defined.true_count != rows.num_rows:
-            return [value if is_defined else None for value, is_defined in zip(tuples, defined.to_pylist(), strict=True)]
+            return [
+                value if is_defined else None for value, is_defined in zip(tuples, defined.to_pylist(), strict=True)
+            ]
         return tuples
 
     def _key_tuples(self, keys: Sequence[pa.Array]) -> list[tuple[Any, ...]]:
@@ -312,12 +319,14 @@ class _Outputs:
 
 def _checked(result: Any) -> Iterable[Any]:
     """What the user's function returned, if Spark would take it."""
+    items: Iterable[Any]
     if isinstance(result, pd.DataFrame):
         raise udf_return_type_error(result, "iterable of pandas.DataFrame")
     try:
-        return iter(result)
+        items = iter(result)
     except TypeError:
         raise udf_return_type_error(result, "iterable") from None
+    return items
 
 
 def _null_patterns(rows: pa.Table, starts: IndexArray, sizes: IndexArray) -> IndexArray:
@@ -336,5 +345,3 @@ def _null_patterns(rows: pa.Table, starts: IndexArray, sizes: IndexArray) -> Ind
 
 def _flat(column: pa.ChunkedArray) -> pa.Array:
     return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-
-

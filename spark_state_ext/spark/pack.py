@@ -21,9 +21,7 @@ from spark_state_ext.spark.task import TaskInfo, operator_files, scratch_folder
 
 __all__ = ["buckets_of", "pack"]
 
-_OUTPUT = pa.schema(
-    [("bucket", pa.int32()), ("payload", pa.binary()), ("event_time", pa.timestamp("us", tz="UTC"))]
-)
+_OUTPUT = pa.schema([("bucket", pa.int32()), ("payload", pa.binary()), ("event_time", pa.timestamp("us", tz="UTC"))])
 # Rows are held back until there are this many bytes, so that payloads are not cut small by Spark's input batches.
 _HELD_BYTES_MAX = 32 << 20
 # What one packing task sends through the shuffle before it turns to spill files.
@@ -55,7 +53,9 @@ def pack(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
         # Every bucket is called in every batch with data: to restore, to time out, to be cleaned up.
         labels = [bucket_label(bucket) for bucket in range(job.buckets)]
         empty = pa.nulls(job.buckets, _OUTPUT.field("event_time").type)
-        yield pa.RecordBatch.from_arrays([pa.array(labels, pa.int32()), pa.array([b""] * job.buckets), empty], schema=_OUTPUT)
+        yield pa.RecordBatch.from_arrays(
+            [pa.array(labels, pa.int32()), pa.array([b""] * job.buckets), empty], schema=_OUTPUT
+        )
     held: list[pa.RecordBatch] = []
     held_bytes = 0
     for batch in batches:
@@ -114,7 +114,9 @@ class _Packer:
         assert self._spill is None, "spill files are published with the rows that refer to them"
 
     def _placed(self, payload: bytes) -> bytes:
-        if self._inline_bytes + len(payload) <= _INLINE_BYTES_MAX and len(payload) <= 4 * self._target_bytes + (1 << 20):
+        if self._inline_bytes + len(payload) <= _INLINE_BYTES_MAX and len(payload) <= 4 * self._target_bytes + (
+            1 << 20
+        ):
             self._inline_bytes += len(payload)
             return payload
         if self._spill is None:

@@ -82,9 +82,7 @@ def _rules(version: tuple[int, int]) -> _Rules:
 # -- public ---------------------------------------------------------------------------------------------
 
 
-def column_to_series(
-    column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]
-) -> pd.Series[Any]:
+def column_to_series(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> pd.Series[Any]:
     """Convert rows that Spark would convert together, that is, one key's rows of one batch.
 
     Parameters
@@ -117,9 +115,7 @@ def column_to_series(
     return series
 
 
-def table_to_frame(
-    table: pa.Table, names: list[str], timezone: str, version: tuple[int, int]
-) -> pd.DataFrame:
+def table_to_frame(table: pa.Table, names: list[str], timezone: str, version: tuple[int, int]) -> pd.DataFrame:
     """Convert one key's rows to the frame that the user's function gets.
 
     Parameters
@@ -179,9 +175,7 @@ def null_flags(column: pa.Array | pa.ChunkedArray) -> list[Flags]:
     return _null_flags(_one_array(column))
 
 
-def key_scalars(
-    column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]
-) -> list[object]:
+def key_scalars(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> list[object]:
     """Convert each row as if alone, to the object that Spark puts into the key tuple of such a group.
 
     Parameters
@@ -235,6 +229,9 @@ def _scalars(series: pd.Series[Any]) -> list[object]:
 
 
 def _nested(array: pa.Array, timezone: str, rules: _Rules) -> pd.Series[Any]:
+    if _has_map(array.type):
+        # In a slice of a map column pyarrow decides by all rows of the column; so make it a column of its own.
+        array = array.take(pa.array(np.arange(len(array))))
     series = array.to_pandas(**rules.options)
     convert = _value_converter(array.type, timezone)
     if convert is None:
@@ -282,9 +279,7 @@ def _map_converter(kind: pa.MapType, timezone: str) -> Convert:
 
     def convert(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
         return {
-            (k if of_key is None or k is None else of_key(k)): (
-                v if of_value is None or v is None else of_value(v)
-            )
+            (k if of_key is None or k is None else of_key(k)): (v if of_value is None or v is None else of_value(v))
             for k, v in pairs
         }
 
@@ -361,6 +356,10 @@ def _children(kind: pa.DataType) -> list[pa.DataType]:
     if pat.is_struct(kind):
         return [kind.field(i).type for i in range(kind.num_fields)]
     return []
+
+
+def _has_map(kind: pa.DataType) -> bool:
+    return pat.is_map(kind) or any(_has_map(child) for child in _children(kind))
 
 
 def _in_session_zone(column: pa.Array | pa.ChunkedArray, timezone: str) -> pa.Array | pa.ChunkedArray:

@@ -1,7 +1,8 @@
 """Payloads: rows of one bucket as Arrow IPC bytes, on their way through Spark's shuffle.
 
 Packing keeps every value as it is; Spark's own path to pandas would turn a bucket's nullable integers into floats. A
-payload is ``b"A"`` and an LZ4-compressed Arrow IPC stream; ``b"S"`` and JSON naming a spill file, its offset and length; or
+payload is ``b"A"`` and an LZ4-compressed Arrow IPC stream; ``b"S"`` and JSON naming a spill file, its offset and
+length; or
 empty: the heartbeat that makes Spark call every bucket in every batch with data.
 """
 
@@ -14,7 +15,15 @@ import pyarrow as pa
 
 from spark_state_ext.errors import CorruptFileError
 
-__all__ = ["PAYLOAD_SCHEMA", "HASH_COLUMN", "decode", "encode", "payload_bytes_max", "spilled", "stored_payload"]
+__all__ = [
+    "PAYLOAD_SCHEMA",
+    "HASH_COLUMN",
+    "decode",
+    "encode",
+    "payload_bytes_max",
+    "spilled",
+    "stored_payload",
+]
 
 HASH_COLUMN = "__hash"
 PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp"

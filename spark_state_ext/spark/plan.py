@@ -86,7 +86,9 @@ class ArrowState:
         if not isinstance(buckets, int) or not 1 <= buckets <= BUCKETS_MAX:
             raise UsageError(f"buckets must be a whole number from 1 to {BUCKETS_MAX}, not {buckets!r}")
         if "://" not in root and not root.startswith("/"):
-            raise UsageError(f"root must be a URL or an absolute path, as executors have other working folders: {root!r}")
+            raise UsageError(
+                f"root must be a URL or an absolute path, as executors have other working folders: {root!r}"
+            )
         if local_dir is not None and not local_dir.startswith("/"):
             raise UsageError(f"local_dir must be an absolute path, not {local_dir!r}")
         if lease_ms < 100:
@@ -144,7 +146,7 @@ class ArrowState:
         if timeoutConf not in _TIMEOUT_CONFS:
             raise UsageError(f"timeoutConf must be one of {', '.join(_TIMEOUT_CONFS)}, not {timeoutConf!r}")
         spark = df.sparkSession
-        key_list = list(keys) if isinstance(keys, (list, tuple)) else [keys]
+        key_list: list[Any] = list(keys) if isinstance(keys, (list, tuple)) else [keys]
         state_type = _struct(stateStructType, spark, "stateStructType")
         input_type = df.schema
         key_type, positions, extra_keys = _resolve_keys(df, input_type, key_list)
@@ -164,7 +166,8 @@ class ArrowState:
             event_time_is_window=event_time is not None and isinstance(input_type[event_time[0]].dataType, StructType),
             timezone=spark.conf.get("spark.sql.session.timeZone") or "UTC",
             frame_rows_max=_frame_rows_max(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch", "10000")),
-            late_by_previous_watermark=spark.conf.get("spark.sql.streaming.statefulOperator.allowMultiple", "true") != "false",
+            late_by_previous_watermark=spark.conf.get("spark.sql.streaming.statefulOperator.allowMultiple", "true")
+            != "false",
             application_id=spark.conf.get("spark.app.id", "") or "",
             local_dir=self.local_dir,
             strict=self.strict,
@@ -241,7 +244,11 @@ def _frame_rows_max(text: str | None) -> int:
 
 
 def _packable(
-    df: DataFrame, input_type: StructType, key_type: StructType, positions: tuple[int, ...], extra: list[KeyLike]
+    df: DataFrame,
+    input_type: StructType,
+    key_type: StructType,
+    positions: tuple[int, ...],
+    extra: list[KeyLike],
 ) -> DataFrame:
     """Input columns, keys that are none of them, and the hash, under names that cannot clash."""
     extra_columns = [F.col(key) if isinstance(key, str) else key for key in extra]
@@ -257,5 +264,9 @@ def _hashable(name: str, field: StructField) -> Column:
     column = F.col(name)
     if isinstance(field.dataType, (FloatType, DoubleType)):
         zero = F.lit(0.0).cast(field.dataType)
-        return F.when(column == zero, zero).when(F.isnan(column), F.lit(float("nan")).cast(field.dataType)).otherwise(column)
+        return (
+            F.when(column == zero, zero)
+            .when(F.isnan(column), F.lit(float("nan")).cast(field.dataType))
+            .otherwise(column)
+        )
     return column

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from pyspark.errors import PySparkRuntimeError
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from pyspark.sql.types import StructType
 
@@ -26,6 +25,7 @@ from spark_state_ext.bucket import Bucket
 from spark_state_ext.errors import BucketCountChangedError, CorruptPointerError
 from spark_state_ext.lease import Lease
 from spark_state_ext.operator_folder import admit
+from spark_state_ext.spark.group_state import watermark_of
 from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.keys import CallContext, Changes, Groups, KeyCaller, UserFunction
 from spark_state_ext.spark.pack import event_times
@@ -41,7 +41,11 @@ _stores: dict[str, LocalStore] = {}
 
 
 def run_bucket(
-    plain: dict[str, Any], function: UserFunction, key: tuple[Any, ...], frames: Iterable[pd.DataFrame], state: GroupState
+    plain: dict[str, Any],
+    function: UserFunction,
+    key: tuple[Any, ...],
+    frames: Iterable[pd.DataFrame],
+    state: GroupState,
 ) -> Iterator[pd.DataFrame]:
     """Body of Spark's stateful function, keyed by bucket label.
 
@@ -72,10 +76,7 @@ class _Times:
 
     @staticmethod
     def of(state: GroupState) -> _Times:
-        try:
-            watermark, present = state.getCurrentWatermarkMs(), True
-        except PySparkRuntimeError:  # Spark's way to say that the query has none
-            watermark, present = GroupState.NO_TIMESTAMP, False
+        watermark, present = watermark_of(state)
         return _Times(state.getCurrentProcessingTimeMs(), watermark, present)
 
 
@@ -126,8 +127,9 @@ class _BucketCall:
             if table is not None or due.num_rows:
                 yield from self._range(table, due, rows)
             self._lease.hold()
-        pointer = self._bucket.commit(rows)
-        pointer = self._stamped(pointer)
+        if self._bucket_number == 0:
+            self._drop_spill_files()
+        pointer = self._stamped(self._bucket.commit(rows))
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             pointer = replace(pointer, earliest_timeout_ms=self._earliest_timeout(rows))
         self._hand_over(pointer)
@@ -169,6 +171,13 @@ class _BucketCall:
 
     def _load_spilled(self, name: str, offset: int, length: int) -> bytes:
         return self._files.get_range(name, offset, offset + length)
+
+    def _drop_spill_files(self) -> None:
+        """Remove earlier batches' spill files: those batches are committed, or this one would not run."""
+        folder = self._files.child("spill")
+        for name in folder.names():
+            if name.isdigit() and int(name) < self._task.batch:
+                folder.remove_tree(name)
 
     def _late_threshold_us(self) -> int | None:
         """Rows at or before this event time are late; Spark filters only under the event-time timeout."""
@@ -255,13 +264,16 @@ class _BucketCall:
         if pointer is not None:
             if pointer.buckets != job.buckets:
                 raise BucketCountChangedError(
-                    f"operator {job.operator!r} has its state in {pointer.buckets} buckets and the job asks for {job.buckets}: "
+                    f"operator {job.operator!r} has its state in {pointer.buckets} buckets and the job asks for "
+                    f"{job.buckets}: "
                     f"set buckets={pointer.buckets}, or start from a new checkpoint location."
                 )
             if (pointer.operator, pointer.bucket) != (job.operator, self._bucket_number):
                 raise CorruptPointerError(
-                    f"Spark's checkpoint holds the state of bucket {pointer.bucket} of operator {pointer.operator!r} and the job "
-                    f"asks for bucket {self._bucket_number} of {job.operator!r}: use the old operator name, or a new checkpoint location."
+                    f"Spark's checkpoint holds the state of bucket {pointer.bucket} of operator "
+                    f"{pointer.operator!r} and the job "
+                    f"asks for bucket {self._bucket_number} of {job.operator!r}: use the old operator name, or "
+                    "a new checkpoint location."
                 )
         folder = Backend(job.root, job.storage_options).child(job.operator)
         return admit(folder, job.operator_file(self._task.query_id), job.strict)

@@ -1,7 +1,8 @@
 """`enable` and `disable`: untouched ``df.groupBy(…).applyInPandasWithState(…)`` on Arrow state.
 
 Spark's DataFrame and GroupedData classes, classic or Connect, get two wrapped methods each. The wrappers do nothing for
-sessions that were not enabled. `groupBy` notes its arguments on the result, because GroupedData does not tell its columns.
+sessions that were not enabled. `groupBy` notes its arguments on the result, because GroupedData does not tell its
+columns.
 """
 
 from __future__ import annotations
@@ -90,11 +91,11 @@ def _patch_grouped(cls: type) -> None:
     def apply_in_pandas_with_state(
         self: Any, func: Any, outputStructType: Any, stateStructType: Any, outputMode: str, timeoutConf: str
     ) -> Any:
-        noted = getattr(self, _NOTE, None)
-        state = _enabled.get(noted[0].sparkSession) if noted is not None else None
+        noted: tuple[Any, tuple[Any, ...]] = getattr(self, _NOTE, (None, ()))
+        frame, columns = noted
+        state = None if frame is None else _enabled.get(frame.sparkSession)
         if state is None or getattr(_thread, "plain", False):
             return original(self, func, outputStructType, stateStructType, outputMode, timeoutConf)
-        frame, columns = noted
         return state.apply_in_pandas_with_state(
             frame, list(columns), func, outputStructType, stateStructType, outputMode, timeoutConf
         )

@@ -41,13 +41,23 @@ def _loader() -> Callable[[str], Any]:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             missing = (error.name or "").split(".")[0]
-            if missing not in ("spark_state_ext", "arrow_schemas", "lmdb", "fsspec", "pyarrow", "numpy", "pandas"):
+            if missing not in (
+                "spark_state_ext",
+                "arrow_schemas",
+                "lmdb",
+                "fsspec",
+                "pyarrow",
+                "numpy",
+                "pandas",
+            ):
                 raise
             # The tree of errors is in the package that is missing, so a class of the same name stands in for it.
             executor_package_error = type("ExecutorPackageError", (ImportError,), {})
             raise executor_package_error(
-                f"ExecutorPackageError: the executors' Python {sys.executable} (version {sys.version.split()[0]}) has no module "
-                f"{missing!r}. Install it there ({sys.executable} -m pip install spark_state_ext), or point PYSPARK_PYTHON "
+                f"ExecutorPackageError: the executors' Python {sys.executable} (version "
+                f"{sys.version.split()[0]}) has no module "
+                f"{missing!r}. Install it there ({sys.executable} -m pip install spark_state_ext), or point "
+                "PYSPARK_PYTHON "
                 "or spark.pyspark.python at the Python that has it."
             ) from error
 

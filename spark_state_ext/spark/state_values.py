@@ -28,10 +28,13 @@ from spark_state_ext.errors import StateValueError
 
 __all__ = ["column_to_values", "values_to_column"]
 
-_EPOCH = datetime.datetime(1970, 1, 1)
 _EPOCH_UTC = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
 _MICROSECOND = datetime.timedelta(microseconds=1)
-_INTEGER_TEMPORAL = {TimestampType: pa.int64(), TimestampNTZType: pa.int64(), DateType: pa.int32()}
+_INTEGER_TEMPORAL: dict[type[DataType], pa.DataType] = {
+    TimestampType: pa.int64(),
+    TimestampNTZType: pa.int64(),
+    DateType: pa.int32(),
+}
 
 
 def column_to_values(column: pa.Array, spark_type: DataType) -> list[Any]:
@@ -40,7 +43,7 @@ def column_to_values(column: pa.Array, spark_type: DataType) -> list[Any]:
     if as_integer is not None:
         from_internal = spark_type.fromInternal
         return [None if v is None else from_internal(v) for v in column.cast(as_integer).to_pylist()]
-    values = column.to_pylist()
+    values: list[Any] = column.to_pylist()
     if isinstance(spark_type, (ArrayType, MapType, StructType)):
         convert = _nested_from_arrow(spark_type)
         return [None if v is None else convert(v) for v in values]
@@ -63,12 +66,20 @@ def values_to_column(values: Sequence[Any], spark_type: DataType, arrow_type: pa
             convert = _to_arrow(spark_type)
             return pa.array([None if v is None else convert(v) for v in values], arrow_type)
         return pa.array(values, arrow_type)
-    except (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError, decimal.InvalidOperation) as error:
+    except (
+        pa.ArrowException,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        decimal.InvalidOperation,
+    ) as error:
         if isinstance(spark_type, StringType):
             # Spark's string columns take any value's text.
             return pa.array([None if v is None else str(v) for v in values], arrow_type)
+        culprit = _culprit(values, spark_type, arrow_type)
         raise StateValueError(
-            f"state column {column!r} of type {spark_type.simpleString()} cannot hold {_culprit(values, spark_type, arrow_type)}: {error}"
+            f"state column {column!r} of type {spark_type.simpleString()} cannot hold {culprit}: {error}"
         ) from error
 
 
@@ -79,7 +90,10 @@ def _culprit(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataTyp
         if value is None:
             continue
         try:
-            pa.array([convert(value)], pa.int64() if isinstance(spark_type, (TimestampType, TimestampNTZType)) else arrow_type)
+            pa.array(
+                [convert(value)],
+                pa.int64() if isinstance(spark_type, (TimestampType, TimestampNTZType)) else arrow_type,
+            )
         except Exception:  # whatever it is, this is the value to show
             return f"{value!r} ({type(value).__name__})"
     return "these values together"
@@ -100,7 +114,10 @@ def _nested_from_arrow(spark_type: DataType) -> Callable[[Any], Any]:
         element = _optional(_nested_from_arrow(spark_type.elementType))
         return lambda v: [element(x) for x in v]
     if isinstance(spark_type, MapType):
-        key, item = _nested_from_arrow(spark_type.keyType), _optional(_nested_from_arrow(spark_type.valueType))
+        key, item = (
+            _nested_from_arrow(spark_type.keyType),
+            _optional(_nested_from_arrow(spark_type.valueType)),
+        )
         return lambda v: {key(a): item(b) for a, b in v}
     if isinstance(spark_type, StructType):
         fields = [(f.name, _optional(_nested_from_arrow(f.dataType))) for f in spark_type.fields]
@@ -120,8 +137,7 @@ def _names_only(spark_type: StructType) -> StructType:
 def _to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
     """Converter of one non-NULL value to what `pa.array` wants for the type."""
     if isinstance(spark_type, (TimestampType, TimestampNTZType)):
-        to_internal = spark_type.toInternal
-        return to_internal
+        return spark_type.toInternal
     if isinstance(spark_type, DecimalType):
         quantum = decimal.Decimal(1).scaleb(-spark_type.scale)
         context = decimal.Context(prec=76, rounding=decimal.ROUND_HALF_UP)
@@ -143,7 +159,7 @@ def _nested_to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
         return lambda v: _EPOCH_UTC + to_internal(v) * _MICROSECOND
     if isinstance(spark_type, TimestampNTZType):
         to_ntz = spark_type.toInternal
-        return lambda v: _EPOCH + to_ntz(v) * _MICROSECOND
+        return lambda v: (_EPOCH_UTC + to_ntz(v) * _MICROSECOND).replace(tzinfo=None)
     if hasattr(spark_type, "elementType") or isinstance(spark_type, (MapType, StructType, DecimalType)):
         return _to_arrow(spark_type)
     return lambda v: v.item() if hasattr(v, "item") else v

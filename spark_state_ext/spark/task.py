@@ -65,9 +65,13 @@ def _private(local_dir: str | None) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
-            raise StorageError(f"the local folder {folder} belongs to another user; set local_dir to a folder of your own")
+            raise StorageError(
+                f"the local folder {folder} belongs to another user; set local_dir to a folder of your own"
+            )
     except OSError as error:
         if isinstance(error, StorageError):
             raise
-        raise StorageError(f"the local folder {folder} cannot be used: {error}. Set local_dir to a writable local disk.") from error
+        raise StorageError(
+            f"the local folder {folder} cannot be used: {error}. Set local_dir to a writable local disk."
+        ) from error
     return folder

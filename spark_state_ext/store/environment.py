@@ -20,7 +20,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import lmdb
 
@@ -83,7 +83,7 @@ class Gate:
 class Environment:
     """An LMDB environment that grows by itself. Get one with `Environment.at`."""
 
-    _open: dict[Path, Environment] = {}
+    _open: ClassVar[dict[Path, Environment]] = {}
     _open_lock = threading.Lock()
 
     def __init__(self, folder: Path, map_bytes: int) -> None:
@@ -104,7 +104,7 @@ class Environment:
             )
             self._env.reader_check()
             with _translated(folder):
-                self._dbs = {name: self._env.open_db(name) for name in DATABASES}
+                self._dbs: dict[bytes, Any] = {name: self._env.open_db(name) for name in DATABASES}
         except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
             raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
         except (lmdb.Error, OSError) as error:
@@ -155,12 +155,13 @@ class Environment:
         """Run `work` in one read transaction. Memory it gets from the reader dies with the call."""
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
-                with self._gate.shared(), _translated(self.folder):
-                    with self._env.begin(buffers=True) as txn:
-                        return work(Reader(txn, self._dbs))
+                with self._gate.shared(), _translated(self.folder), self._env.begin(buffers=True) as txn:
+                    return work(Reader(txn, self._dbs))
             except lmdb.MapResizedError:
                 self._adopt()
-        raise StorageError(f"the map of {self.folder} was resized {_GROW_ATTEMPTS_MAX} times in a row by other processes")
+        raise StorageError(
+            f"the map of {self.folder} was resized {_GROW_ATTEMPTS_MAX} times in a row by other processes"
+        )
 
     def write(self, work: Callable[[Writing], T], need_bytes: int = 0) -> T:
         """Run `work` in one write transaction, again with a larger map when the map is full.
@@ -170,9 +171,8 @@ class Environment:
         """
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
-                with self._gate.shared(), _translated(self.folder):
-                    with self._env.begin(write=True, buffers=True) as txn:
-                        return work(Writing(txn, self._dbs))
+                with self._gate.shared(), _translated(self.folder), self._env.begin(write=True, buffers=True) as txn:
+                    return work(Writing(txn, self._dbs))
             except lmdb.MapResizedError:
                 self._adopt()
             except lmdb.MapFullError:
@@ -192,14 +192,14 @@ class Environment:
 class Reader:
     """A read transaction's view of the databases."""
 
-    def __init__(self, txn: lmdb.Transaction, dbs: dict[bytes, object]) -> None:
+    def __init__(self, txn: lmdb.Transaction, dbs: dict[bytes, Any]) -> None:
         self._txn = txn
         self._dbs = dbs
 
     def get(self, db: bytes, key: bytes) -> memoryview | None:
         """The value of a key, valid until the transaction ends; None when absent."""
-        value: memoryview | None = self._txn.get(key, db=self._dbs[db])
-        return value
+        value = self._txn.get(key, db=self._dbs[db])
+        return None if value is None else memoryview(value)
 
     def items(self, db: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
         """All entries whose key begins with `prefix`, ascending."""
@@ -208,7 +208,7 @@ class Reader:
                 for key, value in cursor:
                     if bytes(key[: len(prefix)]) != prefix:
                         return
-                    yield bytes(key), value
+                    yield bytes(key), memoryview(value)
 
 
 class Writing(Reader):
@@ -260,9 +260,12 @@ def _storage_error(folder: Path, error: Exception) -> StorageError:
     text = str(error)
     number = getattr(error, "errno", None)
     if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "quota" in text:
-        return StoreFullError(f"the disk of the local store {folder} is full: {text}. Make room or set local_dir elsewhere.")
+        return StoreFullError(
+            f"the disk of the local store {folder} is full: {text}. Make room or set local_dir elsewhere."
+        )
     if number == errno.ENOMEM or "Cannot allocate memory" in text:
         return StoreFullError(
-            f"no address space to map the local store {folder}: {text}. Raise spark.executor.pyspark.memory, or use more buckets."
+            f"no address space to map the local store {folder}: {text}. Raise spark.executor.pyspark.memory, or "
+            "use more buckets."
         )
     return StorageError(f"the local store {folder} failed: {text}. Set local_dir to a writable local disk.")

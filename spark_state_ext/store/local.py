@@ -125,7 +125,12 @@ class LocalStore:
         return self._add(batches, newest=ref, oldest=ref, parent=parent, base=False, check=intact)
 
     def restore(
-        self, batches: Iterable[pa.RecordBatch], ref: CheckpointRef, parent: CheckpointRef | None, *, snapshot: bool
+        self,
+        batches: Iterable[pa.RecordBatch],
+        ref: CheckpointRef,
+        parent: CheckpointRef | None,
+        *,
+        snapshot: bool,
     ) -> Run:
         """Add a run read from a checkpoint file, whether or not its parent is here yet.
 
@@ -137,7 +142,12 @@ class LocalStore:
             The rows are the whole state, not a change of the parent's.
         """
         return self._add(
-            batches, newest=ref, oldest=ref, parent=None if snapshot else parent, base=snapshot, check=lambda txn: None
+            batches,
+            newest=ref,
+            oldest=ref,
+            parent=None if snapshot else parent,
+            base=snapshot,
+            check=lambda txn: None,
         )
 
     def compact(self, head: CheckpointRef | None) -> Run | None:
@@ -192,7 +202,9 @@ class LocalStore:
     def pin(self, view: View, seconds: float) -> str:
         """Keep a view's runs from being dropped for a while; returns the pin's name for `unpin`."""
         name = uuid.uuid4().hex
-        text = json.dumps({"runs": [run.key for run in view.runs], "expires_s": time.time() + seconds, "pid": os.getpid()})
+        text = json.dumps(
+            {"runs": [run.key for run in view.runs], "expires_s": time.time() + seconds, "pid": os.getpid()}
+        )
 
         def work(txn: Writing) -> None:
             _all_present(txn, view.runs, "pinned")
@@ -357,8 +369,6 @@ def _chunk_key(run_key: str, index: int) -> bytes:
 def _runs(txn: Reader) -> Iterator[Run]:
     for _, value in txn.items(b"runs", b"run/"):
         yield Run.decode(bytes(value))
-
-
 
 
 def _all_present(txn: Reader, runs: Iterable[Run], doing: str) -> None:

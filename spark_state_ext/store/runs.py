@@ -244,9 +244,7 @@ def find(
     return np.concatenate(found_wanted), _joined(found_rows)
 
 
-def newest_wins(
-    batches: Sequence[pa.RecordBatch], schema: RowSchema, drop_tombstones: bool
-) -> pa.RecordBatch:
+def newest_wins(batches: Sequence[pa.RecordBatch], schema: RowSchema, drop_tombstones: bool) -> pa.RecordBatch:
     """Merge sorted batches, given newest first: of each key the newest row, in run order."""
     if len(batches) == 1:
         merged = batches[0]
@@ -262,4 +260,3 @@ def newest_wins(
         if deleted.true_count:
             merged = merged.filter(pc.invert(deleted))
     return merged
-

@@ -106,27 +106,32 @@ class View:
     def scan(self, *, keep_tombstones: bool = False) -> Iterator[pa.RecordBatch]:
         """All live rows, ascending by hash, in batches of bounded size; one short transaction each."""
         for after, upto in self._ranges():
-            pieces: list[pa.RecordBatch] = []
-
-            def work(open_chunk: OpenChunk, after: int = after, upto: int = upto) -> None:
-                pieces.clear()
-                for run in self.runs:
-                    for i, chunk in enumerate(run.chunks):
-                        if chunk.hash_max <= after or chunk.hash_min > upto:
-                            continue
-                        batch = open_chunk(run, i)
-                        hashes = hashes_of(batch)
-                        lo = 0 if after < 0 else int(np.searchsorted(hashes, np.uint64(after), side="right"))
-                        hi = int(np.searchsorted(hashes, np.uint64(upto), side="right"))
-                        if lo < hi:
-                            # A copy: slices of LMDB's memory die with the transaction.
-                            pieces.append(batch.slice(lo, hi - lo).take(pa.array(np.arange(hi - lo))))
-
-            self._store.read(work)
+            pieces = self._copied(after, upto)
             if pieces:
                 merged = newest_wins(pieces, self._schema, drop_tombstones=not keep_tombstones)
                 if merged.num_rows:
                     yield merged
+
+    def _copied(self, after: int, upto: int) -> list[pa.RecordBatch]:
+        """Copies of all rows with a hash in (after, upto], newest run first."""
+        pieces: list[pa.RecordBatch] = []
+
+        def work(open_chunk: OpenChunk) -> None:
+            pieces.clear()
+            for run in self.runs:
+                for i, chunk in enumerate(run.chunks):
+                    if chunk.hash_max <= after or chunk.hash_min > upto:
+                        continue
+                    batch = open_chunk(run, i)
+                    hashes = hashes_of(batch)
+                    lo = 0 if after < 0 else int(np.searchsorted(hashes, np.uint64(after), side="right"))
+                    hi = int(np.searchsorted(hashes, np.uint64(upto), side="right"))
+                    if lo < hi:
+                        # A copy: slices of LMDB's memory die with the transaction.
+                        pieces.append(batch.slice(lo, hi - lo).take(pa.array(np.arange(hi - lo))))
+
+        self._store.read(work)
+        return pieces
 
     def expired(self, now_ms: int, floor_ms: int = 0, floor_version: int = 0) -> pa.RecordBatch:
         """Live rows that time out before `now_ms`.

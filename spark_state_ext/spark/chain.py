@@ -1,0 +1,199 @@
+"""Several stateful steps on the same keys inside one operator.
+
+Spark allows one `applyInPandasWithState` a query. `chain` makes one function of several: what a step yields for a
+key is
+the next step's input for that key, each step has its own state and its own timeout, and all of them are committed
+together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
+from pyspark.sql.types import LongType, StructField, StructType
+
+from spark_state_ext.errors import UsageError
+from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState, watermark_of
+
+__all__ = ["Chain", "Step", "chain"]
+
+StepFunction = Callable[[tuple[Any, ...], Iterable[pd.DataFrame], GroupState], Iterable[pd.DataFrame]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stateful function and its schemas, as for `applyInPandasWithState`.
+
+    Parameters
+    ----------
+    func
+        ``func(key, pdfs, state)``, yielding frames.
+    outputStructType
+        What it yields: the next step's input.
+    stateStructType
+        Its state.
+    """
+
+    func: StepFunction
+    outputStructType: StructType
+    stateStructType: StructType
+
+    def __post_init__(self) -> None:
+        for name in ("outputStructType", "stateStructType"):
+            if not isinstance(getattr(self, name), StructType):
+                raise UsageError(f"{name} of a Step must be a StructType, not {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Several steps as one function, with the schemas to pass along with it.
+
+    Use it as ``df.groupBy(…).applyInPandasWithState(c.func, c.outputStructType, c.stateStructType, mode, timeout)``.
+    """
+
+    steps: tuple[Step, ...]
+
+    @property
+    def outputStructType(self) -> StructType:
+        """Output of the last step."""
+        return self.steps[-1].outputStructType
+
+    @property
+    def stateStructType(self) -> StructType:
+        """State of all steps: for each a struct, NULL while it has none, and its timeout in milliseconds."""
+        fields: list[StructField] = []
+        for i, step in enumerate(self.steps):
+            fields.append(StructField(f"state{i}", step.stateStructType, True))
+            fields.append(StructField(f"timeout{i}", LongType(), True))
+        return StructType(fields)
+
+    @property
+    def func(self) -> StepFunction:
+        """The combined function."""
+        steps = self.steps
+
+        def call_steps(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+            run = _Run(steps, key, state)
+            yield from run.all_steps(pdfs)
+            run.write_back(state)
+
+        return call_steps
+
+
+def chain(*steps: Step) -> Chain:
+    """Combine steps, the first one nearest the input.
+
+    Raises
+    ------
+    UsageError
+        With fewer than two steps.
+    """
+    if len(steps) < 2:
+        raise UsageError(f"chain() needs at least two steps, not {len(steps)}")
+    return Chain(tuple(steps))
+
+
+class _Run:
+    """One call: the key's composite state taken apart, the steps run in turn, the state put together again."""
+
+    def __init__(self, steps: tuple[Step, ...], key: tuple[Any, ...], state: GroupState) -> None:
+        self._steps = steps
+        self._key = key
+        self._timed_out = state.hasTimedOut
+        stored = state.getOption or (None, None) * len(steps)
+        self._before = [(stored[2 * i], stored[2 * i + 1]) for i in range(len(steps))]
+        self._after: list[tuple[Any, int | None]] = list(self._before)
+        self._outer = state
+
+    def all_steps(self, pdfs: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
+        frames: Iterable[pd.DataFrame] = () if self._timed_out else pdfs
+        empty = next(iter(pdfs)) if self._timed_out else None
+        for at, step in enumerate(self._steps):
+            frames = self._step(at, step, frames, empty if at == 0 else None)
+        yield from frames
+
+    def _step(
+        self, at: int, step: Step, frames: Iterable[pd.DataFrame], empty: pd.DataFrame | None
+    ) -> Iterator[pd.DataFrame]:
+        names = step.outputStructType.names
+        source = iter(frames)
+        first = next(source, None)
+        if first is not None:
+            yield from _named(self._call(at, step, _chained(first, source), timed_out=False), names)
+        elif self._due(at):
+            if empty is None:
+                empty = pd.DataFrame(columns=self._steps[at - 1].outputStructType.names)
+            yield from _named(self._call(at, step, [empty], timed_out=True), names)
+
+    def _due(self, at: int) -> bool:
+        """Whether a step without rows has a timeout that is over (a key with rows never times out in that batch)."""
+        timeout_ms = self._before[at][1]
+        return self._timed_out and timeout_ms is not None and timeout_ms < self._threshold_ms()
+
+    def _threshold_ms(self) -> int:
+        state = self._outer
+        conf = _timeout_conf(state)
+        if conf == GroupStateTimeout.EventTimeTimeout:
+            return state.getCurrentWatermarkMs()
+        return state.getCurrentProcessingTimeMs()
+
+    def _call(self, at: int, step: Step, frames: Iterable[pd.DataFrame], timed_out: bool) -> Iterator[pd.DataFrame]:
+        value, timeout_ms = self._before[at]
+        outer = self._outer
+        watermark_ms, present = watermark_of(outer)
+        inner = KeyState(
+            None if value is None else tuple(value),
+            outer.getCurrentProcessingTimeMs(),
+            watermark_ms,
+            _timeout_conf(outer),
+            timed_out,
+            present,
+            step.stateStructType,
+        )
+        yield from step.func(self._key, frames, inner)
+        if inner.touched or inner.timeout_ms != NO_TIMEOUT:
+            # As Spark does: a call that changes something and sets no timeout has none.
+            timeout_ms = None if inner.timeout_ms == NO_TIMEOUT else inner.timeout_ms
+        self._after[at] = (inner.getOption, timeout_ms)
+
+    def write_back(self, state: GroupState) -> None:
+        if all(value is None and timeout is None for value, timeout in self._after):
+            if state.exists:
+                state.remove()
+            return
+        state.update(tuple(part for pair in self._after for part in pair))
+        timeouts = [timeout for _, timeout in self._after if timeout is not None]
+        if timeouts:
+            if _timeout_conf(state) == GroupStateTimeout.EventTimeTimeout:
+                # A timeout that is over already fires at the watermark's next advance.
+                watermark_ms, _ = watermark_of(state)
+                state.setTimeoutTimestamp(max(min(timeouts), watermark_ms, 1))
+            else:
+                state.setTimeoutDuration(max(min(timeouts) - state.getCurrentProcessingTimeMs(), 1))
+
+
+def _timeout_conf(state: GroupState) -> str:
+    conf: str = json.loads(state.json())["timeoutConf"]
+    return conf
+
+
+def _chained(first: pd.DataFrame, rest: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
+    yield first
+    yield from rest
+
+
+def _named(frames: Iterator[pd.DataFrame], names: list[str]) -> Iterator[pd.DataFrame]:
+    """A step's frames as the next step's input: columns by name if they have names, else by position, none of them
+    empty."""
+    for frame in frames:
+        if not len(frame):
+            continue
+        if any(isinstance(label, str) for label in frame.columns):
+            yield frame[names].reset_index(drop=True)
+        else:
+            yield frame.set_axis(names, axis=1).reset_index(drop=True)
