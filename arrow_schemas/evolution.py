@@ -69,9 +69,11 @@ def conform(batch: pa.RecordBatch, schema: RowSchema) -> pa.RecordBatch:
     """
     if batch.schema.equals(schema.arrow, check_metadata=False):
         return batch
+    fixed = schema.key_slice.stop
+    # Keys cannot change and go by position: two of them may have the same name.
+    columns = [column.cast(field.type) for column, field in zip(batch.columns[:fixed], schema.arrow, strict=False)]
     present = {name: i for i, name in enumerate(batch.schema.names)}
-    columns = []
-    for field in schema.arrow:
+    for field in list(schema.arrow)[fixed:]:
         if field.name in present:
             columns.append(batch.column(present[field.name]).cast(field.type))
         else:

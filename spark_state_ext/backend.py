@@ -153,6 +153,12 @@ class Backend:
     def _rename(self, temporary: str, target: str) -> None:
         if self._local:
             os.replace(temporary, target)
+            # Without this a power failure may take the name away again, after Spark has made the pointer durable.
+            folder = os.open(posixpath.dirname(target), os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
         else:
             self._fs.mv(temporary, target)
 

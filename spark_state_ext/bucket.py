@@ -7,6 +7,7 @@ pointer durable with its batch. Whatever dies in between leaves files and runs t
 from __future__ import annotations
 
 import io
+import logging
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -33,9 +34,10 @@ from spark_state_ext.errors import (
     CorruptStoreError,
     MissingCheckpointError,
     MissingRunError,
+    StorageError,
 )
 from spark_state_ext.lineage import files_to_try, snapshot_due
-from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.spill import SpillBuffer, local_errors
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.version import __version__
 
@@ -43,6 +45,7 @@ __all__ = ["Bucket"]
 
 T = TypeVar("T")
 
+_LOGGER = logging.getLogger("spark_state_ext")
 _IN_MEMORY_BYTES_MAX = 32 << 20
 # Other processes may prune while we fetch; each round makes progress, so a few are plenty.
 _ROUNDS_MAX = 5
@@ -101,20 +104,32 @@ class Bucket:
         self._reconciled(parent, lambda view: self._store.apply(rows, ref, parent))
         lineage = (*self.pointer.lineage, LineageEntry(ref, size))
         # Only what is committed for certain is merged and dropped: the pointer we were given, not the one we make.
-        self._quietly(lambda: self._store.compact(parent))
-        self._quietly(lambda: self._store.prune(parent))
-        view = self._store.view(ref)
-        if snapshot_due(lineage, view.size_bytes):
-            snapshot_bytes = self._publish(ref, SNAPSHOT, view.scan())
-            lineage = (LineageEntry(ref, snapshot_bytes),)
-        return replace(self.pointer, lineage=lineage, rows=view.rows_max)
+        self._tidy(parent)
+        state_bytes, rows_max = self._reconciled(ref, lambda view: (view.size_bytes, view.rows_max))
+        if snapshot_due(lineage, state_bytes):
+            lineage = self._snapshot(ref, lineage)
+        return replace(self.pointer, lineage=lineage, rows=rows_max)
 
-    def _quietly(self, work: Callable[[], object]) -> None:
-        """Housekeeping that may lose a race with another process's; the next commit does it again."""
+    def _tidy(self, committed: CheckpointRef | None) -> None:
+        """Compact and prune. The new checkpoint is safe already, so no failure here may fail the batch."""
         try:
-            work()
+            self._store.compact(committed)
+            self._store.prune(committed)
         except MissingRunError:
-            return
+            return  # another process pruned first; the next commit tries again
+        except CorruptStoreError as error:
+            _LOGGER.warning("%s; it is built anew from the checkpoint files", error)
+            self._store.rebuild()
+
+    def _snapshot(self, ref: CheckpointRef, lineage: tuple[LineageEntry, ...]) -> tuple[LineageEntry, ...]:
+        """The lineage that begins with a snapshot of `ref`; the one given when the snapshot could not be written."""
+        try:
+            size = self._reconciled(ref, lambda view: self._publish(ref, SNAPSHOT, view.scan()))
+        except (StorageError, MissingRunError) as error:
+            # The deltas are durable and hold everything. The snapshot stays due, so the next commit tries again.
+            _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", ref, error)
+            return lineage
+        return (LineageEntry(ref, size),)
 
     def _publish(self, ref: CheckpointRef, kind: str, batches: Iterable[pa.RecordBatch]) -> int:
         """Write a checkpoint file; returns its size in bytes."""
@@ -136,7 +151,7 @@ class Bucket:
             write_checkpoint(buffer, header, self._store.schema, batches)
             self._files.put(name, buffer.getbuffer())
             return buffer.tell()
-        with tempfile.NamedTemporaryFile(dir=self._scratch, prefix="checkpoint-") as file:
+        with local_errors(self._scratch), tempfile.NamedTemporaryFile(dir=self._scratch, prefix="checkpoint-") as file:
             write_checkpoint(file, header, self._store.schema, batches)
             file.flush()
             self._files.put_file(name, file.name)
@@ -147,7 +162,27 @@ class Bucket:
         rounds = 0
         while True:
             try:
-                return work(self._store.view(head))
+                view = self._whole_view(head)
+                try:
+                    return work(view)
+                except MissingRunError:
+                    # Pruned by another process in the middle of the work. The view may be whole still, by way of a
+                    # merged run, so it is asked for again before anything is fetched.
+                    rounds += 1
+                    if rounds > _ROUNDS_MAX:
+                        raise
+            except CorruptStoreError:
+                if rebuilt:
+                    raise
+                rebuilt = True
+                self._store.rebuild()
+
+    def _whole_view(self, head: CheckpointRef | None) -> View:
+        """The view of a checkpoint, after fetching what the local store lacks of it."""
+        rounds = 0
+        while True:
+            try:
+                return self._store.view(head)
             except MissingRunError as error:
                 fetched = self._fetch(error.ref)
                 # Fetching goes back in versions and must end; only losing races with pruning is counted.
@@ -157,11 +192,6 @@ class Bucket:
                     rounds += 1
                 if rounds > _ROUNDS_MAX:
                     raise
-            except CorruptStoreError:
-                if rebuilt:
-                    raise
-                rebuilt = True
-                self._store.rebuild()
 
     def _fetch(self, ref: CheckpointRef) -> CheckpointRef | None:
         """Bring one checkpoint into the local store; returns its parent when that is needed too."""

@@ -28,6 +28,7 @@ from arrow_schemas.lineage import (
 from arrow_schemas.row import DELETED, RowSchema
 from spark_state_ext.backend import Backend
 from spark_state_ext.errors import CorruptFileError
+from spark_state_ext.spill import local_errors
 
 __all__ = ["CheckpointFile", "read_checkpoint", "read_header", "write_checkpoint"]
 
@@ -178,11 +179,12 @@ def _load(backend: Backend, name: str, scratch: Path) -> pa.Buffer:
     """The bytes of a file: in memory, or, when large, mapped from an unnamed copy on the local disk."""
     if backend.size(name) <= _IN_MEMORY_BYTES_MAX:
         return pa.py_buffer(backend.get(name))
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+    with local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
         copy = Path(folder) / name
         backend.get_file(name, copy)
         with pa.memory_map(str(copy)) as file:
             return file.read_buffer()
+    raise AssertionError("unreachable: local_errors raises what it catches")
 
 
 def read_header(backend: Backend, ref: CheckpointRef, kind: str) -> LineageHeader:

@@ -95,7 +95,7 @@ def verdict(found: LeaseRecord | None, me: RunIdentity, now_ms: int, lease_ms: i
     """
     if found is None or found.owner.run_id == me.run_id or over:
         return TAKE
-    if found.owner.application_id == me.application_id:
+    if me.application_id and found.owner.application_id == me.application_id:
         return TAKE
     return TAKE if now_ms - found.renewed_ms > lease_ms else WAIT
 

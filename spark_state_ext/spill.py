@@ -7,6 +7,7 @@ ranges that fit the budget; only the rows of a single key are never divided.
 from __future__ import annotations
 
 import contextlib
+import errno
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from arrow_schemas.equality import HashArray
-from spark_state_ext.errors import StorageError, StoreFullError
+from spark_state_ext.errors import StateError, StorageError, StoreFullError
 
-__all__ = ["HashSorter", "SpillBuffer"]
+__all__ = ["HashSorter", "SpillBuffer", "local_errors"]
 
 _PIECE_ROWS = 16_384
 
@@ -68,7 +69,7 @@ class SpillBuffer:
 
 
 class HashSorter:
-    """Sorts rows by a uint64 column within a memory budget.
+    """Sorts rows by a column of 64-bit hashes, taken as unsigned, within a memory budget.
 
     Parameters
     ----------
@@ -150,37 +151,52 @@ class HashSorter:
         return [*np.unique(sample[at]).tolist(), 2**64 - 1]
 
     def _spill(self) -> None:
-        table = pa.Table.from_batches(self._held)
+        # One chunk a column: taking from many would join them anew for every piece.
+        table = pa.Table.from_batches(self._held).combine_chunks()
         self._held, self._held_bytes = [], 0
-        order = pa.array(np.argsort(table[self._column].to_numpy(), kind="stable"))
+        order = pa.array(np.argsort(_unsigned(table[self._column]), kind="stable"))
         pieces = (table.take(order.slice(i, _PIECE_ROWS)) for i in range(0, len(order), _PIECE_ROWS))
         flat = (batch for piece in pieces for batch in piece.combine_chunks().to_batches())
         self._pieces.append(_write_mapped(self._folder, flat))
 
     def _hashes(self, batch: pa.RecordBatch) -> HashArray:
-        view: HashArray = batch.column(self._column).to_numpy(zero_copy_only=True)
-        return view
+        return _unsigned(batch.column(self._column))
+
+
+def _unsigned(column: pa.Array | pa.ChunkedArray) -> HashArray:
+    """A column of 64-bit hashes as unsigned numbers; Spark's are signed, and buckets and runs go by the bits."""
+    hashes: HashArray = column.to_numpy().view(np.uint64)
+    return hashes
 
 
 def _write_mapped(folder: Path, batches: Iterator[pa.RecordBatch] | list[pa.RecordBatch]) -> list[pa.RecordBatch]:
     """Write batches to an unnamed local file and give them back as views of its mapped pages."""
-    try:
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            path = Path(scratch) / "spill.arrow"
-            with contextlib.ExitStack() as stack:
-                sink = stack.enter_context(pa.OSFile(str(path), "wb"))
-                writer: pa.RecordBatchFileWriter | None = None
-                for batch in batches:
-                    if writer is None:
-                        writer = pa.ipc.new_file(sink, batch.schema)
-                    writer.write_batch(batch)
+    with local_errors(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        path = Path(scratch) / "spill.arrow"
+        with contextlib.ExitStack() as stack:
+            sink = stack.enter_context(pa.OSFile(str(path), "wb"))
+            writer: pa.RecordBatchFileWriter | None = None
+            for batch in batches:
                 if writer is None:
-                    return []
-                writer.close()
-            with pa.memory_map(str(path)) as source:
-                reader = pa.ipc.open_file(source)
-                return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+                    writer = pa.ipc.new_file(sink, batch.schema)
+                writer.write_batch(batch)
+            if writer is None:
+                return []
+            writer.close()
+        with pa.memory_map(str(path)) as source:
+            reader = pa.ipc.open_file(source)
+            return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+    raise AssertionError("unreachable: local_errors raises what it catches")
+
+
+@contextlib.contextmanager
+def local_errors(folder: Path) -> Iterator[None]:
+    """Translate what temporary files in a local folder can raise; our own errors pass."""
+    try:
+        yield
+    except StateError:
+        raise
     except OSError as error:
-        if error.errno in (28, 122) or "No space left" in str(error):
-            raise StoreFullError(f"the disk of {folder} is full while spilling: {error}") from error
-        raise StorageError(f"spilling to {folder} failed: {error}") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            raise StoreFullError(f"the disk of the local folder {folder} is full: {error}. Make room there.") from error
+        raise StorageError(f"temporary files in the local folder {folder} failed: {error}") from error

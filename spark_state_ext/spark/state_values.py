@@ -17,6 +17,7 @@ from pyspark.sql.types import (
     DataType,
     DateType,
     DecimalType,
+    IntegralType,
     MapType,
     StringType,
     StructType,
@@ -28,6 +29,8 @@ from spark_state_ext.errors import StateValueError
 
 __all__ = ["column_to_values", "values_to_column"]
 
+# Types of values that go to an integer column as they are.
+_WHOLE = {int, type(None)}
 _EPOCH_UTC = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
 _MICROSECOND = datetime.timedelta(microseconds=1)
 _INTEGER_TEMPORAL: dict[type[DataType], pa.DataType] = {
@@ -65,6 +68,9 @@ def values_to_column(values: Sequence[Any], spark_type: DataType, arrow_type: pa
         if isinstance(spark_type, (ArrayType, MapType, StructType, DecimalType)):
             convert = _to_arrow(spark_type)
             return pa.array([None if v is None else convert(v) for v in values], arrow_type)
+        if isinstance(spark_type, IntegralType) and not set(map(type, values)) <= _WHOLE:
+            # PyArrow would cut a float's fraction off.
+            return pa.array([None if v is None else _whole(v) for v in values], arrow_type)
         return pa.array(values, arrow_type)
     except (
         pa.ArrowException,
@@ -81,6 +87,12 @@ def values_to_column(values: Sequence[Any], spark_type: DataType, arrow_type: pa
         raise StateValueError(
             f"state column {column!r} of type {spark_type.simpleString()} cannot hold {culprit}: {error}"
         ) from error
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or value != int(value):
+        raise TypeError("it is no whole number")
+    return int(value)
 
 
 def _culprit(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType) -> str:
@@ -136,6 +148,8 @@ def _names_only(spark_type: StructType) -> StructType:
 
 def _to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
     """Converter of one non-NULL value to what `pa.array` wants for the type."""
+    if isinstance(spark_type, IntegralType):
+        return _whole
     if isinstance(spark_type, (TimestampType, TimestampNTZType)):
         return spark_type.toInternal
     if isinstance(spark_type, DecimalType):

@@ -102,13 +102,25 @@ class Environment:
                 metasync=False,
                 readahead=False,
             )
-            self._env.reader_check()
-            with _translated(folder):
-                self._dbs: dict[bytes, Any] = {name: self._env.open_db(name) for name in DATABASES}
         except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
             raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
         except (lmdb.Error, OSError) as error:
             raise _storage_error(folder, error) from error
+        try:
+            self._dbs: dict[bytes, Any] = self._databases()
+        except BaseException:
+            self._env.close()
+            raise
+
+    def _databases(self) -> dict[bytes, Any]:
+        with _translated(self.folder):
+            self._env.reader_check()
+            for _ in range(_GROW_ATTEMPTS_MAX):
+                try:
+                    return {name: self._env.open_db(name) for name in DATABASES}
+                except lmdb.MapResizedError:  # by another process, since this one opened the file
+                    self._env.set_mapsize(0)
+        raise StorageError(f"the map of {self.folder} was resized {_GROW_ATTEMPTS_MAX} times while it was opened")
 
     @classmethod
     def at(cls, bucket_folder: Path, map_bytes: int) -> Environment:
@@ -151,6 +163,11 @@ class Environment:
         size: int = self._env.info()["map_size"]
         return size
 
+    def check_readers(self) -> None:
+        """Free the slots of readers that were killed: as long as they stand, no page they saw is used again."""
+        with self._gate.shared(), _translated(self.folder):
+            self._env.reader_check()
+
     def read(self, work: Callable[[Reader], T]) -> T:
         """Run `work` in one read transaction. Memory it gets from the reader dies with the call."""
         for _ in range(_GROW_ATTEMPTS_MAX):
@@ -186,7 +203,14 @@ class Environment:
     def _grow(self, need_bytes: int) -> None:
         with self._gate.exclusive(), _translated(self.folder):
             present = self.map_bytes
-            self._env.set_mapsize(max(2 * present, present + 2 * need_bytes) // MAP_BYTES_MIN * MAP_BYTES_MIN)
+            try:
+                self._env.set_mapsize(max(2 * present, present + 2 * need_bytes) // MAP_BYTES_MIN * MAP_BYTES_MIN)
+            except lmdb.Error:
+                # The old map is gone and py-lmdb has closed the environment; the next `at` opens it again.
+                with self._open_lock:
+                    if self._open.get(self.folder) is self:
+                        del self._open[self.folder]
+                raise
 
 
 class Reader:

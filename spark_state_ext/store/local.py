@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
-from spark_state_ext.errors import CorruptStoreError, MissingRunError
+from spark_state_ext.errors import CorruptStoreError, MissingRunError, StorageError
 from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment, Reader, Writing
 from spark_state_ext.store.merging import MERGE_BYTES_MAX, choose_merge, choose_runs, droppable
 from spark_state_ext.store.runs import CHUNK_ROWS, Chunk, Run, cut, decode_chunk, encode_chunk
@@ -30,6 +30,8 @@ __all__ = ["LocalStore"]
 _STORE_FORMAT = 1
 # Chunks of one write transaction; LMDB keeps a transaction's dirty pages in memory.
 _TRANSACTION_BYTES = 64 << 20
+# Chunks remembered as checked; beyond, all are checked anew.
+_CHECKED_MAX = 100_000
 # A writer that died left its chunks without a run; they are removed after this time.
 _ABANDONED_AFTER_S = 3600.0
 
@@ -85,6 +87,8 @@ class LocalStore:
             When a run of its lineage is absent; `ref` says at which checkpoint.
         """
         runs = self._environment.read(lambda txn: choose_runs(_runs(txn), head))
+        if len(self._checked) > _CHECKED_MAX:
+            self._checked.clear()
         return View(self, runs)
 
     def rollback(self, head: CheckpointRef | None) -> View:
@@ -180,8 +184,9 @@ class LocalStore:
         def work(txn: Writing) -> int:
             now = time.time()
             pinned: set[str] = set()
-            for key, value in list(txn.items(b"pins")):
-                pin = json.loads(bytes(value))
+            # Copied before the first change: a change may move what a view shows.
+            for key, value in [(key, bytes(value)) for key, value in txn.items(b"pins")]:
+                pin = json.loads(value)
                 if pin["expires_s"] < now:
                     txn.delete(b"pins", key)
                 else:
@@ -190,12 +195,13 @@ class LocalStore:
             for run in dropped:
                 txn.delete(b"runs", b"run/" + run.key.encode())
                 txn.delete_prefix(b"chunks", bytes.fromhex(run.key))
-            for key, value in list(txn.items(b"runs", b"new/")):
-                if json.loads(bytes(value))["started_s"] < now - _ABANDONED_AFTER_S:
+            for key, value in [(key, bytes(value)) for key, value in txn.items(b"runs", b"new/")]:
+                if json.loads(value)["started_s"] < now - _ABANDONED_AFTER_S:
                     txn.delete_prefix(b"chunks", bytes.fromhex(key[4:].decode()))
                     txn.delete(b"runs", key)
             return len(dropped)
 
+        self._environment.check_readers()
         # Most calls find nothing to drop; they should not wait for the write lock to learn that.
         return self._environment.write(work) if self._worth_pruning(head) else 0
 
@@ -295,6 +301,10 @@ class LocalStore:
                     txn.delete(b"runs", b"new/" + run.key.encode())
                     return existing
             check(txn)
+            if pending.any_flushed and txn.get(b"runs", b"new/" + run.key.encode()) is None:
+                raise StorageError(
+                    f"writing run {newest} to the local store {self.folder} took so long that it was taken for abandoned; try again"
+                )
             pending.put_waiting(txn)
             txn.put(b"runs", b"run/" + run.key.encode(), run.encode())
             txn.delete(b"runs", b"new/" + run.key.encode())
@@ -309,7 +319,11 @@ class LocalStore:
         def work(txn: Reader) -> bool:
             if next(txn.items(b"runs", b"new/"), None) is not None:
                 return True
-            return bool(droppable(_runs(txn), head, frozenset()))
+            runs = list(_runs(txn))
+            # A worker lives long and runs do not: forget what was checked of those that are gone.
+            keys = {run.key for run in runs}
+            self._checked = {chunk for chunk in self._checked if chunk[0] in keys}
+            return bool(droppable(runs, head, frozenset()))
 
         return self._environment.read(work)
 
@@ -351,6 +365,7 @@ class _Pending:
         self.chunks: list[Chunk] = []
         self.waiting: list[tuple[int, pa.Buffer]] = []
         self.waiting_bytes = 0
+        self.any_flushed = False
 
     def put_waiting(self, txn: Writing) -> None:
         txn.put(b"runs", b"new/" + self.key.encode(), json.dumps({"started_s": time.time()}).encode())
@@ -360,6 +375,7 @@ class _Pending:
     def flushed(self) -> None:
         self.waiting = []
         self.waiting_bytes = 0
+        self.any_flushed = True
 
 
 def _chunk_key(run_key: str, index: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 
 from arrow_schemas.lineage import CheckpointRef
@@ -21,26 +22,44 @@ def choose_runs(runs: Iterable[Run], head: CheckpointRef | None) -> list[Run]:
     """The runs that make up a checkpoint, newest first.
 
     Runs form a graph (run → checkpoints it covers → parent). From the head, each step takes the run that ends
-    exactly there and reaches deepest; a merged run is thereby never used for a checkpoint inside it.
+    exactly there and reaches deepest; a merged run is thereby never used for a checkpoint inside it. Where that way
+    breaks off, because processes merged at odds with each other, the next best is tried.
 
     Raises
     ------
     MissingRunError
-        When the chain breaks; `ref` holds the checkpoint that no run ends at.
+        When every way breaks off; `ref` holds the checkpoint at which the best one did.
     """
     ending: dict[CheckpointRef, list[Run]] = {}
     for run in runs:
         ending.setdefault(run.newest, []).append(run)
+    if head is None:
+        return []
     chosen: list[Run] = []
-    at = head
-    while at is not None:
-        candidates = ending.get(at)
-        if not candidates:
-            raise MissingRunError(f"the local store has no run for checkpoint {at}", at)
-        best = min(candidates, key=lambda run: (not run.base, run.oldest.version))
-        chosen.append(best)
-        at = None if best.base else best.parent
-    return chosen
+    # The ways still to try at each step, the best one last.
+    untried = [_best_last(ending.pop(head, []))]
+    broken_at: CheckpointRef | None = None if untried[0] else head
+    while untried:
+        if not untried[-1]:
+            untried.pop()
+            if chosen:
+                chosen.pop()
+            continue
+        run = untried[-1].pop()
+        chosen.append(run)
+        if run.base or run.parent is None:
+            return chosen
+        # Taken out, as what lies below a checkpoint is the same from wherever it is reached: one visit settles it.
+        below = ending.pop(run.parent, None)
+        if below is None and broken_at is None:
+            broken_at = run.parent
+        untried.append(_best_last(below or []))
+    assert broken_at is not None, "a way that does not end at a base breaks off somewhere"
+    raise MissingRunError(f"the local store has no run for checkpoint {broken_at}", broken_at)
+
+
+def _best_last(runs: list[Run]) -> list[Run]:
+    return sorted(runs, key=lambda run: (not run.base, run.oldest.version), reverse=True)
 
 
 def choose_merge(sizes: Sequence[int], bytes_max: int = MERGE_BYTES_MAX) -> tuple[int, int] | None:
@@ -73,10 +92,14 @@ def droppable(runs: Iterable[Run], head: CheckpointRef | None, pinned: frozenset
 
     Only runs whose newest checkpoint is older than the *input* pointer's are considered (a zombie of an earlier
     batch has an earlier input pointer, so it cannot drop what a later batch was built on), and of those only
-    runs that are not part of the pointer's own view.
+    runs that are not part of the pointer's own view. Nor are they part of any newer checkpoint's view: that may use
+    older runs which this one does without, when the two were merged at odds.
     """
     runs = list(runs)
     if head is None:
         return []
     used = {run.key for run in choose_runs(runs, head)}
+    for newer in {run.newest for run in runs if run.newest.version > head.version}:
+        with contextlib.suppress(MissingRunError):  # not whole: nothing of it can be read from here anyway
+            used.update(run.key for run in choose_runs(runs, newer))
     return [run for run in runs if run.newest.version < head.version and run.key not in used | pinned]

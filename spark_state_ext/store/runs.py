@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from arrow_schemas.equality import HashArray, IndexArray, group_by_key, rows_equal
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import DELETED, KEY_HASH, TIMEOUT_MS, RowSchema
-from spark_state_ext.errors import CorruptStoreError
+from spark_state_ext.errors import CorruptStoreError, StorageError
 
 __all__ = [
     "CHUNK_ROWS",
@@ -29,11 +29,18 @@ __all__ = [
     "encode_chunk",
     "find",
     "hashes_of",
+    "joined",
     "newest_wins",
     "sorted_run",
 ]
 
 CHUNK_ROWS = 65_536
+# Rows of 500 bytes still fill a chunk; larger ones would make merging and reading one take memory without bound.
+_CHUNK_BYTES_MAX = 32 << 20
+_TOO_LARGE = (
+    "the state rows handled together have more than 2 GiB in one column; use more buckets, or a smaller "
+    "memory_bytes_max so that a call takes its keys in smaller portions"
+)
 _NO_TIMEOUT = 2**63 - 1
 # Arrow needs its buffers aligned to 8 bytes; LMDB aligns only values large enough for pages of their own.
 _ALIGNMENT = 8
@@ -173,27 +180,47 @@ def decode_chunk(data: memoryview, chunk: Chunk, schema: pa.Schema, check: bool)
 
 
 def cut(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of exactly `rows_max` rows, but the last."""
+    """The same rows in batches of exactly `rows_max` rows, but the last; of fewer where rows are large."""
     held: list[pa.RecordBatch] = []
     count = 0
+    held_bytes = 0.0
     for batch in batches:
+        row_bytes = batch.nbytes / max(1, batch.num_rows)
         while batch.num_rows:
-            piece = batch.slice(0, rows_max - count)
+            room = int((_CHUNK_BYTES_MAX - held_bytes) // row_bytes) if row_bytes else rows_max
+            if held and room < 1:
+                yield joined(held)
+                held, count, held_bytes = [], 0, 0.0
+                continue
+            piece = batch.slice(0, min(rows_max - count, max(1, room)))
             batch = batch.slice(piece.num_rows)
             held.append(piece)
             count += piece.num_rows
+            held_bytes += piece.num_rows * row_bytes
             if count == rows_max:
-                yield _joined(held)
-                held, count = [], 0
+                yield joined(held)
+                held, count, held_bytes = [], 0, 0.0
     if held:
-        yield _joined(held)
+        yield joined(held)
 
 
-def _joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+def joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    """The rows of some batches as one.
+
+    Raises
+    ------
+    StorageError
+        When a column would exceed the 2 GiB that its 32-bit offsets reach.
+    """
     if len(batches) == 1:
         return batches[0]
-    table = pa.Table.from_batches(batches).combine_chunks()
-    return table.to_batches()[0]
+    try:
+        together = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    except pa.ArrowInvalid as error:  # nested strings: Arrow does not divide them
+        raise StorageError(_TOO_LARGE) from error
+    if len(together) > 1:
+        raise StorageError(_TOO_LARGE)
+    return together[0] if together else batches[0]
 
 
 def find(
@@ -241,7 +268,7 @@ def find(
         return np.empty(0, dtype=np.int64), schema.empty()
     if len(found_wanted) == 1:
         return found_wanted[0], found_rows[0]
-    return np.concatenate(found_wanted), _joined(found_rows)
+    return np.concatenate(found_wanted), joined(found_rows)
 
 
 def newest_wins(batches: Sequence[pa.RecordBatch], schema: RowSchema, drop_tombstones: bool) -> pa.RecordBatch:
@@ -249,12 +276,10 @@ def newest_wins(batches: Sequence[pa.RecordBatch], schema: RowSchema, drop_tombs
     if len(batches) == 1:
         merged = batches[0]
     else:
-        together = pa.Table.from_batches(batches).combine_chunks().to_batches()
-        if not together:
-            return schema.empty()
+        together = joined(batches)
         # Rows of one key stay in the order given, so the first of each group is the newest.
-        order, starts = group_by_key(hashes_of(together[0]), schema.key_columns(together[0]))
-        merged = together[0].take(pa.array(order[starts]))
+        order, starts = group_by_key(hashes_of(together), schema.key_columns(together))
+        merged = together.take(pa.array(order[starts]))
     if drop_tombstones and merged.num_rows:
         deleted = merged.column(DELETED)
         if deleted.true_count:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.row import DELETED, TIMEOUT_MS, RowSchema
-from spark_state_ext.store.runs import Run, find, hashes_of, newest_wins
+from spark_state_ext.store.runs import Run, find, hashes_of, joined, newest_wins
 
 if TYPE_CHECKING:
     from spark_state_ext.store.local import LocalStore
@@ -215,8 +215,4 @@ def _pick(keys: Sequence[pa.Array], positions: IndexArray) -> list[pa.Array]:
 
 
 def _concatenated(batches: list[pa.RecordBatch], schema: RowSchema) -> pa.RecordBatch:
-    if not batches:
-        return schema.empty()
-    if len(batches) == 1:
-        return batches[0]
-    return pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+    return joined(batches) if batches else schema.empty()

@@ -1,0 +1,139 @@
+"""Calling a function per key, without Spark: what it sees must not depend on its neighbours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyspark.sql.types import LongType, StructField, StructType
+
+from arrow_schemas import RowSchema, key_fields, state_fields
+from spark_state_ext.errors import StateValueError, UserFunctionError
+from spark_state_ext.spark.group_state import KeyState
+from spark_state_ext.spark.keys import CallContext, Changes, Groups, KeyCaller
+from spark_state_ext.store import Lookup
+
+STATE = StructType([StructField("n", LongType())])
+KEYS = StructType([StructField("k", LongType())])
+SCHEMA = RowSchema(key_fields(json.dumps(KEYS.jsonValue())), state_fields(json.dumps(STATE.jsonValue())))
+CONTEXT = CallContext(3, 7, 1_000, -1, False, "NoTimeout")
+NOTHING = SCHEMA.empty()
+
+
+def caller(function: Any, rows_max: int = 10_000) -> KeyCaller:
+    return KeyCaller(function, SCHEMA, STATE, ["k", "v"], "UTC", rows_max)
+
+
+def grouped(keys: list[int | None], values: list[Any], bad_hash: bool = False) -> Groups:
+    hashes = np.array([0 if bad_hash or k is None else (k * 2654435761) % 2**64 for k in keys], dtype=np.uint64)
+    table = pa.table({"c0": pa.array(keys, pa.int64()), "c1": pa.array(values, pa.int64())})
+    return Groups.of(table, hashes, [0], 2, SCHEMA)
+
+
+def nobody(groups: Groups) -> Lookup:
+    return Lookup(np.full(groups.count, -1, dtype=np.int64), NOTHING)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(
+        st.tuples(st.one_of(st.none(), st.integers(0, 8)), st.one_of(st.none(), st.integers(2**53, 2**53 + 9))),
+        min_size=1,
+        max_size=40,
+    ),
+    bad_hash=st.booleans(),
+    rows_max=st.sampled_from([2, 10_000]),
+)
+def test_each_key_sees_what_it_would_see_alone(
+    rows: list[tuple[int | None, int | None]], bad_hash: bool, rows_max: int
+) -> None:
+    seen: dict[Any, list[pd.DataFrame]] = {}
+
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
+        assert not isinstance(pdfs, list)
+        name = None if pd.isna(key[0]) else int(key[0])
+        assert name not in seen
+        assert type(key[0]) is (np.float64 if name is None else np.int64)
+        seen[name] = list(pdfs)
+        return iter(())
+
+    groups = grouped([k for k, _ in rows], [v for _, v in rows], bad_hash)
+    list(caller(function, rows_max).data(groups, nobody(groups), CONTEXT, Changes()))
+    assert set(seen) == {k for k, _ in rows}
+    for key, frames in seen.items():
+        values = [v for k, v in rows if k == key]
+        for at, frame in enumerate(frames):
+            expected = values[at * rows_max : (at + 1) * rows_max]
+            assert list(frame.columns) == ["k", "v"]
+            assert isinstance(frame.index, pd.RangeIndex)
+            assert list(frame.index) == list(range(len(expected)))
+            assert frame["v"].dtype == (np.float64 if None in expected else np.int64)
+            assert [None if pd.isna(v) else v for v in frame["v"]] == [
+                v if v is None or None not in expected else float(v) for v in expected
+            ]
+        assert sum(map(len, frames)) == len(values)
+
+
+def test_changes_become_rows_of_a_run() -> None:
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
+        if key[0] == 1:
+            state.update((10,))
+        elif key[0] == 2:
+            state.remove()
+        return iter(())
+
+    groups = grouped([1, 2, 3, 1], [0, 0, 0, 0])
+    one = caller(function)
+    changes = Changes()
+    list(one.data(groups, nobody(groups), CONTEXT, changes))
+    rows = one.changed_rows(changes, groups.hashes, groups.keys).to_pylist()
+    assert {r["key.k"]: (r["state.n"], r["defined"], r["deleted"], r["timeout_ms"]) for r in rows} == {
+        1: (10, True, False, None),
+        2: (None, False, True, None),
+    }
+
+
+def test_an_exception_names_key_bucket_and_batch() -> None:
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
+        raise KeyError("missing")
+
+    groups = grouped([41], [0])
+    with pytest.raises(UserFunctionError, match=r"41.*bucket 3, batch 7.*KeyError") as raised:
+        list(caller(function).data(groups, nobody(groups), CONTEXT, Changes()))
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_a_state_of_the_wrong_width_is_refused() -> None:
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
+        state.update((1, 2))
+        return iter(())
+
+    groups = grouped([1], [0])
+    with pytest.raises(StateValueError, match=r"2 values.*1 columns"):
+        list(caller(function).data(groups, nobody(groups), CONTEXT, Changes()))
+
+
+def test_output_frames_are_joined_and_none_is_lost() -> None:
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
+        yield pd.DataFrame({"k": [key[0]]})
+        yield pd.DataFrame()
+        yield pd.DataFrame({"k": [key[0], key[0]]})
+
+    groups = grouped(list(range(500)), [0] * 500)
+    frames = list(caller(function).data(groups, nobody(groups), CONTEXT, Changes()))
+    assert len(frames) < 20
+    assert sorted(pd.concat(frames)["k"]) == sorted([*range(500)] * 3)
+
+
+def test_others_that_have_rows_are_told_apart_from_those_that_have_none() -> None:
+    groups = grouped([1, 2, 3], [0, 0, 0], bad_hash=True)
+    others = pa.array([3, 4, 1, 9], pa.int64())
+    keep = groups.without(np.zeros(4, dtype=np.uint64), [others])
+    assert keep.tolist() == [False, True, False, True]

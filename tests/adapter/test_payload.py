@@ -1,0 +1,65 @@
+"""Payloads, and which bucket a row goes to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from spark_state_ext.errors import CorruptFileError
+from spark_state_ext.spark.pack import buckets_of
+from spark_state_ext.spark.payload import decode, encode, payload_bytes_max, spilled
+
+
+def no_file(name: str, offset: int, length: int) -> bytes:
+    raise AssertionError(f"nothing should be read from {name}")
+
+
+def test_rows_come_back_exactly() -> None:
+    batch = pa.record_batch({"a": pa.array([2**53 + 1, None]), "b": pa.array([[{"x": 1}], None])})
+    assert list(decode(encode(batch), no_file)) == [batch]
+
+
+def test_a_slice_carries_only_its_own_rows() -> None:
+    batch = pa.record_batch({"a": pa.array(np.random.default_rng(0).integers(0, 2**62, 100_000))})
+    assert len(encode(batch.slice(50_000, 10))) < 2_000
+
+
+def test_the_heartbeat_has_no_rows() -> None:
+    assert list(decode(b"", no_file)) == []
+
+
+def test_a_spilled_payload_is_read_from_its_place() -> None:
+    batch = pa.record_batch({"a": pa.array([1, 2, 3])})
+    stored = b"before" + encode(batch) + b"after"
+    reference = spilled("spill/7/x.payloads", 6, len(encode(batch)))
+    assert list(decode(reference, lambda name, offset, length: stored[offset : offset + length])) == [batch]
+
+
+def test_a_short_spill_file_is_refused() -> None:
+    with pytest.raises(CorruptFileError, match=r"x\.payloads"):
+        list(decode(spilled("x.payloads", 0, 10), lambda name, offset, length: b"A"))
+
+
+def test_an_unknown_payload_is_refused() -> None:
+    with pytest.raises(CorruptFileError, match="same release"):
+        list(decode(b"Zxxx", no_file))
+
+
+@pytest.mark.parametrize("records", [1, 100, 10_000, 1_000_000, 2**31 - 1])
+def test_a_full_arrow_batch_of_payloads_stays_below_two_gibibytes(records: int) -> None:
+    target = payload_bytes_max(records)
+    assert target <= 1 << 20
+    assert target == 4 << 10 or target * records <= 1 << 30
+
+
+@pytest.mark.parametrize("buckets", [1, 3, 16, 64, 32_768])
+def test_buckets_are_ranges_of_hashes_of_equal_size(buckets: int) -> None:
+    hashes = np.random.default_rng(1).integers(0, 2**64, 200_000, dtype=np.uint64)
+    found = buckets_of(np.sort(hashes), buckets)
+    assert found.min() >= 0
+    assert found.max() < buckets
+    assert (np.diff(found) >= 0).all()
+    if buckets <= 64:
+        counts = np.bincount(found, minlength=buckets)
+        assert counts.min() > 0.9 * len(hashes) / buckets

@@ -1,0 +1,129 @@
+"""State columns between Arrow and the Python values of GroupState."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    ByteType,
+    DataType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    MapType,
+    Row,
+    StringType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
+
+from arrow_schemas.spark_types import state_fields
+from spark_state_ext.errors import StateValueError
+from spark_state_ext.spark.state_values import column_to_values, values_to_column
+
+WHEN = dt.datetime(2013, 3, 10, 2, 30, 1, 123456)  # noqa: DTZ001  # Spark's state values are naive
+POINT = StructType([StructField("x", IntegerType()), StructField("at", TimestampType())])
+
+CASES: list[tuple[DataType, list[Any]]] = [
+    (ByteType(), [1, -128, None]),
+    (IntegerType(), [2**31 - 1, None]),
+    (LongType(), [2**53 + 1, None, -(2**63)]),
+    (FloatType(), [1.5, None, float("inf")]),
+    (DoubleType(), [0.1, None]),
+    (DecimalType(10, 2), [decimal.Decimal("12345678.90"), None]),
+    (StringType(), ["", "ä", None]),
+    (BinaryType(), [b"", b"\x00\xff", None]),
+    (BooleanType(), [True, False, None]),
+    (DateType(), [dt.date(1969, 12, 31), dt.date(2024, 2, 29), None]),
+    (TimestampType(), [WHEN, None]),
+    (TimestampNTZType(), [WHEN, None]),
+    (ArrayType(LongType()), [[1, None, 2**60], [], None]),
+    (ArrayType(TimestampType()), [[WHEN, None], None]),
+    (MapType(StringType(), DateType()), [{"a": dt.date(2000, 1, 1), "b": None}, {}, None]),
+    (POINT, [Row(x=1, at=WHEN), Row(x=None, at=None), None]),
+    (ArrayType(POINT), [[Row(x=1, at=WHEN), None], None]),
+]
+
+
+def arrow_type(spark_type: DataType) -> Any:
+    (field,) = state_fields(json.dumps(StructType([StructField("v", spark_type)]).jsonValue()))
+    return field.type
+
+
+@pytest.mark.parametrize(("spark_type", "values"), CASES, ids=[c[0].simpleString() for c in CASES])
+def test_values_come_back_as_they_were(spark_type: DataType, values: list[Any]) -> None:
+    column = values_to_column(values, spark_type, arrow_type(spark_type), "v")
+    assert column_to_values(column, spark_type) == values
+
+
+def test_a_nested_struct_comes_back_as_a_row() -> None:
+    column = values_to_column([(1, WHEN)], POINT, arrow_type(POINT), "v")
+    (value,) = column_to_values(column, POINT)
+    assert isinstance(value, Row)
+    assert value.x == 1
+    assert value.at == WHEN
+
+
+def test_a_struct_may_be_given_as_dict_or_tuple() -> None:
+    given = [{"x": 1, "at": WHEN}, (1, WHEN), Row(x=1, at=WHEN)]
+    values = column_to_values(values_to_column(given, POINT, arrow_type(POINT), "v"), POINT)
+    assert values == [Row(x=1, at=WHEN)] * 3
+
+
+def test_an_integer_fits_a_double_and_numpy_fits_an_array() -> None:
+    assert column_to_values(values_to_column([5], DoubleType(), arrow_type(DoubleType()), "v"), DoubleType()) == [5.0]
+    array = ArrayType(LongType())
+    assert column_to_values(values_to_column([np.array([1, 2])], array, arrow_type(array), "v"), array) == [[1, 2]]
+
+
+def test_bytearray_comes_back_as_bytes() -> None:
+    column = values_to_column([bytearray(b"ab")], BinaryType(), arrow_type(BinaryType()), "v")
+    assert column_to_values(column, BinaryType()) == [b"ab"]
+
+
+def test_a_decimal_is_rounded_half_up_as_spark_does() -> None:
+    spark_type = DecimalType(5, 1)
+    column = values_to_column([decimal.Decimal("1.25")], spark_type, arrow_type(spark_type), "v")
+    assert column_to_values(column, spark_type) == [decimal.Decimal("1.3")]
+
+
+def test_a_string_column_takes_any_values_text() -> None:
+    assert column_to_values(values_to_column([5, None], StringType(), arrow_type(StringType()), "v"), StringType()) == [
+        "5",
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spark_type", "value"),
+    [
+        (LongType(), "text"),
+        (LongType(), 1.5),
+        (ByteType(), 128),
+        (IntegerType(), 2**31),
+        (DateType(), "2024-01-01"),
+        (TimestampType(), "2024-01-01"),
+        (DecimalType(3, 0), decimal.Decimal(12345)),
+        (BooleanType(), "yes"),
+        (ArrayType(LongType()), ["text"]),
+        (POINT, (1,)),
+    ],
+    ids=str,
+)
+def test_a_value_that_does_not_fit_is_named(spark_type: DataType, value: Any) -> None:
+    with pytest.raises(StateValueError, match="'total'") as raised:
+        values_to_column([None, value], spark_type, arrow_type(spark_type), "total")
+    assert repr(value) in str(raised.value)
