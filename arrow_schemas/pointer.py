@@ -47,9 +47,11 @@ class Pointer:
     schema_id
         Number of the ``operator_<n>.json`` in force.
     batch
-        Micro-batch that wrote this pointer.
+        Micro-batch that wrote this pointer (where tasks are not told theirs: the number of calls before).
     watermark_ms
         That batch's watermark; the next batch's late rows are judged by it. None: no watermark.
+    home
+        Folder of the state below ``<root>/<operator>``: the query's id.
     lineage
         Checkpoints since the last snapshot, that one first, the committed one last. Empty: no state yet.
     rows
@@ -70,6 +72,7 @@ class Pointer:
     schema_id: int
     batch: int
     watermark_ms: int | None
+    home: str = ""
     lineage: tuple[LineageEntry, ...] = ()
     rows: int = 0
     timeout_floor_ms: int = 0
@@ -98,6 +101,7 @@ class Pointer:
                 "schema_id": self.schema_id,
                 "batch": self.batch,
                 "watermark_ms": self.watermark_ms,
+                "home": self.home,
                 "lineage": [[e.ref.version, e.ref.id, e.size_bytes] for e in self.lineage],
                 "rows": self.rows,
                 "timeout_floor": [self.timeout_floor_ms, self.timeout_floor_version],
@@ -160,6 +164,7 @@ def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
         schema_id=fields["schema_id"],
         batch=fields["batch"],
         watermark_ms=fields["watermark_ms"],
+        home=fields["home"],
         lineage=tuple(LineageEntry(CheckpointRef(v, i), size) for v, i, size in fields["lineage"]),
         rows=fields["rows"],
         timeout_floor_ms=floor_ms,

@@ -67,7 +67,7 @@ class Backend:
         StorageError
             When it could not be written; no file of that name appeared.
         """
-        with self._translated(f"writing {self.where(name)}"):
+        with self._translated(f"writing {self.where(name)}", writes=True):
             target = posixpath.join(self._path, name)
             if self._atomic_put:
                 self._fs.pipe_file(target, bytes(data))
@@ -82,7 +82,7 @@ class Backend:
 
     def put_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
         """Publish a local file under a name; as `put`, but of any size."""
-        with self._translated(f"writing {self.where(name)}"):
+        with self._translated(f"writing {self.where(name)}", writes=True):
             target = posixpath.join(self._path, name)
             if self._atomic_put:
                 self._fs.put_file(os.fspath(local_path), target)
@@ -183,10 +183,12 @@ class Backend:
             raise
 
     @contextlib.contextmanager
-    def _translated(self, doing: str) -> Iterator[None]:
+    def _translated(self, doing: str, writes: bool = False) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
+            if writes:  # somebody removed the folder, or the local source
+                raise StorageError(f"{doing}: {error}") from error
             raise MissingCheckpointError(f"{doing}: it does not exist") from error
         except OSError as error:
             if error.errno in (28, 122):  # ENOSPC, EDQUOT

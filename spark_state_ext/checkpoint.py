@@ -93,7 +93,7 @@ def write_checkpoint(
 ) -> None:
     """Write one checkpoint file to an open binary file."""
     sink = _HashingSink(target)
-    rows = tombstones = 0
+    rows = tombstones = written = 0
     options = pa.ipc.IpcWriteOptions(compression="lz4")
     arrow_schema = schema.arrow.with_metadata(header.encode())
     with pa.PythonFile(sink, mode="w") as file:
@@ -101,7 +101,11 @@ def write_checkpoint(
         for batch in batches:
             rows += batch.num_rows
             tombstones += batch.column(DELETED).true_count
+            written += 1
             writer.write_batch(pa.RecordBatch.from_arrays(batch.columns, schema=arrow_schema))
+        if not written:
+            # Arrow writes the schema with the first batch; without any it would come only with the footer.
+            writer.write_batch(schema.empty().replace_schema_metadata(arrow_schema.metadata))
         file.flush()
         sink.begin_footer()
         writer.close()

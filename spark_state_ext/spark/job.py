@@ -41,6 +41,8 @@ class Job:
         Late rows are judged by the previous batch's watermark (Spark's default) and not by this batch's.
     application_id
         Spark's application.
+    plan_id
+        A fresh id of this plan: stands in for query and run where a task is not told them (`task`).
     package_version
         Version of this package on the client.
     """
@@ -59,6 +61,7 @@ class Job:
     frame_rows_max: int
     late_by_previous_watermark: bool
     application_id: str
+    plan_id: str
     local_dir: str | None
     strict: bool
     lease_ms: int
@@ -87,6 +90,6 @@ class Job:
             )
         return Job(**{**plain, "columns": tuple(plain["columns"]), "key_positions": tuple(plain["key_positions"])})
 
-    def operator_file(self, query_id: str) -> OperatorFile:
-        """The operator file this job asks for."""
-        return OperatorFile(self.operator, query_id, self.buckets, self.key_schema, self.state_schema)
+    def operator_file(self, home: str) -> OperatorFile:
+        """The operator file this job asks for, for state in the folder `home`."""
+        return OperatorFile(self.operator, home, self.buckets, self.key_schema, self.state_schema)

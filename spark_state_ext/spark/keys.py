@@ -175,6 +175,8 @@ class KeyCaller:
         StateValueError
             When a value does not fit the state schema.
         """
+        if not changes.positions:
+            return self._schema.empty()
         at = pa.array(np.asarray(changes.positions, dtype=np.int64))
         defined = np.fromiter((v is not None for v in changes.values), dtype=np.bool_, count=len(changes.values))
         timeouts = np.asarray(changes.timeouts, dtype=np.int64)

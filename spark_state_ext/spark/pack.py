@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
@@ -14,10 +15,9 @@ from pyspark import TaskContext
 
 from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.labels import bucket_label
-from spark_state_ext.backend import Backend
 from spark_state_ext.spark.job import Job
-from spark_state_ext.spark.payload import HASH_COLUMN, encode, payload_bytes_max, spilled
-from spark_state_ext.spark.task import TaskInfo, operator_files, scratch_folder
+from spark_state_ext.spark.payload import HASH_COLUMN, encode, payload_bytes_max, spill_folder, spilled
+from spark_state_ext.spark.task import TaskInfo, operator_folder, scratch_folder
 
 __all__ = ["buckets_of", "pack"]
 
@@ -46,7 +46,7 @@ def pack(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
         Input rows: the packed columns and then the hash.
     """
     job = Job.from_plain(plain)
-    task = TaskInfo.current()
+    task = TaskInfo.current(job)
     packer = _Packer(job, task)
     context = TaskContext.get()
     if context is not None and context.partitionId() == 0:
@@ -120,7 +120,7 @@ class _Packer:
             self._inline_bytes += len(payload)
             return payload
         if self._spill is None:
-            self._spill = _SpillFile(operator_files(self._job, self._task.query_id), self._task.batch)
+            self._spill = _SpillFile(self._job, self._task)
         return self._spill.add(payload)
 
     def _output(self, rows: list[tuple[int, bytes, Any]]) -> pa.RecordBatch:
@@ -165,10 +165,10 @@ def event_times(job: Job, table: pa.Table) -> pa.ChunkedArray | None:
 class _SpillFile:
     """A file under the root that payloads beyond the inline budget go to."""
 
-    def __init__(self, files: Backend, batch: int) -> None:
-        self._files = files
-        self._name = f"spill/{batch}/{uuid.uuid4().hex}.payloads"
-        self._file: IO[bytes] = tempfile.NamedTemporaryFile(dir=scratch_folder(None), prefix="payloads-")  # noqa: SIM115
+    def __init__(self, job: Job, task: TaskInfo) -> None:
+        self._files = operator_folder(job)
+        self._name = f"{task.query_id}/{spill_folder(task.batch, time.time())}/{uuid.uuid4().hex}.payloads"
+        self._file: IO[bytes] = tempfile.NamedTemporaryFile(dir=scratch_folder(job.local_dir), prefix="payloads-")  # noqa: SIM115
 
     def add(self, payload: bytes) -> bytes:
         offset = self._file.tell()

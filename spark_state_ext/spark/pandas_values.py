@@ -55,8 +55,6 @@ class _Rules:
     """Options of `pyarrow.Array.to_pandas` for nested types and intervals (in old releases: for all types)."""
     zoned_by_arrow: bool
     """A timestamp is made local and cut to nanoseconds by Arrow; otherwise by pandas, after the conversion."""
-    naive_dtype: str
-    """The dtype that a timestamp without time zone ends up with."""
     interval_dtype: str
     """The dtype that a day-time interval ends up with."""
 
@@ -74,7 +72,6 @@ def _rules(version: tuple[int, int]) -> _Rules:
     return _Rules(
         options=options,
         zoned_by_arrow=version >= (4, 2),
-        naive_dtype="datetime64[ns]",
         interval_dtype="timedelta64[us]" if micro else "timedelta64[ns]",
     )
 
@@ -207,20 +204,23 @@ def key_scalars(column: pa.Array | pa.ChunkedArray, timezone: str, version: tupl
 
 def _timestamps(column: pa.Array | pa.ChunkedArray, timezone: str, rules: _Rules) -> pd.Series[Any]:
     zone = column.type.tz
+    series: pd.Series[Any]
     if rules.zoned_by_arrow:
         # Not the same as pandas': the two may know different zone rules for the far past and future.
         if zone is not None:
             column = pc.local_timestamp(column)
-        return column.cast(pa.timestamp("ns")).to_pandas()
-    series = column.to_pandas(**rules.options)
-    if zone is None:
-        return series.astype(rules.naive_dtype)
-    return series.dt.tz_convert(timezone).dt.tz_localize(None)
+        series = column.cast(pa.timestamp("ns")).to_pandas()
+    elif zone is not None:
+        series = column.to_pandas(**rules.options).dt.tz_convert(timezone).dt.tz_localize(None)
+    else:
+        series = column.to_pandas(**rules.options).astype("datetime64[ns]")
+    return series
 
 
 def _scalars(series: pd.Series[Any]) -> list[object]:
-    """Take the elements as `series[i]` gives them; iterating over a numeric series gives Python numbers."""
-    if isinstance(series.dtype, np.dtype) and series.dtype.kind in "biuf":
+    """Take the elements as `series[i]` gives them, which iterating over a series of numbers does not."""
+    dtype = series.dtype
+    if isinstance(dtype, pd.StringDtype) or (isinstance(dtype, np.dtype) and dtype.kind in "biuf"):
         return list(series.to_numpy())
     return list(series)
 
@@ -232,7 +232,7 @@ def _nested(array: pa.Array, timezone: str, rules: _Rules) -> pd.Series[Any]:
     if _has_map(array.type):
         # In a slice of a map column pyarrow decides by all rows of the column; so make it a column of its own.
         array = array.take(pa.array(np.arange(len(array))))
-    series = array.to_pandas(**rules.options)
+    series: pd.Series[Any] = array.to_pandas(**rules.options)
     convert = _value_converter(array.type, timezone)
     if convert is None:
         return series
@@ -416,11 +416,16 @@ def _any_within(flags: Flags, offsets: pa.Array) -> Flags:
 def _classes(flags: list[Flags], rows: int) -> Iterator[npt.NDArray[np.intp]]:
     """Split rows into those with equal flags."""
     codes = np.zeros(rows, dtype=np.intp)
+    count = 1
     for one in flags:
-        if one.any() and not one.all():
-            codes = np.unique(codes * 2 + one, return_inverse=True)[1].reshape(rows)
-    if not codes.any():
+        codes = codes * 2 + one
+        used = np.flatnonzero(np.bincount(codes, minlength=2 * count))
+        numbers = np.zeros(2 * count, dtype=np.intp)
+        count = len(used)
+        numbers[used] = np.arange(count)
+        codes = numbers[codes]
+    if count <= 1:
         yield np.arange(rows)
         return
-    for code in range(int(codes.max()) + 1):
+    for code in range(count):
         yield np.flatnonzero(codes == code)

@@ -28,6 +28,7 @@ __all__ = [
 HASH_COLUMN = "__hash"
 PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp"
 _INLINE, _SPILLED = b"A", b"S"
+_STALE_AFTER_S = 86_400
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
@@ -53,6 +54,21 @@ def encode(batch: pa.RecordBatch) -> bytes:
 def spilled(name: str, offset: int, length: int) -> bytes:
     """A payload that refers to `length` bytes at `offset` of a spill file, which are an inline payload."""
     return _SPILLED + json.dumps([name, offset, length]).encode()
+
+
+def spill_folder(batch: int | None, now_s: float) -> str:
+    """Folder of a batch's spill files below the query's; named after the time where the batch is not known."""
+    return f"spill/{batch}" if batch is not None else f"spill/t{int(now_s)}"
+
+
+def spill_is_stale(name: str, batch: int | None, now_s: float) -> bool:
+    """Whether a folder of spill files belongs to a batch that is over.
+
+    Earlier batches are committed, or `batch` would not run. Where batches are not known, a day must have passed.
+    """
+    if name[:1] == "t" and name[1:].isdigit():
+        return int(name[1:]) < now_s - _STALE_AFTER_S
+    return name.isdigit() and batch is not None and int(name) < batch
 
 
 def decode(payload: bytes, load: Callable[[str, int, int], bytes]) -> Iterator[pa.RecordBatch]:

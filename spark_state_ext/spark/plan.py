@@ -6,6 +6,7 @@ What the plan does is in `docs/design`; whatever can be refused is refused here,
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Union
 
@@ -169,6 +170,7 @@ class ArrowState:
             late_by_previous_watermark=spark.conf.get("spark.sql.streaming.statefulOperator.allowMultiple", "true")
             != "false",
             application_id=spark.conf.get("spark.app.id", "") or "",
+            plan_id=uuid.uuid4().hex,
             local_dir=self.local_dir,
             strict=self.strict,
             lease_ms=self.lease_ms,

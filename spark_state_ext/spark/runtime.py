@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,6 @@ from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
-from spark_state_ext.backend import Backend
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.errors import BucketCountChangedError, CorruptPointerError
 from spark_state_ext.lease import Lease
@@ -29,8 +29,8 @@ from spark_state_ext.spark.group_state import watermark_of
 from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.keys import CallContext, Changes, Groups, KeyCaller, UserFunction
 from spark_state_ext.spark.pack import event_times
-from spark_state_ext.spark.payload import HASH_COLUMN, decode
-from spark_state_ext.spark.task import TaskInfo, local_folder, operator_files, scratch_folder
+from spark_state_ext.spark.payload import HASH_COLUMN, decode, spill_is_stale
+from spark_state_ext.spark.task import TaskInfo, local_folder, operator_folder, scratch_folder
 from spark_state_ext.spill import HashSorter, SpillBuffer
 from spark_state_ext.store import LocalStore, Lookup
 from spark_state_ext.store.runs import hashes_of, sorted_run
@@ -85,13 +85,17 @@ class _BucketCall:
         self._job = job
         self._state = state
         self._bucket_number = bucket
-        self._task = TaskInfo.current()
+        self._task = TaskInfo.current(job)
         self._times = _Times.of(state)
-        self._files = operator_files(job, self._task.query_id)
-        self._lease = Lease.of(self._files, self._task.run_id, job.application_id, job.lease_ms)
-        self._lease.hold()
         stored = state.getOption
         pointer = Pointer.decode(bytes(stored[0])) if stored is not None else None
+        # A query keeps the folder it began in, whatever later tasks are told of their query.
+        self._home = self._task.query_id if pointer is None else pointer.home
+        self._batch = self._task.batch if self._task.batch is not None else (pointer.batch + 1 if pointer else 0)
+        self._operator_folder = operator_folder(job)
+        self._files = self._operator_folder.child(self._home)
+        self._lease = Lease.of(self._files, self._task.run_id, job.application_id, job.lease_ms)
+        self._lease.hold()
         self._operator = self._admitted(pointer)
         self._schema = self._operator.row_schema()
         self._pointer = pointer if pointer is not None else self._first_pointer()
@@ -107,7 +111,7 @@ class _BucketCall:
         )
         self._context = CallContext(
             bucket=bucket,
-            batch=self._task.batch,
+            batch=self._batch,
             processing_time_ms=self._times.processing_ms,
             watermark_ms=self._times.watermark_ms,
             watermark_present=self._times.watermark_present,
@@ -170,13 +174,14 @@ class _BucketCall:
                     yield batch if late_until_us is None else self._on_time(batch, late_until_us)
 
     def _load_spilled(self, name: str, offset: int, length: int) -> bytes:
-        return self._files.get_range(name, offset, offset + length)
+        return self._operator_folder.get_range(name, offset, offset + length)
 
     def _drop_spill_files(self) -> None:
-        """Remove earlier batches' spill files: those batches are committed, or this one would not run."""
-        folder = self._files.child("spill")
+        """Remove earlier batches' spill files."""
+        # Spill files lie with the query that tasks are told of, which may not be the state's home.
+        folder = self._operator_folder.child(self._task.query_id, "spill")
         for name in folder.names():
-            if name.isdigit() and int(name) < self._task.batch:
+            if spill_is_stale(name, self._task.batch, time.time()):
                 folder.remove_tree(name)
 
     def _late_threshold_us(self) -> int | None:
@@ -233,14 +238,13 @@ class _BucketCall:
             schema_id=self._operator.schema_id,
             batch=-1,
             watermark_ms=None,
+            home=self._home,
         )
 
     def _stamped(self, pointer: Pointer) -> Pointer:
         threshold_ms = self._threshold_ms()
         watermark_ms = self._times.watermark_ms if self._times.watermark_present else None
-        pointer = replace(
-            pointer, batch=self._task.batch, watermark_ms=watermark_ms, schema_id=self._operator.schema_id
-        )
+        pointer = replace(pointer, batch=self._batch, watermark_ms=watermark_ms, schema_id=self._operator.schema_id)
         if threshold_ms is not None:
             # This call saw to every row due before the threshold; those that stay due were written anew, in the run of
             # the new checkpoint. Without a new checkpoint there were none.
@@ -275,12 +279,11 @@ class _BucketCall:
                     f"asks for bucket {self._bucket_number} of {job.operator!r}: use the old operator name, or "
                     "a new checkpoint location."
                 )
-        folder = Backend(job.root, job.storage_options).child(job.operator)
-        return admit(folder, job.operator_file(self._task.query_id), job.strict)
+        return admit(self._operator_folder, job.operator_file(self._home), job.strict)
 
     def _opened(self) -> Bucket:
-        folder = local_folder(self._job, self._task.query_id, self._operator.schema_id, self._bucket_number)
-        writer = Writer(self._task.query_id, self._task.run_id, self._task.batch, socket.gethostname())
+        folder = local_folder(self._job, self._home, self._operator.schema_id, self._bucket_number)
+        writer = Writer(self._task.query_id, self._task.run_id, self._batch, socket.gethostname())
         files = self._files.child(str(self._bucket_number))
         return Bucket(_store(str(folder), self._schema), files, self._pointer, writer, self._scratch)
 

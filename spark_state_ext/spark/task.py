@@ -11,46 +11,44 @@ from pathlib import Path
 from pyspark import TaskContext
 
 from spark_state_ext.backend import Backend
-from spark_state_ext.errors import StorageError, UnsupportedPlanError
+from spark_state_ext.errors import StorageError
 from spark_state_ext.spark.job import Job
 
-__all__ = ["TaskInfo", "local_folder", "operator_files", "scratch_folder"]
+__all__ = ["TaskInfo", "local_folder", "operator_folder", "scratch_folder"]
 
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """Query, run and batch of a streaming task."""
+    """Query, run and batch of a streaming task, as far as Spark tells.
+
+    An action inside `foreachBatch` over Spark Connect runs in a thread of its own, and its tasks are told none of them.
+    Then the plan's id stands in for query and run, and the batch is None.
+    """
 
     query_id: str
     run_id: str
-    batch: int
+    batch: int | None
 
     @staticmethod
-    def current() -> TaskInfo:
-        """Of the task that runs in this process.
-
-        Raises
-        ------
-        UnsupportedPlanError
-            Outside a micro-batch of a streaming query.
-        """
+    def current(job: Job) -> TaskInfo:
+        """Of the task that runs in this process."""
         context = TaskContext.get()
         query_id = context.getLocalProperty("sql.streaming.queryId") if context is not None else None
         batch = context.getLocalProperty("streaming.sql.batchId") if context is not None else None
         if context is None or not query_id or batch is None:
-            raise UnsupportedPlanError("stateful processing runs only in micro-batches of a streaming query")
-        return TaskInfo(query_id, context.getLocalProperty("spark.jobGroup.id") or "", int(batch))
+            return TaskInfo(job.plan_id, job.plan_id, None)
+        return TaskInfo(query_id, context.getLocalProperty("spark.jobGroup.id") or query_id, int(batch))
 
 
-def operator_files(job: Job, query_id: str) -> Backend:
-    """The folder ``<root>/<operator>/<query id>``."""
-    return Backend(job.root, job.storage_options).child(job.operator, query_id)
+def operator_folder(job: Job) -> Backend:
+    """The folder ``<root>/<operator>``; a query's state is in a folder below it, its home."""
+    return Backend(job.root, job.storage_options).child(job.operator)
 
 
-def local_folder(job: Job, query_id: str, schema_id: int, bucket: int) -> Path:
-    """Folder of a bucket's local store: the root, operator, query, schema and bucket each have one of their own."""
+def local_folder(job: Job, home: str, schema_id: int, bucket: int) -> Path:
+    """Folder of a bucket's local store: the root, operator, home, schema and bucket each have one of their own."""
     root = hashlib.blake2b(job.root.encode(), digest_size=8).hexdigest()
-    return _private(job.local_dir) / f"{root}-{job.operator}" / query_id / f"s{schema_id}" / str(bucket)
+    return _private(job.local_dir) / f"{root}-{job.operator}" / home / f"s{schema_id}" / str(bucket)
 
 
 def scratch_folder(local_dir: str | None) -> Path:

@@ -35,6 +35,8 @@ MAP_BYTES_MIN = 1 << 20
 # Task slots of an executor that may work on one bucket at once, with retries and speculation, are far fewer.
 _READERS_MAX = 512
 _GROW_ATTEMPTS_MAX = 32
+# With less than this a disk counts as full.
+_FREE_BYTES_MIN = 1 << 20
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -105,6 +107,8 @@ class Environment:
         except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
             raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
         except (lmdb.Error, OSError) as error:
+            if "data format" in str(error):  # py-lmdb 3 has no class of its own for files of another LMDB
+                raise CorruptStoreError(f"the local store {folder} cannot be read: {error}") from error
             raise _storage_error(folder, error) from error
         try:
             self._dbs: dict[bytes, Any] = self._databases()
@@ -206,7 +210,8 @@ class Environment:
             try:
                 self._env.set_mapsize(max(2 * present, present + 2 * need_bytes) // MAP_BYTES_MIN * MAP_BYTES_MIN)
             except lmdb.Error:
-                # The old map is gone and py-lmdb has closed the environment; the next `at` opens it again.
+                # The old map is gone, so nothing can be done with it; the next `at` opens it again.
+                self._env.close()
                 with self._open_lock:
                     if self._open.get(self.folder) is self:
                         del self._open[self.folder]
@@ -280,10 +285,19 @@ def _translated(folder: Path) -> Iterator[None]:
         raise _storage_error(folder, error) from error
 
 
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return _FREE_BYTES_MIN
+
+
 def _storage_error(folder: Path, error: Exception) -> StorageError:
     text = str(error)
     number = getattr(error, "errno", None)
-    if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "quota" in text:
+    # A write that the disk took in part only is an "Input/output error" to LMDB.
+    full = "Input/output error" in text and _free_bytes(folder) < _FREE_BYTES_MIN
+    if full or number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "quota" in text:
         return StoreFullError(
             f"the disk of the local store {folder} is full: {text}. Make room or set local_dir elsewhere."
         )

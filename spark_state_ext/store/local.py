@@ -303,7 +303,8 @@ class LocalStore:
             check(txn)
             if pending.any_flushed and txn.get(b"runs", b"new/" + run.key.encode()) is None:
                 raise StorageError(
-                    f"writing run {newest} to the local store {self.folder} took so long that it was taken for abandoned; try again"
+                    f"writing run {newest} to the local store {self.folder} took so long that it was taken for "
+                    "abandoned; try again"
                 )
             pending.put_waiting(txn)
             txn.put(b"runs", b"run/" + run.key.encode(), run.encode())
