@@ -20,10 +20,9 @@ from spark_state_ext.errors import StateError, StateValueError, UserFunctionErro
 from spark_state_ext.spark.compat import SPARK_VERSION, udf_return_type_error
 from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
 from spark_state_ext.spark.pandas_values import (
-    dtype_depends_on_all_null,
-    dtype_depends_on_nulls,
     empty_frame,
     key_scalars,
+    null_flags,
     table_to_frame,
 )
 from spark_state_ext.spark.state_values import column_to_values, values_to_column
@@ -272,7 +271,7 @@ class KeyCaller:
         large = sizes > self._rows_max
         for at in np.flatnonzero(large).tolist():
             yield at, self._pieces(groups.rows.slice(int(starts[at]), int(sizes[at])))
-        patterns = _null_patterns(groups.rows, starts, sizes)
+        patterns = _null_patterns(groups.rows, starts)
         for pattern in np.unique(patterns[~large]).tolist():
             members = np.flatnonzero((patterns == pattern) & ~large)
             if len(members) == groups.count:
@@ -331,17 +330,17 @@ def _checked(result: Any) -> Iterable[Any]:
     return items
 
 
-def _null_patterns(rows: pa.Table, starts: IndexArray, sizes: IndexArray) -> IndexArray:
+def _null_patterns(rows: pa.Table, starts: IndexArray) -> IndexArray:
     """A number a key: equal where the key's columns get the same dtypes."""
     patterns: IndexArray = np.zeros(len(starts), dtype=np.int64)
+    if not len(starts):
+        return patterns
     for column in rows.columns:
-        any_null, all_null = dtype_depends_on_nulls(column.type), dtype_depends_on_all_null(column.type)
-        if not (any_null or all_null) or not column.null_count or not len(starts):
-            continue
-        nulls = np.add.reduceat(column.is_null().to_numpy().astype(np.int64), starts)
-        bits = (nulls > 0).astype(np.int64) * any_null + 2 * (nulls == sizes) * all_null
-        # Renumbered at each column, so that any number of columns fits.
-        patterns = np.unique(patterns * 4 + bits, return_inverse=True)[1].astype(np.int64)
+        for flags in null_flags(column):
+            if flags.any():
+                bits = np.logical_or.reduceat(flags, starts)
+                # Renumbered at each column, so that any number of columns fits.
+                patterns = np.unique(patterns * 2 + bits, return_inverse=True)[1].astype(np.int64)
     return patterns
 
 
