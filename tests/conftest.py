@@ -1,0 +1,87 @@
+"""Spark sessions that all tests share: one classic, and one Connect client of a server of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+# What executors import besides the package: helper modules of the tests, pickled by reference.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(HERE.parent), str(HERE / "spark"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+
+ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+CONF = {
+    "spark.sql.shuffle.partitions": "2",
+    "spark.sql.streaming.stateStore.providerClass": ROCKSDB,
+    "spark.ui.enabled": "false",
+    "spark.driver.memory": "1g",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.streaming.pollingDelay": "5ms",
+    "spark.log.level": "ERROR",
+}
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A classic session on two local cores."""
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master("local[2]").appName("spark_state_ext tests")
+    for name, value in CONF.items():
+        builder = builder.config(name, value)
+    builder = builder.config("spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse")))
+    session = builder.getOrCreate()
+    yield session
+    session.stop()
+
+
+@pytest.fixture(scope="session")
+def connect_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A Connect session on a server in a process of its own."""
+    from pyspark import __version__
+
+    if int(__version__.split(".")[0]) < 4:
+        pytest.skip("the pip package of PySpark 3.5 holds no Connect server; Connect is tested from 4.0 on")
+    from pyspark.sql.connect.session import SparkSession
+
+    from spark_state_ext.demo.server import Server
+
+    with Server(tmp_path_factory.mktemp("connect"), 2, CONF) as server:
+        server.start()
+        session = SparkSession.builder.remote(server.url).create()
+        yield session
+        session.stop()
+
+
+@pytest.fixture
+def connect(connect_session: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The Connect session, with this process's PySpark in Connect mode while the test runs."""
+    # pyspark.sql.functions asks this variable which kind of Column to make; a client process has only one kind.
+    monkeypatch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
+    return connect_session
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("classic", marks=pytest.mark.spark),
+        pytest.param("connect", marks=[pytest.mark.spark, pytest.mark.connect]),
+    ]
+)
+def session(request: pytest.FixtureRequest) -> Any:
+    """Each kind of session in turn."""
+    return request.getfixturevalue("spark" if request.param == "classic" else "connect")
+
+
+@pytest.fixture(params=["spark", "arrow"])
+def operator(request: pytest.FixtureRequest) -> str:
+    """Whose operator runs the job: Spark's own or ours."""
+    kind: str = request.param
+    return kind

@@ -1,0 +1,317 @@
+"""Spark's own cases for this API, against Spark's operator and ours, classic and Connect, with the same assertions."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
+from streams import collect, read, using, write_batches
+
+COUNTS = "key string, n long, rows long"
+
+
+def strings(*keys: str | None) -> pa.Table:
+    return pa.table({"key": pa.array(keys, pa.string()), "value": pa.array(range(len(keys)), pa.int64())})
+
+
+def running_count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    rows = sum(len(pdf) for pdf in pdfs)
+    n = (state.getOption or (0,))[0] + rows
+    state.update((n,))
+    yield pd.DataFrame({"key": [key[0]], "n": [n], "rows": [rows]})
+
+
+def job(session: Any, operator: str, tmp_path: Path, batches: list[pa.Table], function: Any, **options: Any) -> list[Any]:
+    """All rows that a job emits over some batches."""
+    schema = options.get("schema", "key string, value long")
+    events = read(session, write_batches(tmp_path / "in", batches), schema)
+    if "watermark" in options:
+        events = events.withWatermark(*options["watermark"])
+    with using(session, operator, tmp_path):
+        out = events.groupBy(*options.get("keys", ["key"])).applyInPandasWithState(
+            function,
+            options.get("output", COUNTS),
+            options.get("state", "n long"),
+            options.get("mode", "update"),
+            options.get("timeout", GroupStateTimeout.NoTimeout),
+        )
+        return collect(session, out, options.get("mode", "update"), rows=options.get("rows"))
+
+
+def test_counts_run_on_over_batches_with_null_keys(session: Any, operator: str, tmp_path: Path) -> None:
+    batches = [strings("a", "b", "a", None), strings("b", None), strings("c", "a", "a")]
+    rows = job(session, operator, tmp_path, batches, running_count)
+    assert sorted(map(tuple, rows), key=str) == sorted(
+        [("a", 2, 2), ("b", 1, 1), (None, 1, 1), ("b", 2, 1), (None, 2, 1), ("c", 1, 1), ("a", 4, 2)], key=str
+    )
+
+
+def test_a_function_may_keep_nothing_and_yield_nothing(session: Any, operator: str, tmp_path: Path) -> None:
+    def nothing(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        assert not state.exists
+        assert state.getOption is None
+        if key[0] == "a":
+            yield pd.DataFrame()
+        elif key[0] == "b":
+            yield pd.DataFrame({"key": [], "n": [], "rows": []})
+        else:
+            return
+
+    assert job(session, operator, tmp_path, [strings("a", "b", "c"), strings("a", "c")], nothing) == []
+
+
+def test_many_rows_out_of_one_key_and_none_of_another(session: Any, operator: str, tmp_path: Path) -> None:
+    def many(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        if key[0] == "a":
+            for i in range(3):
+                yield pd.DataFrame({"key": ["a"] * 5, "n": range(i * 5, i * 5 + 5), "rows": [0] * 5})
+        state.update((len(list(pdfs)),))
+
+    rows = job(session, operator, tmp_path, [strings("a", "b", "c", "d")], many)
+    assert sorted((r.key, r.n) for r in rows) == [("a", i) for i in range(15)]
+
+
+def test_a_removed_state_begins_anew(session: Any, operator: str, tmp_path: Path) -> None:
+    def until_two(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        rows = sum(len(pdf) for pdf in pdfs)
+        n = (state.getOption or (0,))[0] + rows
+        if n >= 2:
+            state.remove()
+            assert not state.exists
+        else:
+            state.update((n,))
+        yield pd.DataFrame({"key": [key[0]], "n": [n], "rows": [rows]})
+
+    rows = job(session, operator, tmp_path, [strings("a"), strings("a"), strings("a", "b")], until_two)
+    assert sorted((r.key, r.n) for r in rows) == [("a", 1), ("a", 1), ("a", 2), ("b", 1)]
+
+
+def test_numpy_values_in_state_come_back_as_python_values(session: Any, operator: str, tmp_path: Path) -> None:
+    def numpy_state(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        text = "none" if state.getOption is None else ",".join(f"{type(v).__name__}={v}" for v in state.get)
+        when = pd.Timestamp("2013-01-01 05:00:00.000001")
+        state.update((np.int64(5), np.float64(1.5), np.bool_(True), when, pd.Timestamp("2013-01-02").date()))
+        yield pd.DataFrame({"key": [key[0]], "text": [text]})
+
+    state = "a long, b double, c boolean, d timestamp, e date"
+    rows = job(
+        session, operator, tmp_path, [strings("a"), strings("a")], numpy_state, output="key string, text string", state=state
+    )
+    assert sorted(r.text for r in rows) == [
+        "int=5,float=1.5,bool=True,datetime=2013-01-01 05:00:00.000001,date=2013-01-02",
+        "none",
+    ]
+
+
+def test_rows_come_in_chunks_and_may_be_left(session: Any, operator: str, tmp_path: Path) -> None:
+    def chunks(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        assert not isinstance(pdfs, list)
+        if key[0] == "left":
+            first = next(iter(pdfs))
+            yield pd.DataFrame({"key": ["left"], "n": [1], "rows": [min(len(first), 1)]})
+        else:
+            sizes = [len(pdf) for pdf in pdfs]
+            assert max(sizes) <= 3
+            yield pd.DataFrame({"key": [key[0]], "n": [int(len(sizes) > 1)], "rows": [sum(sizes)]})
+
+    name = "spark.sql.execution.arrow.maxRecordsPerBatch"
+    before = session.conf.get(name)
+    session.conf.set(name, "3")
+    try:
+        rows = job(session, operator, tmp_path, [strings(*["many"] * 10, *["left"] * 10, "one")], chunks)
+    finally:
+        session.conf.set(name, before)
+    assert sorted(map(tuple, rows)) == [("left", 1, 1), ("many", 1, 10), ("one", 0, 1)]
+
+
+def test_keys_of_several_columns_keep_the_order_asked_for(session: Any, operator: str, tmp_path: Path) -> None:
+    def show(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        (pdf,) = pdfs
+        state.update((len(pdf),))
+        yield pd.DataFrame({"text": [f"{[str(k) for k in key]} {list(pdf.columns)} {sorted(pdf['more'])}"]})
+
+    table = pa.table({"key": ["a", "a", "b"], "value": pa.array([1, 12, 1], pa.int64()), "more": [1.0, 2.0, 3.0]})
+    schema, keys = "key string, value long, more double", ["value", "key"]
+    rows = job(session, operator, tmp_path, [table], show, schema=schema, keys=keys, output="text string")
+    assert sorted(r.text for r in rows) == [
+        "['1', 'a'] ['key', 'value', 'more'] [1.0]",
+        "['1', 'b'] ['key', 'value', 'more'] [3.0]",
+        "['12', 'a'] ['key', 'value', 'more'] [2.0]",
+    ]
+
+
+def test_processing_time_timeouts_fire_with_an_empty_frame_in_a_list(session: Any, operator: str, tmp_path: Path) -> None:
+    def timing_out(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        if state.hasTimedOut:
+            assert isinstance(pdfs, list)
+            (pdf,) = pdfs
+            assert len(pdf) == 0
+            what = f"timeout {type(key[0]).__name__} {type(key[1]).__name__} {list(pdf.columns)} {state.get}"
+            state.remove()
+        else:
+            what = f"data {sum(map(len, pdfs))}"
+            state.update((7,))
+            if key[1] == "short":
+                state.setTimeoutDuration(1)
+        yield pd.DataFrame({"text": [f"{key[0]} {key[1]} {what}"]})
+
+    batches = [
+        pa.table({"name": ["short", "long"], "id": pa.array([1, 2], pa.int64())}),
+        pa.table({"name": ["long"], "id": pa.array([2], pa.int64())}),
+    ]
+    rows = job(
+        session,
+        operator,
+        tmp_path,
+        batches,
+        timing_out,
+        schema="name string, id long",
+        keys=["id", "name"],
+        output="text string",
+        timeout=GroupStateTimeout.ProcessingTimeTimeout,
+        rows=4,
+    )
+    assert sorted(r.text for r in rows) == [
+        "1 short data 1",
+        "1 short timeout int64 str ['name', 'id'] (7,)",
+        "2 long data 1",
+        "2 long data 1",
+    ]
+
+
+@pytest.mark.parametrize("given", ["int", "datetime"])
+def test_event_time_timeouts_and_late_rows(session: Any, operator: str, given: str, tmp_path: Path) -> None:
+    def events(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        if state.hasTimedOut:
+            text = f"{key[0]} timeout {state.get[0]}"
+            state.remove()
+        else:
+            values = sorted(int(v) for pdf in pdfs for v in pdf["value"])
+            n = (state.getOption or (0,))[0] + len(values)
+            state.update((n,))
+            deadline_s = state.getCurrentWatermarkMs() // 1000 + 15
+            if given == "int":
+                state.setTimeoutTimestamp(deadline_s * 1000)
+            else:
+                # Naive and in the process's zone, as all of Spark's Python timestamps.
+                state.setTimeoutTimestamp(dt.datetime.fromtimestamp(deadline_s))  # type: ignore[arg-type]  # noqa: DTZ006
+            text = f"{key[0]} data {values}"
+        yield pd.DataFrame({"text": [text]})
+
+    def batch(*rows: tuple[str, int | None, int]) -> pa.Table:
+        keys, seconds, values = zip(*rows, strict=True)
+        at = pa.array([None if s is None else s * 1_000_000 for s in seconds], pa.int64()).cast(pa.timestamp("us", "UTC"))
+        return pa.table({"key": list(keys), "at": at, "value": pa.array(values, pa.int64())})
+
+    batches = [
+        batch(("a", 10, 1), ("b", 12, 2)),
+        batch(("b", 25, 3)),  # its watermark: 7 s
+        batch(("a", 1, 4), ("b", None, 5), ("b", 45, 6)),  # 20 s; late is what the watermark before, 7 s, says
+        batch(("c", 21, 7), ("c", 50, 8)),  # 40 s
+    ]
+    rows = job(
+        session,
+        operator,
+        tmp_path,
+        batches,
+        events,
+        schema="key string, at timestamp, value long",
+        watermark=("at", "5 seconds"),
+        output="text string",
+        mode="append",
+        timeout=GroupStateTimeout.EventTimeTimeout,
+    )
+    assert sorted(r.text for r in rows) == [
+        "a data [1]",
+        "a timeout 1",
+        "b data [2]",
+        "b data [3]",
+        "b data [5, 6]",
+        "b timeout 4",
+        "c data [7, 8]",
+    ]
+
+
+def test_every_misuse_of_group_state_has_sparks_error(session: Any, operator: str, tmp_path: Path) -> None:
+    def misuse(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        import json
+
+        def raised(call: Any) -> str:
+            try:
+                call()
+            except Exception as error:
+                kinds = [k.__name__ for k in type(error).__mro__ if k.__name__.startswith("PySpark")]
+                return f"{(kinds or [type(error).__name__])[0]}: {error}"
+            return "nothing"
+
+        found = {
+            "isinstance": str(isinstance(state, GroupState)),
+            "get": raised(lambda: state.get),
+            "update(None)": raised(lambda: state.update(None)),  # type: ignore[arg-type]
+            "duration text": raised(lambda: state.setTimeoutDuration("1 minute")),  # type: ignore[arg-type]
+            "duration without": raised(lambda: state.setTimeoutDuration(1)),
+            "timestamp without": raised(lambda: state.setTimeoutTimestamp(1)),
+            "watermark without": raised(lambda: state.getCurrentWatermarkMs()),
+            "exists": str((state.exists, state.hasTimedOut, state.getOption, state.oldTimeoutTimestamp)),
+            "text": str(state),
+            "json": str(sorted(json.loads(state.json()))),
+            "time": str(abs(state.getCurrentProcessingTimeMs() / 1000 - pd.Timestamp.now("UTC").timestamp()) < 600),
+        }
+        state.update((5,))
+        found["updated"] = str((state.exists, state.get, state.getOption, str(state)))
+        state.remove()
+        found["removed"] = str((state.exists, state.getOption, raised(lambda: state.get)))
+        yield pd.DataFrame({"what": list(found), "text": list(found.values())})
+
+    rows = job(session, operator, tmp_path, [strings("a")], misuse, output="what string, text string")
+    found = {r.what: r.text for r in rows}
+    assert found["isinstance"] == "True"
+    assert found["get"].startswith("PySparkValueError")
+    assert found["update(None)"].startswith("PySparkTypeError")
+    assert found["duration text"].startswith("PySparkTypeError")
+    # 3.5 raises plain RuntimeErrors here.
+    for what in ("duration without", "timestamp without"):
+        assert found[what].startswith(("PySparkRuntimeError", "RuntimeError"))
+        assert "timeout" in found[what]
+    assert "watermark" in found["watermark without"]
+    assert found["exists"] == "(False, False, None, -1)"
+    assert found["text"] == "GroupState(<undefined>)"
+    assert "timeoutTimestamp" in found["json"]
+    assert found["time"] == "True"
+    assert found["updated"] == "(True, (5,), (5,), 'GroupState((5,))')"
+    assert found["removed"].startswith("(False, None, ")
+    assert "PySparkValueError" in found["removed"]
+
+
+@pytest.mark.parametrize("wrong", ["frame", "none", "columns", "raises"])
+def test_a_wrong_result_fails_the_query_with_sparks_error(session: Any, operator: str, wrong: str, tmp_path: Path) -> None:
+    def bad(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+        if wrong == "frame":
+            return pd.DataFrame({"key": ["x"], "n": [1], "rows": [1]})
+        if wrong == "none":
+            return None
+        if wrong == "columns":
+            return iter([pd.DataFrame({"key": ["x"]})])
+        raise KeyError("no such aircraft")
+
+    expected = {
+        "frame": ("iterable of pandas.DataFrame",),
+        "none": ("iterable",),
+        "columns": ("RESULT_COLUMN_SCHEMA_MISMATCH", "RESULT_LENGTH_MISMATCH", "do not match", "doesn't match"),
+        "raises": ("no such aircraft",),
+    }[wrong]
+    with pytest.raises(Exception) as raised:  # noqa: PT011  # its class differs between classic and Connect
+        job(session, operator, tmp_path, [strings("a")], bad)
+    text = str(raised.value)
+    assert any(part in text for part in expected)
+    if operator == "arrow" and wrong == "raises":
+        assert "UserFunctionError" in text
+        assert "key ('a',)" in text
+        assert "batch 0" in text or "bucket" in text
