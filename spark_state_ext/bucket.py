@@ -149,8 +149,10 @@ class Bucket:
         if not large:
             buffer = io.BytesIO()
             write_checkpoint(buffer, header, self._store.schema, batches)
-            self._files.put(name, buffer.getbuffer())
-            return buffer.tell()
+            # Not getbuffer(): a view of a BytesIO that an error's traceback keeps alive crashes CPython's collector.
+            data = buffer.getvalue()
+            self._files.put(name, data)
+            return len(data)
         with local_errors(self._scratch), tempfile.NamedTemporaryFile(dir=self._scratch, prefix="checkpoint-") as file:
             write_checkpoint(file, header, self._store.schema, batches)
             file.flush()

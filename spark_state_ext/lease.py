@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from spark_state_ext.backend import Backend
-from spark_state_ext.errors import CorruptFileError, LiveRunError, MissingCheckpointError, UsageError
+from spark_state_ext.errors import (
+    CorruptFileError,
+    LiveRunError,
+    MissingCheckpointError,
+    UsageError,
+    VersionSkewError,
+)
 from spark_state_ext.store.environment import boot_id
 
 __all__ = ["Lease", "LeaseRecord", "RunIdentity", "verdict"]
@@ -74,6 +80,11 @@ class LeaseRecord:
         """Read a lease file."""
         try:
             fields = json.loads(data)
+            if fields["format"] > _LEASE_FORMAT:
+                raise VersionSkewError(
+                    f"{where} has format {fields['format']}; this release reads up to {_LEASE_FORMAT}. "
+                    "Use a newer release."
+                )
             return LeaseRecord(RunIdentity(**fields["owner"]), int(fields["renewed_ms"]))
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptFileError(f"{where} is no lease: {error!r}. Remove it when no run is live.") from error

@@ -148,7 +148,8 @@ class HashSorter:
         step = max(1, self.rows // 100_000)
         sample = np.sort(np.concatenate([self._hashes(batch)[::step] for batch in batches]))
         at = (np.arange(1, count) * len(sample)) // count
-        return [*np.unique(sample[at]).tolist(), 2**64 - 1]
+        borders: list[int] = np.unique(np.append(sample[at], np.uint64(2**64 - 1))).tolist()
+        return borders
 
     def _spill(self) -> None:
         # One chunk a column: taking from many would join them anew for every piece.

@@ -22,7 +22,7 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.bucket import Bucket
-from spark_state_ext.errors import BucketCountChangedError, CorruptPointerError
+from spark_state_ext.errors import BucketCountChangedError, CorruptPointerError, MissingCheckpointError
 from spark_state_ext.lease import Lease
 from spark_state_ext.operator_folder import admit
 from spark_state_ext.spark.group_state import watermark_of
@@ -33,7 +33,7 @@ from spark_state_ext.spark.payload import HASH_COLUMN, decode, spill_is_stale
 from spark_state_ext.spark.task import TaskInfo, local_folder, operator_folder, scratch_folder
 from spark_state_ext.spill import HashSorter, SpillBuffer
 from spark_state_ext.store import LocalStore, Lookup
-from spark_state_ext.store.runs import hashes_of, sorted_run
+from spark_state_ext.store.runs import hashes_of, joined, sorted_run
 
 __all__ = ["run_bucket"]
 
@@ -146,19 +146,24 @@ class _BucketCall:
             groups = Groups.of(table, hashes, job.key_positions, len(job.columns), self._schema)
             found: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
             changes = Changes()
-            yield from self._caller.data(groups, found, self._context, changes)
+            yield from self._renewing(self._caller.data(groups, found, self._context, changes))
             changed.append(self._caller.changed_rows(changes, groups.hashes, groups.keys))
             if due.num_rows:
                 due = due.filter(pa.array(groups.without(hashes_of(due), self._schema.key_columns(due))))
         if due.num_rows:
             changes = Changes()
-            yield from self._caller.timeouts(due, self._context, changes)
+            yield from self._renewing(self._caller.timeouts(due, self._context, changes))
             changed.append(self._caller.changed_rows(changes, hashes_of(due), self._schema.key_columns(due)))
             changed.append(_untouched(due, changes))
         changed = [batch for batch in changed if batch.num_rows]
         if changed:
-            together = pa.Table.from_batches(changed).combine_chunks().to_batches()[0]
-            rows.append(sorted_run(together))
+            rows.append(sorted_run(joined(changed)))
+
+    def _renewing(self, frames: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
+        """The same frames; the lease stays renewed however long the function takes."""
+        for frame in frames:
+            self._lease.hold()
+            yield frame
 
     # -- input -------------------------------------------------------------------------------------
 
@@ -279,7 +284,13 @@ class _BucketCall:
                     f"asks for bucket {self._bucket_number} of {job.operator!r}: use the old operator name, or "
                     "a new checkpoint location."
                 )
-        return admit(self._operator_folder, job.operator_file(self._home), job.strict)
+        in_force = admit(self._operator_folder, job.operator_file(self._home), job.strict)
+        if pointer is not None and pointer.schema_id > in_force.schema_id:
+            raise MissingCheckpointError(
+                f"the state of operator {job.operator!r} was written under operator_{pointer.schema_id}.json, which is gone "
+                f"from {self._files.root}: bring the file back."
+            )
+        return in_force
 
     def _opened(self) -> Bucket:
         folder = local_folder(self._job, self._home, self._operator.schema_id, self._bucket_number)

@@ -28,7 +28,9 @@ def running_count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> 
     yield pd.DataFrame({"key": [key[0]], "n": [n], "rows": [rows]})
 
 
-def job(session: Any, operator: str, tmp_path: Path, batches: list[pa.Table], function: Any, **options: Any) -> list[Any]:
+def job(
+    session: Any, operator: str, tmp_path: Path, batches: list[pa.Table], function: Any, **options: Any
+) -> list[Any]:
     """All rows that a job emits over some batches."""
     schema = options.get("schema", "key string, value long")
     events = read(session, write_batches(tmp_path / "in", batches), schema)
@@ -102,7 +104,13 @@ def test_numpy_values_in_state_come_back_as_python_values(session: Any, operator
 
     state = "a long, b double, c boolean, d timestamp, e date"
     rows = job(
-        session, operator, tmp_path, [strings("a"), strings("a")], numpy_state, output="key string, text string", state=state
+        session,
+        operator,
+        tmp_path,
+        [strings("a"), strings("a")],
+        numpy_state,
+        output="key string, text string",
+        state=state,
     )
     assert sorted(r.text for r in rows) == [
         "int=5,float=1.5,bool=True,datetime=2013-01-01 05:00:00.000001,date=2013-01-02",
@@ -147,7 +155,9 @@ def test_keys_of_several_columns_keep_the_order_asked_for(session: Any, operator
     ]
 
 
-def test_processing_time_timeouts_fire_with_an_empty_frame_in_a_list(session: Any, operator: str, tmp_path: Path) -> None:
+def test_processing_time_timeouts_fire_with_an_empty_frame_in_a_list(
+    session: Any, operator: str, tmp_path: Path
+) -> None:
     def timing_out(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         if state.hasTimedOut:
             assert isinstance(pdfs, list)
@@ -207,7 +217,9 @@ def test_event_time_timeouts_and_late_rows(session: Any, operator: str, given: s
 
     def batch(*rows: tuple[str, int | None, int]) -> pa.Table:
         keys, seconds, values = zip(*rows, strict=True)
-        at = pa.array([None if s is None else s * 1_000_000 for s in seconds], pa.int64()).cast(pa.timestamp("us", "UTC"))
+        at = pa.array([None if s is None else s * 1_000_000 for s in seconds], pa.int64()).cast(
+            pa.timestamp("us", "UTC")
+        )
         return pa.table({"key": list(keys), "at": at, "value": pa.array(values, pa.int64())})
 
     batches = [
@@ -291,7 +303,9 @@ def test_every_misuse_of_group_state_has_sparks_error(session: Any, operator: st
 
 
 @pytest.mark.parametrize("wrong", ["frame", "none", "columns", "raises"])
-def test_a_wrong_result_fails_the_query_with_sparks_error(session: Any, operator: str, wrong: str, tmp_path: Path) -> None:
+def test_a_wrong_result_fails_the_query_with_sparks_error(
+    session: Any, operator: str, wrong: str, tmp_path: Path
+) -> None:
     def bad(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
         if wrong == "frame":
             return pd.DataFrame({"key": ["x"], "n": [1], "rows": [1]})
@@ -307,7 +321,7 @@ def test_a_wrong_result_fails_the_query_with_sparks_error(session: Any, operator
         "columns": ("RESULT_COLUMN_SCHEMA_MISMATCH", "RESULT_LENGTH_MISMATCH", "do not match", "doesn't match"),
         "raises": ("no such aircraft",),
     }[wrong]
-    with pytest.raises(Exception) as raised:  # noqa: PT011  # its class differs between classic and Connect
+    with pytest.raises(Exception) as raised:  # its class differs between classic and Connect
         job(session, operator, tmp_path, [strings("a")], bad)
     text = str(raised.value)
     assert any(part in text for part in expected)

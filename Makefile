@@ -1,0 +1,43 @@
+# Every target sets itself up in .venv on first use: packages, and a Java runtime if the machine has none.
+PYTHON ?= python3
+VENV := $(CURDIR)/.venv
+BOOTSTRAP := $(PYTHON) scripts/bootstrap.py --venv $(VENV)
+IN_VENV := . $(VENV)/env.sh &&
+
+.DEFAULT_GOAL := help
+.PHONY: help test lint format demo matrix venv clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+test: ## lint, types and the whole test suite (TESTS="..." hands arguments to pytest)
+	@$(BOOTSTRAP) --extras spark,demo,test,lint
+	@$(IN_VENV) python -m ruff check .
+	@$(IN_VENV) python -m ruff format --check .
+	@$(IN_VENV) python -m mypy
+	@$(IN_VENV) python -m pytest $(TESTS)
+
+lint: ## ruff and mypy only
+	@$(BOOTSTRAP) --extras spark,demo,test,lint
+	@$(IN_VENV) python -m ruff check .
+	@$(IN_VENV) python -m ruff format --check .
+	@$(IN_VENV) python -m mypy
+
+format: ## rewrite the sources in the house style
+	@$(BOOTSTRAP) --extras spark,demo,test,lint
+	@$(IN_VENV) python -m ruff check --fix .
+	@$(IN_VENV) python -m ruff format .
+
+demo: ## a year of flights through a stateful stream that is killed half-way (DEMO="..." hands arguments on)
+	@$(BOOTSTRAP) --extras demo
+	@$(IN_VENV) python -m spark_state_ext.demo --work-dir .demo $(DEMO)
+
+matrix: ## check the corners of the supported versions (MATRIX="..." hands arguments on)
+	@$(PYTHON) scripts/matrix.py $(MATRIX)
+
+venv: ## set up .venv only
+	@$(BOOTSTRAP) --extras spark,demo,test,lint
+
+clean: ## remove everything that the other targets made
+	rm -rf .venv .matrix .demo build dist ./*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis spark-warehouse artifacts
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

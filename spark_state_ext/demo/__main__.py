@@ -1,0 +1,252 @@
+"""``python -m spark_state_ext.demo``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import pandas as pd
+
+from spark_state_ext.demo import dataset, proof, stream
+from spark_state_ext.demo.flights import QUIET_DAYS, SHORT_MINUTES
+from spark_state_ext.demo.server import Server, ServerError
+
+MARKER = "made-by-the-demo"
+KILL_AT = 0.4
+MAX_STARTS = 6
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m spark_state_ext.demo",
+        description="Stream the departures from New York in 2013 through Arrow state, kill the server in the "
+        "middle of a batch, continue, and prove the result with pandas.",
+    )
+    parser.add_argument("--work-dir", type=Path, help="folder for everything, emptied first; default: temporary")
+    parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
+    parser.add_argument(
+        "--operator", choices=["arrow", "spark"], default="arrow", help="state in Arrow, or Spark's own"
+    )
+    parser.add_argument("--rows", type=int, help="take only the first so many flights of the year")
+    parser.add_argument("--days-per-batch", type=int, default=28, help="days of flights in one file (28)")
+    parser.add_argument("--buckets", type=int, default=8, help="buckets of the Arrow state (8)")
+    parser.add_argument("--top", type=int, default=12, help="aircraft to print (12)")
+    parser.add_argument(
+        "--remote",
+        metavar="URL",
+        help="use this Connect server, as in sc://host:15002, instead of starting (and killing) one; it must "
+        "see the same --work-dir and its Python must have this package",
+    )
+    options = parser.parse_args(words)
+    for name in ("rows", "days_per_batch", "buckets", "top"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    return options
+
+
+def work_folder(wanted: Path | None) -> Path:
+    """Return an empty folder; one of an earlier run is emptied, any other with something in it refused."""
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix="flights-demo-")).resolve()
+    folder = wanted.resolve()
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / MARKER).exists():
+            raise SystemExit(f"{folder} holds something that the demo did not make: name another --work-dir")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).touch()
+    return folder
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the demo and return the exit code: 0 only when the proof holds."""
+    options = arguments(words)
+    # So that the server dies with the demo, however the demo is asked to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # PySpark says this once per import; the demo is a test of that very combination.
+    warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
+    folder = work_folder(options.work_dir)
+    temporary = options.work_dir is None and not options.keep
+    try:
+        return demo(options, stream.Folders(folder), temporary)
+    except ServerError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    finally:
+        if temporary:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def demo(options: argparse.Namespace, folders: stream.Folders, temporary: bool) -> int:
+    """Prepare the files, run the stream, compare and report."""
+    flights = dataset.load(options.rows)
+    files = dataset.write(flights, folders.source, options.days_per_batch)
+    print("Every scheduled departure from New York in 2013, followed aircraft by aircraft\n")
+    print(f"  flights    {len(flights):,} of {flights['tailnum'].nunique():,} aircraft, in {files} files")
+    print(f"  operator   {'ArrowState' if options.operator == 'arrow' else 'that of Spark'}")
+    print(f"  folder     {folders.root}{' (removed at the end)' if temporary else ''}")
+
+    cores = min(4, os.cpu_count() or 1)
+    progress = stream.Progress(options.operator)
+    if options.remote:
+        print(f"  server     {options.remote.partition(';')[0]}", flush=True)
+        streamed, seconds = run_remote(options, folders, cores, files, progress)
+    else:
+        with Server(folders.root / "server", cores, {"spark.driver.memory": "2g"}) as server:
+            streamed, seconds = run_and_kill(options, folders, cores, files, progress, server)
+    return report(options, folders, flights, streamed, seconds)
+
+
+def run_and_kill(
+    options: argparse.Namespace,
+    folders: stream.Folders,
+    cores: int,
+    files: int,
+    progress: stream.Progress,
+    server: Server,
+) -> tuple[pd.DataFrame, float]:
+    """Run the stream on a server that is killed within a batch, and to the end on the next one."""
+    seconds = 0.0
+    killed = False
+    for _ in range(MAX_STARTS):
+        server.start()
+        with stream.connect(server.url, cores) as session:
+            print(f"\nServer {server.starts}: Spark {session.version}, log in {server.log}\n", flush=True)
+            progress.heading()
+            started = time.monotonic()
+            query = stream.start(session, folders, options.operator, options.buckets)
+            moment = Moment(folders, files, progress, server, never=killed)
+            if not stream.follow(query, progress, until=moment):
+                if not killed:
+                    break
+                return stream.read_table(session, folders), seconds + time.monotonic() - started
+            batch = folders.batches("offsets") - 1
+            processes = server.kill()
+            seconds += time.monotonic() - started
+        killed = folders.batches("commits") <= batch
+        print(f"\nSIGKILL to the {processes} processes of the server", end=" ")
+        if killed:
+            print(f"in the middle of batch {batch}.")
+        else:
+            print(f"just after batch {batch} had ended, so the next server is killed too.")
+    raise ServerError("the batches are too short or too few to kill the server in the middle: use more rows")
+
+
+class Moment:
+    """Holds when the query is well within a batch, some way into the year."""
+
+    def __init__(
+        self,
+        folders: stream.Folders,
+        files: int,
+        progress: stream.Progress,
+        server: Server | None = None,
+        never: bool = False,
+    ) -> None:
+        self.folders = folders
+        self.progress = progress
+        self.server = server
+        self.never = never
+        self.first = max(1, int(files * KILL_AT), folders.batches("commits"))
+        self.batch: int | None = None
+        self.since = 0.0
+
+    def __call__(self) -> bool:
+        """Look at the checkpoint: a batch is planned before it runs and committed after."""
+        if self.server is not None:
+            self.server.check()
+        planned, done = self.folders.batches("offsets"), self.folders.batches("commits")
+        if self.never or planned <= done or planned <= self.first:
+            self.batch = None
+            return False
+        if self.batch != planned:
+            self.batch, self.since = planned, time.monotonic()
+        recent = self.progress.seconds[-3:]
+        usual = sum(recent) / len(recent) if recent else 1.0
+        return time.monotonic() - self.since > usual * 0.4
+
+
+def run_remote(
+    options: argparse.Namespace, folders: stream.Folders, cores: int, files: int, progress: stream.Progress
+) -> tuple[pd.DataFrame, float]:
+    """Run the stream on a server that belongs to someone else: the query is stopped half-way instead."""
+    with stream.connect(options.remote, cores) as session:
+        print(f"\nSpark {session.version}\n", flush=True)
+        progress.heading()
+        started = time.monotonic()
+        query = stream.start(session, folders, options.operator, options.buckets)
+        if stream.follow(query, progress, until=Moment(folders, files, progress)):
+            query.stop()
+            print("\nThe query was stopped within a batch and is started again.\n", flush=True)
+            query = stream.start(session, folders, options.operator, options.buckets)
+            stream.follow(query, progress, until=Moment(folders, files, progress, never=True))
+        return stream.read_table(session, folders), time.monotonic() - started
+
+
+def report(
+    options: argparse.Namespace,
+    folders: stream.Folders,
+    flights: pd.DataFrame,
+    table: pd.DataFrame,
+    seconds: float,
+) -> int:
+    """Print the table, the proof and the measurements; return the exit code."""
+    streamed = proof.comparable(table)
+    began = time.monotonic()
+    computed = proof.expected(flights, pd.Timedelta(stream.WATERMARK_DELAY))
+    wrong = proof.differences(streamed, computed)
+
+    final = proof.final_table(streamed[streamed["tailnum"] != proof.NO_TAIL])
+    shown = final.head(options.top).assign(
+        status=final["kind"].map(lambda kind: "quiet" if kind == "quiet" else "in service")
+    )
+    columns = {
+        "tailnum": "aircraft",
+        "status": "status",
+        "airport": "last airport",
+        "flown": "flown",
+        "cancelled": "cancelled",
+        "turnarounds": "turnarounds",
+        "missing_legs": "missing legs",
+        "worst_chain": "chained delay",
+    }
+    print(f"\nThe {len(shown)} aircraft with the longest chained delays, in minutes\n")
+    print(shown[list(columns)].rename(columns=columns).to_string(index=False))
+    quiet = int(final["kind"].eq("quiet").sum())
+    print(
+        f"\n  {len(final):,} aircraft: {len(final) - quiet:,} still in state, {quiet:,} quiet for more than "
+        f"{QUIET_DAYS} days and closed."
+        f"\n  A turnaround leaves at most {SHORT_MINUTES} minutes on the ground. All flights here leave New"
+        "\n  York, so a missing leg is an aircraft that departs where it has not been seen to arrive.\n"
+    )
+    print(f"  rows in     {len(flights):,} in {seconds:.1f} s: {len(flights) / seconds:,.0f} rows per second")
+    quiet_rows = int(streamed["kind"].eq("quiet").sum())
+    print(f"  rows out    {len(streamed):,}, of which {quiet_rows:,} say that an aircraft went quiet")
+    if options.operator == "arrow":
+        print(f"  state       {folders.state}")
+    print(f"  checkpoint  {folders.checkpoint}")
+    print(f"  table       {folders.table}\n")
+    if wrong:
+        print("PROOF FAILED: the stream and pandas do not agree\n  " + "\n  ".join(wrong), file=sys.stderr)
+        return 1
+    print(
+        f"PROOF: all {len(streamed):,} rows equal those that pandas computes from the whole file at once "
+        f"({time.monotonic() - began:.1f} s)."
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

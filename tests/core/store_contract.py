@@ -1,0 +1,473 @@
+"""What every local store has to do. A store's test module subclasses `LocalStoreContract`."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from core_support import (
+    ALL_KEYS,
+    HASHES,
+    KEYS,
+    SCHEMA,
+    Changes,
+    HashFunction,
+    Model,
+    Refs,
+    Row,
+    canonical,
+    changed,
+    expired_in,
+    good_hash,
+    key_columns,
+    key_hashes,
+    looked_up,
+    model_of,
+    run_of,
+    scanned,
+)
+
+from arrow_schemas import CheckpointRef
+from spark_state_ext.errors import MissingRunError
+from spark_state_ext.store import LocalStore
+
+_SPAWN = multiprocessing.get_context("spawn")
+
+
+class LocalStoreContract:
+    """The contract. Subclasses say how a store is opened."""
+
+    @staticmethod
+    def open(folder: Path, **options: Any) -> LocalStore:
+        """A store in `folder`, in any process."""
+        raise NotImplementedError
+
+    @pytest.fixture(autouse=True)
+    def _places(self, tmp_path: Path) -> Iterator[None]:
+        self.folder = tmp_path / "private" / "bucket"
+        self.refs = Refs()
+        self._opened: list[LocalStore] = []
+        yield
+        for store in self._opened:
+            store.close()
+
+    def store(self, folder: Path | None = None, **options: Any) -> LocalStore:
+        opened = self.open(folder or self.folder, **options)
+        self._opened.append(opened)
+        return opened
+
+    def add(
+        self,
+        store: LocalStore,
+        parent: CheckpointRef | None,
+        changes: Changes,
+        hashed: HashFunction = good_hash,
+    ) -> CheckpointRef:
+        ref = self.refs.next(parent.version + 1 if parent else 1)
+        run = store.apply([run_of(changes, hashed)], ref, parent)
+        assert run.newest == ref
+        return ref
+
+    def chain(self, store: LocalStore, count: int, keys: int = 8) -> tuple[list[CheckpointRef], list[Model]]:
+        """Some checkpoints one upon the other, and the state at each."""
+        refs: list[CheckpointRef] = []
+        models: list[Model] = []
+        for i in range(count):
+            parent = refs[-1] if refs else None
+            deleted = {KEYS[(i + 3) % keys]: None} if i % 3 == 2 else {}
+            changes: Changes = {KEYS[i % keys]: Row(i), KEYS[(i + 1) % keys]: Row(i, "x", timeout_ms=i + 1), **deleted}
+            refs.append(self.add(store, parent, changes))
+            models.append(changed(models[-1] if models else {}, changes))
+        return refs, models
+
+    # -- reading ------------------------------------------------------------------------------------
+
+    def test_an_empty_state(self) -> None:
+        view = self.store().view(None)
+        assert scanned(view) == {}
+        assert looked_up(view, ALL_KEYS) == {}
+        assert view.expired(2**62).num_rows == 0
+        assert view.earliest_timeout(0) is None
+        assert view.rows_max == 0
+
+    @pytest.mark.parametrize("hashed", HASHES)
+    @pytest.mark.parametrize("chunk_rows", [1, 3, 1000])
+    def test_equal_hashes_do_not_mix_keys(self, hashed: HashFunction, chunk_rows: int) -> None:
+        store = self.store(chunk_rows=chunk_rows)
+        first = {key: Row(i, str(key)) for i, key in enumerate(KEYS)}
+        one = self.add(store, None, first, hashed)
+        second: Changes = {key: Row(-i) if i % 3 else None for i, key in enumerate(KEYS) if i % 2}
+        two = self.add(store, one, second, hashed)
+        model = changed({}, first)
+        assert looked_up(store.view(one), KEYS, hashed) == model
+        assert looked_up(store.view(two), KEYS, hashed) == changed(model, second)
+        assert scanned(store.view(two)) == changed(model, second)
+        # Another spelling of a key is the same key; an absent key with the same hash is not found.
+        assert looked_up(store.view(two), [("a", -0.0), ("absent", 1.0)], hashed) == looked_up(
+            store.view(two), [("a", 0.0)], hashed
+        )
+
+    def test_lookup_takes_keys_in_any_order(self) -> None:
+        store = self.store(chunk_rows=4)
+        ref = self.add(store, None, {key: Row(i) for i, key in enumerate(KEYS)})
+        backwards = sorted(KEYS, key=good_hash, reverse=True)
+        assert looked_up(store.view(ref), backwards) == looked_up(store.view(ref), KEYS)
+        assert looked_up(store.view(ref), []) == {}
+
+    def test_what_was_read_outlives_later_changes(self) -> None:
+        """Memory of the store dies with its transaction; nothing of it may leave."""
+        store = self.store(chunk_rows=50)
+        keys = [(f"key {i}", float(i)) for i in range(500)]
+        ref = self.add(store, None, {key: Row(i, "v" * 50, timeout_ms=i + 1) for i, key in enumerate(keys)})
+        view = store.view(ref)
+        found = view.lookup(key_hashes(keys, good_hash), key_columns(keys))
+        expired, batches = view.expired(100), list(view.scan())
+        held = [found.rows, expired, *batches]
+        before = [batch.to_pylist() for batch in held]
+        for round_number in range(20):
+            sibling = self.refs.next(2)
+            store.apply([run_of({key: Row(-1, "w" * 50) for key in keys})], sibling, ref)
+            store.restore([run_of({key: Row(-2) for key in keys})], self.refs.next(1), None, snapshot=True)
+            if round_number % 5 == 4:
+                store.prune(self.add(store, sibling, {keys[0]: Row(0)}))
+        assert [batch.to_pylist() for batch in held] == before
+
+    def test_expired_and_earliest(self) -> None:
+        store = self.store(chunk_rows=2)
+        one = self.add(store, None, {key: Row(i, timeout_ms=i or None) for i, key in enumerate(KEYS)})
+        model = changed({}, {key: Row(i, timeout_ms=i or None) for i, key in enumerate(KEYS)})
+        # Later, sooner, gone, without: only the newest row of a key counts.
+        changes: Changes = {
+            KEYS[1]: Row(1, timeout_ms=50),
+            KEYS[20]: Row(2, timeout_ms=3),
+            KEYS[2]: None,
+            KEYS[4]: Row(4),
+        }
+        two = self.add(store, one, changes)
+        model = changed(model, changes)
+        for now_ms in (0, 1, 3, 5, 24, 25, 51, 2**62):
+            view = store.view(two)
+            assert model_of([view.expired(now_ms)]) == expired_in(model, now_ms)
+            later = [
+                row.timeout_ms for row in model.values() if row.timeout_ms is not None and row.timeout_ms >= now_ms
+            ]
+            earliest = view.earliest_timeout(now_ms)
+            if later:
+                assert earliest is not None
+                assert now_ms <= earliest <= min(later)
+        # Below the floor, runs older than the version were dealt with; newer ones still count.
+        assert model_of([store.view(two).expired(10, 10, 2)]) == expired_in(
+            {canonical(KEYS[20]): Row(2, timeout_ms=3)}, 10
+        )
+
+    # -- checkpoints --------------------------------------------------------------------------------
+
+    def test_every_checkpoint_stays_readable_until_pruned(self) -> None:
+        store = self.store(chunk_rows=2)
+        refs, models = self.chain(store, 12)
+        for ref, model in zip(refs, models, strict=True):
+            assert scanned(store.rollback(ref)) == model
+        assert scanned(store.rollback(None)) == {}
+        dropped = store.prune(refs[6])
+        assert dropped == 0, "nothing was merged, so every run is part of the view"
+        sibling = self.refs.next(3)
+        store.apply([run_of({KEYS[0]: None})], sibling, refs[1])
+        assert store.prune(refs[6]) == 1
+        assert not store.has(sibling)
+        assert [scanned(store.view(ref)) for ref in refs] == models
+
+    def test_siblings_do_not_see_each_other(self) -> None:
+        store = self.store()
+        (one,), (model,) = self.chain(store, 1)
+        siblings = [self.add(store, one, {KEYS[0]: Row(100 + i)}) for i in range(3)]
+        for i, sibling in enumerate(siblings):
+            assert scanned(store.view(sibling)) == changed(model, {KEYS[0]: Row(100 + i)})
+
+    def test_apply_twice_adds_nothing(self) -> None:
+        store = self.store()
+        (one,), (model,) = self.chain(store, 1)
+        ref = self.add(store, one, {KEYS[5]: Row(5)})
+        before = store.runs()
+        store.apply([run_of({KEYS[5]: Row(6)})], ref, one)
+        assert store.runs() == before
+        assert scanned(store.view(ref)) == changed(model, {KEYS[5]: Row(5)})
+
+    def test_apply_needs_the_parents_lineage(self) -> None:
+        store = self.store()
+        ref, parent = self.refs.next(5), self.refs.next(4)
+        with pytest.raises(MissingRunError) as caught:
+            store.apply([run_of({KEYS[0]: Row(1)})], ref, parent)
+        assert caught.value.ref == parent
+        assert store.runs() == []
+        # A run from a file needs nothing below it yet; reading says what is missing.
+        store.restore([run_of({KEYS[0]: Row(1)})], ref, parent, snapshot=False)
+        with pytest.raises(MissingRunError) as caught:
+            store.view(ref)
+        assert caught.value.ref == parent
+        store.restore([run_of({KEYS[1]: Row(2)})], parent, self.refs.next(3), snapshot=True)
+        assert scanned(store.view(ref)) == changed({}, {KEYS[0]: Row(1), KEYS[1]: Row(2)})
+
+    def test_compaction_keeps_every_later_state(self) -> None:
+        store = self.store(chunk_rows=2)
+        refs, models = self.chain(store, 16)
+        merged = store.compact(refs[9])
+        assert merged is not None
+        assert merged.newest.version <= 9 + 1
+        assert [scanned(store.view(ref)) for ref in refs] == models
+        assert len(store.view(refs[9]).runs) < 10
+        assert store.prune(refs[9]) > 0
+        assert [scanned(store.view(ref)) for ref in refs[9:]] == models[9:]
+
+    def test_a_merged_run_is_not_used_for_a_checkpoint_inside_it(self) -> None:
+        store = self.store()
+        refs, models = self.chain(store, 8)
+        merged = store.compact(refs[7])
+        assert merged is not None
+        assert (merged.oldest, merged.newest) == (refs[0], refs[7])
+        for ref, model in zip(refs[:-1], models[:-1], strict=True):
+            assert merged.key not in {run.key for run in store.view(ref).runs}
+            assert scanned(store.view(ref)) == model
+        store.prune(refs[7])
+        for ref in refs[:-1]:
+            with pytest.raises(MissingRunError) as caught:
+                store.view(ref)
+            assert caught.value.ref == ref
+        assert scanned(store.view(refs[7])) == models[7]
+
+    def test_tombstones_go_when_nothing_is_below_them(self) -> None:
+        store = self.store()
+        ref = self.add(store, None, {key: Row(1) for key in KEYS})
+        for key in KEYS[:-1]:
+            ref = self.add(store, ref, {key: None})
+            store.compact(ref)
+            store.prune(ref)
+        while store.compact(ref) is not None:
+            store.prune(ref)
+        assert scanned(store.view(ref)) == changed({}, {KEYS[-1]: Row(1)})
+        assert sum(run.rows for run in store.view(ref).runs) < 2 * len(KEYS)
+
+    def test_a_zombie_does_not_drop_what_a_newer_call_was_built_on(self) -> None:
+        store = self.store()
+        refs, models = self.chain(store, 7)
+        input_of_zombie = refs[5]
+        # Batch 8 was committed on batch 7's checkpoint, merged and pruned.
+        eight = self.add(store, refs[6], {KEYS[0]: Row(8)})
+        model = changed(models[6], {KEYS[0]: Row(8)})
+        # Batch 7 wakes up: its input pointer is that of batch 6.
+        zombie = self.add(store, input_of_zombie, {KEYS[1]: Row(-7)})
+        store.compact(input_of_zombie)
+        store.prune(input_of_zombie)
+        assert scanned(store.view(eight)) == model
+        store.compact(refs[6])
+        store.prune(refs[6])
+        assert scanned(store.view(eight)) == model
+        # What it wrote itself is nobody's state, and goes once a newer call cleans up.
+        assert scanned(store.view(zombie)) == changed(models[5], {KEYS[1]: Row(-7)})
+        store.prune(eight)
+        assert not store.has(zombie)
+
+    def test_merges_at_odds_leave_both_views_whole(self) -> None:
+        """A zombie merges deep, a newer call merged shallow: neither prunes what the other reads."""
+        store = self.store()
+        refs, models = self.chain(store, 9)
+        # 3..9 merged by a call at 9, 1..5 by a zombie at 5, as if the two had overlapped.
+        for low, high in ((2, 8), (0, 4)):
+            below = refs[low - 1] if low else None
+            rows = _difference(models[high], models[low - 1] if low else {})
+            run = run_of(rows)
+            store._add([run], refs[high], refs[low], below, base=below is None, check=lambda txn: None)
+        assert scanned(store.view(refs[8])) == models[8]
+        assert scanned(store.view(refs[4])) == models[4]
+        store.prune(refs[4])
+        assert scanned(store.view(refs[8])) == models[8]
+        store.prune(refs[8])
+        assert scanned(store.view(refs[8])) == models[8]
+
+    def test_another_way_is_found_when_the_merged_one_breaks_off(self) -> None:
+        store = self.store()
+        refs, models = self.chain(store, 6)
+        absent = self.refs.next(2)
+        # Ends at the head and reaches deeper than its own run, but what lies below it is not here.
+        store._add([run_of({KEYS[0]: Row(-1)})], refs[5], self.refs.next(3), absent, base=False, check=lambda txn: None)
+        assert scanned(store.view(refs[5])) == models[5]
+
+    def test_pinned_runs_survive_pruning(self) -> None:
+        store = self.store()
+        refs, models = self.chain(store, 8)
+        old = store.view(refs[3])
+        pin = store.pin(old, 60)
+        expired_pin = store.pin(store.view(refs[4]), -1)
+        store.compact(refs[7])
+        store.prune(refs[7])
+        assert scanned(old) == models[3]
+        store.unpin(pin)
+        store.unpin(expired_pin)
+        assert store.prune(refs[7]) > 0
+        with pytest.raises(MissingRunError):
+            list(old.scan())
+        with pytest.raises(MissingRunError):
+            store.pin(old, 60)
+        assert scanned(store.view(refs[7])) == models[7]
+
+    def test_long_use_keeps_few_runs_and_forgets_the_others(self) -> None:
+        store = self.store()
+        ref: CheckpointRef | None = None
+        model: Model = {}
+        for i in range(150):
+            changes: Changes = {KEYS[(i * 7 + j) % len(KEYS)]: Row(i) for j in range(3)}
+            parent, ref = ref, self.add(store, ref, changes)
+            model = changed(model, changes)
+            store.compact(parent)
+            store.prune(parent)
+        assert scanned(store.view(ref)) == model
+        assert len(store.runs()) < 25
+        assert len(store._checked) < 60
+
+    def test_rows_too_large_for_a_chunk_of_full_length(self) -> None:
+        """A chunk is bounded in bytes, too, or wide rows would take memory without bound."""
+        store = self.store()
+        keys = [(f"key {i}", None) for i in range(400)]
+        batch = run_of({key: Row(i, "x" * 200_000) for i, key in enumerate(keys)})
+        ref = self.refs.next(1)
+        run = store.apply([batch], ref, None)
+        assert max(chunk.size_bytes for chunk in run.chunks) < 40 << 20
+        assert sum(chunk.rows for chunk in run.chunks) == 400
+        assert sum(b.num_rows for b in store.view(ref).scan()) == 400
+
+    # -- growth, files, processes -------------------------------------------------------------------
+
+    def test_the_map_grows_far_beyond_its_first_size(self) -> None:
+        store = self.store(chunk_rows=1000)
+        first_bytes = store.map_bytes
+        ref: CheckpointRef | None = None
+        rng = np.random.default_rng(0)
+        for _ in range(6):
+            batch = _numbers(rng, 60_000)
+            parent, ref = ref, self.refs.next(ref.version + 1 if ref else 1)
+            store.apply([batch.slice(i, 10_000) for i in range(0, 60_000, 10_000)], ref, parent)
+        assert store.map_bytes > 16 * first_bytes
+        assert sum(batch.num_rows for batch in store.view(ref).scan()) == 360_000
+
+    def test_folders_and_files_are_private(self) -> None:
+        old_umask = os.umask(0)
+        try:
+            store = self.store()
+            self.chain(store, 3)
+        finally:
+            os.umask(old_umask)
+        parents = [self.folder.parent, self.folder, *self.folder.rglob("*")]
+        assert any(path.is_file() for path in parents)
+        for path in parents:
+            assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+    def test_reopening(self) -> None:
+        store = self.store(chunk_rows=2)
+        refs, models = self.chain(store, 5)
+        runs = store.runs()
+        store.close()
+        again = self.store(chunk_rows=3)
+        assert again.runs() == runs
+        assert scanned(again.view(refs[4])) == models[4]
+
+    def test_another_schema_does_not_read_old_rows(self) -> None:
+        store = self.store()
+        self.chain(store, 2)
+        store.close()
+        other = type(SCHEMA)(SCHEMA.keys, (pa.field("count", pa.int32()),))
+        again = self.open(self.folder, schema=other)
+        self._opened.append(again)
+        assert again.runs() == []
+
+    def test_two_objects_of_one_process_share_the_store(self) -> None:
+        first, second = self.store(), self.store()
+        refs, models = self.chain(first, 3)
+        assert scanned(second.view(refs[2])) == models[2]
+
+    def test_many_processes_write_read_and_grow(self) -> None:
+        """Writers of their own lineages, one of which grows the map, and readers, all at once."""
+        store = self.store()
+        refs, models = self.chain(store, 3)
+        jobs = [(type(self), self.folder, number, refs[2], 30_000 if number == 0 else 20) for number in range(3)]
+        before = store.map_bytes
+        with _SPAWN.Pool(3) as pool:
+            results = pool.map_async(_work, jobs, chunksize=1)
+            deadline = time.monotonic() + 100
+            while not results.ready() and time.monotonic() < deadline:
+                assert scanned(store.view(refs[2])) == models[2]
+            heads = results.get(timeout=10)
+        for number, (ref, rows) in enumerate(heads):
+            seen = sum(batch.num_rows for batch in store.view(ref).scan())
+            assert seen == rows + len(models[2]), f"writer {number}"
+        assert scanned(store.view(refs[2])) == models[2]
+        assert store.map_bytes > before
+
+    def test_killed_writers_leave_nothing_behind(self) -> None:
+        store = self.store()
+        refs, models = self.chain(store, 2)
+        process = _SPAWN.Process(target=_die_writing, args=(type(self), self.folder, refs[1]))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 9
+        assert {run.newest for run in store.runs()} == set(refs)
+        assert scanned(store.view(refs[1])) == models[1]
+        self.add(store, refs[1], {KEYS[0]: Row(1)})
+
+
+def _difference(newer: Model, older: Model) -> dict[Any, Row | None]:
+    keys = {canonical(key): key for key in KEYS}
+    gone = {keys[key]: None for key in older if key not in newer}
+    return {keys[key]: row for key, row in newer.items()} | gone
+
+
+def _numbers(rng: np.random.Generator, rows: int) -> pa.RecordBatch:
+    """Random keys in run order, 100 bytes or so each."""
+    hashes = np.sort(rng.integers(0, 2**63, rows).astype(np.uint64))
+    names = pa.array([f"{h:020d}" for h in hashes.tolist()])
+    columns = [
+        pa.array(hashes),
+        names,
+        pa.nulls(rows, pa.float64()),
+        pa.array(np.arange(rows)),
+        names,
+        pa.nulls(rows, pa.int64()),
+        pa.array(np.ones(rows, dtype=bool)),
+        pa.array(np.zeros(rows, dtype=bool)),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)
+
+
+def _work(job: tuple[type[LocalStoreContract], Path, int, CheckpointRef, int]) -> tuple[CheckpointRef, int]:
+    """In a process of its own: a lineage on top of the common one."""
+    kind, folder, number, ref, rows = job
+    store = kind.open(folder)
+    rng = np.random.default_rng(number)
+    total = 0
+    for step in range(8):
+        parent, ref = ref, CheckpointRef(ref.version + 1, f"{number:016x}{step:016x}")
+        store.apply([_numbers(rng, rows)], ref, parent)
+        total += rows
+        assert sum(batch.num_rows for batch in store.view(parent).scan()) >= total - rows
+        store.compact(parent)
+    return ref, total
+
+
+def _die_writing(kind: type[LocalStoreContract], folder: Path, parent: CheckpointRef) -> None:
+    """Dies as Python workers do, with half a run in a write transaction."""
+    store = kind.open(folder)
+    batch = _numbers(np.random.default_rng(9), 50_000)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield batch
+
+    def die(txn: Any) -> None:
+        os._exit(9)
+
+    store._add(batches(), CheckpointRef(9, "9" * 32), CheckpointRef(9, "9" * 32), parent, base=False, check=die)

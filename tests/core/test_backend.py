@@ -1,0 +1,99 @@
+"""A folder on any file system."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from core_support import small_disk
+
+from spark_state_ext.backend import Backend
+from spark_state_ext.errors import MissingCheckpointError, StorageError, StoreFullError, UsageError
+
+
+@pytest.fixture(params=["path", "file", "memory"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    roots = {
+        "path": str(tmp_path / "root"),
+        "file": f"file://{tmp_path}/root",
+        "memory": f"memory://{tmp_path.name}/root",
+    }
+    return Backend(roots[request.param])
+
+
+def test_files_and_folders(files: Backend, tmp_path: Path) -> None:
+    folder = files.child("operator", "query")
+    assert folder.names() == files.names() == []
+    assert not folder.exists("a")
+    folder.put("a", b"0123456789")
+    (tmp_path / "local").write_bytes(b"large")
+    folder.put_file("sub/b", tmp_path / "local")
+    assert folder.names() == ["a", "sub"]
+    assert files.names() == ["operator"]
+    assert folder.get("a") == b"0123456789"
+    assert folder.get_range("a", 2, 5) == b"234"
+    assert folder.get_range("a", 8, 50) == b"89"
+    assert folder.size("sub/b") == 5
+    assert folder.exists("a")
+    folder.get_file("sub/b", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"large"
+    folder.put("a", b"0123456789")
+    folder.remove_tree("sub")
+    folder.remove_tree("sub")
+    assert folder.names() == ["a"]
+    assert folder.where("a").startswith(files.root)
+
+
+def test_what_is_missing(files: Backend, tmp_path: Path) -> None:
+    for read in (
+        lambda: files.get("none"),
+        lambda: files.get_range("none", 0, 4),
+        lambda: files.size("none"),
+        lambda: files.get_file("none", tmp_path / "copy"),
+    ):
+        with pytest.raises(MissingCheckpointError, match="root/none"):
+            read()
+
+
+def test_an_unknown_protocol_is_the_callers_mistake() -> None:
+    with pytest.raises(UsageError, match="nonsense://"):
+        Backend("nonsense://bucket/root")
+
+
+def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
+    files = Backend(str(tmp_path / "root"))
+    files.put("file", b"a" * 1_000_000)
+    stop = threading.Event()
+    sizes: set[int] = set()
+    others: set[str] = set()
+
+    def look() -> None:
+        while not stop.is_set():
+            sizes.add(len(files.get("file")))
+            others.update(files.names())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for i in range(20):
+        files.put("file", bytes([i]) * 1_000_000)
+    stop.set()
+    thread.join()
+    assert (sizes, others) == ({1_000_000}, {"file"})
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    files = Backend(str(root))
+    with pytest.raises(StorageError):
+        files.put_file("file", tmp_path / "absent")
+    assert list(root.iterdir()) == []
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path) as disk:
+        files = Backend(str(disk / "root"))
+        files.put("first", b"1")
+        with pytest.raises(StoreFullError, match="Make room"):
+            files.put("second", b"2" * (20 << 20))
+        assert [p.name for p in (disk / "root").iterdir()] == ["first"]

@@ -1,0 +1,386 @@
+"""Lineage scenarios of one bucket, on a local disk and on a store of objects."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from core_support import (
+    KEYS,
+    SCHEMA,
+    Changes,
+    Model,
+    Row,
+    bucket_on,
+    buffer_of,
+    changed,
+    committed,
+    first_pointer,
+    good_hash,
+    state_at,
+)
+
+from arrow_schemas import CheckpointRef, Pointer
+from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
+from spark_state_ext import bucket as bucket_module
+from spark_state_ext import lineage as lineage_module
+from spark_state_ext.backend import Backend
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError
+from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.store import LocalStore
+
+
+class Place:
+    """A root, and machines with a local store each."""
+
+    def __init__(self, root: str, local: Path) -> None:
+        self.files = Backend(root).child("3")
+        self.local = local
+        self.local.mkdir()
+        self.machines: dict[str, LocalStore] = {}
+
+    def machine(self, name: str = "a") -> LocalStore:
+        if name not in self.machines:
+            self.machines[name] = LocalStore(self.local / name, SCHEMA, chunk_rows=4)
+        return self.machines[name]
+
+    def lose(self, name: str = "a") -> None:
+        """The machine is gone, and its local store with it."""
+        self.machines.pop(name).close()
+        shutil.rmtree(self.local / name)
+
+    def commit(self, pointer: Pointer, changes: Changes, machine: str = "a") -> Pointer:
+        return committed(self.machine(machine), self.files, pointer, changes, self.local)
+
+    def state(self, pointer: Pointer, machine: str = "a") -> Model:
+        return state_at(self.machine(machine), self.files, pointer, self.local)
+
+    def history(self, count: int, machine: str = "a") -> tuple[list[Pointer], list[Model]]:
+        pointers = [first_pointer()]
+        models: list[Model] = [{}]
+        for i in range(count):
+            changes: Changes = {KEYS[i % 9]: Row(i), KEYS[(i + 4) % 9]: None if i % 4 == 3 else Row(-i, "n", i + 1)}
+            pointers.append(self.commit(pointers[-1], changes, machine))
+            models.append(changed(models[-1], changes))
+        return pointers, models
+
+    def name(self, pointer: Pointer, kind: str) -> str:
+        assert pointer.ref is not None
+        return file_name(pointer.ref, kind)
+
+    def remove(self, name: str) -> None:
+        self.files._fs.rm_file(f"{self.files._path}/{name}")
+
+    def damage(self, name: str) -> None:
+        data = bytearray(self.files.get(name))
+        data[len(data) // 3] ^= 0xFF
+        self.files.put(name, bytes(data))
+
+    def snapshots(self) -> list[str]:
+        return [n for n in self.files.names() if (parse_file_name(n) or (None, ""))[1] == SNAPSHOT]
+
+
+@pytest.fixture(params=["disk", "objects"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    root = str(tmp_path / "root") if request.param == "disk" else f"memory://{uuid.uuid4().hex}"
+    made = Place(root, tmp_path / "local")
+    yield made
+    for store in made.machines.values():
+        store.close()
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots after few deltas."""
+    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 3)
+    monkeypatch.setattr(lineage_module, "DELTAS_MAX", 3)
+
+
+def test_the_first_commits(place: Place) -> None:
+    pointers, models = place.history(3)
+    assert [p.version for p in pointers] == [0, 1, 2, 3]
+    assert [place.state(p) for p in pointers] == models
+    assert [len(p.lineage) for p in pointers] == [0, 1, 2, 3]
+    entry = pointers[3].lineage[-1]
+    assert entry.size_bytes == place.files.size(file_name(entry.ref, DELTA))
+
+
+def test_no_change_is_no_checkpoint(place: Place) -> None:
+    pointers, _ = place.history(1)
+    names = place.files.names()
+    assert place.commit(pointers[1], {}) == pointers[1]
+    assert place.files.names() == names
+
+
+def test_a_lost_machine(place: Place) -> None:
+    pointers, models = place.history(6)
+    place.lose()
+    assert place.state(pointers[6]) == models[6]
+    assert place.state(pointers[4], "other") == models[4]
+
+
+def test_only_what_is_absent_is_fetched(place: Place) -> None:
+    pointers, models = place.history(5)
+    place.state(pointers[3], "b")
+    bucket = bucket_on(place.machine("b"), place.files, pointers[5], place.local)
+    assert bucket.read(lambda view: view.rows_max) > 0
+    assert bucket.fetched_files == 2
+    again = bucket_on(place.machine("b"), place.files, pointers[5], place.local)
+    again.read(lambda view: view.rows_max)
+    assert again.fetched_files == 0
+    assert place.state(pointers[5], "b") == models[5]
+
+
+def test_a_retry_and_a_restart_give_what_the_first_try_gave(place: Place) -> None:
+    pointers, models = place.history(2)
+    changes: Changes = {KEYS[0]: Row(7)}
+    attempts = [place.commit(pointers[2], changes, machine) for machine in ("a", "a", "b")]
+    assert len({p.ref for p in attempts}) == 3, "each invocation is a checkpoint of its own"
+    for pointer in attempts:
+        for machine in ("a", "b", "c"):
+            assert place.state(pointer, machine) == changed(models[2], changes)
+
+
+def test_two_jobs_from_one_checkpoint(place: Place) -> None:
+    pointers, models = place.history(3)
+    left, right, left_model, right_model = pointers[3], pointers[3], models[3], models[3]
+    for i in range(4):
+        left = place.commit(left, {KEYS[i]: Row(100 + i)}, "left")
+        right = place.commit(right, {KEYS[i]: Row(200 + i)}, "right")
+        left_model = changed(left_model, {KEYS[i]: Row(100 + i)})
+        right_model = changed(right_model, {KEYS[i]: Row(200 + i)})
+    for machine in ("left", "right", "a"):
+        assert place.state(left, machine) == left_model
+        assert place.state(right, machine) == right_model
+
+
+@pytest.mark.usefixtures("often")
+def test_snapshots_shorten_the_lineage(place: Place) -> None:
+    pointers, models = place.history(12)
+    assert max(len(p.lineage) for p in pointers) <= 4
+    assert len(place.snapshots()) >= 2
+    # Further back than the last snapshot the local store has merged, and files tell.
+    for pointer, model in reversed(list(zip(pointers, models, strict=True))):
+        assert place.state(pointer) == model
+    place.lose()
+    bucket = bucket_on(place.machine(), place.files, pointers[12], place.local)
+    bucket.read(lambda view: view.rows_max)
+    assert bucket.fetched_files == len(pointers[12].lineage)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("harm", ["remove", "damage"])
+@pytest.mark.parametrize("count", [1, 2, 99])
+def test_lost_snapshots_lead_further_back(place: Place, harm: str, count: int) -> None:
+    pointers, models = place.history(14)
+    by_version = sorted(place.snapshots(), key=lambda n: parse_file_name(n)[0], reverse=True)  # type: ignore[index]
+    for name in by_version[:count]:
+        getattr(place, harm)(name)
+    place.lose()
+    assert place.state(pointers[14]) == models[14]
+    after = place.commit(pointers[14], {KEYS[0]: None})
+    assert place.state(after) == changed(models[14], {KEYS[0]: None})
+
+
+@pytest.mark.usefixtures("often")
+def test_a_snapshot_lost_with_its_delta(place: Place) -> None:
+    pointers, models = place.history(9)
+    ref = pointers[9].lineage[0].ref
+    place.remove(file_name(ref, SNAPSHOT))
+    place.remove(file_name(ref, DELTA))
+    with pytest.raises(MissingCheckpointError, match=f"checkpoint {ref} of bucket 3 of operator 'counts'"):
+        place.state(pointers[9], "fresh")
+    # Where the local store has it all, no file is needed.
+    assert place.state(pointers[9]) == models[9]
+
+
+@pytest.mark.parametrize("harm", ["remove", "damage"])
+def test_a_missing_version_in_between(place: Place, harm: str) -> None:
+    pointers, models = place.history(5)
+    name = place.name(pointers[3], DELTA)
+    data = place.files.get(name)
+    getattr(place, harm)(name)
+    before = place.files.names()
+    expected = MissingCheckpointError if harm == "remove" else CorruptFileError
+    with pytest.raises(expected, match=f"checkpoint {pointers[3].ref} of bucket 3"):
+        place.state(pointers[5], "fresh")
+    with pytest.raises(expected):
+        place.commit(pointers[5], {KEYS[0]: Row(1)}, "fresh")
+    # State is untouched, and comes back with the file.
+    assert place.state(pointers[2], "fresh") == models[2]
+    assert set(before) <= set(place.files.names())
+    place.files.put(name, data)
+    assert place.state(pointers[5], "fresh") == models[5]
+
+
+def test_a_snapshot_stands_in_for_a_lost_delta(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot that was written though its pointer was never committed, or by another attempt, is as good."""
+    pointers, models = place.history(4)
+    bucket = bucket_on(place.machine(), place.files, pointers[3], place.local)
+    assert pointers[4].ref is not None
+    view = place.machine().view(pointers[4].ref)
+    bucket._publish(pointers[4].ref, SNAPSHOT, view.scan())
+    place.remove(place.name(pointers[4], DELTA))
+    assert place.state(pointers[4], "fresh") == models[4]
+
+
+def test_files_of_another_bucket_are_not_read(place: Place) -> None:
+    pointers, _ = place.history(1)
+    wrong = replace(pointers[1], bucket=4)
+    with pytest.raises(CorruptFileError, match="belongs to bucket 3 of operator 'counts'"):
+        place.state(wrong, "fresh")
+
+
+def test_a_late_delta_after_the_job_failed(place: Place) -> None:
+    pointers, models = place.history(2)
+    # An attempt wrote its delta and died; the restart commits another one; the late file changes nothing.
+    late = place.commit(pointers[2], {KEYS[0]: Row(-1)}, "dying")
+    new = place.commit(pointers[2], {KEYS[0]: Row(1)}, "b")
+    assert place.files.exists(place.name(late, DELTA))
+    for machine in ("a", "b", "dying", "fresh"):
+        assert place.state(new, machine) == changed(models[2], {KEYS[0]: Row(1)})
+
+
+@pytest.mark.usefixtures("often")
+def test_a_bucket_emptied_to_the_last_key(place: Place) -> None:
+    """A snapshot of no rows at all."""
+    pointer = place.commit(first_pointer(), {KEYS[0]: Row(1), KEYS[1]: Row(2)})
+    model: Model = {}
+    for changes in [{KEYS[0]: None, KEYS[1]: None}] * 5:
+        pointer = place.commit(pointer, changes)
+        assert place.state(pointer) == {}
+    assert place.snapshots()
+    place.lose()
+    assert place.state(pointer) == {}
+    pointer = place.commit(pointer, {KEYS[2]: Row(3)})
+    assert place.state(pointer) == changed(model, {KEYS[2]: Row(3)})
+
+
+@pytest.mark.usefixtures("often")
+def test_a_snapshot_that_cannot_be_written(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Snapshots are optional: the batch is committed by its delta, and a later commit writes one."""
+
+    def refuse(self: Backend, name: str, path: object) -> None:
+        assert SNAPSHOT in name
+        raise StorageError(f"writing {name}: no")
+
+    pointers, models = place.history(2)
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "spark_state_ext"):
+        patched.setattr(Backend, "put_file", refuse)
+        for i in range(4):
+            pointers.append(place.commit(pointers[-1], {KEYS[i]: Row(i)}))
+            models.append(changed(models[-1], {KEYS[i]: Row(i)}))
+    assert "without a snapshot" in caplog.text
+    assert place.snapshots() == []
+    pointers.append(place.commit(pointers[-1], {KEYS[0]: None}))
+    models.append(changed(models[-1], {KEYS[0]: None}))
+    assert [len(pointer.lineage) for pointer in pointers[-2:]] == [6, 1]
+    for pointer, model in zip(pointers, models, strict=True):
+        assert place.state(pointer, "fresh") == model
+
+
+def test_a_damaged_local_store_does_not_stop_the_job(place: Place) -> None:
+    """The local store is a cache: whatever is wrong with it, the checkpoint files are whole."""
+    pointers, models = place.history(9)
+    store = place.machine()
+
+    def spoil(txn: object) -> None:
+        for key, value in [(k, bytes(v)) for k, v in txn.items(b"chunks")]:  # type: ignore[attr-defined]
+            txn.put(b"chunks", key, value[:-1] + bytes([value[-1] ^ 0xFF]))  # type: ignore[attr-defined]
+
+    for step in ("read", "commit", "merge"):
+        store._checked.clear()
+        store._environment.write(spoil)
+        if step == "read":
+            assert place.state(pointers[-1]) == models[-1]
+        else:
+            # A commit that only writes notices nothing unless it merges.
+            changes: Changes = {KEYS[i]: Row(i) for i in range(5 if step == "merge" else 1)}
+            pointers.append(place.commit(pointers[-1], changes))
+            models.append(changed(models[-1], changes))
+            assert place.state(pointers[-1]) == models[-1]
+
+
+@pytest.mark.usefixtures("often")
+def test_a_damaged_local_store_is_noticed_by_the_snapshot(place: Place) -> None:
+    pointers, models = place.history(3)
+    store = place.machine()
+    store._checked.clear()
+
+    def spoil(txn: object) -> None:
+        for key, value in [(k, bytes(v)) for k, v in txn.items(b"chunks")]:  # type: ignore[attr-defined]
+            txn.put(b"chunks", key, value[:-1] + bytes([value[-1] ^ 0xFF]))  # type: ignore[attr-defined]
+
+    store._environment.write(spoil)
+    pointer = place.commit(pointers[3], {KEYS[0]: Row(3)})
+    assert len(pointer.lineage) == 1, "the snapshot was written"
+    assert place.state(pointer, "fresh") == changed(models[3], {KEYS[0]: Row(3)})
+    assert place.state(pointer) == changed(models[3], {KEYS[0]: Row(3)})
+
+
+def test_pruning_by_another_process_in_the_middle_of_a_read(place: Place) -> None:
+    pointers, models = place.history(8)
+    place.state(pointers[8], "fresh")
+    store = place.machine("fresh")
+    bucket = bucket_on(store, place.files, pointers[8], place.local)
+    rounds = 0
+
+    def read(view: object) -> int:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 1:
+            assert store.compact(pointers[8].ref) is not None
+            store.prune(pointers[8].ref)
+        return sum(batch.num_rows for batch in view.scan())  # type: ignore[attr-defined]
+
+    assert bucket.read(read) == len(models[8])
+    assert rounds == 2
+    assert bucket.fetched_files == 0, "the merged run has everything"
+
+
+def test_large_changes_pass_through_a_local_file(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_module, "_IN_MEMORY_BYTES_MAX", 10)
+    pointers, models = place.history(3)
+    assert place.state(pointers[3], "fresh") == models[3]
+    assert not [p for p in place.local.iterdir() if p.is_file()]
+
+
+def test_a_scratch_folder_that_is_gone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_module, "_IN_MEMORY_BYTES_MAX", 10)
+    pointers, models = place.history(1)
+    bucket = bucket_on(place.machine(), place.files, pointers[1], place.local / "gone")
+    with pytest.raises(StorageError, match="gone"):
+        bucket.commit(buffer_of({KEYS[0]: Row(5)}, place.local))
+    assert place.state(pointers[1]) == models[1]
+
+
+def test_rows_that_were_spilled(place: Place) -> None:
+    rows = SpillBuffer(place.local, 1)
+    model: Model = {}
+    for i, key in enumerate(sorted(KEYS, key=good_hash)):
+        for batch in buffer_of({key: Row(i)}, place.local):
+            rows.append(batch)
+        model = changed(model, {key: Row(i)})
+    assert rows.spilled_bytes > 0
+    pointer = bucket_on(place.machine(), place.files, first_pointer(), place.local).commit(rows)
+    assert place.state(pointer, "fresh") == model
+
+
+def test_a_file_whose_parent_is_not_older(place: Place) -> None:
+    """A chain that does not lead back would be followed for ever."""
+    pointers, _ = place.history(1)
+    assert pointers[1].ref is not None
+    later = CheckpointRef(5, "5" * 32)
+    bucket = bucket_on(place.machine(), place.files, pointers[1], place.local)
+    looped = replace(pointers[1], lineage=(replace(pointers[1].lineage[0], ref=later),))
+    bucket.pointer = looped
+    bucket._publish(later, DELTA, buffer_of({KEYS[0]: Row(1)}, place.local))
+    with pytest.raises(CorruptFileError, match="as its parent"):
+        place.state(looped, "fresh")

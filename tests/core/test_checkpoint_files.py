@@ -1,0 +1,172 @@
+"""Delta and snapshot files: round trips, any Arrow reader, and damage at every byte."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from core_support import KEYS, SCHEMA, WRITER, Changes, Refs, Row, run_of
+
+from arrow_schemas import CheckpointRef, LineageHeader, RowSchema
+from arrow_schemas.lineage import BODY_PLACEHOLDER, DELTA, SNAPSHOT, file_name
+from spark_state_ext import checkpoint
+from spark_state_ext.backend import Backend
+from spark_state_ext.checkpoint import read_checkpoint, read_header, write_checkpoint
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
+
+_CHANGES: Changes = {KEYS[0]: Row(1, "one", 5), KEYS[7]: Row(2), KEYS[9]: None}
+
+
+def _written(header: LineageHeader, batches: list[pa.RecordBatch], schema: RowSchema = SCHEMA) -> bytes:
+    file = io.BytesIO()
+    write_checkpoint(file, header, schema, batches)
+    return file.getvalue()
+
+
+def _header(ref: CheckpointRef, kind: str = DELTA, lineage: tuple[CheckpointRef, ...] = ()) -> LineageHeader:
+    parent = lineage[-1] if lineage else None
+    return LineageHeader(kind, "counts", 3, ref, parent, lineage, 0, WRITER, "0.1.0")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Backend:
+    return Backend(str(tmp_path / "root"))
+
+
+def test_round_trip_and_any_arrow_reader(files: Backend, tmp_path: Path) -> None:
+    refs = Refs()
+    parent, ref = refs.next(1), refs.next(2)
+    batches = [run_of({KEYS[0]: Row(1)}), run_of(_CHANGES)]
+    header = _header(ref, lineage=(parent,))
+    data = _written(header, batches)
+    files.put(file_name(ref, DELTA), data)
+    found = read_checkpoint(files, ref, DELTA, SCHEMA, tmp_path)
+    assert (found.header, found.size_bytes) == (header, len(data))
+    assert list(found.batches) == batches
+    assert read_header(files, ref, DELTA) == header
+    # As a file, with the footer that our reader never looks at, and as a stream.
+    with pa.ipc.open_file(pa.py_buffer(data)) as reader:
+        assert reader.read_all() == pa.Table.from_batches(batches)
+        assert LineageHeader.decode(reader.schema.metadata, "file") == header
+        assert BODY_PLACEHOLDER not in reader.schema.metadata.values(), "the footer has the real record"
+    assert pa.ipc.open_stream(data[8:]).read_all() == pa.Table.from_batches(batches)
+
+
+def test_a_file_without_rows(files: Backend, tmp_path: Path) -> None:
+    ref = Refs().next(1)
+    files.put(file_name(ref, SNAPSHOT), _written(_header(ref, SNAPSHOT), []))
+    found = read_checkpoint(files, ref, SNAPSHOT, SCHEMA, tmp_path)
+    assert [batch.num_rows for batch in found.batches] == [0]
+    assert read_header(files, ref, SNAPSHOT) == found.header
+
+
+def test_large_files_pass_through_the_scratch_folder(
+    files: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_IN_MEMORY_BYTES_MAX", 100)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    ref = Refs().next(1)
+    files.put(file_name(ref, DELTA), _written(_header(ref), [run_of(_CHANGES)]))
+    found = read_checkpoint(files, ref, DELTA, SCHEMA, scratch)
+    assert list(scratch.iterdir()) == [], "the copy has no name any more"
+    assert list(found.batches) == [run_of(_CHANGES)]
+
+
+def test_a_long_header_is_read_whole(files: Backend) -> None:
+    refs = Refs()
+    lineage = tuple(refs.next(version) for version in range(1, 600))
+    ref = refs.next(600)
+    data = _written(_header(ref, lineage=lineage), [run_of(_CHANGES)])
+    assert len(data) > 2 * checkpoint._HEAD_BYTES
+    files.put(file_name(ref, DELTA), data)
+    assert read_header(files, ref, DELTA).lineage == lineage
+
+
+@pytest.mark.parametrize("flip", [0x01, 0xFF])
+def test_no_damaged_byte_yields_other_rows(tmp_path: Path, flip: int) -> None:
+    """Each byte is damaged in turn: a typed error, or (in the footer's unused parts) the same rows."""
+    files = Backend("memory://damage")
+    ref = Refs().next(1)
+    data = _written(_header(ref), [run_of(_CHANGES)])
+    body_end = data.rindex(b"\xff\xff\xff\xff\x00\x00\x00\x00", 0, len(data))
+    name = file_name(ref, DELTA)
+    harmless = 0
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= flip
+        files.put(name, bytes(damaged))
+        try:
+            rows = list(read_checkpoint(files, ref, DELTA, SCHEMA, tmp_path).batches)
+        except CorruptFileError:
+            continue
+        assert rows == [run_of(_CHANGES)]
+        assert at >= body_end, f"byte {at} of the body is damaged and nothing was noticed"
+        harmless += 1
+    assert harmless, "the footer repeats the schema, which is not read"
+
+
+def test_no_cut_file_is_read(tmp_path: Path) -> None:
+    files = Backend("memory://cuts")
+    ref = Refs().next(1)
+    data = _written(_header(ref), [run_of(_CHANGES)])
+    for length in range(len(data)):
+        files.put(file_name(ref, DELTA), data[:length])
+        with pytest.raises(CorruptFileError):
+            list(read_checkpoint(files, ref, DELTA, SCHEMA, tmp_path).batches)
+
+
+def test_no_damaged_byte_of_a_header_is_believed(tmp_path: Path) -> None:
+    files = Backend("memory://headers")
+    ref = Refs().next(1)
+    header = _header(ref)
+    data = _written(header, [run_of(_CHANGES)])
+    message_bytes = int.from_bytes(data[12:16], "little")
+    for at in range(16 + message_bytes):
+        damaged = bytearray(data)
+        damaged[at] ^= 0x01
+        files.put(file_name(ref, DELTA), bytes(damaged))
+        try:
+            assert read_header(files, ref, DELTA) == header
+        except CorruptFileError:
+            continue
+    for length in range(16 + message_bytes):
+        files.put(file_name(ref, DELTA), data[:length])
+        with pytest.raises(CorruptFileError):
+            read_header(files, ref, DELTA)
+
+
+def test_a_file_under_another_name_or_of_another_schema(files: Backend, tmp_path: Path) -> None:
+    refs = Refs()
+    ref, other = refs.next(1), refs.next(1)
+    data = _written(_header(ref), [run_of(_CHANGES)])
+    for wrong_ref, kind in ((other, DELTA), (ref, SNAPSHOT)):
+        files.put(file_name(wrong_ref, kind), data)
+        with pytest.raises(CorruptFileError, match=f"holds the delta of checkpoint {ref}"):
+            read_checkpoint(files, wrong_ref, kind, SCHEMA, tmp_path)
+    files.put(file_name(ref, DELTA), data)
+    wrong = RowSchema(SCHEMA.keys, (pa.field("count", pa.date32()), pa.field("note", pa.int8())))
+    with pytest.raises(CorruptFileError):
+        list(read_checkpoint(files, ref, DELTA, wrong, tmp_path).batches)
+
+
+def test_rows_of_an_older_operator_file_are_widened(files: Backend, tmp_path: Path) -> None:
+    ref = Refs().next(1)
+    files.put(file_name(ref, DELTA), _written(_header(ref), [run_of(_CHANGES)]))
+    wider = RowSchema(SCHEMA.keys, (*SCHEMA.state, pa.field("new", pa.float64())))
+    (batch,) = read_checkpoint(files, ref, DELTA, wider, tmp_path).batches
+    assert batch.schema.equals(wider.arrow)
+    assert batch.column("state.count") == run_of(_CHANGES).column("state.count")
+    assert batch.column("state.new").null_count == 3
+
+
+def test_a_missing_file(files: Backend, tmp_path: Path) -> None:
+    ref = Refs().next(1)
+    for read in (
+        lambda: read_checkpoint(files, ref, DELTA, SCHEMA, tmp_path),
+        lambda: read_header(files, ref, DELTA),
+    ):
+        with pytest.raises(MissingCheckpointError, match=str(ref)):
+            read()

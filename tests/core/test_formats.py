@@ -1,0 +1,217 @@
+"""Pointer, lineage header and labels: round trips, and that no damaged byte passes."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arrow_schemas import (
+    BodyRecord,
+    CheckpointRef,
+    LineageEntry,
+    LineageHeader,
+    Pointer,
+    Writer,
+    bucket_label,
+    label_bucket,
+    new_checkpoint_id,
+)
+from arrow_schemas.errors import CorruptFileError, CorruptPointerError, StateError, VersionSkewError
+from arrow_schemas.lineage import (
+    BODY_PLACEHOLDER,
+    DELTA,
+    HEADER_KEY,
+    SNAPSHOT,
+    file_name,
+    parse_file_name,
+)
+
+_IDS = st.text("0123456789abcdef", min_size=32, max_size=32)
+_REFS = st.builds(CheckpointRef, st.integers(1, 2**63 - 1), _IDS)
+_POINTERS = st.builds(
+    Pointer,
+    operator=st.text(min_size=1),
+    bucket=st.integers(0, 1000),
+    buckets=st.integers(1, 1000),
+    schema_id=st.integers(0, 9),
+    batch=st.integers(-1, 2**62),
+    watermark_ms=st.none() | st.integers(-(2**62), 2**62),
+    home=st.text(),
+    lineage=st.lists(st.builds(LineageEntry, _REFS, st.integers(0, 2**50)), max_size=4).map(tuple),
+    rows=st.integers(0, 2**40),
+    timeout_floor_ms=st.integers(0, 2**50),
+    timeout_floor_version=st.integers(0, 2**50),
+    earliest_timeout_ms=st.none() | st.integers(0, 2**50),
+    markers=st.dictionaries(st.text(), st.dictionaries(st.text(), st.text(), max_size=2), max_size=2),
+    inline=st.dictionaries(st.text(), st.binary(max_size=40), max_size=3),
+)
+_REF = CheckpointRef(7, "0" * 31 + "7")
+_POINTER = Pointer(
+    "counts", 3, 8, 0, 41, 5_000, lineage=(LineageEntry(_REF, 99),), rows=12, inline={"7_a.delta": b"\x00\xff" * 5}
+)
+
+
+@given(pointer=_POINTERS)
+@settings(max_examples=100, deadline=None)
+def test_pointer_round_trip(pointer: Pointer) -> None:
+    assert Pointer.decode(pointer.encode()) == pointer
+    assert Pointer.decode(pointer.encode()).encode() == pointer.encode()
+
+
+def test_the_pointer_of_a_bucket_without_state() -> None:
+    pointer = Pointer("counts", 0, 1, 0, -1, None)
+    assert (pointer.ref, pointer.version) == (None, 0)
+    assert (_POINTER.ref, _POINTER.version) == (_REF, 7)
+
+
+@pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
+def test_every_damaged_byte_of_a_pointer_is_noticed(flip: int) -> None:
+    data = _POINTER.encode()
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= flip
+        # The format number is read before the checksum: only a release that knows the format can check it.
+        expected = (CorruptPointerError, VersionSkewError) if at in (4, 5) else CorruptPointerError
+        with pytest.raises(expected):
+            Pointer.decode(bytes(damaged))
+    for cut in range(len(data)):
+        with pytest.raises(CorruptPointerError):
+            Pointer.decode(data[:cut])
+    with pytest.raises(CorruptPointerError):
+        Pointer.decode(data + b"\0")
+
+
+@given(data=st.binary(max_size=60), magic=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_any_other_bytes_are_no_pointer(data: bytes, magic: bool) -> None:
+    body = (b"SSEP\x01\x00" if magic else b"") + data
+    # A right checksum over nonsense must not help.
+    with pytest.raises(StateError):
+        Pointer.decode(body + struct.pack("<I", zlib.crc32(body)))
+
+
+def test_a_pointer_of_a_newer_release_is_not_called_damaged() -> None:
+    data = bytearray(_POINTER.encode())
+    data[4:6] = struct.pack("<H", 2)
+    with pytest.raises(VersionSkewError, match="format 2"):
+        Pointer.decode(bytes(data))
+
+
+# -- lineage header ---------------------------------------------------------------------------------
+
+
+def _header(lineage: tuple[CheckpointRef, ...] = (CheckpointRef(6, "a" * 32),)) -> LineageHeader:
+    return LineageHeader(
+        kind=DELTA,
+        operator="counts ü",
+        bucket=3,
+        ref=_REF,
+        parent=lineage[-1] if lineage else None,
+        lineage=lineage,
+        schema_id=1,
+        writer=Writer("query", "run", 5, "host"),
+        package_version="0.1.0",
+    )
+
+
+@given(lineage=st.lists(_REFS, max_size=5).map(tuple))
+@settings(max_examples=50, deadline=None)
+def test_header_round_trip(lineage: tuple[CheckpointRef, ...]) -> None:
+    header = _header(lineage)
+    assert LineageHeader.decode(header.encode(), "file") == header
+
+
+def test_every_damaged_byte_of_a_header_is_noticed() -> None:
+    metadata = _header().encode()
+    for key in [k for k in metadata if metadata[k] != BODY_PLACEHOLDER]:
+        for at in range(len(metadata[key])):
+            for flip in (0x01, 0x80):
+                value = bytearray(metadata[key])
+                value[at] ^= flip
+                with pytest.raises(CorruptFileError, match=r"some\.arrow"):
+                    LineageHeader.decode({**metadata, key: bytes(value)}, "some.arrow")
+        with pytest.raises(CorruptFileError, match=r"some\.arrow"):
+            LineageHeader.decode({k: v for k, v in metadata.items() if k != key}, "some.arrow")
+    with pytest.raises(CorruptFileError, match="not a checkpoint file"):
+        LineageHeader.decode(None, "some.arrow")
+
+
+def _signed(fields: object) -> dict[bytes, bytes]:
+    """A header with a right checksum over wrong fields."""
+    import hashlib
+
+    text = json.dumps(fields).encode()
+    digest = hashlib.blake2b(text, digest_size=16).hexdigest().encode()
+    return {HEADER_KEY: text, b"spark_state_ext.header_checksum": digest}
+
+
+def test_headers_of_newer_releases_and_senseless_ones() -> None:
+    fields = json.loads(_header().encode()[HEADER_KEY])
+    with pytest.raises(VersionSkewError, match=r"format 2.*spark_state_ext 9\.0"):
+        LineageHeader.decode(_signed({**fields, "format": 2, "package_version": "9.0"}), "file")
+    for change in ({"id": "short"}, {"version": 0}, {"kind": "other"}, {"parent": [9, "b" * 32]}, {"writer": None}):
+        with pytest.raises(CorruptFileError):
+            LineageHeader.decode(_signed({**fields, **change}), "file")
+    for name in fields:
+        with pytest.raises(CorruptFileError):
+            LineageHeader.decode(_signed({k: v for k, v in fields.items() if k != name}), "file")
+    senseless: list[object] = [[], 5, None, "x"]
+    for nonsense in senseless:
+        with pytest.raises(CorruptFileError):
+            LineageHeader.decode(_signed(nonsense), "file")
+
+
+def test_a_header_whose_lineage_does_not_end_with_the_parent_cannot_be_made() -> None:
+    with pytest.raises(CorruptFileError, match="does not end with its parent"):
+        replace(_header(), parent=None)
+
+
+def test_body_record_is_found_in_any_surroundings() -> None:
+    record = BodyRecord(2**40, 10, 3, "0123456789abcdef" * 2)
+    assert len(record.encode()) == len(BODY_PLACEHOLDER)
+    assert BodyRecord.find(b"\0junk" + record.encode() + b"\xff" * 9, "file") == record
+    with pytest.raises(CorruptFileError, match="file has no body record"):
+        BodyRecord.find(record.encode()[1:], "file")
+
+
+@given(ref=_REFS, kind=st.sampled_from([DELTA, SNAPSHOT]))
+@settings(max_examples=30, deadline=None)
+def test_file_names(ref: CheckpointRef, kind: str) -> None:
+    assert parse_file_name(file_name(ref, kind)) == (ref, kind)
+
+
+def test_other_names_are_no_checkpoints() -> None:
+    name = file_name(_REF, DELTA)
+    for other in (name + ".tmp", ".tmp-" + name, name.upper(), name.replace("delta", "other"), "lease.json"):
+        assert parse_file_name(other) is None
+
+
+def test_checkpoint_ids_are_fresh() -> None:
+    assert len({CheckpointRef(1, new_checkpoint_id()) for _ in range(100)}) == 100
+
+
+# -- labels -----------------------------------------------------------------------------------------
+
+
+def test_labels_hash_to_their_bucket() -> None:
+    for bucket in range(5_000):
+        label = bucket_label(bucket)
+        assert -(2**31) <= label < 2**31
+        assert label_bucket(label) == bucket
+
+
+@given(label=st.integers(-(2**31), 2**31 - 1))
+def test_every_label_is_that_of_its_bucket(label: int) -> None:
+    assert bucket_label(label_bucket(label)) == label
+
+
+@pytest.mark.parametrize(("value", "spark_hash"), [(0, 933211791), (1, -559580957), (2, 1765031574), (-1, -1604776387)])
+def test_hashes_that_spark_gives(value: int, spark_hash: int) -> None:
+    """`SELECT hash(value)` of Spark 3.5."""
+    assert label_bucket(value) == spark_hash % 2**32

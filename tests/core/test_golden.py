@@ -1,0 +1,96 @@
+"""Files of every released format are read, for ever."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from core_support import WRITER
+
+from arrow_schemas import OperatorFile, Pointer
+from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
+from spark_state_ext.backend import Backend
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.checkpoint import read_checkpoint, read_header
+from spark_state_ext.store import LocalStore
+
+_GOLDEN = Path(__file__).parent.parent / "golden"
+_FORMATS = sorted(_GOLDEN.glob("format-*"))
+
+
+@pytest.fixture(params=_FORMATS, ids=lambda path: path.name)
+def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy, as nothing may ever change the files themselves."""
+    copy = tmp_path / "golden"
+    shutil.copytree(request.param, copy)
+    return copy
+
+
+def _operator(golden: Path) -> OperatorFile:
+    return OperatorFile.decode((golden / "operator_0.json").read_bytes(), "operator_0.json")
+
+
+def _expected(golden: Path) -> object:
+    return json.loads((golden / "expected.json").read_text("utf-8"))
+
+
+def _as_json(batches: list[pa.RecordBatch]) -> object:
+    rows = [row for batch in batches for row in batch.to_pylist()]
+    return json.loads(json.dumps(rows, default=str))
+
+
+def _same(found: object, expected: object) -> bool:
+    """Equality in which NaN is itself."""
+    return json.dumps(found) == json.dumps(expected)
+
+
+def test_there_is_a_set_of_the_present_format() -> None:
+    assert [path.name for path in _FORMATS] == ["format-1"]
+
+
+def test_the_operator_file_is_written_the_same_today(golden: Path) -> None:
+    assert _operator(golden).encode() == (golden / "operator_0.json").read_bytes()
+
+
+@pytest.mark.parametrize("snapshot", ["whole", "lost"])
+def test_state_at_the_pointer(golden: Path, tmp_path: Path, snapshot: str) -> None:
+    pointer = Pointer.decode((golden / "pointer.bin").read_bytes())
+    assert [entry.ref.version for entry in pointer.lineage] == [2, 3, 4]
+    if snapshot == "lost":
+        (golden / "3" / file_name(pointer.lineage[0].ref, SNAPSHOT)).unlink()
+    store = LocalStore(tmp_path / "local", _operator(golden).row_schema())
+    bucket = Bucket(store, Backend(str(golden)).child("3"), pointer, WRITER, tmp_path)
+    batches = bucket.read(lambda view: list(view.scan()))
+    store.close()
+    assert bucket.fetched_files == (3 if snapshot == "whole" else 4)
+    assert _same(_as_json(batches), _expected(golden))
+
+
+def test_each_file_and_any_arrow_reader(golden: Path, tmp_path: Path) -> None:
+    files = Backend(str(golden)).child("3")
+    kinds = []
+    for name in files.names():
+        parsed = parse_file_name(name)
+        assert parsed is not None
+        ref, kind = parsed
+        found = read_checkpoint(files, ref, kind, _operator(golden).row_schema(), tmp_path)
+        header = read_header(files, ref, kind)
+        assert (header.operator, header.bucket, header.ref, header.kind) == ("golden", 3, ref, kind)
+        with pa.ipc.open_file(golden / "3" / name) as reader:
+            assert _same(_as_json(list(found.batches)), _as_json(reader.read_all().to_batches()))
+        kinds.append(kind)
+    assert sorted(kinds) == [DELTA, DELTA, DELTA, DELTA, SNAPSHOT]
+
+
+def test_the_expected_rows_are_of_every_kind(golden: Path) -> None:
+    """So that reading them means something."""
+    rows = json.loads((golden / "expected.json").read_text("utf-8"))
+    assert len(rows) > 20
+    assert not any(row["deleted"] for row in rows)
+    assert {row["defined"] for row in rows} == {True, False}
+    assert any(row["timeout_ms"] for row in rows)
+    assert {row["key.name"] is None for row in rows} == {True, False}
+    assert {json.dumps(row["key.x"]) == "NaN" for row in rows} == {True, False}

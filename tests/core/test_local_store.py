@@ -1,0 +1,220 @@
+"""The LMDB store: the contract, and what is LMDB's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from core_support import KEYS, SCHEMA, Row, changed, run_of, scanned, small_disk
+from store_contract import LocalStoreContract
+
+from arrow_schemas import RowSchema
+from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullError
+from spark_state_ext.store import LocalStore, environment, local
+from spark_state_ext.store.environment import Environment
+
+
+class TestLocalStore(LocalStoreContract):
+    @staticmethod
+    def open(folder: Path, **options: Any) -> LocalStore:
+        schema: RowSchema = options.pop("schema", SCHEMA)
+        return LocalStore(folder, schema, **options)
+
+    def data_file(self) -> Path:
+        (found,) = self.folder.glob("*/data.mdb")
+        return found
+
+    def test_another_boot_means_a_new_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With sync=False only the machine's own crash can damage the file, so files of another boot are not used."""
+        store = self.store()
+        self.chain(store, 3)
+        old_folder = self.data_file().parent
+        store.close()
+        monkeypatch.setattr(environment, "boot_id", lambda: "another-boot")
+        again = self.store()
+        assert again.runs() == []
+        assert not old_folder.exists()
+        refs, models = self.chain(again, 2)
+        assert scanned(again.view(refs[1])) == models[1]
+
+    @pytest.mark.parametrize("damage", ["zeros", "garbage", "truncated", "empty", "other version"])
+    def test_a_damaged_file_is_set_aside(self, damage: str) -> None:
+        store = self.store()
+        self.chain(store, 3)
+        store.close()
+        path = self.data_file()
+        data = path.read_bytes()
+        pages = os.sysconf("SC_PAGE_SIZE")
+        path.write_bytes(
+            {
+                "zeros": b"\0" * len(data),
+                "garbage": b"\xa5" * len(data),
+                "truncated": data[: pages + 100],
+                "empty": b"",
+                "other version": data[:20] + b"\x63" + data[21 : pages + 20] + b"\x63" + data[pages + 21 :],
+            }[damage]
+        )
+        again = self.store()
+        assert again.runs() == []
+        refs, models = self.chain(again, 3)
+        assert scanned(again.view(refs[2])) == models[2]
+        assert [p.name for p in self.folder.iterdir()] == [path.parent.name], "nothing is left behind"
+
+    def test_a_damaged_chunk_is_noticed_and_rebuilt(self) -> None:
+        store = self.store()
+        ref = self.add(store, None, {(f"key {i}", None): Row(i, "needle in the hay") for i in range(500)})
+        store.close()
+        path = self.data_file()
+        data = path.read_bytes()
+        assert b"needle" in data
+        path.write_bytes(data.replace(b"needle", b"noodle"))
+        again = self.store()
+        with pytest.raises(CorruptStoreError):
+            scanned(again.view(ref))
+        again.rebuild()
+        assert again.runs() == []
+        ref = self.add(again, None, {KEYS[0]: Row(1)})
+        assert scanned(again.view(ref)) == changed({}, {KEYS[0]: Row(1)})
+
+    def test_a_damaged_manifest_is_noticed(self) -> None:
+        store = self.store()
+        ref = self.add(store, None, {KEYS[0]: Row(1)})
+        store._environment.write(lambda txn: txn.put(b"runs", b"run/" + b"0" * 32, b"{nonsense"))
+        with pytest.raises(CorruptStoreError):
+            store.view(ref)
+
+    def test_abandoned_chunks_go_and_live_ones_stay(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        store = self.store(chunk_rows=1)
+        ref = self.add(store, None, {KEYS[0]: Row(1)})
+
+        def flush(count: int, age_s: float) -> None:
+            for i in range(count):
+                pending = local._Pending(f"{int(age_s):08x}{i:024x}")
+                pending.waiting.append((0, pa.py_buffer(b"chunk")))
+                with monkeypatch.context() as patched:
+                    now = time.time()
+                    patched.setattr(time, "time", lambda now=now: now - age_s)
+                    store._environment.write(pending.put_waiting)
+
+        flush(40, 4000.0)
+        flush(3, 10.0)
+        store.prune(ref)
+        left = store._environment.read(lambda txn: [key for key, _ in txn.items(b"runs", b"new/")])
+        chunks = store._environment.read(lambda txn: sum(1 for _ in txn.items(b"chunks")))
+        assert (len(left), chunks) == (3, 4)
+
+    def test_a_writer_taken_for_abandoned_does_not_finish(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(local, "_TRANSACTION_BYTES", 1)
+        store = self.store(chunk_rows=1)
+        ref = self.add(store, None, {KEYS[0]: Row(1)})
+
+        def slow() -> Any:
+            yield run_of({KEYS[0]: Row(1)})
+            yield run_of({KEYS[1]: Row(1)})
+            monkeypatch.setattr(local, "_ABANDONED_AFTER_S", -1.0)
+            store.prune(ref)
+
+        with pytest.raises(StorageError, match="abandoned"):
+            store.apply(slow(), self.refs.next(2), ref)
+        assert [run.newest for run in store.runs()] == [ref]
+
+    def test_growth_waits_for_readers_of_its_process(self) -> None:
+        """Resizing the map under an open transaction would end the process."""
+        store = self.store()
+        (ref,), (model,) = self.chain(store, 1)
+        stop = threading.Event()
+        failures: list[BaseException] = []
+
+        def read_on() -> None:
+            try:
+                while not stop.is_set():
+                    assert scanned(store.view(ref)) == model
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=read_on) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        before = store.map_bytes
+        rows = {(f"key {i}", None): Row(i, "x" * 1000) for i in range(1000)}
+        batch = run_of(rows)
+        for _ in range(12):
+            store.apply([batch], self.refs.next(2), ref)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert store.map_bytes > 4 * before
+
+    def test_a_folder_that_cannot_be_used(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("in the way")
+        with pytest.raises((StorageError, OSError)):
+            self.store(tmp_path / "file" / "bucket")
+
+    def test_address_space_limit(self) -> None:
+        """spark.executor.pyspark.memory limits the address space; a map that cannot grow is a clear error."""
+        script = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from core_support import SCHEMA, run_of, Row, scanned, KEYS
+from arrow_schemas import CheckpointRef
+from spark_state_ext.errors import StoreFullError
+from spark_state_ext.store import LocalStore
+store = LocalStore(Path(sys.argv[1]), SCHEMA)
+first = CheckpointRef(1, "1" * 32)
+store.apply([run_of({KEYS[0]: Row(1)})], first, None)
+batch = run_of({(str(i), None): Row(i, "x" * 100) for i in range(50_000)})
+used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20),) * 2)
+parent = first
+try:
+    for version in range(2, 100):
+        ref = CheckpointRef(version, f"{version:032x}")
+        store.apply([batch], ref, parent)
+        parent = ref
+except StoreFullError as error:
+    assert "spark.executor.pyspark.memory" in str(error), error
+    pass
+else:
+    sys.exit("the limit was never met")
+# The process can go on with what it has.
+again = LocalStore(Path(sys.argv[1]), SCHEMA)
+assert len(scanned(again.view(first))) == 1
+assert again.has(parent)
+print("as expected")
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(self.folder)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.stdout.strip() == "as expected", done.stderr[-3000:]
+
+    def test_a_full_disk(self, tmp_path: Path) -> None:
+        with small_disk(tmp_path) as disk:
+            store = self.store(disk / "bucket")
+            (ref,), (model,) = self.chain(store, 1)
+            batch = run_of({(f"key {i}", None): Row(i, "x" * 1000) for i in range(3_000)})
+            with pytest.raises(StoreFullError, match="full"):
+                for _ in range(10):
+                    store.apply([batch], self.refs.next(2), ref)
+            assert scanned(store.view(ref)) == model
+            after = self.add(store, ref, {KEYS[0]: Row(7)})
+            assert scanned(store.view(after)) == changed(model, {KEYS[0]: Row(7)})
+            store.close()
+
+    def test_environments_are_opened_once(self) -> None:
+        first, second = self.store(), self.store()
+        assert first._environment is second._environment
+        assert Environment._open[first._environment.folder] is first._environment

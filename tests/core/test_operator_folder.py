@@ -1,0 +1,103 @@
+"""The operator's folder: which schema is in force, and who else is there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from arrow_schemas import OperatorFile
+from spark_state_ext import operator_folder
+from spark_state_ext.backend import Backend
+from spark_state_ext.errors import BucketCountChangedError, CorruptFileError, ExistingStateError, SchemaChangedError
+
+
+@pytest.fixture(autouse=True)
+def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each test ran in a process of its own."""
+    monkeypatch.setattr(operator_folder, "_admitted", {})
+
+
+def _wanted(count: str = "integer", buckets: int = 4, query: str = "query") -> OperatorFile:
+    def schema(name: str, spark: str) -> str:
+        return json.dumps(
+            {"type": "struct", "fields": [{"name": name, "type": spark, "nullable": True, "metadata": {}}]}
+        )
+
+    return OperatorFile("counts", query, buckets, schema("k", "string"), schema("count", count))
+
+
+def _again(files: Backend, wanted: OperatorFile, strict: bool = False) -> OperatorFile:
+    operator_folder._admitted.clear()
+    return operator_folder.admit(files, wanted, strict)
+
+
+def test_first_start_restart_and_evolution(tmp_path: Path) -> None:
+    files = Backend(str(tmp_path))
+    for _ in range(2):
+        assert _again(files, _wanted()).schema_id == 0
+    assert files.child("query").names() == ["operator_0.json"]
+    first = files.child("query").get("operator_0.json")
+    for _ in range(2):
+        assert _again(files, _wanted("long")).schema_id == 1
+    assert files.child("query").names() == ["operator_0.json", "operator_1.json"]
+    assert files.child("query").get("operator_0.json") == first
+    # Going back would cut stored numbers.
+    with pytest.raises(SchemaChangedError, match="'count' was int64 and is now int32"):
+        _again(files, _wanted())
+    with pytest.raises(BucketCountChangedError, match="buckets=4"):
+        _again(files, _wanted("long", buckets=5))
+    assert files.child("query").names() == ["operator_0.json", "operator_1.json"], "a refusal writes nothing"
+
+
+def test_many_tasks_at_once(tmp_path: Path) -> None:
+    found: list[OperatorFile] = []
+    files = Backend(str(tmp_path))
+
+    def admit() -> None:
+        found.append(operator_folder._admit(files, _wanted(), False))
+
+    threads = [threading.Thread(target=admit) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {file.encode() for file in found} == {_wanted().encode()}
+    assert files.child("query").names() == ["operator_0.json"]
+
+
+def test_state_of_another_query(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = Backend(str(tmp_path))
+    _again(files, _wanted(query="old"), strict=True)
+    with pytest.raises(ExistingStateError, match=r"old.*checkpointLocation"):
+        _again(files, _wanted(query="new"), strict=True)
+    assert files.names() == ["old"]
+    with caplog.at_level(logging.WARNING, "spark_state_ext"):
+        _again(files, _wanted(query="new"))
+    assert "old" in caplog.text
+    # Its own state is no reason to warn, strict or not.
+    caplog.clear()
+    _again(files, _wanted(query="new"), strict=True)
+    assert caplog.text == ""
+
+
+def test_a_damaged_operator_file_stops_the_job(tmp_path: Path) -> None:
+    files = Backend(str(tmp_path))
+    _again(files, _wanted())
+    data = files.child("query").get("operator_0.json")
+    files.child("query").put("operator_0.json", data.replace(b'"count"', b'"amount"'))
+    with pytest.raises(CorruptFileError, match=r"operator_0\.json"):
+        _again(files, _wanted())
+
+
+def test_a_refusal_is_not_remembered(tmp_path: Path) -> None:
+    files = Backend(str(tmp_path))
+    _again(files, _wanted())
+    wrong = _wanted(buckets=5)
+    with pytest.raises(BucketCountChangedError):
+        operator_folder.admit(files, wrong, False)
+    with pytest.raises(BucketCountChangedError):
+        operator_folder.admit(files, wrong, False)

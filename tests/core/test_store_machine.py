@@ -1,0 +1,221 @@
+"""The local store against a dict, through any order of calls, with hashes as bad as they can be."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_support import (
+    ALL_KEYS,
+    HASHES,
+    KEYS,
+    SCHEMA,
+    HashFunction,
+    Key,
+    Model,
+    Refs,
+    Row,
+    canonical,
+    change_sets,
+    changed,
+    expired_in,
+    key_columns,
+    key_hashes,
+    looked_up,
+    model_of,
+    run_of,
+    scanned,
+)
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from arrow_schemas import CheckpointRef
+from spark_state_ext.errors import MissingRunError
+from spark_state_ext.store import LocalStore, View
+
+_FOLDERS = itertools.count()
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """A committed history of checkpoints, and everything that happens beside it."""
+
+    hashed: HashFunction
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Path(tempfile.mkdtemp(prefix="store-machine-"))
+        self.folder = self.root / str(next(_FOLDERS))
+        self.refs = Refs()
+        # The committed chain; the last is the head. None is the empty state.
+        self.chain: list[tuple[CheckpointRef | None, Model]] = [(None, {})]
+        # Checkpoints older than this version were pruned.
+        self.floor = 0
+        self.pins: list[tuple[str, View, Model]] = []
+        self.held: list[tuple[Any, str]] = []
+
+    @initialize(chunk_rows=st.sampled_from([1, 2, 3, 7]), hashed=st.sampled_from(HASHES))
+    def start(self, chunk_rows: int, hashed: HashFunction) -> None:
+        self.chunk_rows = chunk_rows
+        self.hashed = hashed
+        self.open()
+
+    def open(self) -> None:
+        self.store = LocalStore(self.folder, SCHEMA, chunk_rows=self.chunk_rows, merge_bytes_max=1 << 14)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    @property
+    def head(self) -> CheckpointRef | None:
+        return self.chain[-1][0]
+
+    @property
+    def model(self) -> Model:
+        return self.chain[-1][1]
+
+    def add(self, changes: dict[Key, Row | None]) -> CheckpointRef:
+        ref = self.refs.next(self.head.version + 1 if self.head else 1)
+        self.store.apply([run_of(changes, self.hashed)], ref, self.head)
+        return ref
+
+    @rule(changes=change_sets())
+    def put_and_delete(self, changes: dict[Key, Row | None]) -> None:
+        self.chain.append((self.add(changes), changed(self.model, changes)))
+
+    @rule(changes=change_sets(), prunes=st.booleans())
+    def sibling(self, changes: dict[Key, Row | None], prunes: bool) -> None:
+        """An attempt that nobody commits; it tidies up as any other does."""
+        ref = self.add(changes)
+        assert scanned(self.store.view(ref)) == changed(self.model, changes)
+        if prunes:
+            self.store.compact(self.head)
+            self.prune()
+
+    @precondition(lambda self: len(self.chain) > 2)
+    @rule(data=st.data())
+    def zombie(self, data: st.DataObject) -> None:
+        """A call with an old input pointer adds, merges and prunes; the committed head must not notice."""
+        at = data.draw(st.integers(0, len(self.chain) - 2))
+        ref, model = self.chain[at]
+        changes = data.draw(change_sets(max_size=3))
+        new = self.refs.next(ref.version + 1 if ref else 1)
+        try:
+            self.store.apply([run_of(changes, self.hashed)], new, ref)
+        except MissingRunError:
+            assert ref is not None
+            assert ref.version < self.floor
+            return
+        assert scanned(self.store.view(new)) == changed(model, changes)
+        self.store.compact(ref)
+        self.store.prune(ref)
+        self.floor = max(self.floor, ref.version if ref else 0)
+
+    @rule()
+    def compact(self) -> None:
+        self.store.compact(self.head)
+
+    @rule()
+    def prune(self) -> None:
+        self.store.prune(self.head)
+        self.floor = max(self.floor, self.head.version if self.head else 0)
+
+    @rule(now_ms=st.integers(0, 32))
+    def expire(self, now_ms: int) -> None:
+        """As a call does: look up what is due, and delete it."""
+        view = self.store.view(self.head)
+        due = view.expired(now_ms)
+        assert model_of([due]) == expired_in(self.model, now_ms)
+        later = [r.timeout_ms for r in self.model.values() if r.timeout_ms is not None and r.timeout_ms >= now_ms]
+        earliest = view.earliest_timeout(now_ms)
+        assert (earliest is not None and now_ms <= earliest <= min(later)) if later else True
+        gone: dict[Key, Row | None] = {(row["key.name"], row["key.x"]): None for row in due.to_pylist()}
+        if gone:
+            self.put_and_delete(gone)
+
+    @rule(keys=st.lists(st.sampled_from([*ALL_KEYS, ("absent", 0.0)]), unique_by=canonical))
+    def get(self, keys: list[Key]) -> None:
+        view = self.store.view(self.head)
+        assert looked_up(view, keys, self.hashed) == {
+            canonical(key): self.model[canonical(key)] for key in keys if canonical(key) in self.model
+        }
+        found = view.lookup(key_hashes(keys, self.hashed), key_columns(keys))
+        self.held.append((found.rows, repr(found.rows.to_pylist())))
+
+    @rule(data=st.data())
+    def rollback(self, data: st.DataObject) -> None:
+        """A restart from an earlier Spark checkpoint; what came after becomes a side branch."""
+        at = data.draw(st.integers(0, len(self.chain) - 1))
+        ref, model = self.chain[at]
+        try:
+            assert scanned(self.store.rollback(ref)) == model
+        except MissingRunError:
+            assert ref is not None
+            assert ref.version < self.floor, "only what was pruned is missing"
+            return
+        del self.chain[at + 1 :]
+
+    @rule()
+    def pin(self) -> None:
+        view = self.store.view(self.head)
+        self.pins.append((self.store.pin(view, 600), view, self.model))
+
+    @precondition(lambda self: self.pins)
+    @rule()
+    def unpin(self) -> None:
+        name, view, model = self.pins.pop(0)
+        assert scanned(view) == model
+        self.store.unpin(name)
+
+    @rule()
+    def reopen(self) -> None:
+        pins = [(name, view.runs, model) for name, view, model in self.pins]
+        self.store.close()
+        self.open()
+        self.pins = [(name, View(self.store, runs), model) for name, runs, model in pins]
+
+    @invariant()
+    def head_is_the_model(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        view = self.store.view(self.head)
+        assert scanned(view) == self.model
+        assert looked_up(view, KEYS, self.hashed) == self.model
+        assert len(self.model) <= view.rows_max
+
+    @invariant()
+    def pinned_views_hold(self) -> None:
+        for _, view, model in self.pins:
+            assert scanned(view) == model
+
+    @invariant()
+    def what_was_read_does_not_change(self) -> None:
+        for rows, before in self.held[-3:]:
+            assert repr(rows.to_pylist()) == before
+
+
+@pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
+def test_store_against_a_dict() -> None:
+    run_state_machine_as_test(
+        StoreMachine,
+        settings=settings(
+            max_examples=25,
+            stateful_step_count=30,
+            deadline=None,
+            phases=(Phase.explicit, Phase.reuse, Phase.generate),
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

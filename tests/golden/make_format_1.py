@@ -1,0 +1,140 @@
+"""Writes `format-1/`: the files that every later release has to read.
+
+They are made once, by the first release that has the format, and never again; run this only to add a format.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from datetime import date, datetime, timezone
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, Writer
+from arrow_schemas.lineage import DELTA, SNAPSHOT, LineageHeader, file_name
+from spark_state_ext.backend import Backend
+from spark_state_ext.checkpoint import write_checkpoint
+from spark_state_ext.store import LocalStore
+from spark_state_ext.store.runs import sorted_run
+
+HERE = Path(__file__).parent
+_WRITER = Writer("6f1d7f0e-0000-4000-8000-000000000001", "6f1d7f0e-0000-4000-8000-000000000002", 7, "golden")
+
+
+def _field(name: str, spark: Any) -> dict[str, Any]:
+    return {"name": name, "type": spark, "nullable": True, "metadata": {}}
+
+
+_KEYS = [
+    _field("name", "string"),
+    _field("x", "double"),
+    _field("parts", {"type": "array", "elementType": "long", "containsNull": True}),
+]
+_STATE = [
+    _field("count", "long"),
+    _field("price", "decimal(10,2)"),
+    _field("seen", "timestamp"),
+    _field("local", "timestamp_ntz"),
+    _field("day", "date"),
+    _field("raw", "binary"),
+    _field("flag", "boolean"),
+    _field("tags", {"type": "map", "keyType": "string", "valueType": "integer", "valueContainsNull": True}),
+    _field("pair", {"type": "struct", "fields": [_field("a", "float"), _field("b", "short")]}),
+]
+OPERATOR = OperatorFile(
+    "golden",
+    _WRITER.query_id,
+    8,
+    json.dumps({"type": "struct", "fields": _KEYS}),
+    json.dumps({"type": "struct", "fields": _STATE}),
+)
+
+
+def _rows(first: int, last: int, version: int) -> pa.RecordBatch:
+    """Rows of keys `first` to `last` as of a version; every fifth is deleted, every seventh only has a timeout."""
+    schema = OPERATOR.row_schema()
+    rows = []
+    for i in range(first, last):
+        deleted = version > 1 and i % 5 == 0
+        defined = not deleted and i % 7 != 3
+        state = {
+            "state.count": i * version,
+            "state.price": Decimal(i) / 4 + version,
+            "state.seen": datetime(2024, 2, 29, 12, i % 60, version, 123456, tzinfo=timezone.utc),
+            "state.local": datetime(1969, 12, 31, 23, 59, i % 60, tzinfo=timezone.utc).replace(tzinfo=None),
+            "state.day": date(2024, 1, 1 + i % 28),
+            "state.raw": bytes([i, version]),
+            "state.flag": i % 2 == 0,
+            "state.tags": [("v", version), ("none", None)],
+            "state.pair": {"a": 0.5 * i, "b": None if i % 4 == 0 else i},
+        }
+        rows.append(
+            {
+                "key_hash": (i * 0x9E3779B97F4A7C15) % 2**64,
+                "key.name": None if i == 2 else f"key {i} ü",
+                "key.x": float("nan") if i == 3 else i / 2,
+                "key.parts": None if i == 4 else [i, None],
+                **(state if defined else dict.fromkeys(state)),
+                "timeout_ms": 1_700_000_000_000 + i if i % 3 == 0 and not deleted else None,
+                "defined": defined,
+                "deleted": deleted,
+            }
+        )
+    return sorted_run(pa.RecordBatch.from_pylist(rows, schema=schema.arrow))
+
+
+def main(folder: Path) -> None:
+    """Write the files into a folder that does not exist yet."""
+    folder.mkdir()
+    files = Backend(str(folder))
+    schema = OPERATOR.row_schema()
+    refs = [CheckpointRef(version, f"{version:032x}") for version in range(1, 5)]
+    changes = [_rows(0, 30, 1), _rows(5, 20, 2), _rows(18, 25, 3), _rows(2, 4, 4)]
+    files.put("operator_0.json", OPERATOR.encode())
+    bucket = files.child("3")
+    entries: list[LineageEntry] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        store = LocalStore(Path(scratch), schema)
+        for i, (ref, rows) in enumerate(zip(refs, changes, strict=True)):
+            parent = refs[i - 1] if i else None
+            store.apply([rows], ref, parent)
+            header = LineageHeader(DELTA, "golden", 3, ref, parent, tuple(refs[:i]), 0, _WRITER, "0.1.0")
+            kinds = [(DELTA, [rows])]
+            if i == 1:
+                kinds.append((SNAPSHOT, list(store.view(ref).scan())))
+            for kind, batches in kinds:
+                path = Path(scratch) / "file"
+                with path.open("wb") as file:
+                    write_checkpoint(file, replace(header, kind=kind), schema, batches)
+                bucket.put_file(file_name(ref, kind), path)
+                if kind == SNAPSHOT:
+                    entries = []
+                entries.append(LineageEntry(ref, path.stat().st_size))
+        pointer = Pointer(
+            operator="golden",
+            bucket=3,
+            buckets=8,
+            schema_id=0,
+            batch=7,
+            watermark_ms=1_700_000_000_000,
+            home=_WRITER.query_id,
+            lineage=tuple(entries),
+            rows=25,
+            timeout_floor_ms=1_690_000_000_000,
+            timeout_floor_version=2,
+        )
+        files.put("pointer.bin", pointer.encode())
+        expected = [row for batch in store.view(refs[-1]).scan() for row in batch.to_pylist()]
+        store.close()
+    text = json.dumps(expected, indent=1, default=str, ensure_ascii=False)
+    files.put("expected.json", text.encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-1"))
