@@ -178,7 +178,7 @@ def java_range(spark: str) -> tuple[int, int]:
     release = tuple(int(part) for part in spark.split(".")[:2])
     if release < (4, 0):
         return 8, 17
-    return (17, 21) if release < (4, 3) else (17, 25)
+    return (17, 21) if release < (4, 2) else (17, 25)
 
 
 def java_version(java: Path) -> int | None:

@@ -16,7 +16,7 @@ import pandas as pd
 
 from spark_state_ext.demo import dataset, proof, stream
 from spark_state_ext.demo.flights import QUIET_DAYS, SHORT_MINUTES
-from spark_state_ext.demo.server import Server, ServerError
+from spark_state_ext.demo.server import Server, ServerError, check_reachable
 
 MARKER = "made-by-the-demo"
 KILL_AT = 0.4
@@ -74,6 +74,12 @@ def main(words: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # PySpark says this once per import; the demo is a test of that very combination.
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
+    if options.remote:
+        try:
+            check_reachable(options.remote)
+        except ServerError as error:
+            print(error, file=sys.stderr)
+            return 2
     folder = work_folder(options.work_dir)
     temporary = options.work_dir is None and not options.keep
     try:

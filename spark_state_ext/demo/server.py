@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -160,6 +161,18 @@ class Server:
         self.process.wait()
         self.process = None
         return len(set(killed))
+
+
+def check_reachable(url: str) -> None:
+    """Raise when nobody listens at a Connect URL: a client would go on trying for ten minutes."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme != "sc" or not parts.hostname:
+        raise ServerError(f"{url} is not the address of a Connect server, which looks like sc://host:15002")
+    try:
+        with socket.create_connection((parts.hostname, parts.port or 15002), timeout=10):
+            return
+    except OSError as error:
+        raise ServerError(f"no server answers at {parts.hostname}:{parts.port or 15002}: {error}") from error
 
 
 def free_port() -> int:

@@ -38,7 +38,7 @@ _JOINED_FRAMES = 128
 
 @dataclass(frozen=True)
 class CallContext:
-    """What is the same for all keys of a bucket in a batch."""
+    """What is the same for all keys of a bucket in a batch; `after_key` is called after each of them."""
 
     bucket: int
     batch: int
@@ -46,6 +46,7 @@ class CallContext:
     watermark_ms: int
     watermark_present: bool
     timeout_conf: str
+    after_key: Callable[[], None] = lambda: None
 
 
 @dataclass
@@ -232,6 +233,7 @@ class KeyCaller:
                     f"the function failed for key {key!r} (bucket {context.bucket}, batch {context.batch}"
                     f"{', timed out' if timed_out else ''}): {type(error).__name__}: {error}"
                 ) from error
+            context.after_key()
             if state.touched or state.timeout_ms != NO_TIMEOUT:
                 value = state.getOption
                 if value is not None and len(value) != width:

@@ -116,6 +116,8 @@ class _BucketCall:
             watermark_ms=self._times.watermark_ms,
             watermark_present=self._times.watermark_present,
             timeout_conf=job.timeout_conf,
+            # However long the function takes, the lease stays renewed.
+            after_key=self._lease.hold,
         )
 
     # -- the call ----------------------------------------------------------------------------------
@@ -146,24 +148,18 @@ class _BucketCall:
             groups = Groups.of(table, hashes, job.key_positions, len(job.columns), self._schema)
             found: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
             changes = Changes()
-            yield from self._renewing(self._caller.data(groups, found, self._context, changes))
+            yield from self._caller.data(groups, found, self._context, changes)
             changed.append(self._caller.changed_rows(changes, groups.hashes, groups.keys))
             if due.num_rows:
                 due = due.filter(pa.array(groups.without(hashes_of(due), self._schema.key_columns(due))))
         if due.num_rows:
             changes = Changes()
-            yield from self._renewing(self._caller.timeouts(due, self._context, changes))
+            yield from self._caller.timeouts(due, self._context, changes)
             changed.append(self._caller.changed_rows(changes, hashes_of(due), self._schema.key_columns(due)))
             changed.append(_untouched(due, changes))
         changed = [batch for batch in changed if batch.num_rows]
         if changed:
             rows.append(sorted_run(joined(changed)))
-
-    def _renewing(self, frames: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
-        """The same frames; the lease stays renewed however long the function takes."""
-        for frame in frames:
-            self._lease.hold()
-            yield frame
 
     # -- input -------------------------------------------------------------------------------------
 
@@ -287,7 +283,8 @@ class _BucketCall:
         in_force = admit(self._operator_folder, job.operator_file(self._home), job.strict)
         if pointer is not None and pointer.schema_id > in_force.schema_id:
             raise MissingCheckpointError(
-                f"the state of operator {job.operator!r} was written under operator_{pointer.schema_id}.json, which is gone "
+                f"the state of operator {job.operator!r} was written under operator_{pointer.schema_id}.json, "
+                "which is gone "
                 f"from {self._files.root}: bring the file back."
             )
         return in_force

@@ -1,0 +1,82 @@
+"""A job whose function kills its own Python worker at random points; run by test_worker_kill in a process of its own.
+
+Usage: ``python kill_job.py FOLDER OPERATOR KILLS``. Prints the final counts as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.state import GroupState
+from streams import finish, read, using, write_batches
+
+BATCHES, KEYS, ROWS = 8, 120, 400
+
+
+def values(batch: int) -> pa.Table:
+    """Rows of one batch, the same in every run."""
+    chosen = random.Random(batch)
+    return pa.table({"key": pa.array([chosen.randrange(KEYS) for _ in range(ROWS)], pa.int64())})
+
+
+def main(folder: Path, operator: str, kills: int) -> None:
+    """Run the job over all batches, killing workers on the way, and print what it counted."""
+    markers = folder / "kills"
+    markers.mkdir()
+    conf = {
+        "spark.sql.shuffle.partitions": "2",
+        "spark.ui.enabled": "false",
+        "spark.driver.memory": "1g",
+        "spark.log.level": "OFF",
+        "spark.sql.streaming.stateStore.providerClass": (
+            "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+        ),
+    }
+    # A task may fail as often as there are kills.
+    builder = SparkSession.builder.master(f"local[2,{kills + 2}]")
+    for name, value in conf.items():
+        builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+
+    def counting(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        done = len(list(markers.iterdir()))
+        if done < kills and random.random() < 0.05:
+            # Exclusive: two workers never share a kill, so there are exactly as many as asked for.
+            try:
+                os.close(os.open(markers / str(done), os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                pass
+            else:
+                os._exit(1)
+        n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
+        state.update((n,))
+        yield pd.DataFrame({"key": [key[0]], "n": [n]})
+
+    counts: dict[int, int] = {}
+    events = read(spark, write_batches(folder / "in", [values(batch) for batch in range(BATCHES)]), "key long")
+    with using(spark, operator, folder):
+        out = events.groupBy("key").applyInPandasWithState(
+            counting, "key long, n long", "n long", "update", "NoTimeout"
+        )
+        finish(
+            out.writeStream.outputMode("update")
+            .foreachBatch(lambda df, batch: counts.update({row.key: row.n for row in df.collect()}))
+            .option("checkpointLocation", str(folder / "checkpoint"))
+            .trigger(availableNow=True)
+            .start()
+        )
+    spark.stop()
+    print(json.dumps({str(key): counts[key] for key in sorted(counts)}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

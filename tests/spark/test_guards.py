@@ -1,0 +1,242 @@
+"""What must not pass: changed jobs, foreign state, two runs on one state, executors without the package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+from pyspark import __version__ as pyspark_version
+from pyspark.sql.streaming.state import GroupState
+from streams import WAIT_S, finish, read, write_batches
+
+from spark_state_ext import ArrowState
+from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
+
+pytestmark = pytest.mark.spark
+
+STATE = "n long"
+
+
+def arrow_state(folder: Path, **options: Any) -> ArrowState:
+    return ArrowState(str(folder / "root"), "guarded", **{"buckets": 2, "local_dir": str(folder / "local"), **options})
+
+
+def run(spark: Any, folder: Path, **changes: Any) -> list[Any]:
+    """One start of a job over one new file; returns what it emitted. `changes` say how it differs from the first."""
+    table = pa.table({"k": pa.array([1, 2, 1], pa.int64())})
+    events = read(spark, write_batches(folder / "in", [table]), "k long").selectExpr(changes.pop("select", "k"))
+    state_type = changes.pop("state", STATE)
+    width = changes.pop("width", 1)
+    checkpoint = changes.pop("checkpoint", folder / "checkpoint")
+
+    def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        before = state.getOption or (0,)
+        n = before[0] + sum(len(pdf) for pdf in pdfs)
+        state.update((n, *[None] * (width - 1)))
+        yield pd.DataFrame({"k": [str(key[0])], "n": [n], "before": [repr(before)]})
+
+    rows: list[Any] = []
+    out = arrow_state(folder, **changes).apply_in_pandas_with_state(
+        events, "k", count, "k string, n long, before string", state_type, "update", "NoTimeout"
+    )
+    finish(
+        out.writeStream.outputMode("update")
+        .foreachBatch(lambda df, _: rows.extend(df.collect()))
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True)
+        .start()
+    )
+    return sorted((r.k, r.n) for r in rows)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    root = folder / "root"
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file() and p.name != "lease.json"}
+
+
+def test_changed_jobs_are_refused_and_the_state_goes_on_untouched(spark: Any, tmp_path: Path) -> None:
+    assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
+    before = files_of(tmp_path)
+    refused: list[tuple[dict[str, Any], str, str]] = [
+        ({"buckets": 4}, "BucketCountChangedError", "2 buckets"),
+        ({"state": "m long"}, "SchemaChangedError", "'n'"),
+        ({"state": "n string"}, "SchemaChangedError", "'n' was int64 and is now string"),
+        ({"state": "n int"}, "SchemaChangedError", "'n' was int64 and is now int32"),
+        ({"select": "cast(k AS string) AS k"}, "SchemaChangedError", "'k' was int64 and is now string"),
+    ]
+    for changes, error, named in refused:
+        with pytest.raises(Exception, match=error) as raised:
+            run(spark, tmp_path, **changes)
+        assert named in str(raised.value)
+        assert files_of(tmp_path) == before
+    # Each refused start left a file to read; the job as it was takes them all.
+    assert run(spark, tmp_path)[-1] == ("2", 2 + len(refused))
+
+
+def test_a_new_nullable_column_and_a_wider_number_are_followed(spark: Any, tmp_path: Path) -> None:
+    assert run(spark, tmp_path, state="n int") == [("1", 2), ("2", 1)]
+    assert run(spark, tmp_path, state="n long, note string", width=2) == [("1", 4), ("2", 2)]
+    assert run(spark, tmp_path, state="n long, note string", width=2) == [("1", 6), ("2", 3)]
+    names = {p.name for p in (tmp_path / "root").rglob("operator_*.json")}
+    assert names == {"operator_0.json", "operator_1.json"}
+
+
+def test_what_cannot_be_a_key_is_refused_when_planned(spark: Any, tmp_path: Path) -> None:
+    state = arrow_state(tmp_path)
+
+    def plan(df: Any, keys: Any, state_type: str = STATE) -> Any:
+        return state.apply_in_pandas_with_state(
+            df, keys, lambda k, p, s: iter(()), "k long", state_type, "update", "NoTimeout"
+        )
+
+    events = read(spark, write_batches(tmp_path / "in", []), "k long, m map<string, long>, s string")
+    with pytest.raises(UnsupportedTypeError, match=r"'m'.*map"):
+        plan(events, "m")
+    if int(pyspark_version.split(".")[0]) >= 4:
+        with pytest.raises(UnsupportedTypeError, match="collation"):
+            plan(events.selectExpr("k", "s COLLATE UNICODE_CI AS s"), "s")
+    with pytest.raises(UnsupportedTypeError, match=r"'d'.*interval"):
+        plan(events, "k", "d interval day to second")
+    with pytest.raises(UnsupportedPlanError, match="batch DataFrame"):
+        plan(spark.range(3), "id")
+    with pytest.raises(UnsupportedPlanError, match="more than one event-time column"):
+        # As after a join of two streams; withWatermark itself moves the mark to the newer column.
+        both = events.selectExpr("k", "timestamp_millis(k) AS a", "timestamp_millis(k) AS b")
+        delay = {"spark.watermarkDelayMs": 1_000}
+        plan(both.withMetadata("a", delay).withMetadata("b", delay), "k")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"buckets": 0}, "buckets"),
+        ({"operator": "a/b"}, "operator"),
+        ({"root": "relative/path"}, "absolute"),
+        ({"root": "nosuchprotocol://x"}, "nosuchprotocol"),
+        ({"local_dir": "here"}, "local_dir"),
+        ({"lease_ms": 1}, "lease_ms"),
+        ({"memory_bytes_max": 1}, "memory_bytes_max"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        ArrowState(**{"root": "/tmp/x", "operator": "o", **options})
+
+
+def test_state_of_another_query_is_left_alone_or_refused(spark: Any, tmp_path: Path) -> None:
+    assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
+    # A new checkpoint location is a new query: it reads both files and begins without state, beside the other's.
+    assert run(spark, tmp_path, checkpoint=tmp_path / "second")[-1] == ("2", 2)
+    assert len(list((tmp_path / "root" / "guarded").iterdir())) == 2
+    with pytest.raises(Exception, match=r"ExistingStateError.*checkpointLocation"):
+        run(spark, tmp_path, checkpoint=tmp_path / "third", strict=True)
+
+
+def test_executors_without_the_package_say_so(tmp_path: Path) -> None:
+    """Spark's executors run a Python that has all but this package; the session's process has it."""
+    bare = tmp_path / "bare"
+    site = next(p for p in sys.path if p.endswith("site-packages"))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    target = next((bare / "lib").glob("python*")) / "site-packages"
+    hidden = {"spark_state_ext", "arrow_schemas"}
+    for entry in Path(site).iterdir():
+        if entry.name.split("-")[0].split(".")[0] not in hidden and "spark_state_ext" not in entry.name:
+            (target / entry.name).symlink_to(entry)
+    job = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        sys.path[:0] = [sys.argv[1], sys.argv[3]]
+        from pyspark.sql import SparkSession
+        spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").config(
+            "spark.sql.shuffle.partitions", "1").getOrCreate()
+        import test_guards
+        test_guards.run(spark, Path(sys.argv[2]))
+        """
+    )
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "PYSPARK_PYTHON": str(bare / "bin" / "python"),
+        "PYSPARK_DRIVER_PYTHON": sys.executable,
+    }
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", job, str(here), str(tmp_path), str(here.parent.parent)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+        # Python adds its working folder to the path; the checkout would be found there.
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "ExecutorPackageError" in done.stderr
+    assert f"{bare}/bin/python" in done.stderr
+    assert "PYSPARK_PYTHON" in done.stderr
+
+
+def test_a_second_live_run_on_one_state_is_refused(spark: Any, tmp_path: Path) -> None:
+    """A copied Spark checkpoint keeps its query id; the copy is started in another application while the first
+    lives."""
+    assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
+    shutil.copytree(tmp_path / "checkpoint", tmp_path / "copy")
+    job = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from pyspark.sql import SparkSession
+        spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").config(
+            "spark.sql.shuffle.partitions", "2").getOrCreate()
+        import test_guards
+        folder = Path(sys.argv[1])
+        test_guards.run(spark, folder, checkpoint=folder / "copy")
+        """
+    )
+    slow = arrow_state(tmp_path)
+
+    def linger(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        time.sleep(0.2)
+        state.update(((state.getOption or (0,))[0] + 1,))
+        yield pd.DataFrame({"k": [str(key[0])], "n": [1], "before": [""]})
+
+    many = pa.table({"k": pa.array(range(4_000), pa.int64())})
+    events = read(spark, write_batches(tmp_path / "in", [many]), "k long")
+    out = slow.apply_in_pandas_with_state(
+        events, "k", linger, "k string, n long, before string", STATE, "update", "NoTimeout"
+    )
+    first = (
+        out.writeStream.outputMode("update")
+        .format("noop")
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .start()
+    )
+    try:
+        lease = next((tmp_path / "root").rglob("lease.json"))
+        written, deadline_s = lease.read_bytes(), time.monotonic() + WAIT_S
+        while lease.read_bytes() == written and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        second = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", job, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert first.isActive, first.exception()
+    finally:
+        first.stop()
+    assert second.returncode != 0
+    assert "LiveRunError" in second.stderr
+    assert "Stop the other run" in second.stderr

@@ -1,0 +1,32 @@
+"""Python workers that die at random points of a batch, twenty times in one query."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from kill_job import BATCHES, values
+
+KILLS = 20
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_twenty_killed_workers_lose_and_repeat_nothing(operator: str, tmp_path: Path) -> None:
+    # In a process of its own: its session must allow many failures of a task, the shared one must not.
+    script = Path(__file__).with_name("kill_job.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), str(tmp_path), operator, str(KILLS)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert len(list((tmp_path / "kills").iterdir())) == KILLS
+    expected = Counter(key for batch in range(BATCHES) for key in values(batch)["key"].to_pylist())
+    assert json.loads(done.stdout.splitlines()[-1]) == {str(key): n for key, n in expected.items()}
