@@ -1,0 +1,70 @@
+"""Command line of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import big_bucket, keyed_count, store
+from benchmarks.report import RESULTS, BenchmarkError, Report
+
+
+@dataclass(frozen=True)
+class _Benchmark:
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Path], Report]
+
+
+_BENCHMARKS = {
+    "keyed_count": _Benchmark(
+        "the same per-key pandas function on Spark's own state and on Arrow state",
+        keyed_count.add_arguments,
+        keyed_count.run,
+    ),
+    "store": _Benchmark("the local store against one LMDB entry per key", store.add_arguments, store.run),
+    "big_bucket": _Benchmark(
+        "gigabytes into one bucket in one batch, and the memory that takes", big_bucket.add_arguments, big_bucket.run
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a benchmark; returns the exit status: 0 all bars met, 1 some not, 2 it failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measures speed and memory against the alternatives, in one run, on the same input, with equal "
+        "answers checked. Exit status: 0 when all bars are met, 1 when some are not, 2 when the benchmark failed.",
+    )
+    commands = parser.add_subparsers(dest="name", required=True, metavar="BENCHMARK")
+    for name, benchmark in _BENCHMARKS.items():
+        command = commands.add_parser(
+            name,
+            help=benchmark.help,
+            description=benchmark.help,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        command.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="folder for the result file")
+        command.add_argument(
+            "--work-dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="folder for scratch files"
+        )
+        benchmark.add_arguments(command)
+    options = parser.parse_args(arguments)
+    options.work_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"benchmark-{options.name}-", dir=options.work_dir) as folder:
+        try:
+            report = _BENCHMARKS[options.name].run(options, Path(folder))
+        except BenchmarkError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    print(report.table())
+    print(f"\nresult file: {report.write(options.results)}")
+    return 0 if report.met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

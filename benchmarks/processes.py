@@ -1,0 +1,130 @@
+"""What processes use, read from ``/proc``: Linux only."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["MemoryWatch", "Peak", "cpu_seconds", "descendants", "supported"]
+
+_PROC = Path("/proc")
+
+
+def supported() -> bool:
+    """Whether this system tells."""
+    return (_PROC / "self" / "stat").exists()
+
+
+def descendants(pid: int) -> list[int]:
+    """Children, their children and so on."""
+    children: dict[int, list[int]] = {}
+    for folder in _PROC.iterdir():
+        if folder.name.isdigit():
+            fields = _stat(int(folder.name))
+            if fields is not None:
+                children.setdefault(int(fields[1]), []).append(int(folder.name))
+    found: list[int] = []
+    todo = [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def cpu_seconds(pid: int) -> dict[str, float]:
+    """Processor time of a process's descendants so far, by program (``java``, ``python``).
+
+    Of descendants that have ended, those that were waited for are counted.
+    """
+    ticks: dict[str, int] = {}
+    for child in descendants(pid):
+        fields = _stat(child)
+        try:
+            # Threads may rename a process; the file it runs stays.
+            program = (_PROC / str(child) / "exe").readlink().name.rstrip(".0123456789")
+        except OSError:
+            continue  # it has ended
+        if fields is not None:
+            ticks[program] = ticks.get(program, 0) + sum(int(value) for value in fields[11:15])
+    return {program: count / os.sysconf("SC_CLK_TCK") for program, count in ticks.items()}
+
+
+@dataclass
+class Peak:
+    """Most memory that a process had.
+
+    Parameters
+    ----------
+    command
+        Its command line.
+    rss_bytes
+        Resident memory, mapped files included; kept by the kernel, so exact up to the last look.
+    anonymous_bytes
+        Resident memory that is no file's; the most that any look saw.
+    """
+
+    command: str
+    rss_bytes: int
+    anonymous_bytes: int
+
+
+class MemoryWatch:
+    """Watches this process's descendants; a context manager.
+
+    Parameters
+    ----------
+    every_s
+        Seconds between two looks.
+    """
+
+    def __init__(self, every_s: float = 0.1) -> None:
+        self._every_s = every_s
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.peaks: dict[int, Peak] = {}
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._done.wait(self._every_s):
+            self._look()
+
+    def _look(self) -> None:
+        for pid in descendants(os.getpid()):
+            try:
+                status = dict(line.split(":", 1) for line in (_PROC / str(pid) / "status").read_text().splitlines())
+                command = (
+                    (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has ended
+            if "VmHWM" not in status:
+                continue  # it is ending
+            peak = self.peaks.setdefault(pid, Peak(command, 0, 0))
+            peak.command = command
+            peak.rss_bytes = max(peak.rss_bytes, _kib(status["VmHWM"]))
+            peak.anonymous_bytes = max(peak.anonymous_bytes, _kib(status["RssAnon"]))
+
+
+def _kib(text: str) -> int:
+    return int(text.split()[0]) * 1024
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of ``/proc/<pid>/stat`` from the third on: state, parent, …; None when the process has ended."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command, in parentheses, may hold spaces and parentheses.
+    return text[text.rindex(")") + 2 :].split()

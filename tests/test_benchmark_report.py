@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from benchmarks import counting, report
+from benchmarks.__main__ import main
+from benchmarks.entry_store import VALUE, EntryStore
+from benchmarks.floor import Floor
+from benchmarks.report import Bar, BenchmarkError, Report
+
+
+def _report() -> Report:
+    made = Report("sample", {"rows": 10, "seed": 7})
+    made.timing("ours: get", [0.030, 0.010, 0.020])
+    made.timing("theirs: get", [0.2])
+    made.ratio("theirs / ours", 10.0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("value", "sense", "limit", "met"),
+    [
+        (1.0, "at most", 1.0, True),
+        (1.1, "at most", 1.0, False),
+        (3.5, "at least", 3.5, True),
+        (3.4, "at least", 3.5, False),
+        (math.nan, "at most", 1.0, False),
+        (math.nan, "at least", 1.0, False),
+    ],
+)
+def test_bar(value: float, sense: Literal["at most", "at least"], limit: float, met: bool) -> None:
+    assert Bar("bar", value, sense, limit).met is met
+
+
+def test_a_report_is_met_only_with_bars_and_all_of_them() -> None:
+    made = _report()
+    met = [made.met]
+    made.bar("get", 20.0, "at most", 25.0, "ms")
+    met.append(made.met)
+    made.bar("speed", 3.0, "at least", 3.5, "times")
+    met.append(made.met)
+    assert met == [False, True, False]
+
+
+def test_result_file(tmp_path: Path) -> None:
+    made = _report()
+    made.bar("get", 20.0, "at most", 25.0, "ms")
+    made.check("both gave the same", True)
+    path = made.write(tmp_path / "results")
+    assert path == tmp_path / "results" / "sample.json"
+    result = json.loads(path.read_text())
+    assert result["format"] == report.RESULT_FORMAT
+    assert result["parameters"] == {"rows": 10, "seed": 7}
+    assert result["timings_s"] == {"ours: get": [0.030, 0.010, 0.020], "theirs: get": [0.2]}
+    assert result["medians_s"]["ours: get"] == 0.020
+    assert result["ratios"] == {"theirs / ours": 10.0}
+    assert result["bars"] == [
+        {"name": "get", "value": 20.0, "sense": "at most", "limit": 25.0, "unit": "ms", "met": True}
+    ]
+    assert result["met"] is True
+    assert result["checks"] == ["both gave the same"]
+    assert result["started"] <= result["finished"]
+    assert result["machine"]["cores"] >= 1
+    assert result["machine"]["memory_bytes"] > 1 << 20
+    assert len(result["load_average"]["before"]) == 3
+    assert set(result["versions"]) == {
+        "spark_state_ext",
+        "python",
+        "pyspark",
+        "pandas",
+        "numpy",
+        "pyarrow",
+        "lmdb",
+        "java",
+    }
+    assert result["versions"]["pandas"] == pd.__version__
+
+
+def test_a_number_that_is_none_is_not_written(tmp_path: Path) -> None:
+    made = _report()
+    made.ratio("nothing", math.nan)
+    with pytest.raises(ValueError, match="Out of range"):
+        made.write(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_table() -> None:
+    made = _report()
+    made.bar("get", 20.0, "at most", 25.0, "ms")
+    made.bar("speed", 3.0, "at least", 3.5, "times")
+    lines = made.table().splitlines()
+    assert next(line for line in lines if line.startswith("ours: get")).split()[2:4] == ["20.0", "ms"]
+    assert any(line.startswith("theirs / ours") and line.endswith("10.00") for line in lines)
+    verdicts = [line for line in lines if line.endswith(("met", "NOT MET"))]
+    assert [line.split("  ")[-1].strip() for line in verdicts] == ["met", "NOT MET"]
+
+
+def test_wrong_answers_stop_a_benchmark() -> None:
+    with pytest.raises(BenchmarkError, match="both gave the same"):
+        _report().check("both gave the same", False)
+
+
+def test_the_floor_gives_the_right_answer() -> None:
+    batches = counting.event_batches(2, 300, 100, seed=3)
+    keys = pd.concat(batches)["key"].to_numpy(dtype=np.int64)
+    with Floor(2, keys) as floor:
+        for events in batches:
+            floor.next_batch(events)
+            # Repeating a measurement must not count a batch twice.
+            times = [floor.measure(), floor.measure()]
+        answer = floor.answer()
+    pd.testing.assert_frame_equal(answer, counting.expected(batches), check_exact=True)
+    assert all(one.wall_s > 0 and one.cpu_s > 0 for one in times)
+
+
+def test_one_entry_a_key(tmp_path: Path) -> None:
+    values = np.zeros(4, dtype=VALUE)
+    values["n"] = [1, 2, 3, 256]
+    values["timeout_ms"] = [0, 2**40, 7, 0]
+    store = EntryStore(tmp_path / "entries", 1 << 20)
+    keys = np.array([1, 2, 256, 2**63], dtype=np.uint64)
+    store.load(keys, values)
+    values[1:3]["total"] = [0.5, -1.5]
+    store.put(keys[1:3], values[1:3])
+    assert store.get(keys).tolist() == values.tolist()
+    store.close()
+
+
+def test_store_benchmark_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--rows", "2000", "--batch", "100", "--repeats", "2", "--loads", "2", "--growth-batches", "6"]
+    # On so little the bars say nothing; 2 would mean that it failed.
+    assert main(["store", *sizes, "--results", str(tmp_path), "--work-dir", str(tmp_path / "work")]) in (0, 1)
+    assert "get, 10 runs" in capsys.readouterr().out
+    result = json.loads((tmp_path / "store.json").read_text())
+    assert result["parameters"]["rows"] == 2000
+    assert len(result["checks"]) == 4
+    assert {bar["name"] for bar in result["bars"]} == {
+        "load", "get, 1 run", "put", "get, 10 runs", "mean batch, 10 times the state"
+    }  # fmt: skip
+    assert not list((tmp_path / "work").iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["keyed_count", "--help"], ["store", "--help"], ["big_bucket", "--help"]]
+)
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 0
+    assert "usage: python -m benchmarks" in capsys.readouterr().out
+
+
+def test_impossible_arguments_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "--rows", "10", "--batch", "11", "--results", str(tmp_path)]) == 2
+    assert "--batch must not exceed --rows" in capsys.readouterr().err
