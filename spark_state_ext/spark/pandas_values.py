@@ -32,7 +32,6 @@ from spark_state_ext.errors import UnsupportedTypeError
 
 __all__ = [
     "column_to_series",
-    "dtype_depends_on_all_null",
     "dtype_depends_on_nulls",
     "empty_frame",
     "key_scalars",
@@ -146,15 +145,6 @@ def dtype_depends_on_nulls(kind: pa.DataType) -> bool:
     if pat.is_integer(kind) or pat.is_boolean(kind):
         return True
     return any(dtype_depends_on_nulls(child) for child in _children(kind))
-
-
-def dtype_depends_on_all_null(kind: pa.DataType) -> bool:
-    """Tell whether a column of NULLs only converts to another dtype than one with some values beside NULLs.
-
-    False for every type: such integers are still float64, strings pandas' string type, booleans, dates,
-    decimals, binary and nested types object.
-    """
-    return False
 
 
 def null_flags(column: pa.Array | pa.ChunkedArray) -> list[Flags]:

@@ -30,7 +30,7 @@ from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.keys import CallContext, Changes, Groups, KeyCaller, UserFunction
 from spark_state_ext.spark.pack import event_times
 from spark_state_ext.spark.payload import HASH_COLUMN, decode, spill_is_stale
-from spark_state_ext.spark.task import TaskInfo, local_folder, operator_folder, scratch_folder
+from spark_state_ext.spark.task import TaskInfo, local_folder, operator_folder, scratch_folder, settle
 from spark_state_ext.spill import HashSorter, SpillBuffer
 from spark_state_ext.store import LocalStore, Lookup
 from spark_state_ext.store.runs import hashes_of, joined, sorted_run
@@ -62,6 +62,7 @@ def run_bucket(
     state
         Spark's state of the bucket: the pointer.
     """
+    settle()
     call = _BucketCall(Job.from_plain(plain), function, label_bucket(int(key[0])), state)
     yield from call.run(frames)
 

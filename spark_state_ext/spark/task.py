@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import hashlib
 import os
 import tempfile
@@ -14,7 +16,11 @@ from spark_state_ext.backend import Backend
 from spark_state_ext.errors import StorageError
 from spark_state_ext.spark.job import Job
 
-__all__ = ["TaskInfo", "local_folder", "operator_folder", "scratch_folder"]
+__all__ = ["TaskInfo", "local_folder", "operator_folder", "scratch_folder", "settle"]
+
+
+# Containers allocated, and not freed yet, at which a young collection begins; Python's own default is 700.
+_YOUNG_OBJECTS_MAX = 10_000
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,20 @@ class TaskInfo:
         if context is None or not query_id or batch is None:
             return TaskInfo(job.plan_id, job.plan_id, None)
         return TaskInfo(query_id, context.getLocalProperty("spark.jobGroup.id") or query_id, int(batch))
+
+
+@functools.cache
+def settle() -> None:
+    """Once in the life of a worker process: let the garbage collector run less often, and over less.
+
+    What is alive now, modules mostly, stays for good, but each full collection would go through all of it again. And
+    the frames that functions make for thousands of keys allocate so much that young collections follow each other.
+    """
+    gc.collect()
+    gc.freeze()
+    young, *old = gc.get_threshold()
+    if young:  # zero: somebody switched collections off
+        gc.set_threshold(max(young, _YOUNG_OBJECTS_MAX), *old)
 
 
 def operator_folder(job: Job) -> Backend:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,12 +14,14 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyspark.sql.streaming.state import GroupState
 from pyspark.sql.types import LongType, StructField, StructType
 
 from arrow_schemas import RowSchema, key_fields, state_fields
 from spark_state_ext.errors import StateValueError, UserFunctionError
 from spark_state_ext.spark.group_state import KeyState
 from spark_state_ext.spark.keys import CallContext, Changes, Groups, KeyCaller
+from spark_state_ext.spark.task import settle
 from spark_state_ext.store import Lookup
 
 STATE = StructType([StructField("n", LongType())])
@@ -128,7 +132,7 @@ def test_output_frames_are_joined_and_none_is_lost() -> None:
 
     groups = grouped(list(range(500)), [0] * 500)
     frames = list(caller(function).data(groups, nobody(groups), CONTEXT, Changes()))
-    assert len(frames) < 20
+    assert len(frames) < 50
     assert sorted(pd.concat(frames)["k"]) == sorted([*range(500)] * 3)
 
 
@@ -137,3 +141,69 @@ def test_others_that_have_rows_are_told_apart_from_those_that_have_none() -> Non
     others = pa.array([3, 4, 1, 9], pa.int64())
     keep = groups.without(np.zeros(4, dtype=np.uint64), [others])
     assert keep.tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1, 2.5, "a", None, b"b", True),
+        (np.int64(3), np.float64(1.5), np.bool_(True)),
+        (np.int16(3), pd.Timestamp(5), pd.Timedelta(seconds=2), np.datetime64(7, "us")),
+        [1, np.float32(0.5)],
+        (),
+    ],
+)
+def test_update_keeps_what_sparks_own_keeps(value: Any) -> None:
+    arguments: dict[str, Any] = {
+        "batchProcessingTimeMs": 1,
+        "eventTimeWatermarkMs": 0,
+        "timeoutConf": "NoTimeout",
+        "hasTimedOut": False,
+        "watermarkPresent": False,
+        "defined": False,
+        "updated": False,
+        "removed": False,
+        "timeoutTimestamp": -1,
+        "keyAsUnsafe": b"",
+        "valueSchema": STATE,
+    }
+    sparks = GroupState(optionalValue=None, **arguments)  # type: ignore[arg-type]
+    ours = KeyState(None, 1, 0, "NoTimeout", False, False, STATE)
+    for state in (sparks, ours):
+        assert not state.exists
+        assert state.getOption is None
+        with pytest.raises(ValueError):
+            _ = state.get
+        state.update(value)
+        assert state.exists
+    assert ours.get == sparks.get
+    assert ours.getOption == sparks.getOption
+    assert str(ours) == str(sparks)
+    assert list(map(type, ours.get)) == list(map(type, sparks.get))
+    assert ours.json() == sparks.json()
+    for state in (sparks, ours):
+        with pytest.raises(TypeError):
+            state.update(None)  # type: ignore[arg-type]
+        state.remove()
+        assert not state.exists
+        assert state.getOption is None
+    assert ours.json() == sparks.json()
+    assert ours.touched
+
+
+def test_a_settled_worker_still_collects_garbage() -> None:
+    class Node:
+        def __init__(self) -> None:
+            self.itself = self
+
+    before = gc.get_threshold()
+    try:
+        settle.__wrapped__()
+        assert gc.get_threshold()[0] >= before[0]
+        assert gc.get_freeze_count() > 0
+        node = weakref.ref(Node())
+        gc.collect()
+        assert node() is None
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

@@ -31,7 +31,6 @@ from pyspark.sql import functions as F
 from spark_state_ext.errors import UnsupportedTypeError
 from spark_state_ext.spark.pandas_values import (
     column_to_series,
-    dtype_depends_on_all_null,
     dtype_depends_on_nulls,
     empty_frame,
     key_scalars,
@@ -483,7 +482,7 @@ def test_groups_with_equal_null_flags_convert_together(both: Both, case: Case) -
 def test_what_dtypes_depend_on(both: Both, case: Case) -> None:
     kind = both.table.schema.field(case.name).type
     full, some, none = (both.spark_column(group, case.name)[0] for group in ("full", "some NULL", "all NULL"))
-    assert (some != none) == dtype_depends_on_all_null(kind)
+    assert some == none
     if not pa.types.is_nested(kind):
         assert (full != some) == dtype_depends_on_nulls(kind)
     elif not dtype_depends_on_nulls(kind):
