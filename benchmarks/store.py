@@ -262,14 +262,16 @@ def _growth(report: Report, rng: np.random.Generator, options: argparse.Namespac
         f"after {options.growth_batches} batches both sizes hold what an array holds ({options.batch:,} looked at)",
         True,
     )
-    means = {}
+    means, medians = {}, {}
     for factor, rows in sizes.items():
         named = f"{_OURS}: batch at {rows:,} rows"
-        report.timing(named, [sum(one) for one in parts[factor]])
+        medians[factor] = report.timing(named, [sum(one) for one in parts[factor]])
         for i, part in enumerate(("get", "put", "compact and prune")):
             report.timing(f"{named}, {part}", [one[i] for one in parts[factor]])
         means[factor] = statistics.mean(sum(one) for one in parts[factor])
         report.details[f"{named}: mean seconds"] = means[factor]
+    # The median batch merges nothing; the bar is on the mean, where merging counts.
+    report.ratio(f"median batch at {_GROWN} times the state / at 1", medians[_GROWN] / medians[1])
     growth = report.ratio(f"mean batch at {_GROWN} times the state / at 1", means[_GROWN] / means[1])
     report.bar(f"mean batch, {_GROWN} times the state", growth, "at most", GROWTH_AT_MOST, "times")
 
