@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 import uuid
@@ -19,20 +20,35 @@ from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.payload import HASH_COLUMN, encode, payload_bytes_max, spill_folder, spilled
 from spark_state_ext.spark.task import TaskInfo, operator_folder, scratch_folder
 
-__all__ = ["buckets_of", "pack"]
+__all__ = ["buckets_of", "inline_share", "pack"]
 
 _OUTPUT = pa.schema([("bucket", pa.int32()), ("payload", pa.binary()), ("event_time", pa.timestamp("us", tz="UTC"))])
 # Rows are held back until there are this many bytes, so that payloads are not cut small by Spark's input batches.
 _HELD_BYTES_MAX = 32 << 20
 # What one packing task sends through the shuffle before it turns to spill files.
-_INLINE_BYTES_MAX = 128 << 20
+_TASK_INLINE_BYTES_MAX = 128 << 20
+# What all packing tasks together send to one bucket. Newer releases of Spark gather all of a bucket's rows in one
+# buffer of the JVM, outside its heap, which doubles as it grows and fails at 2 GiB, or where the heap's size ends.
+_BUCKET_INLINE_BYTES_MAX = 192 << 20
 _OUTPUT_BYTES_MAX = 16 << 20
+# Rows of one payload in a spill file.
+_SPILLED_BYTES = 8 << 20
 
 
 def buckets_of(hashes: HashArray, buckets: int) -> IndexArray:
     """Bucket of each hash: its high 32 bits scaled to the number of buckets, so a bucket is a range of hashes."""
     found: IndexArray = (((hashes >> np.uint64(32)) * np.uint64(buckets)) >> np.uint64(32)).astype(np.int64)
     return found
+
+
+def inline_share(partition: int) -> int:
+    """Most bytes that the packing task of a partition sends to one bucket through the shuffle.
+
+    No task knows how many there are. So the shares decrease such that any number of them stays below the bound, as
+    slowly as that can be: the sum of 1 / (n ln² n) from 2 on is 2.11.
+    """
+    n = partition + 2
+    return int(_BUCKET_INLINE_BYTES_MAX / (2.11 * n * math.log(n) ** 2))
 
 
 def pack(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -47,9 +63,10 @@ def pack(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
     """
     job = Job.from_plain(plain)
     task = TaskInfo.current(job)
-    packer = _Packer(job, task)
     context = TaskContext.get()
-    if context is not None and context.partitionId() == 0:
+    partition = context.partitionId() if context is not None else 0
+    packer = _Packer(job, task, inline_share(partition))
+    if context is not None and partition == 0:
         # Every bucket is called in every batch with data: to restore, to time out, to be cleaned up.
         labels = [bucket_label(bucket) for bucket in range(job.buckets)]
         empty = pa.nulls(job.buckets, _OUTPUT.field("event_time").type)
@@ -71,12 +88,14 @@ def pack(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
 
 
 class _Packer:
-    def __init__(self, job: Job, task: TaskInfo) -> None:
+    def __init__(self, job: Job, task: TaskInfo, bucket_bytes_max: int) -> None:
         self._job = job
         self._task = task
         self._labels = pa.array([bucket_label(bucket) for bucket in range(job.buckets)], pa.int32())
         self._target_bytes = payload_bytes_max(job.frame_rows_max)
         self._inline_bytes = 0
+        self._bucket_bytes_max = bucket_bytes_max
+        self._bucket_bytes = [0] * job.buckets
         self._spill: _SpillFile | None = None
 
     def packed(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
@@ -95,11 +114,20 @@ class _Packer:
         rows: list[tuple[int, bytes, Any]] = []
         size = 0
         for bucket in np.flatnonzero(np.diff(bounds)).tolist():
-            for start in range(int(bounds[bucket]), int(bounds[bucket + 1]), step):
-                stop = min(start + step, int(bounds[bucket + 1]))
-                payload = self._placed(encode(data.slice(start, stop - start)))
+            start, end = int(bounds[bucket]), int(bounds[bucket + 1])
+            while start < end:
+                inline = self._fits(bucket, min(step, end - start) * row_bytes)
+                # Few large reads of spill files, as each costs a request to the object store.
+                stop = min(start + (step if inline else max(1, _SPILLED_BYTES // row_bytes)), end)
+                payload = encode(data.slice(start, stop - start))
+                if inline:
+                    self._inline_bytes += len(payload)
+                    self._bucket_bytes[bucket] += len(payload)
+                else:
+                    payload = self._spilled(payload)
                 rows.append((bucket, payload, self._latest(event_times, start, stop)))
                 size += len(payload)
+                start = stop
                 if size >= _OUTPUT_BYTES_MAX:
                     yield self._output(rows)
                     rows, size = [], 0
@@ -113,12 +141,16 @@ class _Packer:
     def close(self) -> None:
         assert self._spill is None, "spill files are published with the rows that refer to them"
 
-    def _placed(self, payload: bytes) -> bytes:
-        if self._inline_bytes + len(payload) <= _INLINE_BYTES_MAX and len(payload) <= 4 * self._target_bytes + (
-            1 << 20
-        ):
-            self._inline_bytes += len(payload)
-            return payload
+    def _fits(self, bucket: int, size: int) -> bool:
+        """Whether so many more bytes may go to a bucket through the shuffle."""
+        return (
+            self._inline_bytes + size <= _TASK_INLINE_BYTES_MAX
+            and self._bucket_bytes[bucket] + size <= self._bucket_bytes_max
+            # A single row may be larger than a payload should be.
+            and size <= 4 * self._target_bytes + (1 << 20)
+        )
+
+    def _spilled(self, payload: bytes) -> bytes:
         if self._spill is None:
             self._spill = _SpillFile(self._job, self._task)
         return self._spill.add(payload)

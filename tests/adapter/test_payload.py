@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from spark_state_ext.errors import CorruptFileError
-from spark_state_ext.spark.pack import buckets_of
+from spark_state_ext.spark.pack import buckets_of, inline_share
 from spark_state_ext.spark.payload import decode, encode, payload_bytes_max, spilled
 
 
@@ -63,3 +63,12 @@ def test_buckets_are_ranges_of_hashes_of_equal_size(buckets: int) -> None:
     if buckets <= 64:
         counts = np.bincount(found, minlength=buckets)
         assert counts.min() > 0.9 * len(hashes) / buckets
+
+
+def test_the_shares_of_any_number_of_tasks_stay_below_what_one_bucket_may_get() -> None:
+    shares = [inline_share(partition) for partition in range(100_000)]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) < 192 << 20
+    # Ordinary batches of ordinary jobs need no spill files.
+    assert shares[7] > 1 << 20
+    assert shares[199] > 16 << 10

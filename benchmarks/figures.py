@@ -1,0 +1,94 @@
+"""The figures in README and docs, made from the committed result files and from nothing else.
+
+``python -m benchmarks.figures`` writes them; a test checks that they are what the result files say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS
+
+__all__ = ["DOCUMENTS", "main", "with_figures"]
+
+_ROOT = Path(__file__).parent.parent
+DOCUMENTS = (_ROOT / "README.md", _ROOT / "docs" / "benchmarks.md")
+_PLACE = re.compile(r"(<!-- figures (\w+): begin -->\n).*?(<!-- figures \2: end -->)", re.DOTALL)
+
+
+def with_figures(text: str) -> str:
+    """A document with the figures in their places (``<!-- figures NAME: begin -->``, ``end``) as they are now."""
+    return _PLACE.sub(lambda found: found[1] + _MAKERS[found[2]]() + found[3], text)
+
+
+def _result(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
+
+
+def _readme() -> str:
+    keyed, store = _result("keyed_count"), _result("store")
+    bars = {bar["name"]: bar["value"] for bar in keyed["bars"] + store["bars"]}
+    ratios, times = keyed["ratios"], store["medians_s"]
+    entry_get = 1000 * times["one entry a key, in any order: get, 1 run"]
+    entry_put = 1000 * times["one entry a key: put"]
+    ours_get, ours_put = bars["get, 1 run"], bars["put"]
+    rows = [
+        ("an unchanged keyed count, against Spark's operator", f"{bars[_SPEED]:.1f} times the rows per second"),
+        ("time that workers add to the function's own", f"{bars[_ADDED]:.0f} %"),
+        (
+            "a whole batch, Spark's own work included, over the function alone",
+            f"{ratios[_WHOLE]:.1f}; Spark's operator {ratios[_SPARKS_WHOLE]:.1f}",
+        ),
+        ("43,000 random keys of 1,000,000: read", f"{ours_get:.0f} ms; {entry_get:.0f} ms as one LMDB entry a key"),
+        ("the same: write", f"{ours_put:.0f} ms; {entry_put:.0f} ms as one LMDB entry a key"),
+    ]
+    lines = ["| | measured |", "| --- | --- |", *(f"| {what} | {figure} |" for what, figure in rows)]
+    return "\n".join([*lines, "", _where(keyed), ""])
+
+
+def _table(name: str) -> str:
+    result = _result(name)
+    lines = ["| bar | measured | promised | |", "| --- | --- | --- | --- |"]
+    for bar in result["bars"]:
+        unit = bar["unit"]
+        met = "met" if bar["met"] else "**not met**"
+        lines.append(
+            f"| {bar['name']} | {bar['value']:.3g} {unit} | {bar['sense']} {bar['limit']:.3g} {unit} | {met} |"
+        )
+    lines += ["", "| ratio | |", "| --- | --- |"]
+    lines += [f"| {ratio} | {value:.2f} |" for ratio, value in result["ratios"].items()]
+    return "\n".join([*lines, "", _where(result), ""])
+
+
+def _where(result: dict[str, Any]) -> str:
+    machine, versions = result["machine"], result["versions"]
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("pyspark", "pandas", "pyarrow", "lmdb"))
+    day = result["finished"][:10]
+    return f"{machine['cores']} cores of an {machine['cpu']}, Python {versions['python']}, {packages}; {day}."
+
+
+_SPEED = "rows per second against Spark's own"
+_ADDED = "added in the workers to the function's own time"
+_WHOLE, _SPARKS_WHOLE = "Arrow state / function alone, time", "Spark's own state / function alone, time"
+_MAKERS = {
+    "readme": _readme,
+    "keyed_count": lambda: _table("keyed_count"),
+    "store": lambda: _table("store"),
+    "big_bucket": lambda: _table("big_bucket"),
+}
+
+
+def main() -> int:
+    """Write them."""
+    for path in DOCUMENTS:
+        path.write_text(with_figures(path.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

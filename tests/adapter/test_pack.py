@@ -1,0 +1,82 @@
+"""Packing without Spark: every row arrives in its bucket, through the shuffle or a spill file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from arrow_schemas.labels import label_bucket
+from spark_state_ext.spark import pack as packing
+from spark_state_ext.spark.job import Job
+from spark_state_ext.spark.pack import buckets_of, pack
+from spark_state_ext.spark.payload import decode
+from spark_state_ext.spark.task import operator_folder
+
+BUCKETS = 3
+
+
+def job(root: Path) -> Job:
+    return Job(
+        operator="packed",
+        root=str(root / "root"),
+        buckets=BUCKETS,
+        key_schema="",
+        state_schema="",
+        columns=("c0", "c1"),
+        key_positions=(0,),
+        timeout_conf="NoTimeout",
+        event_time_position=-1,
+        event_time_is_window=False,
+        timezone="UTC",
+        frame_rows_max=10_000,
+        late_by_previous_watermark=True,
+        application_id="",
+        plan_id="plan",
+        local_dir=str(root / "local"),
+        strict=False,
+        lease_ms=1_000,
+        memory_bytes_max=1 << 20,
+    )
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 60_000, 1 << 30])
+def test_every_row_arrives_once_in_its_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline_bytes: int
+) -> None:
+    # A third of the rows needs more than the middle one of these.
+    monkeypatch.setattr(packing, "inline_share", lambda partition: inline_bytes)
+    monkeypatch.setattr(packing, "_SPILLED_BYTES", 50_000)
+    rng = np.random.default_rng(3)
+    batches = [
+        pa.record_batch(
+            {
+                "c0": pa.array(np.arange(at, at + 1_000)),
+                "c1": pa.array([rng.bytes(100) for _ in range(1_000)], pa.binary()),
+                "__hash": pa.array(rng.integers(-(2**63), 2**63, 1_000)),
+            }
+        )
+        for at in range(0, 4_000, 1_000)
+    ]
+    the_job = job(tmp_path)
+    files = operator_folder(the_job)
+    seen: list[pa.RecordBatch] = []
+    sent = [0] * BUCKETS
+    for packed in pack(the_job.to_plain(), iter(batches)):
+        for label, payload in zip(
+            packed.column("bucket").to_pylist(), packed.column("payload").to_pylist(), strict=True
+        ):
+            bucket = label_bucket(label)
+            sent[bucket] += len(payload) if payload[:1] == b"A" else 0
+            for rows in decode(payload, lambda name, start, length: files.get_range(name, start, start + length)):
+                hashes = rows.column("__hash").to_numpy().view(np.uint64)
+                assert (buckets_of(hashes, BUCKETS) == bucket).all()
+                seen.append(rows)
+    assert max(sent) <= inline_bytes
+    arrived = pa.Table.from_batches(seen).sort_by("c0")
+    assert arrived.equals(pa.Table.from_batches(batches))
+    stored = list((tmp_path / "root").rglob("*.payloads"))
+    assert bool(stored) == (inline_bytes < 1 << 30)
+    assert (sum(sent) > 0) == (inline_bytes > 0)
