@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def _where(result: dict[str, Any]) -> str:
 _SPEED = "rows per second against Spark's own"
 _ADDED = "added in the workers to the function's own time"
 _WHOLE, _SPARKS_WHOLE = "Arrow state / function alone, time", "Spark's own state / function alone, time"
-_MAKERS = {
+_MAKERS: dict[str, Callable[[], str]] = {
     "readme": _readme,
     "keyed_count": lambda: _table("keyed_count"),
     "store": lambda: _table("store"),
