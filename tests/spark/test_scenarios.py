@@ -251,57 +251,6 @@ def test_event_time_timeouts_and_late_rows(session: Any, operator: str, given: s
     ]
 
 
-def test_every_misuse_of_group_state_has_sparks_error(session: Any, operator: str, tmp_path: Path) -> None:
-    def misuse(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-        import json
-
-        def raised(call: Any) -> str:
-            try:
-                call()
-            except Exception as error:
-                kinds = [k.__name__ for k in type(error).__mro__ if k.__name__.startswith("PySpark")]
-                return f"{(kinds or [type(error).__name__])[0]}: {error}"
-            return "nothing"
-
-        found = {
-            "isinstance": str(isinstance(state, GroupState)),
-            "get": raised(lambda: state.get),
-            "update(None)": raised(lambda: state.update(None)),  # type: ignore[arg-type]
-            "duration text": raised(lambda: state.setTimeoutDuration("1 minute")),  # type: ignore[arg-type]
-            "duration without": raised(lambda: state.setTimeoutDuration(1)),
-            "timestamp without": raised(lambda: state.setTimeoutTimestamp(1)),
-            "watermark without": raised(lambda: state.getCurrentWatermarkMs()),
-            "exists": str((state.exists, state.hasTimedOut, state.getOption, state.oldTimeoutTimestamp)),
-            "text": str(state),
-            "json": str(sorted(json.loads(state.json()))),
-            "time": str(abs(state.getCurrentProcessingTimeMs() / 1000 - pd.Timestamp.now("UTC").timestamp()) < 600),
-        }
-        state.update((5,))
-        found["updated"] = str((state.exists, state.get, state.getOption, str(state)))
-        state.remove()
-        found["removed"] = str((state.exists, state.getOption, raised(lambda: state.get)))
-        yield pd.DataFrame({"what": list(found), "text": list(found.values())})
-
-    rows = job(session, operator, tmp_path, [strings("a")], misuse, output="what string, text string")
-    found = {r.what: r.text for r in rows}
-    assert found["isinstance"] == "True"
-    assert found["get"].startswith("PySparkValueError")
-    assert found["update(None)"].startswith("PySparkTypeError")
-    assert found["duration text"].startswith("PySparkTypeError")
-    # 3.5 raises plain RuntimeErrors here.
-    for what in ("duration without", "timestamp without"):
-        assert found[what].startswith(("PySparkRuntimeError", "RuntimeError"))
-        assert "timeout" in found[what]
-    assert "watermark" in found["watermark without"]
-    assert found["exists"] == "(False, False, None, -1)"
-    assert found["text"] == "GroupState(<undefined>)"
-    assert "timeoutTimestamp" in found["json"]
-    assert found["time"] == "True"
-    assert found["updated"] == "(True, (5,), (5,), 'GroupState((5,))')"
-    assert found["removed"].startswith("(False, None, ")
-    assert "PySparkValueError" in found["removed"]
-
-
 @pytest.mark.parametrize("wrong", ["frame", "none", "columns", "raises"])
 def test_a_wrong_result_fails_the_query_with_sparks_error(
     session: Any, operator: str, wrong: str, tmp_path: Path

@@ -1,0 +1,247 @@
+"""A stateful job over several starts: its input files, its checkpoint, and what each of its batches emitted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyspark
+import pytest
+from pyspark.sql.streaming.state import GroupStateTimeout
+from streams import finish, read, using, write_batches
+
+__all__ = [
+    "CLASSIC",
+    "EVERYWHERE",
+    "KEYED",
+    "SPARK",
+    "TIMED",
+    "Batches",
+    "Job",
+    "configured",
+    "ddl",
+    "emitted",
+    "event_rows",
+    "eventually",
+    "keyed",
+    "table",
+]
+
+SPARK = (int(pyspark.__version__.split(".")[0]), int(pyspark.__version__.split(".")[1]))
+
+# Where a test runs. Spark's own operator on Connect would only test Spark; and most of what a task does is the same under
+# both kinds of session, so that Connect is for plans, for `foreachBatch`, for what travels from client to server, for errors.
+CLASSIC = pytest.mark.parametrize("session", ["classic"], indirect=True)
+EVERYWHERE = pytest.mark.parametrize(
+    ("session", "operator"),
+    [
+        ("classic", "spark"),
+        ("classic", "arrow"),
+        pytest.param("connect", "arrow", marks=pytest.mark.connect),
+    ],
+    indirect=True,
+)
+
+Row = tuple[Any, ...]
+Batches = dict[int, list[Row]]
+
+KEYED = pa.schema([("key", pa.string()), ("value", pa.int64())])
+TIMED = pa.schema([("key", pa.string()), ("at", pa.timestamp("us", "UTC")), ("value", pa.int64())])
+_NAMES = {
+    pa.int8(): "tinyint",
+    pa.int16(): "smallint",
+    pa.int32(): "int",
+    pa.int64(): "bigint",
+    pa.float32(): "float",
+    pa.float64(): "double",
+    pa.string(): "string",
+    pa.binary(): "binary",
+    pa.bool_(): "boolean",
+    pa.date32(): "date",
+    pa.timestamp("us", "UTC"): "timestamp",
+    pa.timestamp("us"): "timestamp_ntz",
+}
+
+
+def ddl(schema: Any) -> str:
+    """An Arrow schema as Spark's DDL."""
+    return ", ".join(f"`{column.name}` {_spark_name(column.type)}" for column in schema)
+
+
+def _spark_name(kind: Any) -> str:
+    if pa.types.is_decimal(kind):
+        return f"decimal({kind.precision}, {kind.scale})"
+    if pa.types.is_list(kind):
+        return f"array<{_spark_name(kind.value_type)}>"
+    if pa.types.is_map(kind):
+        return f"map<{_spark_name(kind.key_type)}, {_spark_name(kind.item_type)}>"
+    if pa.types.is_struct(kind):
+        return f"struct<{', '.join(f'{part.name}: {_spark_name(part.type)}' for part in kind)}>"
+    return _NAMES[kind]
+
+
+def table(schema: Any, rows: Sequence[Row]) -> Any:
+    """Rows as an Arrow table."""
+    return pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema=schema)
+
+
+def keyed(*keys: str | None) -> Any:
+    """A batch of `KEYED` rows numbered from 0."""
+    return table(KEYED, list(zip(keys, range(len(keys)), strict=True)))
+
+
+def event_rows(*rows: tuple[str, int | None, int]) -> Any:
+    """A batch of `TIMED` rows: key, event time in seconds, value."""
+    at = pa.array([None if s is None else s * 1_000_000 for _, s, _ in rows], pa.int64()).cast(TIMED.field("at").type)
+    return pa.table([[k for k, _, _ in rows], at, pa.array([v for *_, v in rows], pa.int64())], schema=TIMED)
+
+
+@contextlib.contextmanager
+def configured(session: Any, conf: dict[str, str]) -> Iterator[None]:
+    """Set configuration of a session for a while."""
+    before = {name: session.conf.get(name, None) for name in conf}
+    for name, value in conf.items():
+        session.conf.set(name, value)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                session.conf.unset(name)
+            else:
+                session.conf.set(name, old)
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"still not so after {seconds} s"
+        time.sleep(0.05)
+
+
+def emitted(sink: Path, since: int = 0) -> Batches:
+    """Rows that each batch has written through Spark's file sink, in no order; read without Spark."""
+    batches: Batches = {}
+    for log in sorted((sink / "_spark_metadata").glob("[0-9]*"), key=lambda path: int(path.name)):
+        if int(log.name) < since:
+            continue
+        rows: list[Row] = []
+        for line in log.read_text().splitlines()[1:]:
+            part = pq.read_table(unquote(urlparse(json.loads(line)["path"]).path), partitioning=None)
+            rows += [tuple(row.values()) for row in part.to_pylist()]
+        batches[int(log.name)] = sorted(rows, key=repr)
+    return batches
+
+
+@dataclass
+class Job:
+    """A job ``read → groupBy(keys).applyInPandasWithState(function) → parquet``, on Spark's operator or on ours.
+
+    Parameters
+    ----------
+    session, operator
+        Where it runs, and whose operator runs it.
+    folder
+        Holds input, output, checkpoint and state.
+    function, keys, output, state, timeout, mode
+        As for `applyInPandasWithState`.
+    schema
+        Of the input.
+    watermark
+        Event-time column and delay.
+    before, after
+        What comes between source and operator, and between operator and sink.
+    options
+        More for `ArrowState`.
+    conf
+        Configuration of the session while the query is planned and runs.
+    """
+
+    session: Any
+    operator: str
+    folder: Path
+    function: Callable[..., Any]
+    output: Any = "text string"
+    state: Any = "n bigint"
+    keys: Sequence[Any] = ("key",)
+    timeout: str = GroupStateTimeout.NoTimeout
+    mode: str = "append"
+    schema: Any = KEYED
+    watermark: tuple[str, str] | None = None
+    before: Callable[[Any], Any] = lambda df: df
+    after: Callable[[Any], Any] = lambda df: df
+    options: dict[str, Any] = field(default_factory=dict)
+    conf: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def sink(self) -> Path:
+        """Folder of the output."""
+        return self.folder / "out"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Spark's checkpoint."""
+        return self.folder / "checkpoint"
+
+    def feed(self, *batches: Any) -> None:
+        """Add input; each table is a file, and so a batch."""
+        write_batches(self.folder / "in", batches)
+
+    def planned(self) -> Any:
+        """The job's DataFrame."""
+        events = read(self.session, str(self.folder / "in"), ddl(self.schema))
+        if self.watermark is not None:
+            events = events.withWatermark(*self.watermark)
+        with using(self.session, self.operator, self.folder, **self.options):
+            grouped = self.before(events).groupBy(*self.keys)
+            return self.after(
+                grouped.applyInPandasWithState(self.function, self.output, self.state, self.mode, self.timeout)
+            )
+
+    def writer(self) -> Any:
+        """The query's writer, complete but for the trigger."""
+        return (
+            self.planned()
+            .writeStream.format("parquet")
+            .outputMode("append")
+            .option("path", str(self.sink))
+            .option("checkpointLocation", str(self.checkpoint))
+        )
+
+    def configured(self) -> contextlib.AbstractContextManager[None]:
+        """The job's configuration, and what lets `emitted` read the sink's log."""
+        return configured(
+            self.session,
+            {
+                "spark.sql.streaming.fileSink.log.compactInterval": "1000",
+                "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
+                **self.conf,
+            },
+        )
+
+    def run(self, *batches: Any) -> Batches:
+        """Add input, run to its end, and return what each batch of this start emitted."""
+        self.feed(*batches)
+        since = max(emitted(self.sink), default=-1) + 1
+        with self.configured():
+            finish(self.writer().trigger(availableNow=True).start())
+        return emitted(self.sink, since)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Any]:
+        """The query, running until the block is left."""
+        with self.configured():
+            query = self.writer().trigger(processingTime="0 seconds").start()
+            try:
+                yield query
+            finally:
+                query.stop()

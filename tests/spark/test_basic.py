@@ -1,0 +1,211 @@
+"""Frames, keys and schemas as a function sees them, and enabling a session; Spark's operator and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+from jobs import CLASSIC, EVERYWHERE, KEYED, Job, keyed, table
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.state import GroupState
+from pyspark.sql.types import LongType, StringType, StructField, StructType
+from streams import finish, using
+
+from spark_state_ext import ArrowState, disable, enable
+
+pytestmark = pytest.mark.spark
+# What a NULL string is in pandas, as type and value.
+NULL_TEXT = "float nan" if int(pd.__version__.split(".")[0]) >= 3 else "NoneType None"
+
+
+def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    """Rows of a key so far."""
+    assert isinstance(state, GroupState)
+    n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
+    state.update((n,))
+    assert state.get == (n,)
+    yield pd.DataFrame({"key": [key[0]], "n": [n]})
+
+
+@CLASSIC
+def test_output_and_state_need_not_match(session: Any, operator: str, tmp_path: Path) -> None:
+    def shapes(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        def frame(*keys: Any) -> pd.DataFrame:
+            return pd.DataFrame({"key": list(keys), "seen": [seen] * len(keys)})
+
+        what, seen = key[0], "nothing" if state.getOption is None else str(state.get[0])
+        if what == "no state":
+            yield frame(what, "second row")
+        elif what == "no state and no data":
+            yield frame()
+        elif what == "no frame":
+            return
+        elif what == "frame without columns":
+            state.update((7,))
+            yield pd.DataFrame()
+        elif what == "more data":
+            state.update((1,))
+            yield frame(what, what + "_2")
+            yield frame(what + "_3")
+        elif what == "fewer data":
+            state.update((2,))
+            yield frame()
+        elif what == "state without data":
+            state.update((3,))
+        elif what == "null":
+            state.update((4,))
+            yield frame(None)
+
+    every = [
+        *("no state", "no state and no data", "no frame", "frame without columns"),
+        *("more data", "fewer data", "state without data", "null"),
+    ]
+    told = ["frame without columns", "fewer data", "state without data"]
+
+    def tell(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        yield pd.DataFrame({"key": [key[0]], "seen": [str(state.getOption)]})
+
+    job = Job(session, operator, tmp_path, shapes, output="key string, seen string")
+    assert job.run(keyed(*every), keyed(*every)) == {
+        batch: sorted(
+            [
+                *[("no state", "nothing"), ("second row", "nothing")],
+                *[(key, seen[0]) for key in ("more data", "more data_2", "more data_3")],
+                (None, seen[1]),
+            ],
+            key=repr,
+        )
+        for batch, seen in enumerate([("nothing", "nothing"), ("1", "4")])
+    }
+    # The state that came without output is there for the next start, whatever function that has.
+    job.function = tell
+    assert job.run(keyed(*told, "no state")) == {
+        2: [
+            ("fewer data", "(2,)"),
+            ("frame without columns", "(7,)"),
+            ("no state", "None"),
+            ("state without data", "(3,)"),
+        ]
+    }
+
+
+@CLASSIC
+def test_dtypes_belong_to_the_key_alone(session: Any, operator: str, tmp_path: Path) -> None:
+    def dtypes(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        (pdf,) = pdfs
+        text = f"{[type(k).__name__ for k in key]} {[str(t) for t in pdf.dtypes[1:]]} {sorted(map(str, pdf['value']))}"
+        yield pd.DataFrame({"key": [None if pd.isna(key[0]) else key[0]], "text": [text]})
+
+    schema = pa.schema([("name", pa.string()), ("id", pa.int64()), ("value", pa.int64())])
+    exact = 2**53 + 1
+    rows = [
+        ("whole", 1, exact),
+        ("holes", 2, 5),
+        ("holes", 2, None),
+        ("nobody", None, 6),
+        (None, 3, 7),
+        ("none", 4, None),
+    ]
+    job = Job(session, operator, tmp_path, dtypes, "key string, text string", keys=["name", "id"], schema=schema)
+    assert job.run(table(schema, rows)) == {
+        0: [
+            ("holes", "['str', 'int64'] ['int64', 'float64'] ['5.0', 'nan']"),
+            ("nobody", "['str', 'float64'] ['float64', 'int64'] ['6']"),
+            ("none", "['str', 'int64'] ['int64', 'float64'] ['nan']"),
+            ("whole", f"['str', 'int64'] ['int64', 'int64'] ['{exact}']"),
+            (None, f"['{NULL_TEXT.split()[0]}', 'int64'] ['int64', 'int64'] ['7']"),
+        ]
+    }
+
+
+@CLASSIC
+def test_output_columns_that_cannot_be_null(session: Any, operator: str, tmp_path: Path) -> None:
+    output = StructType([StructField("key", StringType(), False), StructField("n", LongType(), False)])
+    state = StructType([StructField("n", LongType(), False)])
+    job = Job(session, operator, tmp_path, count, output, state)
+    assert job.run(keyed("a", "b"), keyed("b")) == {0: [("a", 1), ("b", 1)], 1: [("b", 2)]}
+
+
+def show(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    """The key as it arrives, and the rows it has had."""
+    n = (state.getOption or (0,))[0]
+    for pdf in pdfs:
+        assert list(pdf.columns) == ["key", "value"]
+        n += len(pdf)
+    state.update((n,))
+    yield pd.DataFrame({"text": [f"{[f'{type(k).__name__} {k}' for k in key]} {n}"]})
+
+
+@CLASSIC
+def test_several_keys_in_any_order_and_twice(session: Any, operator: str, tmp_path: Path) -> None:
+    batch = table(KEYED, [("a", 1), ("a", 2), ("a", 1), ("bb", 1), (None, 3)])
+    job = Job(session, operator, tmp_path, show, keys=[F.col("value"), "key", "value"])
+    assert job.run(batch, batch) == {
+        i: [
+            (f"['int64 1', 'str a', 'int64 1'] {2 * (i + 1)}",),
+            (f"['int64 1', 'str bb', 'int64 1'] {i + 1}",),
+            (f"['int64 2', 'str a', 'int64 2'] {i + 1}",),
+            (f"['int64 3', '{NULL_TEXT}', 'int64 3'] {i + 1}",),
+        ]
+        for i in range(2)
+    }
+
+
+def test_expressions_as_keys(session: Any, tmp_path: Path) -> None:
+    """Ours alone: Spark's operator takes nothing but columns."""
+    # "key" as an expression is not the column "key".
+    keys = [(F.col("value") % 10).alias("digit"), "key", F.upper("key").alias("value"), F.length("key").alias("key")]
+    batch = table(KEYED, [("a", 1), ("a", 11), ("A", 1), ("bb", 12), (None, 3)])
+    assert Job(session, "arrow", tmp_path, show, keys=keys).run(batch, batch) == {
+        i: [
+            (f"['int64 1', 'str A', 'str A', 'int32 1'] {i + 1}",),
+            (f"['int64 1', 'str a', 'str A', 'int32 1'] {2 * (i + 1)}",),
+            (f"['int64 2', 'str bb', 'str BB', 'int32 2'] {i + 1}",),
+            (f"['int64 3', '{NULL_TEXT}', '{NULL_TEXT}', 'float64 nan'] {i + 1}",),
+        ]
+        for i in range(2)
+    }
+
+
+@EVERYWHERE
+def test_text_source_update_mode_and_foreach_batch(session: Any, operator: str, tmp_path: Path) -> None:
+    target = str(tmp_path / "rows")
+
+    def save(batch: Any, number: int) -> None:
+        batch.write.mode("overwrite").parquet(f"{target}/{number}")
+
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "words.txt").write_text("hello\nthis\nhello\n")
+    lines = session.readStream.format("text").load(str(tmp_path / "in"))
+    with using(session, operator, tmp_path):
+        counted = lines.groupBy(lines["value"]).applyInPandasWithState(
+            count, "key string, n bigint", "n bigint", "Update", "NoTimeout"
+        )
+    name = f"words_{operator}"
+    query = (
+        counted.writeStream.queryName(name).foreachBatch(save).outputMode("update").trigger(availableNow=True).start()
+    )
+    assert query.name == name
+    finish(query)
+    rows = session.read.parquet(f"{target}/0").collect()
+    assert sorted(map(tuple, rows)) == [("hello", 2), ("this", 1)]
+
+
+def test_enable_changes_its_session_until_disable(session: Any, tmp_path: Path) -> None:
+    state = ArrowState(str(tmp_path / "root"), "mine", buckets=2, local_dir=str(tmp_path / "local"))
+    enable(session, state)
+    disable(session)
+    assert Job(session, "spark", tmp_path, count, "key string, n bigint").run(keyed("a")) == {0: [("a", 1)]}
+    assert not (tmp_path / "root").exists()
+    enable(session, state)
+    try:
+        job = Job(session, "spark", tmp_path / "other", count, "key string, n bigint")
+        (tmp_path / "other").mkdir()
+        assert job.run(keyed("a")) == {0: [("a", 1)]}
+    finally:
+        disable(session)
+    assert list((tmp_path / "root" / "mine").rglob("*.arrow"))
