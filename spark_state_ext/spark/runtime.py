@@ -37,6 +37,7 @@ from spark_state_ext.store.runs import hashes_of, joined, sorted_run
 
 __all__ = ["run_bucket"]
 
+_OPEN_STORES_MAX = 256
 _stores: dict[str, LocalStore] = {}
 
 
@@ -299,9 +300,13 @@ class _BucketCall:
 
 def _store(folder: str, schema: RowSchema) -> LocalStore:
     """This process's store object of a folder: opening one costs more than a small batch."""
-    if folder not in _stores:
-        _stores[folder] = LocalStore(folder, schema)
-    return _stores[folder]
+    # Taken out and put in again: in the order of their last use.
+    store = _stores.pop(folder, None) or LocalStore(folder, schema)
+    _stores[folder] = store
+    if len(_stores) > _OPEN_STORES_MAX:
+        # Of queries that stopped, most likely; a worker outlives them, and each store holds two open files.
+        _stores.pop(next(iter(_stores))).close()
+    return store
 
 
 def _split_at(batch: pa.RecordBatch, upper: int) -> tuple[pa.RecordBatch, pa.RecordBatch]:

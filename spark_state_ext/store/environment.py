@@ -154,7 +154,7 @@ class Environment:
             set_aside(self.folder)
 
     def close(self) -> None:
-        """Close it; only for tests and tools, workers keep theirs until they die."""
+        """Close it, when nobody in this process uses it; the next `at` opens it again."""
         with self._open_lock:
             if self._open.get(self.folder) is self:
                 del self._open[self.folder]

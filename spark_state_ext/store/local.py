@@ -231,7 +231,7 @@ class LocalStore:
         self._check_identity()
 
     def close(self) -> None:
-        """Close the environment in this process; for tests and tools."""
+        """Close the environment in this process."""
         self._environment.close()
 
     @property
