@@ -13,13 +13,15 @@ from typing import Any
 import pyspark
 from pyspark.errors import PySparkTypeError
 
-__all__ = ["SPARK_VERSION", "udf_return_type_error"]
+__all__ = ["SPARK_VERSION", "STATE_BINARY", "udf_return_type_error"]
 
 _found = re.match(r"(\d+)\.(\d+)", pyspark.__version__)
 if _found is None:
     raise ImportError(f"cannot tell the version of PySpark from {pyspark.__version__!r}")
 # (major, minor) of the PySpark in this process.
 SPARK_VERSION: tuple[int, int] = (int(_found[1]), int(_found[2]))
+# What a function finds for a binary value in its state.
+STATE_BINARY: type[bytes] | type[bytearray] = bytes if SPARK_VERSION >= (4, 1) else bytearray
 
 _NAMES = inspect.signature(PySparkTypeError.__init__).parameters
 

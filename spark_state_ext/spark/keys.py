@@ -106,16 +106,18 @@ class Groups:
         """Number of keys."""
         return len(self.starts)
 
-    def without(self, other_hashes: HashArray, other_keys: list[pa.Array]) -> BoolArray:
-        """Which of some other keys (each given once) are not among these; bool (number of others,)."""
+    def without(self, other_hashes: HashArray, other_keys: list[pa.Array], positions: Sequence[int]) -> BoolArray:
+        """Which of some other keys (each given once) are not the keys at these positions; bool (number of others,)."""
         keep: BoolArray = np.ones(len(other_hashes), dtype=np.bool_)
-        if self.count and len(other_hashes):
-            both = np.concatenate([self.hashes, other_hashes])
-            keys = [pa.concat_arrays([a, b]) for a, b in zip(self.keys, other_keys, strict=True)]
+        if len(positions) and len(other_hashes):
+            at = np.asarray(positions, dtype=np.int64)
+            both = np.concatenate([self.hashes[at], other_hashes])
+            mine = [key.take(pa.array(at)) for key in self.keys]
+            keys = [pa.concat_arrays([a, b]) for a, b in zip(mine, other_keys, strict=True)]
             order, starts = group_by_key(both, keys)
             sizes = np.diff(np.append(starts, len(order)))
             # Stable order: of two rows of one key the second is the other's.
-            keep[order[starts[sizes > 1] + 1] - self.count] = False
+            keep[order[starts[sizes > 1] + 1] - len(at)] = False
         return keep
 
 

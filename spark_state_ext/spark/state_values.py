@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql.types import (
     ArrayType,
+    BinaryType,
     DataType,
     DateType,
     DecimalType,
@@ -26,6 +27,7 @@ from pyspark.sql.types import (
 )
 
 from spark_state_ext.errors import StateValueError
+from spark_state_ext.spark.compat import STATE_BINARY
 
 __all__ = ["column_to_values", "values_to_column"]
 
@@ -47,6 +49,8 @@ def column_to_values(column: pa.Array, spark_type: DataType) -> list[Any]:
         from_internal = spark_type.fromInternal
         return [None if v is None else from_internal(v) for v in column.cast(as_integer).to_pylist()]
     values: list[Any] = column.to_pylist()
+    if isinstance(spark_type, BinaryType) and STATE_BINARY is not bytes:
+        return [None if v is None else STATE_BINARY(v) for v in values]
     if isinstance(spark_type, (ArrayType, MapType, StructType)):
         convert = _nested_from_arrow(spark_type)
         return [None if v is None else convert(v) for v in values]
@@ -122,12 +126,15 @@ def _nested_from_arrow(spark_type: DataType) -> Callable[[Any], Any]:
         return lambda v: ltz((v - _EPOCH_UTC) // _MICROSECOND)
     if isinstance(spark_type, TimestampNTZType):
         return _identity
+    if isinstance(spark_type, BinaryType) and STATE_BINARY is not bytes:
+        return STATE_BINARY
     if isinstance(spark_type, ArrayType):
         element = _optional(_nested_from_arrow(spark_type.elementType))
         return lambda v: [element(x) for x in v]
     if isinstance(spark_type, MapType):
         key, item = (
-            _nested_from_arrow(spark_type.keyType),
+            # A bytearray cannot be a key of a dict.
+            _identity if isinstance(spark_type.keyType, BinaryType) else _nested_from_arrow(spark_type.keyType),
             _optional(_nested_from_arrow(spark_type.valueType)),
         )
         return lambda v: {key(a): item(b) for a, b in v}

@@ -136,11 +136,14 @@ def test_output_frames_are_joined_and_none_is_lost() -> None:
     assert sorted(pd.concat(frames)["k"]) == sorted([*range(500)] * 3)
 
 
-def test_others_that_have_rows_are_told_apart_from_those_that_have_none() -> None:
+def test_others_that_have_changed_are_told_apart_from_those_that_have_not() -> None:
     groups = grouped([1, 2, 3], [0, 0, 0], bad_hash=True)
     others = pa.array([3, 4, 1, 9], pa.int64())
-    keep = groups.without(np.zeros(4, dtype=np.uint64), [others])
-    assert keep.tolist() == [False, True, False, True]
+    hashes = np.zeros(4, dtype=np.uint64)
+    assert groups.without(hashes, [others], [0, 1, 2]).tolist() == [False, True, False, True]
+    position_of_3 = groups.keys[0].to_pylist().index(3)
+    assert groups.without(hashes, [others], [position_of_3]).tolist() == [False, True, True, True]
+    assert groups.without(hashes, [others], []).all()
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from pyspark.sql.types import (
 
 from arrow_schemas.spark_types import state_fields
 from spark_state_ext.errors import StateValueError
+from spark_state_ext.spark.compat import SPARK_VERSION
 from spark_state_ext.spark.state_values import column_to_values, values_to_column
 
 WHEN = dt.datetime(2013, 3, 10, 2, 30, 1, 123456)  # noqa: DTZ001  # Spark's state values are naive
@@ -89,9 +90,14 @@ def test_an_integer_fits_a_double_and_numpy_fits_an_array() -> None:
     assert column_to_values(values_to_column([np.array([1, 2])], array, arrow_type(array), "v"), array) == [[1, 2]]
 
 
-def test_bytearray_comes_back_as_bytes() -> None:
-    column = values_to_column([bytearray(b"ab")], BinaryType(), arrow_type(BinaryType()), "v")
-    assert column_to_values(column, BinaryType()) == [b"ab"]
+def test_binary_comes_back_as_from_spark() -> None:
+    nested = ArrayType(MapType(BinaryType(), BinaryType()))
+    for spark_type, value in ((BinaryType(), bytearray(b"ab")), (nested, [{b"k": b"ab"}])):
+        column = values_to_column([value], spark_type, arrow_type(spark_type), "v")
+        (found,) = column_to_values(column, spark_type)
+        inside = found if isinstance(spark_type, BinaryType) else found[0][b"k"]
+        assert inside == b"ab"
+        assert type(inside) is (bytes if SPARK_VERSION >= (4, 1) else bytearray)
 
 
 def test_a_decimal_is_rounded_half_up_as_spark_does() -> None:

@@ -650,5 +650,9 @@ def test_struct_with_two_fields_of_one_name_is_refused() -> None:
 def test_ragged_arrays_of_timestamps_fail_as_in_spark() -> None:
     stamp = datetime.datetime(2021, 1, 1, tzinfo=UTC)
     column = pa.array([[[stamp], []]], pa.list_(pa.list_(pa.timestamp("us", tz="UTC"))))
-    with pytest.raises(ValueError, match="inhomogeneous"):
-        column_to_series(column, "UTC", VERSION)
+    if tuple(map(int, np.__version__.split(".")[:2])) < (1, 24):  # NumPy only warned then
+        with pytest.warns(Warning, match="ragged"):
+            column_to_series(column, "UTC", VERSION)
+    else:
+        with pytest.raises(ValueError, match="inhomogeneous"):
+            column_to_series(column, "UTC", VERSION)
