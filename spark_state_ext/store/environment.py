@@ -90,6 +90,7 @@ class Environment:
 
     def __init__(self, folder: Path, map_bytes: int) -> None:
         self.folder = folder
+        self.closed = False
         self._gate = Gate()
         self._pid = os.getpid()
         try:
@@ -149,9 +150,9 @@ class Environment:
 
     def discard(self) -> None:
         """Set the environment aside as damaged, so that the next `at` builds a new one."""
-        with self._open_lock:
-            self._open.pop(self.folder, None)
-            set_aside(self.folder)
+        # Closed first: py-lmdb 2 opens no environment at a path where this process still has one.
+        self.close()
+        set_aside(self.folder)
 
     def close(self) -> None:
         """Close it, when nobody in this process uses it; the next `at` opens it again."""
@@ -160,6 +161,7 @@ class Environment:
                 del self._open[self.folder]
         with self._gate.exclusive():
             self._env.close()
+            self.closed = True
 
     @property
     def map_bytes(self) -> int:
@@ -212,6 +214,7 @@ class Environment:
             except lmdb.Error:
                 # The old map is gone, so nothing can be done with it; the next `at` opens it again.
                 self._env.close()
+                self.closed = True
                 with self._open_lock:
                     if self._open.get(self.folder) is self:
                         del self._open[self.folder]

@@ -73,7 +73,7 @@ class LocalStore:
         self._chunk_rows = chunk_rows
         self._merge_bytes_max = merge_bytes_max
         self._checked: set[tuple[str, int]] = set()
-        self._environment = Environment.at(self.folder, map_bytes)
+        self._opened = Environment.at(self.folder, map_bytes)
         self._check_identity()
 
     # -- reading -----------------------------------------------------------------------------------
@@ -227,17 +227,23 @@ class LocalStore:
         """Set a damaged environment aside and begin with an empty one."""
         self._environment.discard()
         self._checked.clear()
-        self._environment = Environment.at(self.folder, self._map_bytes)
         self._check_identity()
 
     def close(self) -> None:
         """Close the environment in this process."""
-        self._environment.close()
+        self._opened.close()
 
     @property
     def map_bytes(self) -> int:
         """Present size of the map."""
         return self._environment.map_bytes
+
+    @property
+    def _environment(self) -> Environment:
+        """The environment; opened again when it was closed, by another store object of this process too."""
+        if self._opened.closed:
+            self._opened = Environment.at(self.folder, self._map_bytes)
+        return self._opened
 
     # -- for View ----------------------------------------------------------------------------------
 
@@ -347,12 +353,10 @@ class LocalStore:
                 found = self._environment.read(stored)
         except CorruptStoreError:
             self._environment.discard()
-            self._environment = Environment.at(self.folder, self._map_bytes)
             self._environment.write(note)
             found = self._environment.read(stored)
         if found != identity:
             self._environment.discard()
-            self._environment = Environment.at(self.folder, self._map_bytes)
             self._environment.write(note)
 
 

@@ -6,6 +6,7 @@ import ast
 import datetime as dt
 import decimal
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -207,4 +208,6 @@ def test_what_update_makes_of_values(session: Any, operator: str, tmp_path: Path
         *given[1:3],
         given[3].replace(str(local), str(local.replace(tzinfo=None))),
     ]
+    if SPARK < (4, 1):
+        kept = [re.sub(r"bytes (b'.*')", r"bytearray bytearray(\1)", text) for text in kept]
     assert [text for (text,) in second] == sorted([*given, *kept], key=lambda text: repr((text,)))
