@@ -131,7 +131,7 @@ class _Run:
             yield from _named(self._call(at, step, [empty], timed_out=True), names)
 
     def _due(self, at: int) -> bool:
-        """Whether a step without rows has a timeout that is over (a key with rows never times out in that batch)."""
+        """Whether a step without rows has a timeout that is over, in a call for the key's timeout."""
         timeout_ms = self._before[at][1]
         return self._timed_out and timeout_ms is not None and timeout_ms < self._threshold_ms()
 
@@ -162,6 +162,8 @@ class _Run:
         self._after[at] = (inner.getOption, timeout_ms)
 
     def write_back(self, state: GroupState) -> None:
+        if not self._timed_out and self._after == self._before:
+            return  # as without a chain: a timeout that is due fires in this batch, where rows changed nothing
         if all(value is None and timeout is None for value, timeout in self._after):
             if state.exists:
                 state.remove()
