@@ -113,13 +113,18 @@ class Bucket:
     def _tidy(self, committed: CheckpointRef | None) -> None:
         """Compact and prune. The new checkpoint is safe already, so no failure here may fail the batch."""
         try:
-            self._store.compact(committed)
-            self._store.prune(committed)
+            try:
+                self._store.compact(committed)
+            finally:
+                # Also where there is no room to merge: this makes some.
+                self._store.prune(committed)
         except MissingRunError:
             return  # another process pruned first; the next commit tries again
         except CorruptStoreError as error:
             _LOGGER.warning("%s; it is built anew from the checkpoint files", error)
             self._store.rebuild()
+        except StorageError as error:
+            _LOGGER.warning("the local store is not tidied: %s; the next commit tries again", error)
 
     def _snapshot(self, ref: CheckpointRef, lineage: tuple[LineageEntry, ...]) -> tuple[LineageEntry, ...]:
         """The lineage that begins with a snapshot of `ref`; the one given when the snapshot could not be written."""

@@ -34,6 +34,7 @@ __all__ = ["Lease", "LeaseRecord", "RunIdentity", "verdict"]
 _FILE = "lease.json"
 _LEASE_FORMAT = 1
 _POLL_S = 0.2
+_REPLACED_MAX = 100
 TAKE, WAIT = "take", "wait"
 
 
@@ -64,15 +65,31 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """Contents of a lease file; `renewed_ms` is wall-clock time, milliseconds since 1970."""
+    """Contents of a lease file.
+
+    Parameters
+    ----------
+    owner
+        The run that holds the lease.
+    renewed_ms
+        When it last said so: wall-clock time, milliseconds since 1970.
+    replaced
+        Runs that held it before, the last ones; they do not get it back.
+    """
 
     owner: RunIdentity
     renewed_ms: int
+    replaced: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """The file's bytes."""
         return json.dumps(
-            {"format": _LEASE_FORMAT, "owner": asdict(self.owner), "renewed_ms": self.renewed_ms}
+            {
+                "format": _LEASE_FORMAT,
+                "owner": asdict(self.owner),
+                "renewed_ms": self.renewed_ms,
+                "replaced": list(self.replaced),
+            }
         ).encode()
 
     @staticmethod
@@ -85,7 +102,8 @@ class LeaseRecord:
                     f"{where} has format {fields['format']}; this release reads up to {_LEASE_FORMAT}. "
                     "Use a newer release."
                 )
-            return LeaseRecord(RunIdentity(**fields["owner"]), int(fields["renewed_ms"]))
+            replaced = tuple(str(run) for run in fields.get("replaced", ()))
+            return LeaseRecord(RunIdentity(**fields["owner"]), int(fields["renewed_ms"]), replaced)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptFileError(f"{where} is no lease: {error!r}. Remove it when no run is live.") from error
 
@@ -122,22 +140,25 @@ class Lease:
         The run.
     lease_ms
         How long a lease lasts without renewal.
+    once
+        The run's id is never used again, so that a run which was replaced is known by it.
     """
 
     _held: ClassVar[dict[tuple[str, str], Lease]] = {}
     _lock = threading.Lock()
 
-    def __init__(self, files: Backend, me: RunIdentity, lease_ms: int) -> None:
+    def __init__(self, files: Backend, me: RunIdentity, lease_ms: int, *, once: bool = True) -> None:
         if lease_ms < 100:
             raise UsageError(f"lease_ms must be at least 100, not {lease_ms}")
         self._files = files
         self._me = me
         self._lease_ms = lease_ms
+        self._once = once
         self._check_at_s = 0.0
         self._seen = False
 
     @classmethod
-    def of(cls, files: Backend, run_id: str, application_id: str, lease_ms: int) -> Lease:
+    def of(cls, files: Backend, run_id: str, application_id: str, lease_ms: int, *, once: bool = True) -> Lease:
         """The process's lease object of a run."""
         with cls._lock:
             key = (files.root, run_id)
@@ -145,7 +166,7 @@ class Lease:
                 # A worker outlives queries; only the current run of a folder is of interest.
                 for stale in [k for k in cls._held if k[0] == files.root]:
                     del cls._held[stale]
-                cls._held[key] = cls(files, RunIdentity.here(run_id, application_id), lease_ms)
+                cls._held[key] = cls(files, RunIdentity.here(run_id, application_id), lease_ms, once=once)
             return cls._held[key]
 
     def hold(self) -> None:
@@ -160,15 +181,18 @@ class Lease:
         if now_s < self._check_at_s:
             return
         found = self._read()
+        replaced = () if found is None else found.replaced
         if found is not None and found.owner.run_id != self._me.run_id:
-            if self._seen:
+            # A run whose workers are new, and a late task of a run that is over, know it from the record only.
+            if self._seen or (self._once and self._me.run_id in replaced):
                 raise LiveRunError(
                     f"run {self._me.run_id} has lost the state at {self._files.root} to run {found.owner.run_id} on "
                     f"{found.owner.host}, which started later. Stop one of the two, and give a copied "
                     "checkpoint a root of its own."
                 )
             self._wait_for_end(found)
-        self._files.put(_FILE, LeaseRecord(self._me, int(time.time() * 1000)).encode())
+            replaced = (*replaced, found.owner.run_id)[-_REPLACED_MAX:]
+        self._files.put(_FILE, LeaseRecord(self._me, int(time.time() * 1000), replaced).encode())
         self._seen = True
         self._check_at_s = time.monotonic() + self._lease_ms / 3000
 

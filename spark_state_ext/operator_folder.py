@@ -16,7 +16,7 @@ _admitted: dict[tuple[str, bytes], OperatorFile] = {}
 _admitted_lock = threading.Lock()
 
 
-def admit(operator_files: Backend, wanted: OperatorFile, strict: bool) -> OperatorFile:
+def admit(operator_files: Backend, wanted: OperatorFile, strict: bool, *, again: bool = False) -> OperatorFile:
     """Compare a job with what is stored and write the operator file it needs. Done once a process and job.
 
     Parameters
@@ -27,6 +27,8 @@ def admit(operator_files: Backend, wanted: OperatorFile, strict: bool) -> Operat
         The operator file the job asks for.
     strict
         Refuse to begin anew beside the state of another query.
+    again
+        Look at the files once more, whatever this process admitted before.
 
     Returns
     -------
@@ -42,7 +44,7 @@ def admit(operator_files: Backend, wanted: OperatorFile, strict: bool) -> Operat
     """
     key = (operator_files.root, wanted.encode())
     with _admitted_lock:
-        if key not in _admitted:
+        if again or key not in _admitted:
             _admitted[key] = _admit(operator_files, wanted, strict)
         return _admitted[key]
 

@@ -125,6 +125,10 @@ class _Run:
         first = next(source, None)
         if first is not None:
             yield from _named(self._call(at, step, _chained(first, source), timed_out=False), names)
+            if at:
+                # What this step left unread, the step before has still to make: its state is known only after that.
+                for _ in source:
+                    pass
         elif self._due(at):
             if empty is None:
                 empty = pd.DataFrame(columns=self._steps[at - 1].outputStructType.names)

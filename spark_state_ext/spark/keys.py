@@ -17,7 +17,7 @@ from pyspark.sql.types import StructType
 
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray, group_by_key
 from arrow_schemas.row import RowSchema
-from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
+from spark_state_ext.errors import StateError, StateValueError, StorageError, UserFunctionError
 from spark_state_ext.spark.compat import SPARK_VERSION, udf_return_type_error
 from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
 from spark_state_ext.spark.pandas_values import (
@@ -37,6 +37,8 @@ _Call = tuple[int, tuple[Any, ...], Iterable[pd.DataFrame], tuple[Any, ...] | No
 
 # Keys whose frames are made, and joined, together. Spark would join thousands of frames; few are still in the cache.
 _PORTION_KEYS = 32
+# Rows of one key beyond this come in several frames, as they would from Spark.
+_FRAME_BYTES_MAX = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,15 @@ class Groups:
         normal = schema.normalise_keys(raw)
         order, starts = group_by_key(hashes, normal)
         firsts = pa.array(order[starts])
-        rows = table.select(list(range(columns))).take(pa.array(order))
+        rows = table.select(list(range(columns)))
+        if len(starts) > 1:  # else they are in order, and may be more than Arrow can copy at once
+            try:
+                rows = rows.take(pa.array(order))
+            except pa.ArrowInvalid as error:
+                raise StorageError(
+                    "the rows of a batch that are handled together have more than 2 GiB in one column: set a smaller "
+                    "memory_bytes_max, or let the source give smaller batches"
+                ) from error
         return Groups(
             rows,
             starts,
@@ -226,8 +236,10 @@ class KeyCaller:
             try:
                 for frame in _checked(function(key, pdfs, state)):
                     if type(frame) is pd.DataFrame and len(frame):
+                        if outputs.frames and len(frame.columns) != outputs.width:
+                            yield from outputs.joined()
                         if outputs.add(frame):
-                            yield outputs.joined()
+                            yield from outputs.joined()
                     elif not (isinstance(frame, pd.DataFrame) and not len(frame)) or len(frame.columns):
                         # Not what Spark wants, or at least odd: Spark shall judge it, and raise its own error.
                         yield frame
@@ -250,7 +262,7 @@ class KeyCaller:
                 note_value(value)
                 note_timeout(state.timeout_ms)
         if outputs.frames:
-            yield outputs.joined()
+            yield from outputs.joined()
 
     def _state_tuples(self, found: Lookup) -> list[tuple[Any, ...] | None]:
         rows = found.rows
@@ -276,8 +288,12 @@ class KeyCaller:
         ends = np.append(starts[1:], total)
         sizes = ends - starts
         large = sizes > self._rows_max
+        if groups.count == 1 and groups.rows.nbytes > _FRAME_BYTES_MAX:
+            large[:] = True
         for at in np.flatnonzero(large).tolist():
             yield at, self._pieces(groups.rows.slice(int(starts[at]), int(sizes[at])))
+        if large.all():
+            return
         patterns = _null_patterns(groups.rows, starts)
         for pattern in np.unique(patterns[~large]).tolist():
             members = np.flatnonzero((patterns == pattern) & ~large)
@@ -291,22 +307,20 @@ class KeyCaller:
 
     def _split(self, rows: pa.Table, sizes: IndexArray) -> Iterator[Iterable[pd.DataFrame]]:
         whole = table_to_frame(rows, self._columns, self._timezone, SPARK_VERSION)
-        indexes: dict[int, pd.RangeIndex] = {}
         if len(self._columns):
             # Makes pandas note where the columns lie, which the pieces inherit; else each piece finds out anew.
             whole.iloc[:, 0]
         # groupby cuts a frame several times faster than slicing it does.
         labels = np.repeat(np.arange(len(sizes)), sizes)
         for _, frame in whole.groupby(labels, sort=False):
-            n = len(frame)
-            if n not in indexes:
-                indexes[n] = pd.RangeIndex(n)
-            frame.index = indexes[n]
+            # Its own: what a function does to it, such as naming it, must not show at other keys.
+            frame.index = pd.RangeIndex(len(frame))
             yield (f for f in (frame,))
 
     def _pieces(self, rows: pa.Table) -> Iterator[pd.DataFrame]:
-        for offset in range(0, rows.num_rows, self._rows_max):
-            piece = rows.slice(offset, self._rows_max)
+        step = min(self._rows_max, max(1, rows.num_rows * _FRAME_BYTES_MAX // max(1, rows.nbytes)))
+        for offset in range(0, rows.num_rows, step):
+            piece = rows.slice(offset, step)
             yield table_to_frame(piece, self._columns, self._timezone, SPARK_VERSION)
 
 
@@ -322,17 +336,24 @@ class _Outputs:
 
     def __init__(self) -> None:
         self.frames: list[pd.DataFrame] = []
+        self.width = 0
         self._rows = 0
 
     def add(self, frame: pd.DataFrame) -> bool:
-        """Take a frame; True when it is time for `joined`. Frames of other columns are kept apart by Spark's rules."""
+        """Take a frame with as many columns as those that wait; True when it is time for `joined`."""
+        if not self.frames:
+            self.width = len(frame.columns)
         self.frames.append(frame)
         self._rows += len(frame)
         return len(self.frames) >= _PORTION_KEYS or self._rows >= 10_000
 
-    def joined(self) -> pd.DataFrame:
+    def joined(self) -> list[pd.DataFrame]:
+        """The frames that wait as one; each alone where their columns differ, as Spark judges each alone."""
         frames, self.frames, self._rows = self.frames, [], 0
-        return frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
+        if len(frames) == 1:
+            return frames
+        together = pd.concat(frames, ignore_index=True)
+        return [together] if len(together.columns) == self.width else frames
 
 
 def _checked(result: Any) -> Iterable[Any]:

@@ -116,9 +116,12 @@ class _Packer:
         for bucket in np.flatnonzero(np.diff(bounds)).tolist():
             start, end = int(bounds[bucket]), int(bounds[bucket + 1])
             while start < end:
-                inline = self._fits(bucket, min(step, end - start) * row_bytes)
-                # Few large reads of spill files, as each costs a request to the object store.
-                stop = min(start + (step if inline else max(1, _SPILLED_BYTES // row_bytes)), end)
+                stop = _cut(data, start, min(start + step, end), 2 * self._target_bytes)
+                inline = self._fits(bucket, data.slice(start, stop - start).nbytes)
+                if not inline:
+                    # Few large reads of spill files, as each costs a request to the object store.
+                    stop = min(start + max(1, _SPILLED_BYTES // row_bytes), end)
+                    stop = _cut(data, start, stop, 2 * _SPILLED_BYTES)
                 payload = encode(data.slice(start, stop - start))
                 if inline:
                     self._inline_bytes += len(payload)
@@ -180,6 +183,13 @@ class _Packer:
             return None
         piece = times.slice(start, stop - start)
         return None if piece.null_count else pc.max(piece).as_py()
+
+
+def _cut(data: pa.RecordBatch, start: int, stop: int, bytes_max: int) -> int:
+    """Where rows from `start` on, up to `stop`, are small enough: rows are not all as large as their mean."""
+    while stop - start > 1 and data.slice(start, stop - start).nbytes > bytes_max:
+        stop = start + (stop - start) // 2
+    return stop
 
 
 def event_times(job: Job, table: pa.Table) -> pa.ChunkedArray | None:

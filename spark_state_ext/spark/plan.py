@@ -32,6 +32,8 @@ KeyLike = Union[str, "Column"]
 _OPERATOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 BUCKETS_MAX = 1 << 15
 MEMORY_BYTES_MIN = 1 << 20
+# Arrow cannot copy more than 2 GiB of a column at once.
+MEMORY_BYTES_MAX = 1 << 30
 _WATERMARK_KEY = "spark.watermarkDelayMs"
 _TIMEOUT_CONFS = (
     GroupStateTimeout.NoTimeout,
@@ -62,7 +64,8 @@ class ArrowState:
     lease_ms
         How long a run's claim to its state lasts without renewal, milliseconds; at least 100.
     memory_bytes_max
-        About how many bytes of a batch's rows one bucket holds in memory before it spills to the local disk.
+        About how many bytes of a batch's rows one bucket holds in memory before it spills to the local disk;
+        from 1 MiB to 1 GiB.
 
     Raises
     ------
@@ -94,8 +97,10 @@ class ArrowState:
             raise UsageError(f"local_dir must be an absolute path, not {local_dir!r}")
         if lease_ms < 100:
             raise UsageError(f"lease_ms must be at least 100, not {lease_ms}")
-        if memory_bytes_max < MEMORY_BYTES_MIN:
-            raise UsageError(f"memory_bytes_max must be at least {MEMORY_BYTES_MIN}, not {memory_bytes_max}")
+        if not MEMORY_BYTES_MIN <= memory_bytes_max <= MEMORY_BYTES_MAX:
+            raise UsageError(
+                f"memory_bytes_max must be from {MEMORY_BYTES_MIN} to {MEMORY_BYTES_MAX}, not {memory_bytes_max}"
+            )
         Backend(root, storage_options)  # an unknown protocol is refused now
         self.root = root
         self.operator = operator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -22,7 +23,7 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.bucket import Bucket
-from spark_state_ext.errors import BucketCountChangedError, CorruptPointerError, MissingCheckpointError
+from spark_state_ext.errors import BucketCountChangedError, CorruptPointerError, MissingCheckpointError, StorageError
 from spark_state_ext.lease import Lease
 from spark_state_ext.operator_folder import admit
 from spark_state_ext.spark.group_state import watermark_of
@@ -37,6 +38,7 @@ from spark_state_ext.store.runs import hashes_of, joined, sorted_run
 
 __all__ = ["run_bucket"]
 
+_LOGGER = logging.getLogger("spark_state_ext")
 _OPEN_STORES_MAX = 256
 _stores: dict[str, LocalStore] = {}
 
@@ -96,7 +98,9 @@ class _BucketCall:
         self._batch = self._task.batch if self._task.batch is not None else (pointer.batch + 1 if pointer else 0)
         self._operator_folder = operator_folder(job)
         self._files = self._operator_folder.child(self._home)
-        self._lease = Lease.of(self._files, self._task.run_id, job.application_id, job.lease_ms)
+        # Where tasks are not told their run, the plan stands in for it, and may be started again.
+        once = self._task.batch is not None
+        self._lease = Lease.of(self._files, self._task.run_id, job.application_id, job.lease_ms, once=once)
         self._lease.hold()
         self._operator = self._admitted(pointer)
         self._schema = self._operator.row_schema()
@@ -129,41 +133,47 @@ class _BucketCall:
         for batch in self._payload_rows(frames):
             sorter.add(batch)
         rows = SpillBuffer(self._scratch, self._job.memory_bytes_max)
-        expired = self._expired()
+        borders = self._expired_borders()
+        after = -1
         for upper, table in sorter.ranges():
-            due, expired = _split_at(expired, upper)
-            if table is not None or due.num_rows:
-                yield from self._range(table, due, rows)
-            self._lease.hold()
+            yield from self._range(table, after, upper, borders, rows)
+            after = upper
+        pointer = self._stamped(self._bucket.commit(rows))
         if self._bucket_number == 0:
             self._drop_spill_files()
-        pointer = self._stamped(self._bucket.commit(rows))
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             pointer = replace(pointer, earliest_timeout_ms=self._earliest_timeout(rows))
         self._hand_over(pointer)
 
-    def _range(self, table: pa.Table | None, due: pa.RecordBatch, rows: SpillBuffer) -> Iterator[pd.DataFrame]:
-        """Call the function for the keys of one range of hashes, data first, then timeouts."""
-        job, changed = self._job, []
+    def _range(
+        self, table: pa.Table | None, after: int, upper: int, borders: list[int], rows: SpillBuffer
+    ) -> Iterator[pd.DataFrame]:
+        """Call the function for the keys with a hash in (after, upper], data first, then timeouts, these piecemeal."""
+        job, changed, changes, groups = self._job, self._schema.empty(), Changes(), None
         if table is not None:
             hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
             groups = Groups.of(table, hashes, job.key_positions, len(job.columns), self._schema)
             found: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
-            changes = Changes()
             yield from self._caller.data(groups, found, self._context, changes)
-            changed.append(self._caller.changed_rows(changes, groups.hashes, groups.keys))
-            if due.num_rows:
+            changed = sorted_run(self._caller.changed_rows(changes, groups.hashes, groups.keys))
+        for upto in [*(border for border in borders if after < border < upper), upper]:
+            due = self._expired(after, upto)
+            after = upto
+            if due.num_rows and groups is not None:
                 # As in Spark, a due timeout fires even for a key with rows, where the call for these changed nothing.
                 still = groups.without(hashes_of(due), self._schema.key_columns(due), changes.positions)
                 due = due.filter(pa.array(still))
-        if due.num_rows:
-            changes = Changes()
-            yield from self._caller.timeouts(due, self._context, changes)
-            changed.append(self._caller.changed_rows(changes, hashes_of(due), self._schema.key_columns(due)))
-            changed.append(_untouched(due, changes))
-        changed = [batch for batch in changed if batch.num_rows]
-        if changed:
-            rows.append(sorted_run(joined(changed)))
+            mine, changed = _split_at(changed, upto)
+            pieces = [mine]
+            if due.num_rows:
+                timed_out = Changes()
+                yield from self._caller.timeouts(due, self._context, timed_out)
+                pieces.append(self._caller.changed_rows(timed_out, hashes_of(due), self._schema.key_columns(due)))
+                pieces.append(_untouched(due, timed_out))
+            pieces = [piece for piece in pieces if piece.num_rows]
+            if pieces:
+                rows.append(sorted_run(joined(pieces)))
+            self._lease.hold()
 
     # -- input -------------------------------------------------------------------------------------
 
@@ -185,9 +195,13 @@ class _BucketCall:
         """Remove earlier batches' spill files."""
         # Spill files lie with the query that tasks are told of, which may not be the state's home.
         folder = self._operator_folder.child(self._task.query_id, "spill")
-        for name in folder.names():
-            if spill_is_stale(name, self._task.batch, time.time()):
-                folder.remove_tree(name)
+        try:
+            for name in folder.names():
+                if spill_is_stale(name, self._task.batch, time.time()):
+                    folder.remove_tree(name)
+        except StorageError as error:
+            # Of no harm to this batch; a late attempt at an old one may be writing there.
+            _LOGGER.warning("old spill files are left to the next batch: %s", error)
 
     def _late_threshold_us(self) -> int | None:
         """Rows at or before this event time are late; Spark filters only under the event-time timeout."""
@@ -207,12 +221,25 @@ class _BucketCall:
 
     # -- timeouts ----------------------------------------------------------------------------------
 
-    def _expired(self) -> pa.RecordBatch:
+    def _expired_borders(self) -> list[int]:
+        """Hashes to stop at when due rows are fetched, so that these fit into memory; empty when all do at once."""
+        threshold_ms = self._threshold_ms()
+        if threshold_ms is None:
+            return []
+        floor = self._pointer.timeout_floor_ms, self._pointer.timeout_floor_version
+        bytes_max: int = self._bucket.read(lambda view: view.expired_bytes_max(threshold_ms, *floor))
+        if bytes_max <= self._job.memory_bytes_max // 4:
+            return []
+        borders: list[int] = self._bucket.read(lambda view: [upto for _, upto in view.ranges()])
+        return borders
+
+    def _expired(self, after: int, upto: int) -> pa.RecordBatch:
+        """Rows with a hash in (after, upto] whose time is up, in run order."""
         threshold_ms = self._threshold_ms()
         if threshold_ms is None:
             return self._schema.empty()
-        floor_ms, floor_version = self._pointer.timeout_floor_ms, self._pointer.timeout_floor_version
-        found: pa.RecordBatch = self._bucket.read(lambda view: view.expired(threshold_ms, floor_ms, floor_version))
+        floor = self._pointer.timeout_floor_ms, self._pointer.timeout_floor_version
+        found: pa.RecordBatch = self._bucket.read(lambda view: view.expired(threshold_ms, *floor, after, upto))
         return sorted_run(found)
 
     def _threshold_ms(self) -> int | None:
@@ -286,6 +313,9 @@ class _BucketCall:
                 )
         in_force = admit(self._operator_folder, job.operator_file(self._home), job.strict)
         if pointer is not None and pointer.schema_id > in_force.schema_id:
+            # What this process admitted once may have been succeeded since.
+            in_force = admit(self._operator_folder, job.operator_file(self._home), job.strict, again=True)
+        if pointer is not None and pointer.schema_id > in_force.schema_id:
             raise MissingCheckpointError(
                 f"the state of operator {job.operator!r} was written under operator_{pointer.schema_id}.json, "
                 "which is gone "
@@ -297,7 +327,9 @@ class _BucketCall:
         folder = local_folder(self._job, self._home, self._operator.schema_id, self._bucket_number)
         writer = Writer(self._task.query_id, self._task.run_id, self._batch, socket.gethostname())
         files = self._files.child(str(self._bucket_number))
-        return Bucket(_store(str(folder), self._schema), files, self._pointer, writer, self._scratch)
+        # Rows are written under the schema in force now, whatever that of the pointer we were given.
+        pointer = replace(self._pointer, schema_id=self._operator.schema_id)
+        return Bucket(_store(str(folder), self._schema), files, pointer, writer, self._scratch)
 
 
 def _store(folder: str, schema: RowSchema) -> LocalStore:

@@ -105,7 +105,7 @@ class View:
 
     def scan(self, *, keep_tombstones: bool = False) -> Iterator[pa.RecordBatch]:
         """All live rows, ascending by hash, in batches of bounded size; one short transaction each."""
-        for after, upto in self._ranges():
+        for after, upto in self.ranges():
             pieces = self._copied(after, upto)
             if pieces:
                 merged = newest_wins(pieces, self._schema, drop_tombstones=not keep_tombstones)
@@ -133,7 +133,18 @@ class View:
         self._store.read(work)
         return pieces
 
-    def expired(self, now_ms: int, floor_ms: int = 0, floor_version: int = 0) -> pa.RecordBatch:
+    def expired_bytes_max(self, now_ms: int, floor_ms: int = 0, floor_version: int = 0) -> int:
+        """Upper bound of the bytes that `expired` has to look through; from the manifest alone."""
+        return sum(
+            chunk.size_bytes
+            for run in self.runs
+            for chunk in run.chunks
+            if chunk.timeout_min < now_ms and chunk.timeout_max >= _lowest(run, floor_ms, floor_version)
+        )
+
+    def expired(
+        self, now_ms: int, floor_ms: int = 0, floor_version: int = 0, after: int = -1, upto: int = 2**64 - 1
+    ) -> pa.RecordBatch:
         """Live rows that time out before `now_ms`.
 
         Parameters
@@ -143,20 +154,30 @@ class View:
         floor_ms, floor_version
             In runs whose newest checkpoint is older than the version, rows below the floor are known to be dealt
             with and are not looked at again.
+        after, upto
+            Only rows with a hash in (after, upto].
         """
         candidates: list[pa.RecordBatch] = []
 
         def work(open_chunk: OpenChunk) -> None:
             candidates.clear()
             for run in self.runs:
-                low = floor_ms if run.newest.version < floor_version else -(2**63)
+                low = _lowest(run, floor_ms, floor_version)
                 for i, chunk in enumerate(run.chunks):
                     if chunk.timeout_min >= now_ms or chunk.timeout_max < low:
+                        continue
+                    if chunk.hash_max <= after or chunk.hash_min > upto:
                         continue
                     batch = open_chunk(run, i)
                     # NULL becomes the largest value: never due.
                     due = batch.column(TIMEOUT_MS).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
-                    rows = np.flatnonzero((due < now_ms) & (due >= low))
+                    wanted = (due < now_ms) & (due >= low)
+                    if chunk.hash_min <= after or chunk.hash_max > upto:
+                        hashes = hashes_of(batch)
+                        wanted &= hashes <= np.uint64(upto)
+                        if after >= 0:
+                            wanted &= hashes > np.uint64(after)
+                    rows = np.flatnonzero(wanted)
                     if len(rows):
                         candidates.append(batch.take(pa.array(rows)))
 
@@ -192,13 +213,18 @@ class View:
     def _schema(self) -> RowSchema:
         return self._store.schema
 
-    def _ranges(self) -> Iterator[tuple[int, int]]:
-        """Hash ranges (after, upto] that cut the run with most chunks at its chunk borders."""
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Hash ranges (after, upto] that cut the run with most chunks at its chunk borders; none without runs."""
         largest = max(self.runs, key=lambda run: len(run.chunks), default=None)
         if largest is None:
             return
         borders = sorted({chunk.hash_max for chunk in largest.chunks[:-1]} | {2**64 - 1})
         yield from zip([-1, *borders], borders, strict=False)
+
+
+def _lowest(run: Run, floor_ms: int, floor_version: int) -> int:
+    """Timeouts of a run below this are dealt with."""
+    return floor_ms if run.newest.version < floor_version else -(2**63)
 
 
 def _borders(run: Run, name: str) -> HashArray:

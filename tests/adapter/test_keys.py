@@ -210,3 +210,30 @@ def test_a_settled_worker_still_collects_garbage() -> None:
     finally:
         gc.unfreeze()
         gc.set_threshold(*before)
+
+
+def test_frames_of_other_columns_are_not_joined() -> None:
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
+        frames = [{"k": [1], "n": [2]}, {"k": [1]}, {"n": [1], "k": [2]}, {"k": [1], "other": [2]}]
+        yield pd.DataFrame(frames[int(key[0]) % 4])
+
+    groups = grouped(list(range(8)), [0] * 8)
+    frames = list(caller(function).data(groups, nobody(groups), CONTEXT, Changes()))
+    assert sum(map(len, frames)) == 8
+    assert all(not frame.isna().any().any() for frame in frames)
+    assert {tuple(sorted(frame.columns)) for frame in frames} == {("k", "n"), ("k",), ("k", "other")}
+
+
+def test_what_a_function_does_to_its_frames_index_stays_there() -> None:
+    seen: list[Any] = []
+
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
+        for pdf in pdfs:
+            seen.append((pdf.index.name, list(pdf.columns)))
+            pdf.index.name = "row"
+            pdf.columns = pd.Index(["x", "y"])
+        return iter(())
+
+    groups = grouped([1, 2, 3], [0, 0, 0])
+    list(caller(function).data(groups, nobody(groups), CONTEXT, Changes()))
+    assert seen == [(None, ["k", "v"])] * 3

@@ -80,3 +80,26 @@ def test_every_row_arrives_once_in_its_bucket(
     stored = list((tmp_path / "root").rglob("*.payloads"))
     assert bool(stored) == (inline_bytes < 1 << 30)
     assert (sum(sent) > 0) == (inline_bytes > 0)
+
+
+def test_a_large_row_among_small_ones_goes_to_a_spill_file(tmp_path: Path) -> None:
+    values = [b"small"] * 2_000
+    values[1_000] = bytes(64 << 20)
+    rows = pa.record_batch(
+        {
+            "c0": pa.array(np.arange(2_000)),
+            "c1": pa.array(values, pa.binary()),
+            "__hash": pa.array(np.zeros(2_000, dtype=np.int64)),
+        }
+    )
+    the_job = job(tmp_path)
+    files = operator_folder(the_job)
+    payloads = [p for packed in pack(the_job.to_plain(), iter([rows])) for p in packed.column("payload").to_pylist()]
+    assert max(map(len, payloads)) < 1 << 20
+    assert sum(payload[:1] == b"S" for payload in payloads) == 1
+    arrived = [
+        batch
+        for payload in payloads
+        for batch in decode(payload, lambda name, start, length: files.get_range(name, start, start + length))
+    ]
+    assert pa.Table.from_batches(arrived).equals(pa.Table.from_batches([rows]))

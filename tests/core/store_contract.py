@@ -156,6 +156,10 @@ class LocalStoreContract:
         for now_ms in (0, 1, 3, 5, 24, 25, 51, 2**62):
             view = store.view(two)
             assert model_of([view.expired(now_ms)]) == expired_in(model, now_ms)
+            pieces = [view.expired(now_ms, after=after, upto=upto) for after, upto in view.ranges()]
+            assert len(pieces) > 1
+            assert model_of(pieces) == expired_in(model, now_ms)
+            assert bool(view.expired_bytes_max(now_ms)) >= bool(expired_in(model, now_ms))
             later = [
                 row.timeout_ms for row in model.values() if row.timeout_ms is not None and row.timeout_ms >= now_ms
             ]

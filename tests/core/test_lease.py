@@ -189,3 +189,29 @@ def test_one_lease_object_a_process_and_run(tmp_path: Path) -> None:
     assert Lease.of(files, "run 1", "application", 1_000) is not first, "only the current run is remembered"
     other = Lease.of(files.child("other"), "run 2", "application", 1_000)
     assert Lease.of(files, "run 1", "application", 1_000) is not other
+
+
+def test_a_replaced_run_stays_replaced_whatever_its_workers_remember(tmp_path: Path) -> None:
+    """New workers remember nothing; without the record two runs would take it in turn for ever."""
+    files = Backend(str(tmp_path))
+    first, second = replace(_ME, run_id="first"), replace(_OTHER, run_id="second")
+    Lease(files, first, 100).hold()
+    time.sleep(0.2)
+    Lease(files, second, 100).hold()
+    time.sleep(0.2)
+    with pytest.raises(LiveRunError, match="has lost the state"):
+        Lease(files, first, 100).hold()
+    Lease(files, second, 100).hold()
+    # Where a plan stands in for the run, it may come back.
+    Lease(files, first, 100, once=False).hold()
+
+
+def test_a_late_task_of_an_old_run_does_not_stop_the_new_one(tmp_path: Path) -> None:
+    files = Backend(str(tmp_path))
+    Lease(files, replace(_ME, run_id="old"), 10_000).hold()
+    live = Lease(files, replace(_ME, run_id="new"), 10_000)
+    live.hold()
+    with pytest.raises(LiveRunError):
+        Lease(files, replace(_ME, run_id="old"), 10_000).hold()
+    live._check_at_s = 0.0
+    live.hold()

@@ -17,6 +17,7 @@ from pyspark.sql.types import LongType, StructField, StructType
 
 from spark_state_ext import ArrowState, Step, chain
 from spark_state_ext.errors import UsageError
+from spark_state_ext.spark.group_state import KeyState
 
 pytestmark = pytest.mark.spark
 
@@ -93,3 +94,25 @@ def test_one_step_is_no_chain() -> None:
 def test_a_step_takes_struct_types() -> None:
     with pytest.raises(UsageError, match="stateStructType"):
         Step(running_total, RUNNING, "total long")  # type: ignore[arg-type]
+
+
+def test_a_step_that_leaves_its_input_unread_loses_nothing_of_the_step_before() -> None:
+    def counts(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        (n,) = state.getOption or (0,)
+        for pdf in pdfs:
+            n += len(pdf)
+            yield pd.DataFrame({"total": [n]})
+        state.update((n,))
+
+    def looks_at_one(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        yield next(iter(pdfs)).assign(key=1, peak=0)[["key", "peak"]].assign(seen=0)
+
+    steps = chain(Step(counts, RUNNING, RUNNING), Step(looks_at_one, PEAKS, PEAKS))
+    stored: Any = None
+    for expected_n in (3, 6):
+        state = KeyState(stored, 1, -1, "NoTimeout", False, False, steps.stateStructType)
+        frames = iter([pd.DataFrame({"value": [1]}), pd.DataFrame({"value": [1, 2]})])
+        assert len(list(steps.func((1,), frames, state))) == 1
+        stored = state.getOption
+        assert stored is not None
+        assert tuple(stored[0]) == (expected_n,)
