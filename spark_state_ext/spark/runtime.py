@@ -133,6 +133,8 @@ class _BucketCall:
         for batch in self._payload_rows(frames):
             sorter.add(batch)
         rows = SpillBuffer(self._scratch, self._job.memory_bytes_max)
+        # Also a bucket without rows is restored, so that no later batch has to wait for it.
+        self._bucket.read(lambda view: None)
         borders = self._expired_borders()
         after = -1
         for upper, table in sorter.ranges():

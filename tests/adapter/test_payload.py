@@ -8,7 +8,14 @@ import pytest
 
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.spark.pack import buckets_of, inline_share
-from spark_state_ext.spark.payload import decode, encode, payload_bytes_max, spilled
+from spark_state_ext.spark.payload import (
+    decode,
+    encode,
+    payload_bytes_max,
+    spill_folder,
+    spill_is_stale,
+    spilled,
+)
 
 
 def no_file(name: str, offset: int, length: int) -> bytes:
@@ -72,3 +79,17 @@ def test_the_shares_of_any_number_of_tasks_stay_below_what_one_bucket_may_get() 
     # Ordinary batches of ordinary jobs need no spill files.
     assert shares[7] > 1 << 20
     assert shares[199] > 16 << 10
+
+
+def test_only_folders_of_batches_that_are_over_are_stale() -> None:
+    """Rule 6: a spill file is removed by a later batch's call, or after a day where batches are not known."""
+    assert spill_is_stale("3", 4, 0.0)
+    assert not spill_is_stale("4", 4, 0.0)
+    assert not spill_is_stale("5", 4, 0.0)
+    assert not spill_is_stale("3", None, 0.0)
+    written_s = 1_000_000.0
+    folder = spill_folder(None, written_s).removeprefix("spill/")
+    for batch in (None, 7):
+        assert not spill_is_stale(folder, batch, written_s + 86_000)
+        assert spill_is_stale(folder, batch, written_s + 86_500)
+    assert not spill_is_stale("somebody's notes", 4, written_s * 2)

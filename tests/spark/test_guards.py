@@ -19,7 +19,10 @@ from pyspark import __version__ as pyspark_version
 from pyspark.sql.streaming.state import GroupState
 from streams import WAIT_S, finish, read, write_batches
 
+from arrow_schemas.lineage import parse_file_name
 from spark_state_ext import ArrowState
+from spark_state_ext.backend import Backend
+from spark_state_ext.checkpoint import read_header
 from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
 
 pytestmark = pytest.mark.spark
@@ -89,6 +92,14 @@ def test_a_new_nullable_column_and_a_wider_number_are_followed(spark: Any, tmp_p
     assert run(spark, tmp_path, state="n long, note string", width=2) == [("1", 6), ("2", 3)]
     names = {p.name for p in (tmp_path / "root").rglob("operator_*.json")}
     assert names == {"operator_0.json", "operator_1.json"}
+    # Each file says under which schema its rows were written, from the first batch after the change on.
+    under = set()
+    for path in (tmp_path / "root").rglob("*.arrow"):
+        named = parse_file_name(path.name)
+        assert named is not None
+        header = read_header(Backend(str(path.parent)), *named)
+        under.add((header.writer.batch, header.schema_id))
+    assert under == {(0, 0), (1, 1), (2, 1)}
 
 
 def test_what_cannot_be_a_key_is_refused_when_planned(spark: Any, tmp_path: Path) -> None:

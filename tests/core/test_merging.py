@@ -1,0 +1,37 @@
+"""Decisions of merging, over values."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_state_ext.store.merging import FANOUT, choose_merge
+
+SIZES = st.lists(st.integers(1, 1_000), max_size=30)
+
+
+@given(SIZES, st.integers(1, 5_000))
+def test_one_merge_reads_a_bounded_number_of_bytes(sizes: list[int], bytes_max: int) -> None:
+    """Rule 11."""
+    chosen = choose_merge(sizes, bytes_max)
+    if chosen is not None:
+        start, stop = chosen
+        assert stop - start >= FANOUT
+        assert sum(sizes[start:stop]) <= bytes_max
+
+
+@given(st.lists(st.integers(1, 100), min_size=200, max_size=400))
+def test_runs_stay_few_and_rows_are_rewritten_seldom(commits: list[int]) -> None:
+    """Tiers: with a commit after the other, the number of runs and the bytes rewritten grow with the logarithm."""
+    runs: list[int] = []
+    rewritten = 0
+    for size in commits:
+        runs.insert(0, size)
+        chosen = choose_merge(runs)
+        if chosen is not None:
+            start, stop = chosen
+            rewritten += sum(runs[start:stop])
+            runs[start:stop] = [sum(runs[start:stop])]
+    assert sum(runs) == sum(commits)
+    assert len(runs) <= 32
+    assert rewritten <= 12 * sum(commits)

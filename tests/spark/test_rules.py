@@ -1,0 +1,119 @@
+"""Properties of the plan that no single result shows: heartbeats, labels, spill files, versions, triggers."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+from pyspark.sql.streaming.state import GroupState
+from streams import finish, read, write_batches
+
+from arrow_schemas import RowSchema
+from arrow_schemas.labels import bucket_label
+from spark_state_ext import ArrowState
+from spark_state_ext.errors import VersionSkewError
+from spark_state_ext.spark.runtime import run_bucket
+from spark_state_ext.store import LocalStore
+
+pytestmark = pytest.mark.spark
+
+SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
+
+
+def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
+    state.update((n,))
+    yield pd.DataFrame({"k": [key[0]], "n": [n]})
+
+
+def counted(spark: Any, folder: Path, batch: pa.Table, schema: str = "k long", **options: Any) -> tuple[Any, list[Any]]:
+    """One start of a count over one more file: the last batch's progress, and what it emitted."""
+    state = ArrowState(str(folder / "root"), "ruled", **{"local_dir": str(folder / "local"), **options})
+    events = read(spark, write_batches(folder / "in", [batch]), schema)
+    out = state.apply_in_pandas_with_state(events, "k", count, "k long, n long", "n long", "update", "NoTimeout")
+    rows: list[Any] = []
+    query = (
+        out.writeStream.outputMode("update")
+        .foreachBatch(lambda df, _: rows.extend(df.collect()))
+        .option("checkpointLocation", str(folder / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    finish(query)
+    return query.lastProgress, sorted((r.k, r.n) for r in rows)
+
+
+def test_every_bucket_is_called_and_restored_in_every_batch(spark: Any, tmp_path: Path) -> None:
+    """Rule 1: a bucket without rows has its pointer renewed, and its state brought to where it runs now."""
+    buckets = 8
+    first, _ = counted(spark, tmp_path, pa.table({"k": pa.array(range(100), pa.int64())}), buckets=buckets)
+    assert first["stateOperators"][0]["numRowsTotal"] == buckets
+    # Elsewhere, as on another executor: all that is found there was brought there.
+    elsewhere = tmp_path / "elsewhere"
+    one = pa.table({"k": pa.array([5], pa.int64())})
+    second, rows = counted(spark, tmp_path, one, buckets=buckets, local_dir=str(elsewhere))
+    assert rows == [(5, 2)]
+    assert second["stateOperators"][0]["numRowsUpdated"] == buckets
+    stores = [LocalStore(path.parent.parent, SCHEMA) for path in elsewhere.rglob("data.mdb")]
+    assert len(stores) == buckets
+    assert all(any(run.newest.version == 1 for run in store.runs()) for store in stores)
+    written = [path.name for path in (tmp_path / "root").rglob("2_*.arrow")]
+    assert len(written) == 1, "heartbeats write no file"
+
+
+@pytest.mark.parametrize("partitions", [1, 3, 7, 8, 64])
+def test_labels_spread_evenly_over_any_number_of_partitions(spark: Any, partitions: int) -> None:
+    """Rule 5."""
+    labels = pd.DataFrame({"label": np.array([bucket_label(bucket) for bucket in range(96)], dtype=np.int32)})
+    frame = spark.createDataFrame(labels, "label int").repartition(partitions, "label")
+    placed = Counter(row[0] for row in frame.selectExpr("spark_partition_id()").collect())
+    per_partition = [placed.get(at, 0) for at in range(partitions)]
+    assert sum(per_partition) == 96
+    assert max(per_partition) - min(per_partition) <= 1
+
+
+def test_more_than_the_shuffle_should_carry_goes_through_spill_files(spark: Any, tmp_path: Path) -> None:
+    """Rule 6: rows beyond a bucket's share arrive by way of the root, and the next batch clears that away."""
+    rng = np.random.default_rng(1)
+    values = pa.array([rng.bytes(4 << 20) for _ in range(36)], pa.binary())
+    large = pa.table({"k": pa.array([at % 5 for at in range(36)], pa.int64()), "v": values})
+    _, rows = counted(spark, tmp_path, large, "k long, v binary", buckets=1)
+    assert rows == [(0, 8), (1, 7), (2, 7), (3, 7), (4, 7)]
+    spilled = list((tmp_path / "root").rglob("spill/0/*.payloads"))
+    assert spilled
+    small = pa.table({"k": pa.array([0], pa.int64()), "v": pa.array([b"x"], pa.binary())})
+    _, rows = counted(spark, tmp_path, small, "k long, v binary", buckets=1)
+    assert rows == [(0, 9)]
+    assert list((tmp_path / "root").rglob("*.payloads")) == []
+
+
+def test_another_version_of_the_package_on_executors_is_refused() -> None:
+    """Rule 9: what an older or newer client sent is told apart before anything of it is used."""
+    with pytest.raises(VersionSkewError, match=r"planned with spark_state_ext 0\.0\.9.*same version"):
+        next(run_bucket({"package_version": "0.0.9"}, count, (0,), iter(()), None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("trigger", [{"continuous": "1 second"}, {"realTime": "5 seconds"}])
+def test_triggers_without_micro_batches_are_refused(spark: Any, tmp_path: Path, trigger: dict[str, str]) -> None:
+    """Rule 9: our commit is a micro-batch's, so these must not start; as with Spark's own operator, Spark says so."""
+    if next(iter(trigger)) not in inspect.signature(DataStreamWriter.trigger).parameters:
+        pytest.skip("this release of Spark has no real-time trigger")
+    state = ArrowState(str(tmp_path / "root"), "ruled", buckets=1, local_dir=str(tmp_path / "local"))
+    events = spark.readStream.format("rate").load().selectExpr("value AS k")
+    out = state.apply_in_pandas_with_state(events, "k", count, "k long, n long", "n long", "update", "NoTimeout")
+    writer = out.writeStream.outputMode("update").format("console").option("checkpointLocation", str(tmp_path / "c"))
+    with pytest.raises(Exception, match=r"(?i)not support|unsupported|real_?time"):
+        query = writer.trigger(**trigger).start()
+        try:
+            query.processAllAvailable()
+        finally:
+            query.stop()
+    assert not (tmp_path / "root").exists()
