@@ -310,11 +310,15 @@ class KeyCaller:
         if len(self._columns):
             # Makes pandas note where the columns lie, which the pieces inherit; else each piece finds out anew.
             whole.iloc[:, 0]
+        indexes: dict[int, pd.Index] = {}
         # groupby cuts a frame several times faster than slicing it does.
         labels = np.repeat(np.arange(len(sizes)), sizes)
         for _, frame in whole.groupby(labels, sort=False):
+            n = len(frame)
+            if n not in indexes:
+                indexes[n] = pd.RangeIndex(n)
             # Its own: what a function does to it, such as naming it, must not show at other keys.
-            frame.index = pd.RangeIndex(len(frame))
+            frame.index = indexes[n].view()
             yield (f for f in (frame,))
 
     def _pieces(self, rows: pa.Table) -> Iterator[pd.DataFrame]:

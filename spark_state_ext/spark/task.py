@@ -20,7 +20,7 @@ __all__ = ["TaskInfo", "local_folder", "operator_folder", "scratch_folder", "set
 
 
 # Containers allocated, and not freed yet, at which a young collection begins; Python's own default is 700.
-_YOUNG_OBJECTS_MAX = 2_000
+_YOUNG_OBJECTS_MAX = 5_000
 
 
 @dataclass(frozen=True)
