@@ -12,6 +12,7 @@ __all__ = [
     "CorruptError",
     "CorruptFileError",
     "CorruptPointerError",
+    "LineageError",
     "SchemaChangedError",
     "StateError",
     "StateValueError",
@@ -72,3 +73,7 @@ class CorruptFileError(CorruptError):
 
 class CorruptPointerError(CorruptError):
     """The pointer in Spark's state is damaged or not one of ours."""
+
+
+class LineageError(CorruptError):
+    """Checkpoint files contradict each other or their pointer: a wrong parent, a cycle, a lineage that does not fit."""

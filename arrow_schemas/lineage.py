@@ -12,11 +12,12 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
-from arrow_schemas.errors import CorruptFileError, VersionSkewError
+from arrow_schemas.errors import CorruptFileError, LineageError, VersionSkewError
 
 __all__ = [
     "BODY_KEY",
@@ -29,6 +30,7 @@ __all__ = [
     "CheckpointRef",
     "LineageHeader",
     "Writer",
+    "check_ascending",
     "file_name",
     "new_checkpoint_id",
     "parse_file_name",
@@ -64,6 +66,19 @@ class CheckpointRef:
 
     def __str__(self) -> str:
         return f"{self.version}_{self.id}"
+
+
+def check_ascending(refs: Sequence[CheckpointRef], where: str) -> None:
+    """Ancestors have smaller versions; so a lineage has no cycle, and following it comes to an end.
+
+    Raises
+    ------
+    LineageError
+        When a version is not larger than the one before.
+    """
+    for older, newer in pairwise(refs):
+        if older.version >= newer.version:
+            raise LineageError(f"{where}: its lineage has {newer} after {older}; versions must ascend")
 
 
 def file_name(ref: CheckpointRef, kind: str) -> str:
@@ -123,7 +138,8 @@ class LineageHeader:
         if self.kind not in (DELTA, SNAPSHOT):
             raise CorruptFileError(f"{self.kind!r} is no kind of checkpoint file")
         if (self.lineage[-1] if self.lineage else None) != self.parent:
-            raise CorruptFileError(f"the lineage of {self.ref} does not end with its parent {self.parent}")
+            raise LineageError(f"the lineage of {self.ref} does not end with its parent {self.parent}")
+        check_ascending((*self.lineage, self.ref), f"the {self.kind} of checkpoint {self.ref}")
 
     def encode(self) -> dict[bytes, bytes]:
         """Schema metadata holding this header and a placeholder for the body record."""
@@ -177,6 +193,8 @@ class LineageHeader:
                 writer=Writer(**fields["writer"]),
                 package_version=fields["package_version"],
             )
+        except (CorruptFileError, LineageError) as error:
+            raise type(error)(f"{where}: {error}") from error
         except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise CorruptFileError(f"the lineage header of {where} cannot be read: {error!r}") from error
 

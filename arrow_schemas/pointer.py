@@ -1,9 +1,10 @@
 """The pointer: all that Spark's own state holds of a bucket.
 
 Spark commits it with the batch and hands it to every retry, speculative attempt or restart of the next one, so
-it is the commit log (`docs/design`). Format 1 is one backend, committed synchronously: every file the pointer
-names is durable before Spark sees the pointer. The fields that asynchronous commit needs (markers, inline
-deltas) have their place already: format 2 fills them.
+it is the commit log (`docs/design`). One backend, committed synchronously: every delta the pointer names is durable
+before Spark sees the pointer. Format 1 said the same of its snapshot; since format 2 that is presumed only, and the
+pointer tells what it was built on, when, and which snapshots came before. The fields that asynchronous commit needs
+(markers, inline deltas) have their place already.
 
 Bytes: ``b"SSEP"``, format (u16), length of the JSON part (u32), the JSON part, the inline deltas' bytes one
 after the other, and the CRC-32 of everything before (u32); all little-endian.
@@ -17,12 +18,13 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from arrow_schemas.errors import CorruptError, CorruptPointerError, VersionSkewError
-from arrow_schemas.lineage import CheckpointRef
+from arrow_schemas.errors import CorruptError, CorruptPointerError, LineageError, VersionSkewError
+from arrow_schemas.lineage import CheckpointRef, check_ascending
 
 __all__ = ["POINTER_FORMAT", "LineageEntry", "Pointer"]
 
-POINTER_FORMAT = 1
+POINTER_FORMAT = 2
+_UNKNOWN_BATCH = -1
 _MAGIC = b"SSEP"
 _HEAD = struct.Struct("<4sHI")
 _CRC = struct.Struct("<I")
@@ -30,10 +32,21 @@ _CRC = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class LineageEntry:
-    """One checkpoint of the lineage and the size of its delta (or, for the first, snapshot) file in bytes."""
+    """One checkpoint of a lineage.
+
+    Parameters
+    ----------
+    ref
+        The checkpoint.
+    size_bytes
+        Size of its delta file.
+    batch
+        Micro-batch that wrote it; -1 when not known (format 1).
+    """
 
     ref: CheckpointRef
     size_bytes: int
+    batch: int = _UNKNOWN_BATCH
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,13 @@ class Pointer:
     home
         Folder of the state below ``<root>/<operator>``: the query's id.
     lineage
-        Checkpoints since the last snapshot, that one first, the committed one last. Empty: no state yet.
+        Checkpoints since the presumed last snapshot, that one first, the committed one last. Empty: no state yet.
+    parent
+        The checkpoint that the committed one was built on; None for the first, and where format 1 did not tell.
+    snapshots
+        Checkpoints of earlier presumed snapshots on this lineage, oldest first, as far back as clean-up wants them.
+    snapshots_missed
+        Presumed snapshots in a row that never arrived.
     rows
         Upper bound of the bucket's live rows.
     timeout_floor_ms, timeout_floor_version
@@ -78,8 +97,19 @@ class Pointer:
     timeout_floor_ms: int = 0
     timeout_floor_version: int = 0
     earliest_timeout_ms: int | None = None
+    parent: CheckpointRef | None = None
+    snapshots: tuple[LineageEntry, ...] = ()
+    snapshots_missed: int = 0
     markers: dict[str, dict[str, str]] = field(default_factory=dict)
     inline: dict[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        refs = [entry.ref for entry in self.lineage]
+        where = f"the pointer of bucket {self.bucket} of operator {self.operator!r}"
+        check_ascending(refs, where)
+        if len(refs) > 1 and self.parent not in (None, refs[-2]):
+            raise LineageError(f"{where}: {refs[-1]} was built on {self.parent} and its lineage says {refs[-2]}")
+        check_ascending([*(entry.ref for entry in self.snapshots), *refs[:1]], where)
 
     @property
     def ref(self) -> CheckpointRef | None:
@@ -102,7 +132,10 @@ class Pointer:
                 "batch": self.batch,
                 "watermark_ms": self.watermark_ms,
                 "home": self.home,
-                "lineage": [[e.ref.version, e.ref.id, e.size_bytes] for e in self.lineage],
+                "lineage": [_plain(entry) for entry in self.lineage],
+                "parent": None if self.parent is None else [self.parent.version, self.parent.id],
+                "snapshots": [_plain(entry) for entry in self.snapshots],
+                "snapshots_missed": self.snapshots_missed,
                 "rows": self.rows,
                 "timeout_floor": [self.timeout_floor_ms, self.timeout_floor_version],
                 "earliest_timeout_ms": self.earliest_timeout_ms,
@@ -141,11 +174,22 @@ class Pointer:
         if crc != zlib.crc32(data[: -_CRC.size]):
             raise CorruptPointerError("a pointer in Spark's state fails its checksum")
         try:
-            return _parse(json.loads(data[_HEAD.size : _HEAD.size + length]), data[_HEAD.size + length : -_CRC.size])
-        except CorruptPointerError:
+            fields = json.loads(data[_HEAD.size : _HEAD.size + length])
+            return _parse(fields, data[_HEAD.size + length : -_CRC.size])
+        except (CorruptPointerError, LineageError):
             raise
         except (CorruptError, KeyError, TypeError, ValueError) as error:
             raise CorruptPointerError(f"a pointer in Spark's state cannot be read: {error!r}") from error
+
+
+def _plain(entry: LineageEntry) -> list[Any]:
+    return [entry.ref.version, entry.ref.id, entry.size_bytes, entry.batch]
+
+
+def _entry(values: list[Any]) -> LineageEntry:
+    """Format 1 has three values."""
+    version, checkpoint_id, size_bytes, *batch = values
+    return LineageEntry(CheckpointRef(version, checkpoint_id), size_bytes, *batch)
 
 
 def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
@@ -157,6 +201,11 @@ def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
     if offset != len(blobs):
         raise CorruptPointerError(f"a pointer announces {offset} bytes of inline deltas and holds {len(blobs)}")
     floor_ms, floor_version = fields["timeout_floor"]
+    lineage = tuple(_entry(values) for values in fields["lineage"])
+    if "parent" in fields:
+        parent = None if fields["parent"] is None else CheckpointRef(*fields["parent"])
+    else:  # format 1, which tells it only by the lineage
+        parent = lineage[-2].ref if len(lineage) > 1 else None
     return Pointer(
         operator=fields["operator"],
         bucket=fields["bucket"],
@@ -165,11 +214,14 @@ def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
         batch=fields["batch"],
         watermark_ms=fields["watermark_ms"],
         home=fields["home"],
-        lineage=tuple(LineageEntry(CheckpointRef(v, i), size) for v, i, size in fields["lineage"]),
+        lineage=lineage,
         rows=fields["rows"],
         timeout_floor_ms=floor_ms,
         timeout_floor_version=floor_version,
         earliest_timeout_ms=fields["earliest_timeout_ms"],
+        parent=parent,
+        snapshots=tuple(_entry(values) for values in fields.get("snapshots", ())),
+        snapshots_missed=fields.get("snapshots_missed", 0),
         markers=fields["markers"],
         inline=inline,
     )

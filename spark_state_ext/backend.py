@@ -11,18 +11,43 @@ import os
 import posixpath
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 import fsspec
+import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.errors import MissingCheckpointError, StorageError, StoreFullError, UsageError
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "Entry", "is_temporary"]
 
 # Object stores: a PUT is seen whole or not at all, and "rename" would be a copy.
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory", "r2"})
 _TEMPORARY = ".tmp-"
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """A file or folder in a listing.
+
+    Parameters
+    ----------
+    name
+        Its name.
+    size_bytes
+        Its size; 0 for folders.
+    modified_s
+        When it was last written, seconds since 1970; None where the file system does not tell.
+    folder
+        It is a folder.
+    """
+
+    name: str
+    size_bytes: int
+    modified_s: float | None
+    folder: bool
 
 
 class Backend:
@@ -127,6 +152,14 @@ class Backend:
             size: int = self._fs.info(posixpath.join(self._path, name))["size"]
             return size
 
+    def open_local(self, name: str) -> pa.NativeFile | None:
+        """A file on a local file system, opened where it lies; None elsewhere."""
+        if not self._local:
+            return None
+        with self._translated(f"reading {self.where(name)}"):
+            return pa.OSFile(posixpath.join(self._path, name), "r")
+        raise AssertionError("unreachable: _translated raises what it catches")
+
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""
         with self._translated(f"looking for {self.where(name)}"):
@@ -144,6 +177,21 @@ class Backend:
                 return []
             names = (posixpath.basename(path.rstrip("/")) for path in found)
             return sorted(name for name in names if not name.startswith(_TEMPORARY))
+
+    def entries(self) -> list[Entry]:
+        """Files and folders here with what the file system tells of them, temporary ones too; one listing."""
+        with self._translated(f"listing {self.root}"):
+            self._fs.invalidate_cache(self._path)
+            try:
+                found = self._fs.ls(self._path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            return sorted(_entry(info) for info in found)
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens when it is gone already."""
+        with self._translated(f"removing {self.where(name)}"), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(posixpath.join(self._path, name))
 
     def remove_tree(self, name: str) -> None:
         """Remove a folder and what is in it; nothing happens when it is gone already."""
@@ -194,3 +242,26 @@ class Backend:
             if error.errno in (28, 122):  # ENOSPC, EDQUOT
                 raise StoreFullError(f"{doing}: {error}. Make room where the root lies.") from error
             raise StorageError(f"{doing}: {error}") from error
+
+
+def _entry(info: Mapping[str, Any]) -> Entry:
+    # Each file system of fsspec has its own name for this.
+    modified = next(
+        (info[key] for key in ("mtime", "LastModified", "last_modified", "updated", "created") if key in info), None
+    )
+    if isinstance(modified, str):
+        with contextlib.suppress(ValueError):
+            modified = datetime.fromisoformat(modified.replace("Z", "+00:00"))
+    if isinstance(modified, datetime):
+        modified = (modified if modified.tzinfo else modified.replace(tzinfo=timezone.utc)).timestamp()
+    return Entry(
+        posixpath.basename(info["name"].rstrip("/")),
+        int(info.get("size") or 0),
+        float(modified) if isinstance(modified, (int, float)) else None,
+        info["type"] == "directory",
+    )
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name is of a file that is being written, or was when its writer died."""
+    return name.startswith(_TEMPORARY)

@@ -1,7 +1,8 @@
 """One bucket's state over a commit: reconcile with the pointer, read, commit, new pointer.
 
-Order of a commit: delta file durable → run in the local store → (snapshot file durable) → pointer. Spark then makes the
-pointer durable with its batch. Whatever dies in between leaves files and runs that no pointer names.
+Order of a commit: delta file durable → run in the local store → pointer. Spark then makes the pointer durable with its
+batch. Whatever dies in between leaves files and runs that no pointer names. Snapshots are written in the background;
+pointers only presume them.
 """
 
 from __future__ import annotations
@@ -16,32 +17,19 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from arrow_schemas.lineage import (
-    DELTA,
-    SNAPSHOT,
-    CheckpointRef,
-    LineageHeader,
-    Writer,
-    file_name,
-    new_checkpoint_id,
-)
+from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer, file_name, new_checkpoint_id
 from arrow_schemas.pointer import LineageEntry, Pointer
 from spark_state_ext.backend import Backend
-from spark_state_ext.checkpoint import read_checkpoint, write_checkpoint
-from spark_state_ext.errors import (
-    CorruptError,
-    CorruptFileError,
-    CorruptStoreError,
-    MissingCheckpointError,
-    MissingRunError,
-    StorageError,
-)
-from spark_state_ext.lineage import files_to_try, snapshot_due
+from spark_state_ext.background import Inline, Runner
+from spark_state_ext.checkpoint import write_checkpoint
+from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
+from spark_state_ext.lineage import Chain, presuming_snapshot, snapshot_due
+from spark_state_ext.loading import Loader
 from spark_state_ext.spill import SpillBuffer, local_errors
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.version import __version__
 
-__all__ = ["Bucket"]
+__all__ = ["BATCHES_RETAINED", "Bucket"]
 
 T = TypeVar("T")
 
@@ -49,6 +37,12 @@ _LOGGER = logging.getLogger("spark_state_ext")
 _IN_MEMORY_BYTES_MAX = 32 << 20
 # Other processes may prune while we fetch; each round makes progress, so a few are plenty.
 _ROUNDS_MAX = 5
+# Presumed snapshots that never arrived, in a row, until a call writes one itself: workers here die too young.
+_MISSED_MAX = 2
+# How long the runs of a snapshot stay pinned from each sign of life of its writer on.
+_PIN_S = 600.0
+# Spark's default of spark.sql.streaming.minBatchesToRetain.
+BATCHES_RETAINED = 100
 
 
 class Bucket:
@@ -66,15 +60,35 @@ class Bucket:
         Who is working, for file headers.
     scratch
         Local folder for temporary files.
+    runner
+        Writes snapshots; by default they are written within `commit`.
+    batches_retained
+        Spark's ``spark.sql.streaming.minBatchesToRetain``.
     """
 
-    def __init__(self, store: LocalStore, files: Backend, pointer: Pointer, writer: Writer, scratch: Path) -> None:
+    def __init__(
+        self,
+        store: LocalStore,
+        files: Backend,
+        pointer: Pointer,
+        writer: Writer,
+        scratch: Path,
+        runner: Runner | None = None,
+        batches_retained: int = BATCHES_RETAINED,
+    ) -> None:
         self._store = store
         self._files = files
         self.pointer = pointer
         self._writer = writer
         self._scratch = scratch
-        self.fetched_files = 0
+        self._runner = runner or Inline()
+        self._batches_retained = batches_retained
+        self._loader = Loader(store, files, pointer.operator, pointer.bucket, scratch)
+
+    @property
+    def fetched_files(self) -> int:
+        """Checkpoint files that were read and applied."""
+        return self._loader.fetched_files
 
     def read(self, work: Callable[[View], T]) -> T:
         """Run `work` on the state at the pointer; what the local store lacks is fetched first.
@@ -83,10 +97,10 @@ class Bucket:
 
         Raises
         ------
-        MissingCheckpointError, CorruptFileError
-            When neither the local store nor any checkpoint file has a part of the lineage.
+        MissingCheckpointError, CorruptFileError, LineageError
+            When neither the local store nor any checkpoint file has a part of the lineage, or they contradict it.
         """
-        return self._reconciled(self.pointer.ref, work)
+        return self._reconciled(self.pointer, work)
 
     def commit(self, rows: SpillBuffer) -> Pointer:
         """Make a new checkpoint of changed rows; returns the pointer to hand to Spark.
@@ -94,21 +108,32 @@ class Bucket:
         Parameters
         ----------
         rows
-            Changed rows in run order, tombstones included. When there are none, the checkpoint stays the same.
+            Changed rows in run order, tombstones included. When there are none, the checkpoint stays the same, but is
+            renewed once in so many batches: clean-up goes by the age of files.
         """
-        if rows.rows == 0:
+        if rows.rows == 0 and not self._renewal_due():
             return self.pointer
         parent = self.pointer.ref
-        ref = CheckpointRef(self.pointer.version + 1, new_checkpoint_id())
-        size = self._publish(ref, DELTA, rows)
-        self._reconciled(parent, lambda view: self._store.apply(rows, ref, parent))
-        lineage = (*self.pointer.lineage, LineageEntry(ref, size))
+        ref = self._next_ref()
+        size = self._publish(self._header(ref, DELTA), rows)
+        self._reconciled(self.pointer, lambda view: self._store.apply(rows, ref, parent))
+        entry = LineageEntry(ref, size, self._writer.batch)
+        new = replace(self.pointer, lineage=(*self.pointer.lineage, entry), parent=parent)
         # Only what is committed for certain is merged and dropped: the pointer we were given, not the one we make.
         self._tidy(parent)
-        state_bytes, rows_max = self._reconciled(ref, lambda view: (view.size_bytes, view.rows_max))
-        if snapshot_due(lineage, state_bytes):
-            lineage = self._snapshot(ref, lineage)
-        return replace(self.pointer, lineage=lineage, rows=rows_max)
+        state_bytes, rows_max = self._reconciled(new, lambda view: (view.size_bytes, view.rows_max))
+        new = replace(new, rows=rows_max)
+        return self._with_snapshot(new) if snapshot_due(new.lineage, state_bytes) else new
+
+    def _next_ref(self) -> CheckpointRef:
+        """The new checkpoint: unique to this very call, whatever batch and attempt it is."""
+        return CheckpointRef(self.pointer.version + 1, new_checkpoint_id())
+
+    def _renewal_due(self) -> bool:
+        """Whether the committed checkpoint is so old that files might be taken for a lineage that nobody follows."""
+        if not self.pointer.lineage:
+            return False
+        return self.pointer.lineage[-1].batch + self._batches_retained < self._writer.batch
 
     def _tidy(self, committed: CheckpointRef | None) -> None:
         """Compact and prune. The new checkpoint is safe already, so no failure here may fail the batch."""
@@ -126,19 +151,68 @@ class Bucket:
         except StorageError as error:
             _LOGGER.warning("the local store is not tidied: %s; the next commit tries again", error)
 
-    def _snapshot(self, ref: CheckpointRef, lineage: tuple[LineageEntry, ...]) -> tuple[LineageEntry, ...]:
-        """The lineage that begins with a snapshot of `ref`; the one given when the snapshot could not be written."""
+    # -- snapshots ---------------------------------------------------------------------------------
+
+    def _with_snapshot(self, new: Pointer) -> Pointer:
+        """The pointer that presumes a snapshot of its checkpoint, which is under way; or as it is, where none is."""
+        header = self._header(new.lineage[-1].ref, SNAPSHOT)
         try:
-            size = self._reconciled(ref, lambda view: self._publish(ref, SNAPSHOT, view.scan()))
+            missed = self._missed(new)
+            pinned = self._reconciled(new, lambda view: (view, self._store.pin(view, _PIN_S)))
         except (StorageError, MissingRunError) as error:
             # The deltas are durable and hold everything. The snapshot stays due, so the next commit tries again.
-            _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", ref, error)
-            return lineage
-        return (LineageEntry(ref, size),)
+            _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", header.ref, error)
+            return new
+        presuming = replace(presuming_snapshot(new, self._batches_retained), snapshots_missed=missed)
 
-    def _publish(self, ref: CheckpointRef, kind: str, batches: Iterable[pa.RecordBatch]) -> int:
-        """Write a checkpoint file; returns its size in bytes."""
-        header = LineageHeader(
+        def write() -> None:
+            self._write_snapshot(header, *pinned)
+
+        if missed < _MISSED_MAX:
+            name = f"snapshot {self._files.where(file_name(header.ref, SNAPSHOT))}"
+            if self._runner.submit(name, write):
+                return presuming
+            self._unpin(pinned[1])
+            return new
+        try:
+            write()
+        except StateError as error:
+            _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", header.ref, error)
+            return new
+        return replace(presuming, snapshots_missed=0)
+
+    def _missed(self, new: Pointer) -> int:
+        """How many presumed snapshots in a row never arrived, that at the beginning of the lineage included."""
+        presumed = new.lineage[0]
+        if presumed.ref.version == 1:  # the bucket's first delta, which is the whole state of its time
+            return 0
+        if self._runner.busy(f"snapshot {self._files.where(file_name(presumed.ref, SNAPSHOT))}"):
+            return new.snapshots_missed
+        if self._files.exists(file_name(presumed.ref, SNAPSHOT)):
+            return 0
+        return new.snapshots_missed + 1
+
+    def _write_snapshot(self, header: LineageHeader, view: View, pin: str) -> None:
+        def batches() -> Iterable[pa.RecordBatch]:
+            for batch in view.scan():
+                self._store.renew(pin, _PIN_S)
+                yield batch
+
+        try:
+            self._publish(header, batches())
+        finally:
+            self._unpin(pin)
+
+    def _unpin(self, pin: str) -> None:
+        try:
+            self._store.unpin(pin)
+        except StateError as error:
+            _LOGGER.warning("a pin of the local store is left to expire: %s", error)
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def _header(self, ref: CheckpointRef, kind: str) -> LineageHeader:
+        return LineageHeader(
             kind=kind,
             operator=self.pointer.operator,
             bucket=self.pointer.bucket,
@@ -149,7 +223,10 @@ class Bucket:
             writer=self._writer,
             package_version=__version__,
         )
-        name = file_name(ref, kind)
+
+    def _publish(self, header: LineageHeader, batches: Iterable[pa.RecordBatch]) -> int:
+        """Write a checkpoint file; returns its size in bytes."""
+        name = file_name(header.ref, header.kind)
         large = not isinstance(batches, SpillBuffer) or batches.size_bytes > _IN_MEMORY_BYTES_MAX
         if not large:
             buffer = io.BytesIO()
@@ -164,12 +241,14 @@ class Bucket:
             self._files.put_file(name, file.name)
             return file.tell()
 
-    def _reconciled(self, head: CheckpointRef | None, work: Callable[[View], T]) -> T:
+    # -- reconciling -------------------------------------------------------------------------------
+
+    def _reconciled(self, pointer: Pointer, work: Callable[[View], T]) -> T:
         rebuilt = False
         rounds = 0
         while True:
             try:
-                view = self._whole_view(head)
+                view = self._whole_view(pointer)
                 try:
                     return work(view)
                 except MissingRunError:
@@ -184,44 +263,29 @@ class Bucket:
                 rebuilt = True
                 self._store.rebuild()
 
-    def _whole_view(self, head: CheckpointRef | None) -> View:
+    def _whole_view(self, pointer: Pointer) -> View:
         """The view of a checkpoint, after fetching what the local store lacks of it."""
         rounds = 0
         while True:
             try:
-                return self._store.view(head)
-            except MissingRunError as error:
-                fetched = self._fetch(error.ref)
-                # Fetching goes back in versions and must end; only losing races with pruning is counted.
-                if fetched is not None and fetched.version >= error.ref.version:
-                    raise CorruptFileError(f"checkpoint {error.ref} names {fetched} as its parent") from error
-                if fetched is None:
-                    rounds += 1
+                view = self._store.view(pointer.ref)
+            except MissingRunError:
+                rounds += 1
                 if rounds > _ROUNDS_MAX:
                     raise
+                self._loader.load(Chain(tuple(entry.ref for entry in pointer.lineage)))
+                continue
+            self._check_parent(view, pointer)
+            return view
 
-    def _fetch(self, ref: CheckpointRef) -> CheckpointRef | None:
-        """Bring one checkpoint into the local store; returns its parent when that is needed too."""
-        failures: list[CorruptError | MissingCheckpointError] = []
-        for kind in files_to_try(ref, self.pointer.lineage):
-            try:
-                found = read_checkpoint(self._files, ref, kind, self._store.schema, self._scratch)
-                if (found.header.operator, found.header.bucket) != (
-                    self.pointer.operator,
-                    self.pointer.bucket,
-                ):
-                    raise CorruptFileError(
-                        f"{self._files.where(file_name(ref, kind))} belongs to bucket {found.header.bucket} of "
-                        f"operator {found.header.operator!r}"
-                    )
-                self._store.restore(found.batches, ref, found.header.parent, snapshot=kind == SNAPSHOT)
-                self.fetched_files += 1
-                return None if kind == SNAPSHOT else found.header.parent
-            except (CorruptFileError, MissingCheckpointError) as error:
-                failures.append(error)
-        damaged = [failure for failure in failures if isinstance(failure, CorruptError)]
-        raise type(damaged[0] if damaged else failures[0])(
-            f"checkpoint {ref} of bucket {self.pointer.bucket} of operator {self.pointer.operator!r} cannot be loaded: "
-            + "; ".join(str(failure) for failure in failures)
-            + ". Bring the file back, or go back to an older Spark checkpoint whose files are whole."
-        ) from failures[0]
+    @staticmethod
+    def _check_parent(view: View, pointer: Pointer) -> None:
+        """What is here must have been built on what the pointer says (SPARK-49374: ids of both are passed on)."""
+        top = view.runs[0] if view.runs else None
+        if top is None or top.base or top.newest != top.oldest or pointer.parent is None:
+            return
+        if top.parent != pointer.parent:
+            raise LineageError(
+                f"checkpoint {pointer.ref} of bucket {pointer.bucket} of operator {pointer.operator!r} was built on "
+                f"{top.parent}; its pointer says {pointer.parent}. Go back to an older Spark checkpoint."
+            )

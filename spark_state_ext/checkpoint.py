@@ -27,10 +27,10 @@ from arrow_schemas.lineage import (
 )
 from arrow_schemas.row import DELETED, RowSchema
 from spark_state_ext.backend import Backend
-from spark_state_ext.errors import CorruptFileError
+from spark_state_ext.errors import CorruptFileError, LineageError
 from spark_state_ext.spill import local_errors
 
-__all__ = ["CheckpointFile", "read_checkpoint", "read_header", "write_checkpoint"]
+__all__ = ["CheckpointFile", "read_checkpoint", "read_header", "verify_checkpoint", "write_checkpoint"]
 
 _MAGIC = b"ARROW1"
 _PADDED_MAGIC = b"ARROW1\0\0"
@@ -38,6 +38,7 @@ _TAIL = struct.Struct("<i6s")
 # A ranged read of this size holds the header of any ordinary schema and lineage; longer ones are read whole.
 _HEAD_BYTES = 16 << 10
 _IN_MEMORY_BYTES_MAX = 64 << 20
+_HASHED_BYTES = 4 << 20
 
 
 class _HashingSink:
@@ -147,21 +148,31 @@ def read_checkpoint(
     """
     name = file_name(ref, kind)
     where = backend.where(name)
-    data = _load(backend, name, scratch)
-    record = _body_record(data, where)
-    body = data.slice(0, record.length)
-    if hashlib.blake2b(memoryview(body), digest_size=16).hexdigest() != record.digest:
-        raise CorruptFileError(f"the body of {where} fails its checksum")
+    file = _open(backend, name, scratch)
     try:
+        record = _verified(file, where)
         # The file as a stream, up to where the checksum reaches: Arrow sees no unchecked byte, nor the footer's
         # offsets.
-        reader = pa.ipc.open_stream(body.slice(len(_PADDED_MAGIC)))
+        reader = pa.ipc.open_stream(file.get_stream(len(_PADDED_MAGIC), record.length - len(_PADDED_MAGIC)))
         header = LineageHeader.decode(reader.schema.metadata, where)
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
     if header.ref != ref or header.kind != kind:
-        raise CorruptFileError(f"{where} holds the {header.kind} of checkpoint {header.ref}")
-    return CheckpointFile(header, _checked_batches(reader, record, schema, where), data.size)
+        raise LineageError(f"{where} holds the {header.kind} of checkpoint {header.ref}")
+    return CheckpointFile(header, _checked_batches(reader, record, schema, where), file.size())
+
+
+def verify_checkpoint(backend: Backend, ref: CheckpointRef, kind: str, scratch: Path) -> LineageHeader:
+    """Check a file to the last byte without decoding its rows.
+
+    Raises
+    ------
+    MissingCheckpointError, CorruptFileError, LineageError
+        As `read_checkpoint`.
+    """
+    name = file_name(ref, kind)
+    _verified(_open(backend, name, scratch), backend.where(name))
+    return read_header(backend, ref, kind)
 
 
 def _checked_batches(
@@ -179,15 +190,18 @@ def _checked_batches(
         raise CorruptFileError(f"{where} holds {rows} rows and announces {record.rows}")
 
 
-def _load(backend: Backend, name: str, scratch: Path) -> pa.Buffer:
-    """The bytes of a file: in memory, or, when large, mapped from an unnamed copy on the local disk."""
+def _open(backend: Backend, name: str, scratch: Path) -> pa.NativeFile:
+    """A file to read: from memory, or, when large, from the disk: where it lies, or an unnamed local copy."""
     if backend.size(name) <= _IN_MEMORY_BYTES_MAX:
-        return pa.py_buffer(backend.get(name))
+        return pa.BufferReader(pa.py_buffer(backend.get(name)))
+    # Never mapped: what somebody cuts short while it is read must be an error, not the end of the process.
+    file = backend.open_local(name)
+    if file is not None:
+        return file
     with local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
         copy = Path(folder) / name
         backend.get_file(name, copy)
-        with pa.memory_map(str(copy)) as file:
-            return file.read_buffer()
+        return pa.OSFile(str(copy), "r")
     raise AssertionError("unreachable: local_errors raises what it catches")
 
 
@@ -216,14 +230,34 @@ def read_header(backend: Backend, ref: CheckpointRef, kind: str) -> LineageHeade
     return LineageHeader.decode(schema.metadata, where)
 
 
-def _body_record(data: pa.Buffer, where: str) -> BodyRecord:
-    tail_at = data.size - _TAIL.size
-    if tail_at < len(_PADDED_MAGIC) or data.slice(0, len(_PADDED_MAGIC)).to_pybytes() != _PADDED_MAGIC:
+def _verified(file: pa.NativeFile, where: str) -> BodyRecord:
+    """The body record of a file whose body has the checksum that it announces."""
+    record = _body_record(file, where)
+    digest = hashlib.blake2b(digest_size=16)
+    file.seek(0)
+    left = record.length
+    while left:
+        piece = file.read_buffer(min(left, _HASHED_BYTES))
+        if not piece.size:
+            raise CorruptFileError(f"{where} became shorter while it was read")
+        digest.update(memoryview(piece))
+        left -= piece.size
+    if digest.hexdigest() != record.digest:
+        raise CorruptFileError(f"the body of {where} fails its checksum")
+    return record
+
+
+def _body_record(file: pa.NativeFile, where: str) -> BodyRecord:
+    size = file.size()
+    tail_at = size - _TAIL.size
+    if tail_at < len(_PADDED_MAGIC) or file.read(len(_PADDED_MAGIC)) != _PADDED_MAGIC:
         raise CorruptFileError(f"{where} is no Arrow file: it is damaged or was not finished")
-    footer_bytes, magic = _TAIL.unpack(data.slice(tail_at).to_pybytes())
+    file.seek(tail_at)
+    footer_bytes, magic = _TAIL.unpack(file.read(_TAIL.size))
     if magic != _MAGIC or not 0 < footer_bytes <= tail_at:
         raise CorruptFileError(f"{where} does not end as an Arrow file: it is damaged or was not finished")
-    record = BodyRecord.find(data.slice(tail_at - footer_bytes, footer_bytes).to_pybytes(), where)
+    file.seek(tail_at - footer_bytes)
+    record = BodyRecord.find(file.read(footer_bytes), where)
     if not len(_PADDED_MAGIC) < record.length <= tail_at - footer_bytes:
-        raise CorruptFileError(f"{where} announces a body of {record.length} bytes and has {data.size} in all")
+        raise CorruptFileError(f"{where} announces a body of {record.length} bytes and has {size} in all")
     return record

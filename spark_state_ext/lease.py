@@ -156,6 +156,8 @@ class Lease:
         self._once = once
         self._check_at_s = 0.0
         self._seen = False
+        # Clean-up in the background asks too.
+        self._holding = threading.Lock()
 
     @classmethod
     def of(cls, files: Backend, run_id: str, application_id: str, lease_ms: int, *, once: bool = True) -> Lease:
@@ -177,9 +179,13 @@ class Lease:
         LiveRunError
             When another live run holds it, or has taken it over from this one.
         """
-        now_s = time.monotonic()
-        if now_s < self._check_at_s:
+        if time.monotonic() < self._check_at_s:
             return
+        with self._holding:
+            if time.monotonic() >= self._check_at_s:
+                self._renew()
+
+    def _renew(self) -> None:
         found = self._read()
         replaced = () if found is None else found.replaced
         if found is not None and found.owner.run_id != self._me.run_id:

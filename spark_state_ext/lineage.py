@@ -1,13 +1,18 @@
-"""Decisions about lineage: when to write a snapshot, what to try to load. Pure functions over values."""
+"""Decisions about lineage: when to write a snapshot, what to load. Pure functions over values (SPARK-49374)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef
-from arrow_schemas.pointer import LineageEntry
+from arrow_schemas.errors import LineageError
+from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader
+from arrow_schemas.pointer import LineageEntry, Pointer
+from spark_state_ext.errors import MissingRunError
+from spark_state_ext.store.merging import choose_runs
+from spark_state_ext.store.runs import Run
 
-__all__ = ["files_to_try", "snapshot_due"]
+__all__ = ["Chain", "Fetch", "plan_load", "presuming_snapshot", "snapshot_due"]
 
 # Few deltas are quicker to load than a snapshot is to write.
 DELTAS_MIN = 10
@@ -34,12 +39,141 @@ def snapshot_due(lineage: Sequence[LineageEntry], state_bytes: int) -> bool:
     return len(deltas) >= DELTAS_MAX or sum(entry.size_bytes for entry in deltas) >= state_bytes
 
 
-def files_to_try(ref: CheckpointRef, lineage: Sequence[LineageEntry]) -> tuple[str, ...]:
-    """Kinds of file that can stand in for a missing run, the likeliest first.
+def presuming_snapshot(pointer: Pointer, batches_retained: int) -> Pointer:
+    """The pointer with its lineage pruned, presuming that a snapshot of its checkpoint will arrive.
 
-    Inside the pointer's lineage a delta is wanted. At its beginning a snapshot is presumed; when that is missing or
-    damaged the delta of the same checkpoint leads further back (SPARK-49374), to a place the pointer does not name,
-    where again a snapshot is the likelier.
+    Of the snapshots before, as many stay in the pointer as clean-up may lean on: those that Spark's retained batches
+    still reach, and two more.
     """
-    inside = {entry.ref for entry in lineage[1:]}
-    return (DELTA, SNAPSHOT) if ref in inside else (SNAPSHOT, DELTA)
+    earlier = (*pointer.snapshots, pointer.lineage[0])
+    settled = [entry for entry in earlier if entry.batch + batches_retained < pointer.batch]
+    return replace(pointer, lineage=pointer.lineage[-1:], snapshots=earlier[max(0, len(settled) - 2) :])
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Ancestors of a checkpoint and the checkpoint itself, oldest first, as far back as is known.
+
+    Parameters
+    ----------
+    refs
+        The checkpoints.
+    rooted
+        The first one was built on no state at all, so that its delta is the whole state.
+    """
+
+    refs: tuple[CheckpointRef, ...]
+    rooted: bool = False
+
+    def parent(self, ref: CheckpointRef) -> CheckpointRef | None:
+        """What a checkpoint of this chain was built on; None for the first."""
+        at = self.refs.index(ref)
+        return self.refs[at - 1] if at else None
+
+    def extended(self, header: LineageHeader, where: str) -> Chain:
+        """The chain reaching as far back as the header of its first checkpoint tells.
+
+        Raises
+        ------
+        LineageError
+            When the header is of another checkpoint.
+        """
+        if header.ref != self.refs[0]:
+            raise LineageError(f"{where} tells the lineage of {header.ref}; that of {self.refs[0]} was expected")
+        return Chain((*header.lineage, *self.refs), rooted=header.parent is None)
+
+    def check(self, header: LineageHeader, where: str) -> None:
+        """Compare a file's lineage with this one where both tell.
+
+        Raises
+        ------
+        LineageError
+            When the file was built on something else: it belongs to a sibling.
+        """
+        at = self.refs.index(header.ref)
+        if at == 0:
+            if self.rooted and header.parent is not None:
+                raise LineageError(f"{where} was built on {header.parent}; the lineage expects no state before it")
+            return
+        if header.parent != self.refs[at - 1]:
+            raise LineageError(f"{where} was built on {header.parent}; the lineage expects {self.refs[at - 1]}")
+        for mine, its in zip(reversed(self.refs[:at]), reversed(header.lineage), strict=False):
+            if mine != its:
+                raise LineageError(f"{where} names {its} among its ancestors; the lineage has {mine} there")
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A checkpoint file that a load needs."""
+
+    ref: CheckpointRef
+    kind: str
+
+
+def plan_load(chain: Chain, runs: Iterable[Run], gone: Collection[Fetch]) -> list[Fetch] | None:
+    """Which files to fetch so that the last checkpoint of a chain can be read, oldest first.
+
+    Parameters
+    ----------
+    chain
+        What is known of the lineage.
+    runs
+        Runs in the local store.
+    gone
+        Files known to be missing or damaged.
+
+    Returns
+    -------
+    list of Fetch or None
+        None when the chain as known does not lead to the state: the snapshot presumed at its beginning is gone, or a
+        delta and every snapshot that could stand in for it.
+    """
+    runs = list(runs)
+    ending: dict[CheckpointRef, list[Run]] = {}
+    for run in runs:
+        ending.setdefault(run.newest, []).append(run)
+    place = {ref: at for at, ref in enumerate(chain.refs)}
+
+    def above(base: int) -> list[Fetch] | None:
+        """What is lacking of the checkpoints above a base."""
+        fetches: list[Fetch] = []
+        at = len(chain.refs) - 1
+        while at > base:
+            # A run here may cover several checkpoints: the one that reaches deepest, but not below the base.
+            below = [place.get(run.parent, -1) for run in ending.get(chain.refs[at], ()) if run.parent is not None]
+            below = [to for to in below if base <= to < at]
+            if below:
+                at = min(below)
+                continue
+            fetch = Fetch(chain.refs[at], DELTA)
+            if fetch in gone:
+                return None
+            fetches.append(fetch)
+            at -= 1
+        return fetches[::-1]
+
+    # From what is here, when possible: the newest such checkpoint.
+    for base in range(len(chain.refs) - 1, -1, -1):
+        if chain.refs[base] in ending and _whole(runs, chain.refs[base]):
+            found = above(base)
+            if found is not None:
+                return found
+    # Else from the presumed snapshot. Where a delta above it is gone, any snapshot from there on is worth a try.
+    lost = [place[fetch.ref] for fetch in gone if fetch.kind == DELTA and fetch.ref in place]
+    for base in range(max(lost), len(chain.refs)) if lost else range(1):
+        ref = chain.refs[base]
+        as_delta = base == 0 and chain.rooted and Fetch(ref, DELTA) not in gone
+        fetch = Fetch(ref, DELTA if as_delta else SNAPSHOT)
+        if fetch not in gone:
+            found = above(base)
+            if found is not None:
+                return [fetch, *found]
+    return None
+
+
+def _whole(runs: Iterable[Run], ref: CheckpointRef) -> bool:
+    try:
+        choose_runs(runs, ref)
+    except MissingRunError:
+        return False
+    return True

@@ -18,7 +18,7 @@ class Job:
 
     Parameters
     ----------
-    operator, root, storage_options, buckets, local_dir, strict, lease_ms, memory_bytes_max, snapshot
+    operator, root, storage_options, buckets, local_dir, strict, lease_ms, memory_bytes_max, local_keep_s
         As given to `ArrowState`.
     key_schema, state_schema
         `StructType.json()` of the grouping and of the state columns.
@@ -41,6 +41,8 @@ class Job:
         Late rows are judged by the previous batch's watermark (Spark's default) and not by this batch's.
     application_id
         Spark's application.
+    batches_retained
+        ``spark.sql.streaming.minBatchesToRetain``.
     plan_id
         A fresh id of this plan: stands in for query and run where a task is not told them (`task`).
     package_version
@@ -66,6 +68,8 @@ class Job:
     strict: bool
     lease_ms: int
     memory_bytes_max: int
+    batches_retained: int
+    local_keep_s: float
     storage_options: dict[str, Any] = field(default_factory=dict)
     package_version: str = __version__
 

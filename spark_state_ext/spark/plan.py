@@ -66,6 +66,8 @@ class ArrowState:
     memory_bytes_max
         About how many bytes of a batch's rows one bucket holds in memory before it spills to the local disk;
         from 1 MiB to 1 GiB.
+    local_keep_s
+        How long an executor keeps the local store of a bucket that runs elsewhere now, seconds.
 
     Raises
     ------
@@ -84,6 +86,7 @@ class ArrowState:
         strict: bool = False,
         lease_ms: int = 10_000,
         memory_bytes_max: int = 256 << 20,
+        local_keep_s: float = 86_400.0,
     ) -> None:
         if not _OPERATOR_NAME.fullmatch(operator):
             raise UsageError(f"operator must be a name of letters, digits, '.', '_' and '-', not {operator!r}")
@@ -101,6 +104,8 @@ class ArrowState:
             raise UsageError(
                 f"memory_bytes_max must be from {MEMORY_BYTES_MIN} to {MEMORY_BYTES_MAX}, not {memory_bytes_max}"
             )
+        if not local_keep_s >= 0:
+            raise UsageError(f"local_keep_s must not be negative: {local_keep_s}")
         Backend(root, storage_options)  # an unknown protocol is refused now
         self.root = root
         self.operator = operator
@@ -110,6 +115,7 @@ class ArrowState:
         self.strict = strict
         self.lease_ms = lease_ms
         self.memory_bytes_max = memory_bytes_max
+        self.local_keep_s = local_keep_s
 
     def __repr__(self) -> str:
         return f"ArrowState({self.root!r}, operator={self.operator!r}, buckets={self.buckets})"
@@ -180,6 +186,8 @@ class ArrowState:
             strict=self.strict,
             lease_ms=self.lease_ms,
             memory_bytes_max=self.memory_bytes_max,
+            batches_retained=max(1, int(spark.conf.get("spark.sql.streaming.minBatchesToRetain", "100") or "100")),
+            local_keep_s=self.local_keep_s,
             storage_options=self.storage_options,
         ).to_plain()
         packed = _packable(df, input_type, key_type, positions, extra_keys).mapInArrow(pack_entry(job), PAYLOAD_SCHEMA)

@@ -22,7 +22,9 @@ from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
+from spark_state_ext.background import Background
 from spark_state_ext.bucket import Bucket
+from spark_state_ext.cleanup import clean_up, clean_up_due
 from spark_state_ext.errors import BucketCountChangedError, CorruptPointerError, MissingCheckpointError, StorageError
 from spark_state_ext.lease import Lease
 from spark_state_ext.operator_folder import admit
@@ -31,9 +33,17 @@ from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.keys import CallContext, Changes, Groups, KeyCaller, UserFunction
 from spark_state_ext.spark.pack import event_times
 from spark_state_ext.spark.payload import HASH_COLUMN, decode, spill_is_stale
-from spark_state_ext.spark.task import TaskInfo, local_folder, operator_folder, scratch_folder, settle
+from spark_state_ext.spark.task import (
+    TaskInfo,
+    local_folder,
+    operator_folder,
+    scratch_folder,
+    settle,
+    stores_folder,
+)
 from spark_state_ext.spill import HashSorter, SpillBuffer
 from spark_state_ext.store import LocalStore, Lookup
+from spark_state_ext.store.reclaim import note_use, reclaim
 from spark_state_ext.store.runs import hashes_of, joined, sorted_run
 
 __all__ = ["run_bucket"]
@@ -41,6 +51,8 @@ __all__ = ["run_bucket"]
 _LOGGER = logging.getLogger("spark_state_ext")
 _OPEN_STORES_MAX = 256
 _stores: dict[str, LocalStore] = {}
+_RECLAIM_EVERY_S = 3_600.0
+_reclaim_at_s = 0.0
 
 
 def run_bucket(
@@ -146,6 +158,21 @@ class _BucketCall:
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             pointer = replace(pointer, earliest_timeout_ms=self._earliest_timeout(rows))
         self._hand_over(pointer)
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Have old files deleted, now and then, by what was committed before this call: nothing newer is certain."""
+        job, files, pointer, scratch = self._job, self._files, self._pointer, self._scratch
+        hold = self._lease.hold
+        if clean_up_due(self._batch, self._bucket_number, job.batches_retained):
+            folder = files.child(str(self._bucket_number))
+            Background.shared().submit(
+                f"clean-up of {folder.root}",
+                lambda: _ignored(clean_up(folder, pointer, job.batches_retained, scratch, hold)),
+            )
+        if _reclaim_due():
+            stores, keep_s = stores_folder(job.local_dir), job.local_keep_s
+            Background.shared().submit("reclaiming local stores", lambda: _ignored(reclaim(stores, scratch, keep_s)))
 
     def _range(
         self, table: pa.Table | None, after: int, upper: int, borders: list[int], rows: SpillBuffer
@@ -331,18 +358,47 @@ class _BucketCall:
         files = self._files.child(str(self._bucket_number))
         # Rows are written under the schema in force now, whatever that of the pointer we were given.
         pointer = replace(self._pointer, schema_id=self._operator.schema_id)
-        return Bucket(_store(str(folder), self._schema), files, pointer, writer, self._scratch)
+        return Bucket(
+            _store(str(folder), self._schema),
+            files,
+            pointer,
+            writer,
+            self._scratch,
+            Background.shared(),
+            self._job.batches_retained,
+        )
 
 
 def _store(folder: str, schema: RowSchema) -> LocalStore:
     """This process's store object of a folder: opening one costs more than a small batch."""
     # Taken out and put in again: in the order of their last use.
-    store = _stores.pop(folder, None) or LocalStore(folder, schema)
+    store = _stores.pop(folder, None)
+    if store is not None and not note_use(store.folder):
+        # Taken for unused and removed.
+        store.close()
+        store = None
+    if store is None:
+        store = LocalStore(folder, schema)
+        note_use(store.folder)
     _stores[folder] = store
     if len(_stores) > _OPEN_STORES_MAX:
         # Of queries that stopped, most likely; a worker outlives them, and each store holds two open files.
         _stores.pop(next(iter(_stores))).close()
     return store
+
+
+def _reclaim_due() -> bool:
+    """Whether this process should look after the local disk: once an hour."""
+    global _reclaim_at_s
+    now_s = time.monotonic()
+    if now_s < _reclaim_at_s:
+        return False
+    _reclaim_at_s = now_s + _RECLAIM_EVERY_S
+    return True
+
+
+def _ignored(result: object) -> None:
+    """Background work returns nothing."""
 
 
 def _split_at(batch: pa.RecordBatch, upper: int) -> tuple[pa.RecordBatch, pa.RecordBatch]:

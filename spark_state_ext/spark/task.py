@@ -16,7 +16,7 @@ from spark_state_ext.backend import Backend
 from spark_state_ext.errors import StorageError
 from spark_state_ext.spark.job import Job
 
-__all__ = ["TaskInfo", "local_folder", "operator_folder", "scratch_folder", "settle"]
+__all__ = ["TaskInfo", "local_folder", "operator_folder", "scratch_folder", "settle", "stores_folder"]
 
 
 # Containers allocated, and not freed yet, at which a young collection begins; Python's own default is 700.
@@ -68,16 +68,21 @@ def operator_folder(job: Job) -> Backend:
 def local_folder(job: Job, home: str, schema_id: int, bucket: int) -> Path:
     """Folder of a bucket's local store: the root, operator, home, schema and bucket each have one of their own."""
     root = hashlib.blake2b(job.root.encode(), digest_size=8).hexdigest()
-    return _private(job.local_dir) / f"{root}-{job.operator}" / home / f"s{schema_id}" / str(bucket)
+    return stores_folder(job.local_dir) / f"{root}-{job.operator}" / home / f"s{schema_id}" / str(bucket)
 
 
 def scratch_folder(local_dir: str | None) -> Path:
     """A folder for temporary files, on a local disk."""
-    return _private(local_dir)
+    folder = stores_folder(local_dir) / "scratch"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"the local folder {folder} cannot be made: {error}. Set local_dir elsewhere.") from error
+    return folder
 
 
-def _private(local_dir: str | None) -> Path:
-    """Our folder with mode 0700 in `local_dir`, or else in the first folder Spark gives executors for scratch."""
+def stores_folder(local_dir: str | None) -> Path:
+    """Where the local stores lie: our folder, mode 0700, in `local_dir` or else in Spark's first folder for scratch."""
     base = local_dir or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or tempfile.gettempdir()
     folder = Path(base) / f"spark_state_ext-{os.getuid()}"
     try:

@@ -208,16 +208,40 @@ class LocalStore:
     def pin(self, view: View, seconds: float) -> str:
         """Keep a view's runs from being dropped for a while; returns the pin's name for `unpin`."""
         name = uuid.uuid4().hex
-        text = json.dumps(
-            {"runs": [run.key for run in view.runs], "expires_s": time.time() + seconds, "pid": os.getpid()}
-        )
 
         def work(txn: Writing) -> None:
             _all_present(txn, view.runs, "pinned")
-            txn.put(b"pins", name.encode(), text.encode())
+            txn.put(b"pins", name.encode(), _pin([run.key for run in view.runs], seconds))
 
         self._environment.write(work)
         return name
+
+    def renew(self, name: str, seconds: float) -> None:
+        """Let a pin expire later.
+
+        Raises
+        ------
+        StorageError
+            When it has expired, and what it held may be gone.
+        """
+
+        def expires_s(txn: Reader) -> float:
+            value = txn.get(b"pins", name.encode())
+            return 0.0 if value is None else float(json.loads(bytes(value))["expires_s"])
+
+        # Most calls come long before the pin expires; they need not wait for the write lock.
+        if self._environment.read(expires_s) - time.time() > seconds / 2:
+            return
+
+        def work(txn: Writing) -> bool:
+            value = txn.get(b"pins", name.encode())
+            if value is None:
+                return False
+            txn.put(b"pins", name.encode(), _pin(json.loads(bytes(value))["runs"], seconds))
+            return True
+
+        if not self._environment.write(work):
+            raise StorageError(f"a pin of the local store {self.folder} expired while its runs were read")
 
     def unpin(self, name: str) -> None:
         """Release a pin."""
@@ -381,6 +405,10 @@ class _Pending:
         self.waiting = []
         self.waiting_bytes = 0
         self.any_flushed = True
+
+
+def _pin(runs: list[str], seconds: float) -> bytes:
+    return json.dumps({"runs": runs, "expires_s": time.time() + seconds, "pid": os.getpid()}).encode()
 
 
 def _chunk_key(run_key: str, index: int) -> bytes:

@@ -6,6 +6,7 @@ chunk is a binary search over its hash column; equal hashes are then compared on
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -114,8 +115,9 @@ class Run:
         ).encode()
 
     @staticmethod
+    @functools.lru_cache(maxsize=4_096)
     def decode(data: bytes) -> Run:
-        """Read a manifest entry."""
+        """Read a manifest entry. Each is read in every call of a bucket, so they are remembered."""
         try:
             fields = json.loads(data)
             return Run(

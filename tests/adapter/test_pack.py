@@ -39,6 +39,8 @@ def job(root: Path) -> Job:
         strict=False,
         lease_ms=1_000,
         memory_bytes_max=1 << 20,
+        batches_retained=100,
+        local_keep_s=86_400.0,
     )
 
 

@@ -14,7 +14,7 @@ from arrow_schemas.lineage import BODY_PLACEHOLDER, DELTA, SNAPSHOT, file_name
 from spark_state_ext import checkpoint
 from spark_state_ext.backend import Backend
 from spark_state_ext.checkpoint import read_checkpoint, read_header, write_checkpoint
-from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
+from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 
 _CHANGES: Changes = {KEYS[0]: Row(1, "one", 5), KEYS[7]: Row(2), KEYS[9]: None}
 
@@ -144,7 +144,7 @@ def test_a_file_under_another_name_or_of_another_schema(files: Backend, tmp_path
     data = _written(_header(ref), [run_of(_CHANGES)])
     for wrong_ref, kind in ((other, DELTA), (ref, SNAPSHOT)):
         files.put(file_name(wrong_ref, kind), data)
-        with pytest.raises(CorruptFileError, match=f"holds the delta of checkpoint {ref}"):
+        with pytest.raises(LineageError, match=f"holds the delta of checkpoint {ref}"):
             read_checkpoint(files, wrong_ref, kind, SCHEMA, tmp_path)
     files.put(file_name(ref, DELTA), data)
     wrong = RowSchema(SCHEMA.keys, (pa.field("count", pa.date32()), pa.field("note", pa.int8())))

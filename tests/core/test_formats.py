@@ -22,7 +22,7 @@ from arrow_schemas import (
     label_bucket,
     new_checkpoint_id,
 )
-from arrow_schemas.errors import CorruptFileError, CorruptPointerError, StateError, VersionSkewError
+from arrow_schemas.errors import CorruptFileError, CorruptPointerError, LineageError, StateError, VersionSkewError
 from arrow_schemas.lineage import (
     BODY_PLACEHOLDER,
     DELTA,
@@ -34,7 +34,25 @@ from arrow_schemas.lineage import (
 
 _IDS = st.text("0123456789abcdef", min_size=32, max_size=32)
 _REFS = st.builds(CheckpointRef, st.integers(1, 2**63 - 1), _IDS)
-_POINTERS = st.builds(
+
+
+def _lineages(below: int = 2**63) -> st.SearchStrategy[tuple[CheckpointRef, ...]]:
+    """Versions ascend."""
+    versions = st.lists(st.integers(1, below), max_size=5, unique=True).map(sorted)
+    return versions.flatmap(lambda vs: st.tuples(*(st.builds(CheckpointRef, st.just(v), _IDS) for v in vs)))
+
+
+def _entries(refs: tuple[CheckpointRef, ...]) -> tuple[LineageEntry, ...]:
+    return tuple(LineageEntry(ref, ref.version % 2**50, ref.version % 1000 - 1) for ref in refs)
+
+
+def _with_lineage(pointer: Pointer, refs: tuple[CheckpointRef, ...], cut: int, told: bool) -> Pointer:
+    snapshots, lineage = refs[:cut], refs[cut:]
+    parent = lineage[-2] if told and len(lineage) > 1 else None
+    return replace(pointer, snapshots=_entries(snapshots), lineage=_entries(lineage), parent=parent)
+
+
+_BARE_POINTERS = st.builds(
     Pointer,
     operator=st.text(min_size=1),
     bucket=st.integers(0, 1000),
@@ -43,7 +61,7 @@ _POINTERS = st.builds(
     batch=st.integers(-1, 2**62),
     watermark_ms=st.none() | st.integers(-(2**62), 2**62),
     home=st.text(),
-    lineage=st.lists(st.builds(LineageEntry, _REFS, st.integers(0, 2**50)), max_size=4).map(tuple),
+    snapshots_missed=st.integers(0, 9),
     rows=st.integers(0, 2**40),
     timeout_floor_ms=st.integers(0, 2**50),
     timeout_floor_version=st.integers(0, 2**50),
@@ -51,6 +69,7 @@ _POINTERS = st.builds(
     markers=st.dictionaries(st.text(), st.dictionaries(st.text(), st.text(), max_size=2), max_size=2),
     inline=st.dictionaries(st.text(), st.binary(max_size=40), max_size=3),
 )
+_POINTERS = st.builds(_with_lineage, _BARE_POINTERS, _lineages(), st.integers(0, 4), st.booleans())
 _REF = CheckpointRef(7, "0" * 31 + "7")
 _POINTER = Pointer(
     "counts", 3, 8, 0, 41, 5_000, lineage=(LineageEntry(_REF, 99),), rows=12, inline={"7_a.delta": b"\x00\xff" * 5}
@@ -98,8 +117,8 @@ def test_any_other_bytes_are_no_pointer(data: bytes, magic: bool) -> None:
 
 def test_a_pointer_of_a_newer_release_is_not_called_damaged() -> None:
     data = bytearray(_POINTER.encode())
-    data[4:6] = struct.pack("<H", 2)
-    with pytest.raises(VersionSkewError, match="format 2"):
+    data[4:6] = struct.pack("<H", 3)
+    with pytest.raises(VersionSkewError, match="format 3"):
         Pointer.decode(bytes(data))
 
 
@@ -120,7 +139,7 @@ def _header(lineage: tuple[CheckpointRef, ...] = (CheckpointRef(6, "a" * 32),)) 
     )
 
 
-@given(lineage=st.lists(_REFS, max_size=5).map(tuple))
+@given(lineage=_lineages(6))
 @settings(max_examples=50, deadline=None)
 def test_header_round_trip(lineage: tuple[CheckpointRef, ...]) -> None:
     header = _header(lineage)
@@ -156,7 +175,7 @@ def test_headers_of_newer_releases_and_senseless_ones() -> None:
     with pytest.raises(VersionSkewError, match=r"format 2.*spark_state_ext 9\.0"):
         LineageHeader.decode(_signed({**fields, "format": 2, "package_version": "9.0"}), "file")
     for change in ({"id": "short"}, {"version": 0}, {"kind": "other"}, {"parent": [9, "b" * 32]}, {"writer": None}):
-        with pytest.raises(CorruptFileError):
+        with pytest.raises((CorruptFileError, LineageError), match=r"^(file|the lineage header of file)"):
             LineageHeader.decode(_signed({**fields, **change}), "file")
     for name in fields:
         with pytest.raises(CorruptFileError):
@@ -168,7 +187,7 @@ def test_headers_of_newer_releases_and_senseless_ones() -> None:
 
 
 def test_a_header_whose_lineage_does_not_end_with_the_parent_cannot_be_made() -> None:
-    with pytest.raises(CorruptFileError, match="does not end with its parent"):
+    with pytest.raises(LineageError, match="does not end with its parent"):
         replace(_header(), parent=None)
 
 

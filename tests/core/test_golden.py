@@ -12,6 +12,7 @@ from core_support import WRITER
 
 from arrow_schemas import OperatorFile, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
+from arrow_schemas.pointer import POINTER_FORMAT
 from spark_state_ext.backend import Backend
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import read_checkpoint, read_header
@@ -48,7 +49,16 @@ def _same(found: object, expected: object) -> bool:
 
 
 def test_there_is_a_set_of_the_present_format() -> None:
-    assert [path.name for path in _FORMATS] == ["format-1"]
+    assert [path.name for path in _FORMATS] == ["format-1", "format-2"]
+    written = [int.from_bytes((path / "pointer.bin").read_bytes()[4:6], "little") for path in _FORMATS]
+    assert written == [1, 2]
+    assert written[-1] == POINTER_FORMAT
+    assert {
+        read_header(Backend(str(path / "3")), *parsed).package_version
+        for path in _FORMATS
+        for name in Backend(str(path / "3")).names()
+        if (parsed := parse_file_name(name))
+    } == {"0.1.0"}
 
 
 def test_the_operator_file_is_written_the_same_today(golden: Path) -> None:
@@ -58,6 +68,7 @@ def test_the_operator_file_is_written_the_same_today(golden: Path) -> None:
 @pytest.mark.parametrize("snapshot", ["whole", "lost"])
 def test_state_at_the_pointer(golden: Path, tmp_path: Path, snapshot: str) -> None:
     pointer = Pointer.decode((golden / "pointer.bin").read_bytes())
+    assert pointer.parent == pointer.lineage[-2].ref
     assert [entry.ref.version for entry in pointer.lineage] == [2, 3, 4]
     if snapshot == "lost":
         (golden / "3" / file_name(pointer.lineage[0].ref, SNAPSHOT)).unlink()

@@ -1,4 +1,4 @@
-"""Writes `format-1/`: the files that every later release has to read.
+"""Writes a folder such as `format-2/`: files that every later release has to read.
 
 They are made once, by the first release that has the format, and never again; run this only to add a format.
 """
@@ -99,6 +99,7 @@ def main(folder: Path) -> None:
     files.put("operator_0.json", OPERATOR.encode())
     bucket = files.child("3")
     entries: list[LineageEntry] = []
+    snapshots: list[LineageEntry] = []
     with tempfile.TemporaryDirectory() as scratch:
         store = LocalStore(Path(scratch), schema)
         for i, (ref, rows) in enumerate(zip(refs, changes, strict=True)):
@@ -114,8 +115,10 @@ def main(folder: Path) -> None:
                     write_checkpoint(file, replace(header, kind=kind), schema, batches)
                 bucket.put_file(file_name(ref, kind), path)
                 if kind == SNAPSHOT:
+                    snapshots = entries
                     entries = []
-                entries.append(LineageEntry(ref, path.stat().st_size))
+                if kind == DELTA or not entries:
+                    entries.append(LineageEntry(ref, path.stat().st_size, i))
         pointer = Pointer(
             operator="golden",
             bucket=3,
@@ -125,6 +128,9 @@ def main(folder: Path) -> None:
             watermark_ms=1_700_000_000_000,
             home=_WRITER.query_id,
             lineage=tuple(entries),
+            parent=refs[-2],
+            snapshots=tuple(snapshots[:-1]),
+            snapshots_missed=1,
             rows=25,
             timeout_floor_ms=1_690_000_000_000,
             timeout_floor_version=2,
@@ -137,4 +143,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-1"))
+    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-2"))

@@ -1,0 +1,129 @@
+"""One thread a worker process for work that no batch waits for: snapshots and clean-up.
+
+Worker processes die without notice, idle ones after a minute. So whatever runs here may stop at any line, and nothing
+depends on it: a snapshot that never arrived is presumed only, and clean-up goes on another time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import ClassVar, Protocol
+
+from spark_state_ext.errors import StateError
+
+__all__ = ["Background", "Inline", "Runner"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# More than this waiting means that the thread does not keep up: then the work is refused, and due again later.
+_WAITING_MAX = 256
+
+Work = Callable[[], None]
+
+
+class Runner(Protocol):
+    """Something that runs work sooner or later."""
+
+    def submit(self, name: str, work: Work) -> bool:
+        """Have `work` run, unless work of this name waits already; whether it was taken."""
+        ...
+
+    def busy(self, name: str) -> bool:
+        """Whether work of this name waits or runs."""
+        ...
+
+
+class Inline:
+    """Runs work at once, in the caller's thread: for tests, and where a call must have it done."""
+
+    def submit(self, name: str, work: Work) -> bool:
+        _run(name, work)
+        return True
+
+    def busy(self, name: str) -> bool:
+        return False
+
+
+class Background:
+    """Runs work in a thread of its own, one after the other."""
+
+    _shared: ClassVar[Background | None] = None
+    _shared_lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._waiting: OrderedDict[str, Work] = OrderedDict()
+        self._running: str | None = None
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    @classmethod
+    def shared(cls) -> Background:
+        """The one of this process."""
+        with cls._shared_lock:
+            # Threads do not survive a fork.
+            if cls._shared is None or cls._shared._pid != os.getpid():
+                cls._shared = cls()
+            return cls._shared
+
+    def submit(self, name: str, work: Work) -> bool:
+        """Have `work` run after what waits already.
+
+        Parameters
+        ----------
+        name
+            What it is, for the log. While work of the same name waits, it is not taken again.
+        work
+            Raises `StateError` for what may happen; that is logged, as is anything else.
+
+        Returns
+        -------
+        bool
+            False when it was not taken.
+        """
+        with self._condition:
+            if name in self._waiting or len(self._waiting) >= _WAITING_MAX:
+                return False
+            self._waiting[name] = work
+            if self._thread is None:
+                # A daemon: a worker process that is told to end must not wait for an upload.
+                self._thread = threading.Thread(target=self._loop, name="spark_state_ext background", daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+            return True
+
+    def busy(self, name: str) -> bool:
+        """Whether work of this name waits or runs."""
+        with self._condition:
+            return name == self._running or name in self._waiting
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing waits or runs; whether that came to be."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._waiting and self._running is None, timeout_s)
+
+    def _loop(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: bool(self._waiting))
+                self._running, work = self._waiting.popitem(last=False)
+                name = self._running
+            try:
+                _run(name, work)
+            finally:
+                with self._condition:
+                    self._running = None
+                    self._condition.notify_all()
+
+
+def _run(name: str, work: Work) -> None:
+    try:
+        work()
+    except StateError as error:
+        _LOGGER.warning("%s: %s", name, error)
+    except Exception:
+        # A fault of ours. It must not end the thread, and nobody else would tell of it.
+        _LOGGER.exception("%s failed", name)

@@ -1,0 +1,161 @@
+"""Loading: bring what a checkpoint needs from its files into the local store.
+
+Decided in `lineage.plan_load`; here files are read and checked side by side, and applied oldest first. What turns out
+to be missing or damaged is added to what is known, and decided again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+
+from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
+from spark_state_ext.backend import Backend
+from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint, read_header
+from spark_state_ext.errors import (
+    CorruptError,
+    CorruptFileError,
+    LineageError,
+    MissingCheckpointError,
+)
+from spark_state_ext.lineage import Chain, Fetch, plan_load
+from spark_state_ext.store import LocalStore
+
+__all__ = ["Loader"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# Object stores answer slowly and in parallel; each file read is held in memory, or mapped from disk when large.
+_PARALLEL_MAX = 8
+
+Failure = CorruptError | MissingCheckpointError
+
+
+class Loader:
+    """Fetches checkpoint files of one bucket.
+
+    Parameters
+    ----------
+    store
+        The bucket's local store.
+    files
+        The bucket's folder of checkpoint files.
+    operator, bucket
+        Whose files these must be.
+    scratch
+        Local folder for temporary files.
+    """
+
+    def __init__(self, store: LocalStore, files: Backend, operator: str, bucket: int, scratch: Path) -> None:
+        self._store = store
+        self._files = files
+        self._operator = operator
+        self._bucket = bucket
+        self._scratch = scratch
+        self.fetched_files = 0
+
+    def load(self, chain: Chain) -> None:
+        """Fetch what the local store lacks of the last checkpoint of a chain.
+
+        Raises
+        ------
+        MissingCheckpointError, CorruptFileError, LineageError
+            When no way leads to its state. Nothing that is wrong was applied.
+        """
+        gone: dict[Fetch, Failure] = {}
+        while True:
+            plan = plan_load(chain, self._store.runs(), gone)
+            if plan is None:
+                chain = self._further_back(chain, gone)
+                continue
+            if not self._fetch_all(chain, plan, gone):
+                continue
+            return
+
+    def _fetch_all(self, chain: Chain, plan: list[Fetch], gone: dict[Fetch, Failure]) -> bool:
+        """Apply the planned files, oldest first; False when one of them is of no use, which is noted."""
+        for fetch, found in _in_order(plan, self._read):
+            if not isinstance(found, CheckpointFile):
+                self._note(fetch, found, gone)
+                return False
+            try:
+                self._apply(chain, fetch, found)
+            except (CorruptFileError, LineageError) as error:
+                self._note(fetch, error, gone)
+                return False
+        return True
+
+    def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile) -> None:
+        where = self._files.where(file_name(fetch.ref, fetch.kind))
+        header = found.header
+        if (header.operator, header.bucket) != (self._operator, self._bucket):
+            raise LineageError(
+                f"{where} belongs to bucket {header.bucket} of operator {header.operator!r}; bucket {self._bucket} of "
+                f"{self._operator!r} was expected"
+            )
+        chain.check(header, where)
+        self._store.restore(found.batches, fetch.ref, header.parent, snapshot=fetch.kind == SNAPSHOT)
+        self.fetched_files += 1
+
+    def _read(self, fetch: Fetch) -> CheckpointFile | Failure:
+        try:
+            return read_checkpoint(self._files, fetch.ref, fetch.kind, self._store.schema, self._scratch)
+        except (CorruptFileError, LineageError, MissingCheckpointError) as error:
+            return error
+
+    def _note(self, fetch: Fetch, failure: Failure, gone: dict[Fetch, Failure]) -> None:
+        gone[fetch] = failure
+        if fetch.kind == SNAPSHOT and not isinstance(failure, MissingCheckpointError):
+            # Missing ones are presumed only. A damaged one is worth knowing of.
+            _LOGGER.warning("%s; the lineage before it is used in its place", failure)
+
+    def _further_back(self, chain: Chain, gone: dict[Fetch, Failure]) -> Chain:
+        """The chain as the delta of its first checkpoint continues it."""
+        first = Fetch(chain.refs[0], DELTA)
+        if chain.rooted or any(fetch.kind == DELTA for fetch in gone):
+            raise self._no_way(chain, gone)
+        try:
+            header = read_header(self._files, first.ref, DELTA)
+        except (CorruptFileError, LineageError, MissingCheckpointError) as error:
+            # Not the end yet: snapshots from here on are worth a try.
+            self._note(first, error, gone)
+            return chain
+        _LOGGER.info("checkpoint %s has no snapshot; its lineage is traced further back", first.ref)
+        return chain.extended(header, self._files.where(file_name(first.ref, DELTA)))
+
+    def _no_way(self, chain: Chain, gone: dict[Fetch, Failure]) -> Failure:
+        """The error to raise when nothing leads to the state: of the kind that its first cause is."""
+        # That a snapshot is not there says little: all are optional.
+        telling = [f for fetch, f in gone.items() if fetch.kind == DELTA or isinstance(f, CorruptError)]
+        causes = [f for f in telling if isinstance(f, CorruptError)] or telling
+        tried = len(gone) - len(telling)
+        error: Failure = type(causes[0])(
+            f"checkpoint {chain.refs[-1]} of bucket {self._bucket} of operator {self._operator!r} cannot be loaded: "
+            + "; ".join(str(failure) for failure in telling)
+            + (f"; and no snapshot stands in for it ({tried} looked for)" if tried else "")
+            + ". Bring the file back, or go back to an older Spark checkpoint whose files are whole."
+        )
+        error.__cause__ = causes[0]
+        return error
+
+
+def _in_order(
+    plan: list[Fetch], read: Callable[[Fetch], CheckpointFile | Failure]
+) -> Iterator[tuple[Fetch, CheckpointFile | Failure]]:
+    """Results in the order of the plan, read a bounded number of files ahead."""
+    if len(plan) == 1:
+        yield plan[0], read(plan[0])
+        return
+    with ThreadPoolExecutor(min(_PARALLEL_MAX, len(plan)), "spark_state_ext load") as pool:
+        fetches = iter(plan)
+        waiting = [(fetch, pool.submit(read, fetch)) for fetch in islice(fetches, _PARALLEL_MAX)]
+        try:
+            while waiting:
+                fetch, future = waiting.pop(0)
+                yield fetch, future.result()
+                waiting += [(later, pool.submit(read, later)) for later in islice(fetches, 1)]
+        finally:
+            for _, future in waiting:
+                future.cancel()

@@ -1,0 +1,86 @@
+"""Local disks: stores of buckets that moved to another executor, and what killed workers left, are removed.
+
+A local store is a cache, so removing one that is wanted again costs a restore and nothing else. Each task that uses a
+store notes the time in a file beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+
+from spark_state_ext.store.environment import boot_id
+
+__all__ = ["note_use", "reclaim"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+_USED = "used"
+_GONE = "gone-"
+
+
+def note_use(bucket_folder: Path) -> bool:
+    """Note that a bucket's store is used now; False when the store is not there."""
+    used = bucket_folder / boot_id() / _USED
+    try:
+        os.utime(used)
+    except FileNotFoundError:
+        if not used.parent.is_dir():
+            return False
+        # Private, as all that lies here.
+        with contextlib.suppress(FileNotFoundError):
+            os.close(os.open(used, os.O_CREAT | os.O_WRONLY, 0o600))
+    return True
+
+
+def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = None) -> list[Path]:
+    """Remove stores that were not used for a while, and old temporary files; returns what was removed.
+
+    Parameters
+    ----------
+    stores
+        Folder that has bucket folders three levels below an operator's: ``<operator>/<home>/<schema>/<bucket>``.
+    scratch
+        Folder of temporary files.
+    keep_s
+        How long to keep what nobody uses, seconds.
+    now_s
+        The time, for tests.
+    """
+    now_s = time.time() if now_s is None else now_s
+    removed: list[Path] = []
+    for bucket in stores.glob("*/*/s*/*"):
+        if bucket.name.startswith(_GONE):
+            # Somebody died while removing it.
+            shutil.rmtree(bucket, ignore_errors=True)
+        elif bucket.is_dir() and _last_use_s(bucket) + keep_s < now_s:
+            gone = bucket.with_name(f"{_GONE}{uuid.uuid4().hex}")
+            # Renamed first: whoever opens it now makes a new one, and none sees half of it.
+            with contextlib.suppress(FileNotFoundError):
+                bucket.rename(gone)
+                shutil.rmtree(gone, ignore_errors=True)
+                removed.append(bucket)
+                _LOGGER.info("the local store %s was not used for %d s and is removed", bucket, keep_s)
+    for folder in (*stores.glob("*/*/s*"), *stores.glob("*/*"), *stores.glob("*")):
+        if folder != scratch:
+            with contextlib.suppress(OSError):  # only empty ones go
+                folder.rmdir()
+    for left in scratch.glob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if left.stat().st_mtime + keep_s < now_s:
+                if left.is_dir():
+                    shutil.rmtree(left, ignore_errors=True)
+                else:
+                    left.unlink()
+                removed.append(left)
+    return removed
+
+
+def _last_use_s(bucket: Path) -> float:
+    """When a bucket's store was used last: what is noted, else what the files tell."""
+    times = [path.stat().st_mtime for path in (*bucket.glob(f"*/{_USED}"), *bucket.glob("*/data.mdb"))]
+    return max(times, default=bucket.stat().st_mtime)

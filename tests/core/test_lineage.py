@@ -1,0 +1,301 @@
+"""The examples of SPARK-49374, with its file names, and every way in which files can contradict a lineage."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from core_support import KEYS, SCHEMA, WRITER, Changes, Model, Row, changed, first_pointer, run_of, scanned
+
+from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer
+from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
+from spark_state_ext.backend import Backend
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.checkpoint import write_checkpoint
+from spark_state_ext.errors import CorruptFileError, CorruptPointerError, LineageError, MissingCheckpointError
+from spark_state_ext.lineage import Chain, Fetch, plan_load, presuming_snapshot
+from spark_state_ext.store import LocalStore
+
+
+def ref(name: str) -> CheckpointRef:
+    """A checkpoint by the name that the seed gives it: ``20_d8e2ca47``."""
+    version, short = name.split("_")
+    return CheckpointRef(int(version), short.ljust(32, "0"))
+
+
+# What each checkpoint changed.
+CHANGES: dict[str, Changes] = {
+    "20_d8e2ca47": {KEYS[0]: Row(20), KEYS[1]: Row(20), KEYS[2]: Row(20)},
+    "21_ef6618c2": {KEYS[0]: Row(-21), KEYS[5]: Row(-21)},
+    "21_f4d05ac9": {KEYS[0]: Row(21), KEYS[3]: Row(21)},
+    "22_4489578d": {KEYS[1]: Row(22), KEYS[3]: None},
+    "23_689aa6bd": {KEYS[2]: None, KEYS[4]: Row(23)},
+    "23_8205c96f": {KEYS[4]: Row(-23)},
+    "24_32e3cc2a": {KEYS[0]: Row(24)},
+}
+
+
+class Recorder(LocalStore):
+    """Notes which files are applied, in order."""
+
+    applied: list[str]
+
+    def restore(
+        self, batches: Iterable[pa.RecordBatch], ref: CheckpointRef, parent: CheckpointRef | None, *, snapshot: bool
+    ) -> Any:
+        made = super().restore(batches, ref, parent, snapshot=snapshot)
+        self.applied.append(f"{ref.version}_{ref.id[:8]}.{'zip' if snapshot else 'delta'}")
+        return made
+
+
+class Folder:
+    """A bucket's files, written as the seed lists them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files = Backend(str(path / "3"))
+        self._stores = 0
+
+    def put(self, name: str, lineage: Sequence[str], **header: Any) -> None:
+        """``23_689aa6bd.delta (lineage in file: …)``, the lineage oldest first."""
+        checkpoint, kind = name.split(".")
+        kinds = {"delta": DELTA, "zip": SNAPSHOT}
+        path = [*lineage, checkpoint]
+        changes: Changes = CHANGES[checkpoint]
+        if kind == "zip":
+            model: Model = {}
+            for step in ["20_d8e2ca47", *[s for s in path if s != "20_d8e2ca47"]]:
+                model = changed(model, CHANGES[step])
+            changes = {key: row for key, row in model.items() if row is not None}
+        refs = tuple(ref(step) for step in lineage)
+        made = LineageHeader(
+            kinds[kind], "counts", 3, ref(checkpoint), refs[-1] if refs else None, refs, 0, WRITER, "0.1.0"
+        )
+        made = replace(made, **header)
+        self.path.joinpath("3").mkdir(exist_ok=True)
+        with (self.path / "3" / file_name(ref(checkpoint), kinds[kind])).open("wb") as file:
+            write_checkpoint(file, made, SCHEMA, [run_of(changes)] if changes else [])
+
+    def load(self, *lineage: str, parent: str | None = None) -> tuple[Model, list[str]]:
+        """The state at a pointer of this lineage, on an empty disk, and which files it took."""
+        store = Recorder(self.path / f"local-{self._stores}", SCHEMA)
+        store.applied = []
+        self._stores += 1
+        entries = tuple(LineageEntry(ref(name), 1) for name in lineage)
+        parents = {None: entries[-2].ref if len(entries) > 1 else None}
+        pointer = replace(
+            first_pointer(), lineage=entries, parent=parents.get(parent) if parent is None else ref(parent), rows=99
+        )
+        try:
+            return Bucket(store, self.files, pointer, WRITER, self.path).read(scanned), store.applied
+        finally:
+            store.close()
+
+
+def state(*names: str) -> Model:
+    model: Model = {}
+    for name in names:
+        model = changed(model, CHANGES[name])
+    return model
+
+
+MAIN = ("20_d8e2ca47", "21_f4d05ac9", "22_4489578d", "23_689aa6bd")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    """The seed's second listing, before any later snapshot."""
+    made = Folder(tmp_path)
+    made.put("20_d8e2ca47.delta", [])
+    made.put("20_d8e2ca47.zip", [])
+    made.put("21_ef6618c2.delta", ["20_d8e2ca47"])
+    made.put("21_f4d05ac9.delta", ["20_d8e2ca47"])
+    made.put("22_4489578d.delta", ["20_d8e2ca47", "21_f4d05ac9"])
+    made.put("23_689aa6bd.delta", ["20_d8e2ca47", "21_f4d05ac9", "22_4489578d"])
+    return made
+
+
+DELTAS = ["20_d8e2ca47.zip", "21_f4d05ac9.delta", "22_4489578d.delta", "23_689aa6bd.delta"]
+
+
+def test_example_1_the_checkpoint_has_a_snapshot(folder: Folder) -> None:
+    folder.put("23_689aa6bd.zip", MAIN[:3])
+    assert folder.load("23_689aa6bd", parent="22_4489578d") == (state(*MAIN), ["23_689aa6bd.zip"])
+
+
+@pytest.mark.parametrize("sibling", [False, True])
+def test_example_2_the_checkpoint_has_a_delta_only(folder: Folder, sibling: bool) -> None:
+    if sibling:
+        folder.put("23_8205c96f.delta", MAIN[:3])
+        folder.put("23_8205c96f.zip", MAIN[:3])
+    # As the pointer lists it; and where it presumes a snapshot that is not there.
+    assert folder.load(*MAIN) == (state(*MAIN), DELTAS)
+    assert folder.load("23_689aa6bd", parent="22_4489578d") == (state(*MAIN), DELTAS)
+
+
+@pytest.mark.parametrize("sibling", [False, True])
+def test_example_3_no_snapshot_where_one_is_presumed(folder: Folder, sibling: bool) -> None:
+    folder.put("24_32e3cc2a.delta", ["23_689aa6bd"])
+    if sibling:
+        # Two executors made a full snapshot; the one that was picked failed.
+        folder.put("23_8205c96f.delta", MAIN[:3])
+        folder.put("23_8205c96f.zip", MAIN[:3])
+    expected = state(*MAIN, "24_32e3cc2a")
+    assert folder.load("23_689aa6bd", "24_32e3cc2a") == (expected, [*DELTAS, "24_32e3cc2a.delta"])
+    # The snapshot shows up later.
+    folder.put("23_689aa6bd.zip", MAIN[:3])
+    assert folder.load("23_689aa6bd", "24_32e3cc2a") == (expected, ["23_689aa6bd.zip", "24_32e3cc2a.delta"])
+
+
+def test_a_damaged_snapshot_falls_back_and_is_logged(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    folder.put("23_689aa6bd.zip", MAIN[:3])
+    path = folder.path / "3" / file_name(ref("23_689aa6bd"), SNAPSHOT)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with caplog.at_level(logging.WARNING, "spark_state_ext"):
+        assert folder.load("23_689aa6bd") == (state(*MAIN), DELTAS)
+    assert path.name in caplog.text
+    assert "fails its checksum" in caplog.text
+
+
+def test_a_snapshot_further_up_stands_in_for_a_lost_delta(folder: Folder) -> None:
+    folder.put("22_4489578d.zip", MAIN[:2])
+    (folder.path / "3" / file_name(ref("21_f4d05ac9"), DELTA)).unlink()
+    # What was applied before the loss was found is right, and of no use.
+    assert folder.load(*MAIN) == (state(*MAIN), ["20_d8e2ca47.zip", "22_4489578d.zip", "23_689aa6bd.delta"])
+
+
+def _truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def _altered(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 0x40
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "error"),
+    [(Path.unlink, MissingCheckpointError), (_truncated, CorruptFileError), (_altered, CorruptFileError)],
+)
+@pytest.mark.parametrize("name", ["21_f4d05ac9", "22_4489578d", "23_689aa6bd"])
+def test_a_delta_on_the_only_path_is_never_guessed(
+    folder: Folder, harm: Callable[[Path], None], error: type[Exception], name: str
+) -> None:
+    path = folder.path / "3" / file_name(ref(name), DELTA)
+    harm(path)
+    with pytest.raises(error, match=re.escape(path.name)) as raised:
+        folder.load(*MAIN)
+    assert f"checkpoint {ref(MAIN[-1])} of bucket 3" in str(raised.value)
+
+
+def test_a_delta_of_a_sibling_under_the_right_name(folder: Folder) -> None:
+    """The delta was built on the other 21: the history that the tracker is about."""
+    folder.put("22_4489578d.delta", ["20_d8e2ca47", "21_ef6618c2"])
+    with pytest.raises(LineageError) as raised:
+        folder.load(*MAIN)
+    text = str(raised.value)
+    assert file_name(ref("22_4489578d"), DELTA) in text
+    assert f"was built on {ref('21_ef6618c2')}" in text
+    assert f"expects {ref('21_f4d05ac9')}" in text
+
+
+def test_an_ancestor_that_is_not_ours(folder: Folder) -> None:
+    folder.put("23_689aa6bd.delta", ["20_d8e2ca47", "21_ef6618c2", "22_4489578d"])
+    with pytest.raises(LineageError, match=f"names {ref('21_ef6618c2')} among its ancestors.*{ref('21_f4d05ac9')}"):
+        folder.load(*MAIN)
+
+
+@pytest.mark.parametrize(
+    ("header", "found"),
+    [({"bucket": 5}, "bucket 5 of operator 'counts'"), ({"operator": "o"}, "bucket 3 of operator 'o'")],
+)
+def test_files_of_other_buckets_and_operators(folder: Folder, header: dict[str, Any], found: str) -> None:
+    folder.put("22_4489578d.delta", MAIN[:2], **header)
+    with pytest.raises(LineageError, match=f"{ref('22_4489578d')}.*{found}.*bucket 3 of 'counts' was expected"):
+        folder.load(*MAIN)
+
+
+def test_a_file_under_the_name_of_another(folder: Folder) -> None:
+    there = folder.path / "3" / file_name(ref("21_ef6618c2"), DELTA)
+    there.replace(folder.path / "3" / file_name(ref("21_f4d05ac9"), DELTA))
+    with pytest.raises(LineageError, match=f"holds the delta of checkpoint {ref('21_ef6618c2')}"):
+        folder.load(*MAIN)
+
+
+def test_cycles_cannot_be_written_nor_read(folder: Folder) -> None:
+    with pytest.raises(LineageError, match="versions must ascend"):
+        folder.put("21_f4d05ac9.delta", ["22_4489578d"])
+    with pytest.raises(LineageError, match="versions must ascend"):
+        Pointer("o", 0, 1, 0, 0, None, lineage=tuple(LineageEntry(ref(name), 1) for name in MAIN[::-1]))
+    metadata = LineageHeader(DELTA, "counts", 3, ref(MAIN[1]), ref(MAIN[0]), (ref(MAIN[0]),), 0, WRITER, "0").encode()
+    text = metadata[b"spark_state_ext.header"].replace(b'[[20,"', b'[[21,"').replace(b'"parent":[20', b'"parent":[21')
+    digest = hashlib.blake2b(text, digest_size=16).hexdigest().encode()
+    with pytest.raises(LineageError, match="versions must ascend"):
+        LineageHeader.decode({b"spark_state_ext.header": text, b"spark_state_ext.header_checksum": digest}, "x")
+
+
+def test_a_pointer_that_contradicts_itself() -> None:
+    lineage = tuple(LineageEntry(ref(name), 1) for name in MAIN)
+    good = replace(first_pointer(), lineage=lineage, parent=ref(MAIN[2]))
+    assert Pointer.decode(good.encode()) == good
+    with pytest.raises(LineageError, match=f"was built on {ref('21_ef6618c2')} and its lineage says"):
+        replace(good, parent=ref("21_ef6618c2"))
+    with pytest.raises(CorruptPointerError):
+        Pointer.decode(good.encode()[:-1])
+
+
+def test_the_local_store_must_agree_with_the_pointer(folder: Folder) -> None:
+    """The id that a checkpoint was built on is passed on too, and the next load compares."""
+    store = LocalStore(folder.path / "local", SCHEMA)
+    store.apply([run_of(CHANGES["20_d8e2ca47"])], ref("20_d8e2ca47"), None)
+    store.apply([run_of(CHANGES["21_f4d05ac9"])], ref("21_f4d05ac9"), ref("20_d8e2ca47"))
+    pointer = replace(
+        first_pointer(), lineage=(LineageEntry(ref("21_f4d05ac9"), 1),), parent=CheckpointRef(20, "b" * 32), rows=9
+    )
+    with pytest.raises(LineageError, match=f"was built on {ref('20_d8e2ca47')}; its pointer says 20_b"):
+        Bucket(store, folder.files, pointer, WRITER, folder.path).read(scanned)
+    store.close()
+
+
+# -- decisions -------------------------------------------------------------------------------------
+
+
+def test_what_a_load_fetches() -> None:
+    a, b, c, d = (ref(name) for name in MAIN)
+    chain = Chain((a, b, c, d))
+    deltas = [Fetch(r, DELTA) for r in (b, c, d)]
+    assert plan_load(chain, [], ()) == [Fetch(a, SNAPSHOT), *deltas]
+    # The presumed snapshot is gone: the chain has to reach further back, and then does.
+    assert plan_load(chain, [], {Fetch(a, SNAPSHOT)}) is None
+    assert plan_load(Chain((a, b, c, d), rooted=True), [], {Fetch(a, SNAPSHOT)}) == [Fetch(a, DELTA), *deltas]
+    # A delta is gone: snapshots from there on are tried, the deepest first.
+    gone = {Fetch(c, DELTA)}
+    assert plan_load(chain, [], gone) == [Fetch(c, SNAPSHOT), Fetch(d, DELTA)]
+    assert plan_load(chain, [], {*gone, Fetch(c, SNAPSHOT)}) == [Fetch(d, SNAPSHOT)]
+    assert plan_load(chain, [], {*gone, Fetch(c, SNAPSHOT), Fetch(d, SNAPSHOT)}) is None
+
+
+def test_a_pruned_pointer_remembers_the_snapshots_it_may_lean_on() -> None:
+    def entry(version: int, batch: int) -> LineageEntry:
+        return LineageEntry(CheckpointRef(version, f"{version:032x}"), 1, batch)
+
+    pointer = replace(
+        first_pointer(),
+        batch=100,
+        snapshots=tuple(entry(v, v) for v in (10, 20, 30, 60)),
+        lineage=tuple(entry(v, v) for v in (90, 99, 100)),
+    )
+    pruned = presuming_snapshot(pointer, 50)
+    assert [e.ref.version for e in pruned.lineage] == [100]
+    # 10, 20 and 30 are older than what Spark retains; two of those are enough.
+    assert [e.ref.version for e in pruned.snapshots] == [20, 30, 60, 90]

@@ -1,0 +1,86 @@
+"""As many simulated histories as one likes: ``python tests/simulation/run.py --histories 20000 --seed 1``.
+
+A history that fails is shortened by Hypothesis and printed; the same seed and number of processes find it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
+
+from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
+from sim_histories import histories  # noqa: E402
+from sim_world import History, simulate  # noqa: E402
+
+
+def run(count: int, from_seed: int) -> Counter[str]:
+    """Simulate `count` histories; raises `WrongStateError` with the shortest history found to be wrong."""
+    seen: Counter[str] = Counter()
+
+    @seed(from_seed)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(histories())
+    def check(history: History) -> None:
+        world = simulate(history)
+        seen.update(
+            histories=1,
+            steps=len(history.steps),
+            commits=world.commits,
+            files_deleted=world.deleted,
+            histories_with_clean_up=int(world.deleted > 0),
+        )
+
+    check()
+    return seen
+
+
+def _share(count: int, from_seed: int, results: multiprocessing.Queue[Counter[str]]) -> None:
+    logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
+    results.put(run(count, from_seed))
+
+
+def main() -> int:
+    """Run them in several processes; prints one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--histories", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    started_s = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    results: multiprocessing.Queue[Counter[str]] = context.Queue()
+    share = -(-arguments.histories // arguments.processes)
+    workers = [
+        context.Process(target=_share, args=(share, arguments.seed * 1_000 + i, results))
+        for i in range(arguments.processes)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        print(f"seed {arguments.seed}, {arguments.processes} processes: a history gave a wrong state, see above")
+        return 1
+    seen: Counter[str] = sum((results.get() for _ in workers), Counter())
+    print(json.dumps({"seed": arguments.seed, **seen, "seconds": round(time.monotonic() - started_s)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
