@@ -62,7 +62,7 @@ def main(folder: Path, operator: str, provider: str, restarts: int, kills: int) 
 
     def sample(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         die_now_and_then()
-        kept = list(state.getOption[0]) if state.exists else []
+        kept = list(state.get[0]) if state.exists else []
         flush = False
         for pdf in pdfs:
             kept += pdf.loc[~pdf["flush"], "element"].tolist()

@@ -1,0 +1,221 @@
+"""A job of five batches of which one input or output fails, or kills the process; run by test_every_step.
+
+Usage: ``python step_job.py FOLDER KIND FATE WHEN SHARE SHARES``. For every n (of this share) the n-th operation on files, or write of the local store, of
+the whole job fails; a second process then goes on from the pointer that was committed. Children are forked from this
+process, which itself touches nothing but its pointer files. Prints which operations failed, as JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import fsspec
+from core_support import KEYS, SCHEMA, Changes, Model, Row, buffer_of, changed, first_pointer, scanned
+from fsspec.implementations.local import LocalFileSystem
+
+from arrow_schemas import Pointer, Writer
+from spark_state_ext import cleanup
+from spark_state_ext import lineage as lineage_module
+from spark_state_ext.backend import Backend
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.errors import StorageError
+from spark_state_ext.store import LocalStore
+from spark_state_ext.store.environment import Environment
+
+BATCHES, RETAINED = 5, 1
+FAILED, WRONG, UNHIT = 1, 3, 0
+OPERATIONS = ("open", "pipe_file", "put_file", "cat_file", "get_file", "info", "exists", "ls", "rm_file", "makedirs")
+CHANGES: list[Changes] = [
+    {KEYS[batch]: Row(batch), KEYS[batch + 1]: Row(-batch, "x" * batch), KEYS[9]: None if batch % 2 else Row(batch)}
+    for batch in range(BATCHES)
+]
+
+
+class Steps:
+    """Counts operations; the n-th one fails or kills."""
+
+    left: ClassVar[int] = -1
+    kills: ClassVar[bool] = False
+    after: ClassVar[bool] = False
+    hit: ClassVar[str] = ""
+    note: ClassVar[Path]
+
+    @classmethod
+    def around(cls, name: str, work: Callable[[], Any]) -> Any:
+        """Do `work` as one step."""
+        cls.left -= 1
+        failing = cls.left == -1
+        if failing:
+            cls.note.write_text(name)
+            if not cls.after:
+                cls._fail(name)
+        result = work()
+        if failing:
+            cls._fail(name)
+        return result
+
+    @classmethod
+    def _fail(cls, name: str) -> NoReturn:
+        if cls.kills:
+            os._exit(FAILED)
+        if name.startswith("Environment"):  # which translates what LMDB raises
+            raise StorageError(f"{name} fails on purpose")
+        raise OSError(errno.EIO, f"{name} fails on purpose")
+
+
+class CountingFileSystem(LocalFileSystem):  # type: ignore[misc]
+    """A disk whose operations are counted."""
+
+    protocol: str | tuple[str, ...] = "counting"
+
+
+class CountingObjects(CountingFileSystem):
+    """The same under the rules of an object store: a PUT is atomic, and there are no folders to make."""
+
+    protocol = ("counted", "memory")
+
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        """One PUT."""
+        Steps.around("pipe_file", lambda: _put(Path(path), value))
+
+    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+        """One PUT of a file."""
+        Steps.around("put_file", lambda: _put(Path(rpath), Path(lpath).read_bytes()))
+
+
+def _put(path: Path, value: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden = path.parent.parent / "unfinished put"
+    hidden.write_bytes(value)
+    hidden.rename(path)
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    real = getattr(LocalFileSystem, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return Steps.around(name, lambda: real(self, *args, **kwargs))
+
+    return call
+
+
+for _name in OPERATIONS:
+    setattr(CountingFileSystem, _name, _counted(_name))
+fsspec.register_implementation("counting", CountingFileSystem)
+fsspec.register_implementation("counted", CountingObjects)
+
+
+def _count(owner: Any, name: str) -> None:
+    real = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return Steps.around(f"{owner.__name__}.{name}", lambda: real(*args, **kwargs))
+
+    setattr(owner, name, call)
+
+
+def models() -> list[Model]:
+    """The state after each number of batches."""
+    found: list[Model] = [{}]
+    for changes in CHANGES:
+        found.append(changed(found[-1], changes))
+    return found
+
+
+def committed(folder: Path) -> Pointer:
+    """The pointer that Spark would hand out: this part is not made to fail."""
+    path = folder / "pointer"
+    return Pointer.decode(path.read_bytes()) if path.exists() else first_pointer()
+
+
+def run(folder: Path, protocol: str) -> None:
+    """The rest of the job, from the committed pointer on; exits with WRONG when any state is not what it must be."""
+    files = Backend(f"{protocol}://{folder}/root").child("3")
+    expected = models()
+    store = LocalStore(folder / "local", SCHEMA)
+    while (pointer := committed(folder)).batch + 1 < BATCHES:
+        batch = pointer.batch + 1
+        bucket = Bucket(store, files, pointer, Writer("q", "r", batch, "h"), folder, None, RETAINED)
+        if bucket.read(scanned) != expected[batch]:
+            os._exit(WRONG)
+        new = replace(bucket.commit(buffer_of(CHANGES[batch], folder)), batch=batch)
+        (folder / "pointer.new").write_bytes(new.encode())
+        (folder / "pointer.new").rename(folder / "pointer")
+        clean_up(files, pointer, folder)
+    # As the next batch would.
+    clean_up(files, committed(folder), folder)
+    for place in ("local", "empty"):
+        final = LocalStore(folder / place, SCHEMA) if place == "empty" else store
+        bucket = Bucket(final, files, committed(folder), Writer("q", "r", BATCHES, "h"), folder, None, RETAINED)
+        if bucket.read(scanned) != expected[BATCHES]:
+            os._exit(WRONG)
+
+
+def clean_up(files: Backend, pointer: Pointer, folder: Path) -> None:
+    """As in the background: what fails waits for another time."""
+    try:
+        cleanup.clean_up(files, pointer, RETAINED, folder, lambda: None)
+    except StorageError as error:
+        logging.getLogger("spark_state_ext").info("clean-up waits: %s", error)
+
+
+def in_a_child(work: Callable[[], None]) -> int:
+    """Exit code of a forked process."""
+    pid = os.fork()
+    if pid == 0:
+        code = UNHIT
+        try:
+            work()
+        except StorageError:
+            code = FAILED
+        except BaseException:
+            traceback.print_exc()
+            code = WRONG
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main(base: Path, protocol: str, fate: str, when: str, share: int, shares: int) -> None:
+    """Every n of this share, until the job has fewer steps."""
+    # Snapshots and clean-up within five batches.
+    lineage_module.DELTAS_MIN = lineage_module.DELTAS_MAX = 1
+    logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
+    _count(os, "fsync")
+    _count(os, "replace")
+    _count(Environment, "write")
+    Steps.kills, Steps.after = fate == "kill", when == "after"
+    failed: list[str] = []
+    for n in range(share, 1_000, shares):
+        folder = base / str(n)
+        folder.mkdir()
+        Steps.note = folder / "failed"
+        Steps.left = n
+        code = in_a_child(lambda folder=folder: run(folder, protocol))  # type: ignore[misc]
+        Steps.left = -1
+        assert code != WRONG, f"step {n}"
+        if not Steps.note.exists():
+            assert code == UNHIT
+            print(json.dumps(failed))
+            return
+        name = Steps.note.read_text()
+        # A background failure is logged and the job goes on; any other ends it.
+        assert code == FAILED or fate == "raise", f"step {n}, {name}: exit code {code}"
+        assert in_a_child(lambda folder=folder: run(folder, protocol)) == UNHIT, f"after step {n}, {name}"  # type: ignore[misc]
+        failed.append(name)
+        shutil.rmtree(folder)
+    raise AssertionError("the job has no end")
+
+
+if __name__ == "__main__":
+    folder, kind, fate, when, share, shares = sys.argv[1:]
+    main(Path(folder), kind, fate, when, int(share), int(shares))

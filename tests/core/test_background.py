@@ -1,0 +1,155 @@
+"""Work that no batch waits for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from core_support import KEYS, SCHEMA, WRITER, Model, Row, buffer_of, changed, first_pointer, state_at
+
+from arrow_schemas import Pointer
+from arrow_schemas.lineage import SNAPSHOT, parse_file_name
+from spark_state_ext import lineage as lineage_module
+from spark_state_ext.backend import Backend
+from spark_state_ext.background import Background
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.errors import StorageError
+from spark_state_ext.store import LocalStore
+
+WAIT_S = 20
+
+
+def test_work_runs_in_order_and_once_a_name() -> None:
+    background, gate = Background(), threading.Event()
+    seen: list[int] = []
+
+    def first() -> None:
+        assert gate.wait(WAIT_S)
+        seen.append(1)
+
+    assert background.submit("first", first)
+    deadline_s = time.monotonic() + WAIT_S
+    while not background.busy("first") and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert background.submit("second", lambda: seen.append(2))
+    assert not background.submit("second", lambda: seen.append(3)), "it waits already"
+    assert background.busy("second")
+    gate.set()
+    assert background.wait(WAIT_S)
+    assert seen == [1, 2]
+    assert not background.busy("second")
+
+
+def test_failures_are_logged_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    background = Background()
+
+    def expected() -> None:
+        raise StorageError("the disk is gone")
+
+    def unexpected() -> None:
+        raise ZeroDivisionError("a fault of ours")
+
+    with caplog.at_level(logging.WARNING, "spark_state_ext"):
+        background.submit("one", expected)
+        background.submit("two", unexpected)
+        done = threading.Event()
+        background.submit("three", done.set)
+        assert done.wait(WAIT_S)
+    assert "one: the disk is gone" in caplog.text
+    assert "two failed" in caplog.text
+    assert "a fault of ours" in caplog.text
+
+
+def test_more_than_the_thread_keeps_up_with_is_refused() -> None:
+    background, gate = Background(), threading.Event()
+    taken = [background.submit(str(i), lambda: (gate.wait(WAIT_S), None)[1]) for i in range(300)]
+    gate.set()
+    assert 200 < sum(taken) < 300
+    assert background.wait(WAIT_S)
+
+
+class Slow(Backend):
+    """A backend whose snapshots take until told."""
+
+    def __init__(self, root: str, gate: threading.Event) -> None:
+        super().__init__(root)
+        self.gate = gate
+
+    def put_file(self, name: str, local_path: object) -> None:
+        assert self.gate.wait(WAIT_S)
+        super().put_file(name, str(local_path))
+
+
+def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches go on, merge and prune while a snapshot is being written; what arrives late is what was pinned."""
+    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 3)
+    monkeypatch.setattr(lineage_module, "DELTAS_MAX", 3)
+    gate, background = threading.Event(), Background()
+    files = Slow(str(tmp_path / "root"), gate)
+    store = LocalStore(tmp_path / "store", SCHEMA, chunk_rows=4)
+    pointers: list[Pointer] = [first_pointer()]
+    models: list[Model] = [{}]
+    slowest_s = 0.0
+    for i in range(20):
+        changes = {KEYS[i % 9]: Row(i), KEYS[(i + 5) % 9]: Row(-i, "x")}
+        started_s = time.monotonic()
+        bucket = Bucket(store, files, pointers[-1], WRITER, tmp_path, background)
+        pointers.append(bucket.commit(buffer_of(changes, tmp_path)))
+        slowest_s = max(slowest_s, time.monotonic() - started_s)
+        models.append(changed(models[-1], changes))
+    assert slowest_s < WAIT_S / 4, "nothing waited for the gate"
+    assert not [n for n in files.names() if n.endswith("snapshot.arrow")]
+    # All these were presumed, and none is there: deltas lead back to the beginning.
+    assert max(len(pointer.lineage) for pointer in pointers) <= 4
+    fresh = LocalStore(tmp_path / "fresh", SCHEMA)
+    assert state_at(fresh, files, pointers[-1], tmp_path) == models[-1]
+    gate.set()
+    assert background.wait(WAIT_S)
+    arrived = [parsed[0] for n in files.names() if (parsed := parse_file_name(n)) and parsed[1] == SNAPSHOT]
+    assert len(arrived) >= 4
+    for pointer, model in zip(pointers, models, strict=True):
+        if pointer.ref in arrived:
+            new = LocalStore(tmp_path / str(pointer.version), SCHEMA)
+            bucket = Bucket(new, files, pointer, WRITER, tmp_path)
+            assert state_at(new, files, pointer, tmp_path) == model
+            new.close()
+    assert store._environment.read(lambda txn: list(txn.items(b"pins"))) == [], "every pin was released"
+    store.close()
+    fresh.close()
+
+
+def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing in the background ever ends, the third snapshot is written by the call itself."""
+    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 2)
+    monkeypatch.setattr(lineage_module, "DELTAS_MAX", 2)
+
+    class Dying:
+        def submit(self, name: str, work: object) -> bool:
+            return True
+
+        def busy(self, name: str) -> bool:
+            return False
+
+    files = Backend(str(tmp_path / "root"))
+    store = LocalStore(tmp_path / "store", SCHEMA)
+    pointer = first_pointer()
+    model: Model = {}
+    counts: list[int] = []
+    for i in range(20):
+        changes = {KEYS[i % 9]: Row(i)}
+        pointer = Bucket(store, files, pointer, WRITER, tmp_path, Dying()).commit(buffer_of(changes, tmp_path))
+        model = changed(model, changes)
+        counts.append(len([n for n in files.names() if n.endswith("snapshot.arrow")]))
+    # Presumed at 3, 5 (one missed) and 7 (two missed, so written); and so on.
+    assert counts[5] == 0
+    assert counts[6] == 1
+    assert counts[-1] >= 2
+    fresh = LocalStore(tmp_path / "fresh", SCHEMA)
+    assert state_at(fresh, files, pointer, tmp_path) == model
+    fresh.close()
+    store.close()
