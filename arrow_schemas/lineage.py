@@ -23,7 +23,10 @@ __all__ = [
     "BODY_KEY",
     "BODY_PLACEHOLDER",
     "DELTA",
-    "FILE_FORMAT",
+    "BLAKE2B",
+    "BLOCKCRC",
+    "DIGESTS",
+    "FILE_FORMATS",
     "HEADER_KEY",
     "SNAPSHOT",
     "BodyRecord",
@@ -36,16 +39,23 @@ __all__ = [
     "parse_file_name",
 ]
 
-FILE_FORMAT = 1
 DELTA = "delta"
 SNAPSHOT = "snapshot"
+# What this release writes of each kind. Snapshots of format 1 are compressed and have one digest over all; since format
+# 2 they are laid out so that restoring one is copying it.
+FILE_FORMATS = {DELTA: 1, SNAPSHOT: 2}
+FILE_FORMAT_MAX = 2
+BLAKE2B, BLOCKCRC = "blake2b", "blkcrcs"
+DIGESTS = {1: BLAKE2B, 2: BLOCKCRC}
 HEADER_KEY = b"spark_state_ext.header"
 HEADER_CHECKSUM_KEY = b"spark_state_ext.header_checksum"
 BODY_KEY = b"spark_state_ext.body"
 
 _ID = re.compile(r"[0-9a-f]{32}")
-_FILE_NAME = re.compile(r"(\d{1,19})_([0-9a-f]{32})\.(delta|snapshot)\.arrow")
-_BODY = re.compile(rb"length=([0-9a-f]{16}) rows=([0-9a-f]{16}) tombstones=([0-9a-f]{16}) blake2b=([0-9a-f]{32})")
+_FILE_NAME = re.compile(r"([1-9][0-9]{0,18})_([0-9a-f]{32})\.(delta|snapshot)\.arrow")
+_BODY = re.compile(
+    rb"length=([0-9a-f]{16}) rows=([0-9a-f]{16}) tombstones=([0-9a-f]{16}) (blake2b|blkcrcs)=([0-9a-f]{32})"
+)
 
 
 def new_checkpoint_id() -> str:
@@ -122,6 +132,8 @@ class LineageHeader:
         Who wrote it.
     package_version
         Version of this package that wrote it.
+    format
+        Format of the file; that of this release when none is given.
     """
 
     kind: str
@@ -133,10 +145,12 @@ class LineageHeader:
     schema_id: int
     writer: Writer
     package_version: str
+    format: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in (DELTA, SNAPSHOT):
+        if self.kind not in FILE_FORMATS:
             raise CorruptFileError(f"{self.kind!r} is no kind of checkpoint file")
+        object.__setattr__(self, "format", self.format or FILE_FORMATS[self.kind])
         if (self.lineage[-1] if self.lineage else None) != self.parent:
             raise LineageError(f"the lineage of {self.ref} does not end with its parent {self.parent}")
         check_ascending((*self.lineage, self.ref), f"the {self.kind} of checkpoint {self.ref}")
@@ -144,7 +158,7 @@ class LineageHeader:
     def encode(self) -> dict[bytes, bytes]:
         """Schema metadata holding this header and a placeholder for the body record."""
         fields: dict[str, Any] = {
-            "format": FILE_FORMAT,
+            "format": self.format,
             "kind": self.kind,
             "operator": self.operator,
             "bucket": self.bucket,
@@ -158,6 +172,11 @@ class LineageHeader:
         }
         text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
         return {HEADER_KEY: text, HEADER_CHECKSUM_KEY: _digest(text), BODY_KEY: BODY_PLACEHOLDER}
+
+    @property
+    def digest(self) -> str:
+        """Kind of the body's digest: `BLAKE2B` or `BLOCKCRC`."""
+        return DIGESTS[self.format]
 
     @staticmethod
     def decode(metadata: Mapping[bytes, bytes] | None, where: str) -> LineageHeader:
@@ -177,9 +196,11 @@ class LineageHeader:
             raise CorruptFileError(f"the lineage header of {where} fails its checksum")
         try:
             fields = json.loads(text)
-            if fields["format"] > FILE_FORMAT:
+            if fields["format"] < 1:
+                raise CorruptFileError(f"format {fields['format']} is none")
+            if fields["format"] > FILE_FORMAT_MAX:
                 raise VersionSkewError(
-                    f"{where} has file format {fields['format']}; this release reads up to {FILE_FORMAT}. "
+                    f"{where} has file format {fields['format']}; this release reads up to {FILE_FORMAT_MAX}. "
                     f"Use spark_state_ext {fields.get('package_version', 'of its writer')} or newer."
                 )
             return LineageHeader(
@@ -192,10 +213,11 @@ class LineageHeader:
                 schema_id=fields["schema_id"],
                 writer=Writer(**fields["writer"]),
                 package_version=fields["package_version"],
+                format=fields["format"],
             )
         except (CorruptFileError, LineageError) as error:
             raise type(error)(f"{where}: {error}") from error
-        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CorruptFileError(f"the lineage header of {where} cannot be read: {error!r}") from error
 
 
@@ -210,18 +232,22 @@ class BodyRecord:
     rows, tombstones
         Rows in the file, and how many of them are tombstones.
     digest
-        BLAKE2b, 16 bytes, of the first `length` bytes, as hexadecimal digits.
+        Of the first `length` bytes, 32 hexadecimal digits.
+    algorithm
+        `BLAKE2B`: that of all bytes, 16 bytes long. `BLOCKCRC`: see `arrow_schemas.blocks`.
     """
 
     length: int
     rows: int
     tombstones: int
     digest: str
+    algorithm: str = BLAKE2B
 
     def encode(self) -> bytes:
         """Fixed-width text, so that it can replace `BODY_PLACEHOLDER` in place."""
         return (
-            f"length={self.length:016x} rows={self.rows:016x} tombstones={self.tombstones:016x} blake2b={self.digest}"
+            f"length={self.length:016x} rows={self.rows:016x} tombstones={self.tombstones:016x} "
+            f"{self.algorithm}={self.digest}"
         ).encode()
 
     @staticmethod
@@ -230,7 +256,7 @@ class BodyRecord:
         match = _BODY.search(footer)
         if match is None:
             raise CorruptFileError(f"{where} has no body record in its footer: it is damaged or was not finished")
-        return BodyRecord(int(match[1], 16), int(match[2], 16), int(match[3], 16), match[4].decode())
+        return BodyRecord(int(match[1], 16), int(match[2], 16), int(match[3], 16), match[5].decode(), match[4].decode())
 
 
 BODY_PLACEHOLDER = BodyRecord(0, 0, 0, "0" * 32).encode()

@@ -19,6 +19,7 @@ from arrow_schemas.errors import (
     BucketCountChangedError,
     CorruptFileError,
     SchemaChangedError,
+    StateError,
     VersionSkewError,
 )
 from arrow_schemas.evolution import state_change
@@ -30,7 +31,7 @@ __all__ = ["HASH_NAME", "OPERATOR_FORMAT", "OperatorFile", "operator_file_name",
 OPERATOR_FORMAT = 1
 # Spark's xxhash64 with its seed of 42 over the normalised keys; bucket = (high 32 bits * buckets) >> 32.
 HASH_NAME = "spark-xxhash64-42/high32-multiply"
-_NAME = re.compile(r"operator_(\d{1,9})\.json")
+_NAME = re.compile(r"operator_(0|[1-9][0-9]{0,8})\.json")
 
 
 def operator_file_name(schema_id: int) -> str:
@@ -121,7 +122,9 @@ class OperatorFile:
                 schema_id=fields["schema_id"],
                 hash_name=fields["hash"],
             )
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except StateError:
+            raise
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CorruptFileError(f"{where} is not an operator file: {error!r}") from error
 
     def succeeded_by(self, wanted: OperatorFile) -> OperatorFile:

@@ -18,7 +18,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from arrow_schemas.errors import CorruptError, CorruptPointerError, LineageError, VersionSkewError
+from arrow_schemas.errors import CorruptPointerError, LineageError, VersionSkewError
 from arrow_schemas.lineage import CheckpointRef, check_ascending
 
 __all__ = ["POINTER_FORMAT", "LineageEntry", "Pointer"]
@@ -178,7 +178,7 @@ class Pointer:
             return _parse(fields, data[_HEAD.size + length : -_CRC.size])
         except (CorruptPointerError, LineageError):
             raise
-        except (CorruptError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CorruptPointerError(f"a pointer in Spark's state cannot be read: {error!r}") from error
 
 

@@ -10,15 +10,20 @@ from __future__ import annotations
 import hashlib
 import struct
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
 
+from arrow_schemas.blocks import BLOCK_BYTES, BlockDigest, digest_of
 from arrow_schemas.evolution import conform
 from arrow_schemas.lineage import (
+    BLAKE2B,
+    BLOCKCRC,
     BODY_PLACEHOLDER,
     BodyRecord,
     CheckpointRef,
@@ -27,8 +32,9 @@ from arrow_schemas.lineage import (
 )
 from arrow_schemas.row import DELETED, RowSchema
 from spark_state_ext.backend import Backend
-from spark_state_ext.errors import CorruptFileError, LineageError
+from spark_state_ext.errors import CorruptFileError, LineageError, StateError
 from spark_state_ext.spill import local_errors
+from spark_state_ext.store.runs import CHUNK_ROWS, cut
 
 __all__ = ["CheckpointFile", "read_checkpoint", "read_header", "verify_checkpoint", "write_checkpoint"]
 
@@ -38,15 +44,24 @@ _TAIL = struct.Struct("<i6s")
 # A ranged read of this size holds the header of any ordinary schema and lineage; longer ones are read whole.
 _HEAD_BYTES = 16 << 10
 _IN_MEMORY_BYTES_MAX = 64 << 20
-_HASHED_BYTES = 4 << 20
+_CHECKING_THREADS = 4
+# What Arrow raises at bytes that have the right checksum and are none of ours all the same.
+_NOT_ARROW = (pa.ArrowException, OSError, ValueError, TypeError, KeyError, IndexError)
+# Smaller snapshots go into the environment, as deltas do: a file each for thousands of small buckets is no gain.
+_ADOPTED_BYTES_MIN = 4 << 20
+
+
+def _digest(algorithm: str) -> Any:
+    return hashlib.blake2b(digest_size=16) if algorithm == BLAKE2B else BlockDigest()
 
 
 class _HashingSink:
     """File-like target that hashes the body and then fills the footer's body record in."""
 
-    def __init__(self, target: IO[bytes]) -> None:
+    def __init__(self, target: IO[bytes], algorithm: str) -> None:
         self._target = target
-        self._digest = hashlib.blake2b(digest_size=16)
+        self._algorithm = algorithm
+        self._digest = _digest(algorithm)
         self._footer: bytearray | None = None
         self.length = 0
         self.closed = False
@@ -66,7 +81,7 @@ class _HashingSink:
 
     def finish(self, rows: int, tombstones: int) -> None:
         assert self._footer is not None
-        record = BodyRecord(self.length, rows, tombstones, self._digest.hexdigest()).encode()
+        record = BodyRecord(self.length, rows, tombstones, self._digest.hexdigest(), self._algorithm).encode()
         assert self._footer.count(BODY_PLACEHOLDER) == 1, "the footer repeats the schema metadata once"
         self._target.write(bytes(self._footer).replace(BODY_PLACEHOLDER, record))
 
@@ -92,10 +107,15 @@ class _HashingSink:
 def write_checkpoint(
     target: IO[bytes], header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBatch]
 ) -> None:
-    """Write one checkpoint file to an open binary file."""
-    sink = _HashingSink(target)
+    """Write one checkpoint file to an open binary file.
+
+    A delta is compressed. A snapshot is laid out as the local store will have it, so that restoring it is copying it.
+    """
+    sink = _HashingSink(target, header.digest)
     rows = tombstones = written = 0
-    options = pa.ipc.IpcWriteOptions(compression="lz4")
+    options = pa.ipc.IpcWriteOptions(compression="lz4" if header.digest == BLAKE2B else None)
+    if header.digest == BLOCKCRC:
+        batches = cut(batches, CHUNK_ROWS)
     arrow_schema = schema.arrow.with_metadata(header.encode())
     with pa.PythonFile(sink, mode="w") as file:
         writer = pa.ipc.new_file(file, arrow_schema, options=options)
@@ -115,6 +135,26 @@ def write_checkpoint(
 
 
 @dataclass(frozen=True)
+class LocalCopy:
+    """A checked copy of a snapshot, laid out as the local store has it.
+
+    Parameters
+    ----------
+    path
+        Where it lies.
+    body_bytes, rows
+        Length of its body, and number of its rows.
+    blocks
+        CRC-32 of each block of the body.
+    """
+
+    path: Path
+    body_bytes: int
+    rows: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class CheckpointFile:
     """A checkpoint file that passed its checks.
 
@@ -127,17 +167,23 @@ class CheckpointFile:
         `CorruptFileError` when they are not what the header announces.
     size_bytes
         Size of the file.
+    copy
+        Where a copy of it lies, if it was asked for and may be used in place of `batches`.
     """
 
     header: LineageHeader
     batches: Iterator[pa.RecordBatch]
     size_bytes: int
+    copy: LocalCopy | None = None
 
 
 def read_checkpoint(
-    backend: Backend, ref: CheckpointRef, kind: str, schema: RowSchema, scratch: Path
+    backend: Backend, ref: CheckpointRef, kind: str, schema: RowSchema, scratch: Path, keep: Path | None = None
 ) -> CheckpointFile:
     """Read and check one checkpoint file; a large one passes through the local folder `scratch`.
+
+    With `keep`, a large one is copied to that path, and the copy is what is read. It stays there, for the caller to use
+    or to remove.
 
     Raises
     ------
@@ -148,18 +194,31 @@ def read_checkpoint(
     """
     name = file_name(ref, kind)
     where = backend.where(name)
-    file = _open(backend, name, scratch)
+    copied = keep is not None and backend.size(name) > _ADOPTED_BYTES_MIN
+    if copied and keep is not None:
+        with local_errors(keep.parent):
+            backend.get_file(name, keep)
+            file = pa.OSFile(str(keep), "r")
+    else:
+        file = _open(backend, name, scratch)
     try:
-        record = _verified(file, where)
+        record, blocks = _verified(file, where)
         # The file as a stream, up to where the checksum reaches: Arrow sees no unchecked byte, nor the footer's
         # offsets.
         reader = pa.ipc.open_stream(file.get_stream(len(_PADDED_MAGIC), record.length - len(_PADDED_MAGIC)))
         header = LineageHeader.decode(reader.schema.metadata, where)
-    except (pa.ArrowException, OSError) as error:
+    except StateError:
+        raise
+    except _NOT_ARROW as error:
         raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
     if header.ref != ref or header.kind != kind:
         raise LineageError(f"{where} holds the {header.kind} of checkpoint {header.ref}")
-    return CheckpointFile(header, _checked_batches(reader, record, schema, where), file.size())
+    if header.digest != record.algorithm:
+        raise CorruptFileError(f"{where} has a checksum of another kind than its format has")
+    copy = None
+    if copied and keep is not None and blocks and reader.schema.equals(schema.arrow):
+        copy = LocalCopy(keep, record.length, record.rows, tuple(blocks))
+    return CheckpointFile(header, _checked_batches(reader, record, schema, where), file.size(), copy)
 
 
 def verify_checkpoint(backend: Backend, ref: CheckpointRef, kind: str, scratch: Path) -> LineageHeader:
@@ -184,7 +243,9 @@ def _checked_batches(
             batch.validate()
             rows += batch.num_rows
             yield conform(batch.replace_schema_metadata(None), schema)
-    except (pa.ArrowException, OSError) as error:
+    except StateError:
+        raise
+    except _NOT_ARROW as error:
         raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
     if rows != record.rows:
         raise CorruptFileError(f"{where} holds {rows} rows and announces {record.rows}")
@@ -230,21 +291,34 @@ def read_header(backend: Backend, ref: CheckpointRef, kind: str) -> LineageHeade
     return LineageHeader.decode(schema.metadata, where)
 
 
-def _verified(file: pa.NativeFile, where: str) -> BodyRecord:
-    """The body record of a file whose body has the checksum that it announces."""
+def _verified(file: pa.NativeFile, where: str) -> tuple[BodyRecord, list[int]]:
+    """The body record of a file whose body has the checksum that it announces, and CRC-32s by block if it has them."""
     record = _body_record(file, where)
-    digest = hashlib.blake2b(digest_size=16)
-    file.seek(0)
-    left = record.length
-    while left:
-        piece = file.read_buffer(min(left, _HASHED_BYTES))
-        if not piece.size:
-            raise CorruptFileError(f"{where} became shorter while it was read")
-        digest.update(memoryview(piece))
-        left -= piece.size
-    if digest.hexdigest() != record.digest:
+    blocks: list[int] = []
+    if record.algorithm == BLOCKCRC:
+        blocks = block_crcs(file, record.length)
+        found = digest_of(blocks)
+    else:
+        digest = hashlib.blake2b(digest_size=16)
+        for at in range(0, record.length, BLOCK_BYTES):
+            digest.update(file.read_at(min(BLOCK_BYTES, record.length - at), at))
+        found = digest.hexdigest()
+    if found != record.digest:
         raise CorruptFileError(f"the body of {where} fails its checksum")
-    return record
+    return record, blocks
+
+
+def block_crcs(file: pa.NativeFile, length: int) -> list[int]:
+    """CRC-32 of each block of a body, side by side where there are several."""
+
+    def crc(at: int) -> int:
+        return zlib.crc32(file.read_at(min(BLOCK_BYTES, length - at), at))
+
+    starts = range(0, length, BLOCK_BYTES)
+    if len(starts) < 4:
+        return [crc(at) for at in starts]
+    with ThreadPoolExecutor(_CHECKING_THREADS, "spark_state_ext check") as pool:
+        return list(pool.map(crc, starts))
 
 
 def _body_record(file: pa.NativeFile, where: str) -> BodyRecord:

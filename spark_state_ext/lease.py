@@ -10,6 +10,7 @@ in an application, and on one machine a process that is gone renews nothing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from spark_state_ext.backend import Backend
 from spark_state_ext.errors import (
@@ -32,7 +33,7 @@ from spark_state_ext.store.environment import boot_id
 __all__ = ["Lease", "LeaseRecord", "RunIdentity", "verdict"]
 
 _FILE = "lease.json"
-_LEASE_FORMAT = 1
+_LEASE_FORMAT = 2
 _POLL_S = 0.2
 _REPLACED_MAX = 100
 TAKE, WAIT = "take", "wait"
@@ -83,14 +84,13 @@ class LeaseRecord:
 
     def encode(self) -> bytes:
         """The file's bytes."""
-        return json.dumps(
-            {
-                "format": _LEASE_FORMAT,
-                "owner": asdict(self.owner),
-                "renewed_ms": self.renewed_ms,
-                "replaced": list(self.replaced),
-            }
-        ).encode()
+        fields = {
+            "format": _LEASE_FORMAT,
+            "owner": asdict(self.owner),
+            "renewed_ms": self.renewed_ms,
+            "replaced": list(self.replaced),
+        }
+        return json.dumps({**fields, "checksum": _checksum(fields)}).encode()
 
     @staticmethod
     def decode(data: bytes, where: str) -> LeaseRecord:
@@ -102,10 +102,21 @@ class LeaseRecord:
                     f"{where} has format {fields['format']}; this release reads up to {_LEASE_FORMAT}. "
                     "Use a newer release."
                 )
+            # Format 1 had none.
+            if fields.pop("checksum", None) != (_checksum(fields) if fields["format"] > 1 else None):
+                raise CorruptFileError(f"{where} fails its checksum. Remove it when no run is live.")
             replaced = tuple(str(run) for run in fields.get("replaced", ()))
             return LeaseRecord(RunIdentity(**fields["owner"]), int(fields["renewed_ms"]), replaced)
-        except (KeyError, TypeError, ValueError) as error:
+        except CorruptFileError:
+            raise
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise CorruptFileError(f"{where} is no lease: {error!r}. Remove it when no run is live.") from error
+
+
+def _checksum(fields: dict[str, Any]) -> str:
+    return hashlib.blake2b(
+        json.dumps(fields, sort_keys=True, separators=(",", ":")).encode(), digest_size=16
+    ).hexdigest()
 
 
 def verdict(found: LeaseRecord | None, me: RunIdentity, now_ms: int, lease_ms: int, over: bool) -> str:

@@ -96,13 +96,24 @@ class Loader:
                 f"{self._operator!r} was expected"
             )
         chain.check(header, where)
-        self._store.restore(found.batches, fetch.ref, header.parent, snapshot=fetch.kind == SNAPSHOT)
+        copy = found.copy
+        if copy is not None:
+            self._store.adopt(copy.path, copy.body_bytes, copy.blocks, copy.rows, fetch.ref)
+        else:
+            self._store.restore(found.batches, fetch.ref, header.parent, snapshot=fetch.kind == SNAPSHOT)
         self.fetched_files += 1
 
     def _read(self, fetch: Fetch) -> CheckpointFile | Failure:
+        keep = self._store.incoming() if fetch.kind == SNAPSHOT else None
         try:
-            return read_checkpoint(self._files, fetch.ref, fetch.kind, self._store.schema, self._scratch)
+            found = read_checkpoint(self._files, fetch.ref, fetch.kind, self._store.schema, self._scratch, keep)
+            if found.copy is None and keep is not None:
+                # Open still where it is needed.
+                keep.unlink(missing_ok=True)
+            return found
         except (CorruptFileError, LineageError, MissingCheckpointError) as error:
+            if keep is not None:
+                keep.unlink(missing_ok=True)
             return error
 
     def _note(self, fetch: Fetch, failure: Failure, gone: dict[Fetch, Failure]) -> None:

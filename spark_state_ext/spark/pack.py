@@ -17,7 +17,7 @@ from pyspark import TaskContext
 from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.labels import bucket_label
 from spark_state_ext.spark.job import Job
-from spark_state_ext.spark.payload import HASH_COLUMN, encode, payload_bytes_max, spill_folder, spilled
+from spark_state_ext.spark.payload import HASH_COLUMN, HEARTBEAT, encode, payload_bytes_max, spill_folder, spilled
 from spark_state_ext.spark.task import TaskInfo, operator_folder, scratch_folder
 
 __all__ = ["buckets_of", "inline_share", "pack"]
@@ -71,7 +71,7 @@ def pack(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
         labels = [bucket_label(bucket) for bucket in range(job.buckets)]
         empty = pa.nulls(job.buckets, _OUTPUT.field("event_time").type)
         yield pa.RecordBatch.from_arrays(
-            [pa.array(labels, pa.int32()), pa.array([b""] * job.buckets), empty], schema=_OUTPUT
+            [pa.array(labels, pa.int32()), pa.array([HEARTBEAT] * job.buckets), empty], schema=_OUTPUT
         )
     held: list[pa.RecordBatch] = []
     held_bytes = 0

@@ -1,14 +1,16 @@
 """Payloads: rows of one bucket as Arrow IPC bytes, on their way through Spark's shuffle.
 
 Packing keeps every value as it is; Spark's own path to pandas would turn a bucket's nullable integers into floats. A
-payload is ``b"A"`` and an LZ4-compressed Arrow IPC stream; ``b"S"`` and JSON naming a spill file, its offset and
-length; or
-empty: the heartbeat that makes Spark call every bucket in every batch with data.
+payload is ``b"A"`` and an LZ4-compressed Arrow IPC stream, or ``b"S"`` and JSON naming a spill file, its offset and
+length, with the CRC-32 of these in between: damaged Arrow bytes can crash a process. Or it is
+``b"H"``: the heartbeat that makes Spark call every bucket in every batch with data.
 """
 
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from collections.abc import Callable, Iterator
 
 import pyarrow as pa
@@ -18,6 +20,7 @@ from spark_state_ext.errors import CorruptFileError
 __all__ = [
     "PAYLOAD_SCHEMA",
     "HASH_COLUMN",
+    "HEARTBEAT",
     "decode",
     "encode",
     "payload_bytes_max",
@@ -27,8 +30,9 @@ __all__ = [
 
 HASH_COLUMN = "__hash"
 PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp"
-_INLINE, _SPILLED = b"A", b"S"
+_INLINE, _SPILLED, HEARTBEAT = b"A", b"S", b"H"
 _STALE_AFTER_S = 86_400
+_CRC = struct.Struct("<I")
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
@@ -44,16 +48,14 @@ def payload_bytes_max(records_per_batch: int) -> int:
 def encode(batch: pa.RecordBatch) -> bytes:
     """Rows as an inline payload."""
     sink = pa.BufferOutputStream()
-    sink.write(_INLINE)
     with pa.ipc.new_stream(sink, batch.schema, options=_OPTIONS) as writer:
         writer.write_batch(batch)
-    data: bytes = sink.getvalue().to_pybytes()
-    return data
+    return _signed(_INLINE, memoryview(sink.getvalue()))
 
 
 def spilled(name: str, offset: int, length: int) -> bytes:
     """A payload that refers to `length` bytes at `offset` of a spill file, which are an inline payload."""
-    return _SPILLED + json.dumps([name, offset, length]).encode()
+    return _signed(_SPILLED, json.dumps([name, offset, length]).encode())
 
 
 def spill_folder(batch: int | None, now_s: float) -> str:
@@ -72,22 +74,39 @@ def spill_is_stale(name: str, batch: int | None, now_s: float) -> bool:
 
 
 def decode(payload: bytes, load: Callable[[str, int, int], bytes]) -> Iterator[pa.RecordBatch]:
-    """Rows of a payload; `load(name, offset, length)` reads from spill files."""
-    kind, body = payload[:1], payload
-    if kind == _SPILLED:
-        body = stored_payload(payload, load)
-    elif not payload:
+    """Rows of a payload; `load(name, offset, length)` reads from spill files.
+
+    Raises
+    ------
+    CorruptFileError
+        When it is damaged.
+    """
+    if payload == HEARTBEAT:
         return
-    if body[:1] != _INLINE:
-        raise CorruptFileError(f"a payload of kind {body[:1]!r} arrived; client and executors need the same release")
-    with pa.ipc.open_stream(pa.py_buffer(body).slice(1)) as reader:
+    body = stored_payload(payload, load) if payload[:1] == _SPILLED else payload
+    with pa.ipc.open_stream(_checked(body, _INLINE)) as reader:
         yield from reader
 
 
 def stored_payload(payload: bytes, load: Callable[[str, int, int], bytes]) -> bytes:
     """The inline payload that a spilled one refers to."""
-    name, offset, length = json.loads(payload[1:])
+    name, offset, length = json.loads(_checked(payload, _SPILLED).to_pybytes())
     data = load(name, offset, length)
     if len(data) != length:
         raise CorruptFileError(f"spill file {name} has {len(data)} of {length} bytes at {offset}")
     return data
+
+
+def _signed(kind: bytes, body: bytes | memoryview) -> bytes:
+    return b"".join([kind, _CRC.pack(zlib.crc32(body)), body])
+
+
+def _checked(payload: bytes, kind: bytes) -> pa.Buffer:
+    """What follows the checksum."""
+    start = len(kind) + _CRC.size
+    if payload[: len(kind)] != kind or len(payload) < start:
+        raise CorruptFileError(f"a payload of kind {payload[:1]!r} arrived; client and executors need the same release")
+    body = pa.py_buffer(payload).slice(start)
+    if _CRC.unpack_from(payload, len(kind)) != (zlib.crc32(body),):
+        raise CorruptFileError("a payload fails its checksum: it was damaged on its way, or its spill file is")
+    return body

@@ -25,7 +25,13 @@ from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.background import Background
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.cleanup import clean_up, clean_up_due
-from spark_state_ext.errors import BucketCountChangedError, CorruptPointerError, MissingCheckpointError, StorageError
+from spark_state_ext.errors import (
+    BucketCountChangedError,
+    CorruptFileError,
+    CorruptPointerError,
+    MissingCheckpointError,
+    StorageError,
+)
 from spark_state_ext.lease import Lease
 from spark_state_ext.operator_folder import admit
 from spark_state_ext.spark.group_state import watermark_of
@@ -213,7 +219,7 @@ class _BucketCall:
                 continue
             for payload in frame["payload"]:
                 if not isinstance(payload, (bytes, bytearray)):
-                    continue
+                    raise CorruptFileError(f"a payload of bucket {self._bucket_number} is {type(payload).__name__}")
                 for batch in decode(bytes(payload), self._load_spilled):
                     yield batch if late_until_us is None else self._on_time(batch, late_until_us)
 

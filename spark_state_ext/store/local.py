@@ -7,12 +7,13 @@ at will; nobody reads their runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,6 +21,7 @@ import pyarrow as pa
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import CorruptStoreError, MissingRunError, StorageError
+from spark_state_ext.store.base_file import check_blocks, chunks_in, file_of, mapped
 from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment, Reader, Writing
 from spark_state_ext.store.merging import MERGE_BYTES_MAX, choose_merge, choose_runs, droppable
 from spark_state_ext.store.runs import CHUNK_ROWS, Chunk, Run, cut, decode_chunk, encode_chunk
@@ -27,13 +29,14 @@ from spark_state_ext.store.view import View
 
 __all__ = ["LocalStore"]
 
-_STORE_FORMAT = 1
+_STORE_FORMAT = 2
 # Chunks of one write transaction; LMDB keeps a transaction's dirty pages in memory.
 _TRANSACTION_BYTES = 64 << 20
 # Chunks remembered as checked; beyond, all are checked anew.
 _CHECKED_MAX = 100_000
 # A writer that died left its chunks without a run; they are removed after this time.
 _ABANDONED_AFTER_S = 3600.0
+_INCOMING = "incoming-"
 
 
 class LocalStore:
@@ -73,6 +76,7 @@ class LocalStore:
         self._chunk_rows = chunk_rows
         self._merge_bytes_max = merge_bytes_max
         self._checked: set[tuple[str, int]] = set()
+        self._maps: dict[str, pa.Buffer] = {}
         self._opened = Environment.at(self.folder, map_bytes)
         self._check_identity()
 
@@ -154,6 +158,47 @@ class LocalStore:
             check=lambda txn: None,
         )
 
+    def incoming(self) -> Path:
+        """A path for a file to be given to `adopt`, on the same disk; what is left there is removed later."""
+        return self._environment.folder / f"{_INCOMING}{uuid.uuid4().hex}"
+
+    def adopt(self, path: Path, body_bytes: int, blocks: Sequence[int], rows: int, ref: CheckpointRef) -> Run:
+        """Take a snapshot's file, at a path from `incoming`, as the run of a checkpoint that holds everything.
+
+        Parameters
+        ----------
+        path
+            An Arrow IPC file of this store's schema, uncompressed, its rows as for `apply`. It is moved.
+        body_bytes, blocks
+            Length of its body, and CRC-32 of each block of that, as just computed.
+        rows
+            Number of its rows.
+        ref
+            The checkpoint.
+
+        Raises
+        ------
+        CorruptFileError
+            When it is no such file.
+        """
+        folder = self._environment.folder
+        self._remove_abandoned(folder)
+        run = Run(uuid.uuid4().hex, ref, ref, None, True, rows, 0, (), body_bytes, tuple(blocks))
+        path.replace(file_of(folder, run.key))
+        try:
+            data = mapped(folder, run)
+            run = replace(run, chunks=chunks_in(data, body_bytes, self.schema.arrow, rows, f"the snapshot of {ref}"))
+            written = self._environment.write(lambda txn: _same_or_new(txn, run))
+        except BaseException:
+            file_of(folder, run.key).unlink(missing_ok=True)
+            raise
+        if written is not run:
+            file_of(folder, run.key).unlink(missing_ok=True)
+        else:
+            self._maps[run.key] = data
+            self._checked.update((f"{run.key}/", block) for block in range(len(blocks)))
+        return written
+
     def compact(self, head: CheckpointRef | None) -> Run | None:
         """Merge some runs of a *committed* checkpoint, if that is due; at most `merge_bytes_max` bytes.
 
@@ -181,7 +226,7 @@ class LocalStore:
     def prune(self, head: CheckpointRef | None) -> int:
         """Drop runs that no call with this input pointer or a newer one can want; returns how many."""
 
-        def work(txn: Writing) -> int:
+        def work(txn: Writing) -> list[Run]:
             now = time.time()
             pinned: set[str] = set()
             # Copied before the first change: a change may move what a view shows.
@@ -199,11 +244,19 @@ class LocalStore:
                 if json.loads(value)["started_s"] < now - _ABANDONED_AFTER_S:
                     txn.delete_prefix(b"chunks", bytes.fromhex(key[4:].decode()))
                     txn.delete(b"runs", key)
-            return len(dropped)
+            return dropped
 
         self._environment.check_readers()
         # Most calls find nothing to drop; they should not wait for the write lock to learn that.
-        return self._environment.write(work) if self._worth_pruning(head) else 0
+        if not self._worth_pruning(head):
+            return 0
+        dropped = self._environment.write(work)
+        for run in dropped:
+            if run.file_bytes:
+                # Whoever has it mapped goes on reading it.
+                self._maps.pop(run.key, None)
+                file_of(self._environment.folder, run.key).unlink(missing_ok=True)
+        return len(dropped)
 
     def pin(self, view: View, seconds: float) -> str:
         """Keep a view's runs from being dropped for a while; returns the pin's name for `unpin`."""
@@ -251,10 +304,12 @@ class LocalStore:
         """Set a damaged environment aside and begin with an empty one."""
         self._environment.discard()
         self._checked.clear()
+        self._maps.clear()
         self._check_identity()
 
     def close(self) -> None:
         """Close the environment in this process."""
+        self._maps.clear()
         self._opened.close()
 
     @property
@@ -283,6 +338,8 @@ class LocalStore:
         self._environment.read(with_txn)
 
     def _chunk(self, txn: Reader, run: Run, index: int) -> pa.RecordBatch:
+        if run.file_bytes:
+            return self._chunk_of_file(run, run.chunks[index])
         data = txn.get(b"chunks", _chunk_key(run.key, index))
         if data is None:
             raise MissingRunError(f"run {run.newest} was dropped from the local store while it was read", run.newest)
@@ -292,7 +349,22 @@ class LocalStore:
             self._checked.add((run.key, index))
         return batch
 
+    def _chunk_of_file(self, run: Run, chunk: Chunk) -> pa.RecordBatch:
+        data = self._maps.get(run.key)
+        if data is None:
+            data = self._maps[run.key] = mapped(self._environment.folder, run)
+        check_blocks(data, run, chunk, self._checked)
+        return pa.ipc.read_record_batch(data.slice(chunk.offset, chunk.size_bytes), self.schema.arrow)
+
     # -- inside ------------------------------------------------------------------------------------
+
+    def _remove_abandoned(self, folder: Path) -> None:
+        """Files of processes that died between making one and naming it in the manifest."""
+        known = {file_of(folder, run.key).name for run in self.runs() if run.file_bytes}
+        for path in (*folder.glob("base-*"), *folder.glob(f"{_INCOMING}*")):
+            with contextlib.suppress(FileNotFoundError):
+                if path.name not in known and path.stat().st_mtime < time.time() - _ABANDONED_AFTER_S:
+                    path.unlink()
 
     def _add(
         self,
@@ -353,7 +425,8 @@ class LocalStore:
             runs = list(_runs(txn))
             # A worker lives long and runs do not: forget what was checked of those that are gone.
             keys = {run.key for run in runs}
-            self._checked = {chunk for chunk in self._checked if chunk[0] in keys}
+            self._checked = {chunk for chunk in self._checked if chunk[0].rstrip("/") in keys}
+            self._maps = {key: data for key, data in self._maps.items() if key in keys}
             return bool(droppable(runs, head, frozenset()))
 
         return self._environment.read(work)
@@ -405,6 +478,14 @@ class _Pending:
         self.waiting = []
         self.waiting_bytes = 0
         self.any_flushed = True
+
+
+def _same_or_new(txn: Writing, run: Run) -> Run:
+    for existing in _runs(txn):
+        if (existing.newest, existing.oldest, existing.base) == (run.newest, run.oldest, run.base):
+            return existing
+    txn.put(b"runs", b"run/" + run.key.encode(), run.encode())
+    return run
 
 
 def _pin(runs: list[str], seconds: float) -> bytes:

@@ -27,6 +27,7 @@ __all__ = [
     "Run",
     "cut",
     "decode_chunk",
+    "describe",
     "encode_chunk",
     "find",
     "hashes_of",
@@ -56,7 +57,8 @@ _WINDOW = 64
 class Chunk:
     """What the manifest says of a chunk, so that most need not be opened.
 
-    `timeout_min` and `timeout_max` are in milliseconds over the rows that have a timeout.
+    `timeout_min` and `timeout_max` are in milliseconds over the rows that have a timeout; `offset` is where it begins
+    in the run's file, if the run has one.
     """
 
     rows: int
@@ -67,6 +69,7 @@ class Chunk:
     timeout_min: int
     timeout_max: int
     tombstones: int
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,9 @@ class Run:
         The checkpoint below `oldest`. None when the run is a base: nothing lies below it.
     base
         Holds everything up to `newest`.
+    file_bytes, blocks
+        Of a run whose chunks lie in a file of its own (`base_file`): the bytes that count, and their CRC-32s by block.
+        Else 0 and empty.
     """
 
     key: str
@@ -93,6 +99,8 @@ class Run:
     rows: int
     tombstones: int
     chunks: tuple[Chunk, ...]
+    file_bytes: int = 0
+    blocks: tuple[int, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -111,6 +119,8 @@ class Run:
                 "rows": self.rows,
                 "tombstones": self.tombstones,
                 "chunks": [list(asdict(chunk).values()) for chunk in self.chunks],
+                "file_bytes": self.file_bytes,
+                "blocks": self.blocks,
             }
         ).encode()
 
@@ -129,8 +139,10 @@ class Run:
                 rows=fields["rows"],
                 tombstones=fields["tombstones"],
                 chunks=tuple(Chunk(*values) for values in fields["chunks"]),
+                file_bytes=fields["file_bytes"],
+                blocks=tuple(fields["blocks"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"an entry of the run manifest cannot be read: {error!r}") from error
 
 
@@ -151,22 +163,25 @@ def hashes_of(batch: pa.RecordBatch) -> HashArray:
 def encode_chunk(batch: pa.RecordBatch) -> tuple[Chunk, pa.Buffer]:
     """A chunk's bytes and what the manifest keeps of it."""
     data = batch.serialize()
+    return describe(batch, data.size, zlib.crc32(data)), data
+
+
+def describe(batch: pa.RecordBatch, size_bytes: int, crc: int, offset: int = 0) -> Chunk:
+    """What the manifest keeps of a chunk."""
     hashes = hashes_of(batch)
     timeouts = batch.column(TIMEOUT_MS)
     has_timeout = timeouts.null_count < len(timeouts)
     values = timeouts.drop_null().to_numpy() if has_timeout else None
-    return (
-        Chunk(
-            rows=batch.num_rows,
-            size_bytes=data.size,
-            crc=zlib.crc32(data),
-            hash_min=int(hashes[0]),
-            hash_max=int(hashes[-1]),
-            timeout_min=int(values.min()) if values is not None else _NO_TIMEOUT,
-            timeout_max=int(values.max()) if values is not None else -1,
-            tombstones=batch.column(DELETED).true_count,
-        ),
-        data,
+    return Chunk(
+        rows=batch.num_rows,
+        size_bytes=size_bytes,
+        crc=crc,
+        hash_min=int(hashes[0]),
+        hash_max=int(hashes[-1]),
+        timeout_min=int(values.min()) if values is not None else _NO_TIMEOUT,
+        timeout_max=int(values.max()) if values is not None else -1,
+        tombstones=batch.column(DELETED).true_count,
+        offset=offset,
     )
 
 

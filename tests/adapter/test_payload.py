@@ -9,6 +9,7 @@ import pytest
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.spark.pack import buckets_of, inline_share
 from spark_state_ext.spark.payload import (
+    HEARTBEAT,
     decode,
     encode,
     payload_bytes_max,
@@ -33,7 +34,9 @@ def test_a_slice_carries_only_its_own_rows() -> None:
 
 
 def test_the_heartbeat_has_no_rows() -> None:
-    assert list(decode(b"", no_file)) == []
+    assert list(decode(HEARTBEAT, no_file)) == []
+    with pytest.raises(CorruptFileError):
+        list(decode(b"", no_file))
 
 
 def test_a_spilled_payload_is_read_from_its_place() -> None:

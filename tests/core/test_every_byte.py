@@ -167,7 +167,7 @@ def _no_file(name: str, offset: int, length: int) -> bytes:
 
 
 def _payload() -> Kind:
-    return Kind(_inline_payload(), lambda data: _payload_rows(data, _no_file), checked=False)
+    return Kind(_inline_payload(), lambda data: _payload_rows(data, _no_file))
 
 
 def _reference() -> Kind:
@@ -179,7 +179,7 @@ def _reference() -> Kind:
         return files.get_range(name, offset, offset + length)
 
     reference = payload.spilled("spill/7/x.payloads", 6, len(stored))
-    return Kind(reference, lambda data: _payload_rows(data, load), checked=False)
+    return Kind(reference, lambda data: _payload_rows(data, load))
 
 
 # -- how it is checked ------------------------------------------------------------------------------

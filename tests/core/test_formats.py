@@ -172,9 +172,16 @@ def _signed(fields: object) -> dict[bytes, bytes]:
 
 def test_headers_of_newer_releases_and_senseless_ones() -> None:
     fields = json.loads(_header().encode()[HEADER_KEY])
-    with pytest.raises(VersionSkewError, match=r"format 2.*spark_state_ext 9\.0"):
-        LineageHeader.decode(_signed({**fields, "format": 2, "package_version": "9.0"}), "file")
-    for change in ({"id": "short"}, {"version": 0}, {"kind": "other"}, {"parent": [9, "b" * 32]}, {"writer": None}):
+    with pytest.raises(VersionSkewError, match=r"format 3.*spark_state_ext 9\.0"):
+        LineageHeader.decode(_signed({**fields, "format": 3, "package_version": "9.0"}), "file")
+    for change in (
+        {"id": "short"},
+        {"format": 0},
+        {"version": 0},
+        {"kind": "other"},
+        {"parent": [9, "b" * 32]},
+        {"writer": None},
+    ):
         with pytest.raises((CorruptFileError, LineageError), match=r"^(file|the lineage header of file)"):
             LineageHeader.decode(_signed({**fields, **change}), "file")
     for name in fields:

@@ -49,8 +49,8 @@ def test_records_round_trip_and_damage_is_said() -> None:
     for damaged in (b"", b"{", b"[]", b"null", b'{"owner": {}}', b"\xff", _record(_OTHER).encode()[:-5]):
         with pytest.raises(CorruptFileError, match=r"lease\.json"):
             LeaseRecord.decode(damaged, "lease.json")
-    newer = _record(_OTHER).encode().replace(b'"format": 1', b'"format": 2')
-    with pytest.raises(VersionSkewError, match=r"lease\.json has format 2"):
+    newer = _record(_OTHER).encode().replace(b'"format": 2', b'"format": 3')
+    with pytest.raises(VersionSkewError, match=r"lease\.json has format 3"):
         LeaseRecord.decode(newer, "lease.json")
 
 

@@ -19,7 +19,7 @@ import atheris  # noqa: E402
 
 # Coverage is that of our own code: what these packages import was not written to be instrumented.
 with atheris.instrument_imports(include=["arrow_schemas", "spark_state_ext"]):
-    from fuzz_targets import TARGETS, Target
+    from fuzz_targets import PLANTED, TARGETS, Target
 
 _LENGTH_MAX = 16 << 10
 
@@ -56,14 +56,14 @@ def fuzz(target: Target, seconds: int, seed: int, corpus: Path, findings: Path) 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", choices=list(TARGETS))
+    parser.add_argument("target", choices=[*TARGETS, *PLANTED])
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers; 0: another one every time")
     parser.add_argument("--corpus", type=Path, help="folder that keeps what was interesting, for the next time")
     parser.add_argument("--findings", type=Path, default=Path(), help="folder for what was found")
     parser.add_argument("--replay", type=Path, help="only try the bytes of this file")
     arguments = parser.parse_args()
-    target = TARGETS[arguments.target]
+    target = {**TARGETS, **PLANTED}[arguments.target]
     if arguments.replay:
         target(arguments.replay.read_bytes())
         return

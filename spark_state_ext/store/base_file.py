@@ -1,0 +1,105 @@
+"""A run whose chunks lie in a file beside the environment: a snapshot, as it was copied from its checkpoint file.
+
+Restoring millions of rows is then copying one file. The record batch messages of an Arrow IPC file are what chunks are
+anyway; the manifest says where each begins. The file is mapped, so its chunks live as long as the map, longer than a
+transaction.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+
+import pyarrow as pa
+
+from arrow_schemas.blocks import BLOCK_BYTES
+from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingRunError
+from spark_state_ext.store.runs import Chunk, Run, describe
+
+__all__ = ["check_blocks", "chunks_in", "file_of", "mapped"]
+
+# What is before the first message of an Arrow IPC file: magic and padding.
+_FIRST_MESSAGE = 8
+_PREFIX = struct.Struct("<Ii")
+_CONTINUES = 0xFFFFFFFF
+
+
+def file_of(folder: Path, run_key: str) -> Path:
+    """Where the file of a run lies."""
+    return folder / f"base-{run_key}.arrow"
+
+
+def mapped(folder: Path, run: Run) -> pa.Buffer:
+    """The file of a run as memory.
+
+    Raises
+    ------
+    MissingRunError
+        When another process has dropped the run.
+    """
+    try:
+        with pa.memory_map(str(file_of(folder, run.key))) as file:
+            return file.read_buffer()
+    except FileNotFoundError as error:
+        raise MissingRunError(
+            f"run {run.newest} was dropped from the local store while it was read", run.newest
+        ) from error
+
+
+def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str, int]]) -> None:
+    """Compare the blocks that a chunk lies in with their checksums, those that were not compared before.
+
+    Raises
+    ------
+    CorruptStoreError
+        When one differs.
+    """
+    if data.size < run.file_bytes:
+        raise CorruptStoreError("a file of the local store is shorter than it was")
+    for block in range(chunk.offset // BLOCK_BYTES, (chunk.offset + chunk.size_bytes - 1) // BLOCK_BYTES + 1):
+        # Chunks of runs inside the environment are noted under other names.
+        name = (f"{run.key}/", block)
+        if name in checked:
+            continue
+        start = block * BLOCK_BYTES
+        if zlib.crc32(memoryview(data)[start : min(start + BLOCK_BYTES, run.file_bytes)]) != run.blocks[block]:
+            raise CorruptStoreError("a file of the local store differs from its checksum")
+        checked.add(name)
+
+
+def chunks_in(data: pa.Buffer, length: int, schema: pa.Schema, rows: int, where: str) -> tuple[Chunk, ...]:
+    """The chunks of an Arrow IPC file whose first `length` bytes, its body, were checked before.
+
+    Raises
+    ------
+    CorruptFileError
+        When these are not record batches of the schema, `rows` rows in all.
+    """
+    view = memoryview(data)
+    chunks: list[Chunk] = []
+    try:
+        # The first message is the schema.
+        at = _FIRST_MESSAGE + _message_bytes(view, _FIRST_MESSAGE, data)
+        while at < length:
+            size = _message_bytes(view, at, data)
+            batch = pa.ipc.read_record_batch(data.slice(at, size), schema)
+            batch.validate()
+            if batch.num_rows:
+                chunks.append(describe(batch, size, 0, at))
+            at += size
+    except (pa.ArrowException, OSError, struct.error) as error:
+        raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
+    found = sum(chunk.rows for chunk in chunks)
+    if at != length or found != rows:
+        raise CorruptFileError(f"{where} holds {found} rows in {at} bytes and announces {rows} in {length}")
+    return tuple(chunks)
+
+
+def _message_bytes(view: memoryview, at: int, data: pa.Buffer) -> int:
+    continues, metadata_bytes = _PREFIX.unpack_from(view, at)
+    if continues != _CONTINUES or metadata_bytes <= 0:
+        raise pa.ArrowInvalid(f"no message at {at}")
+    message = pa.ipc.read_message(data.slice(at))
+    body_bytes = message.body.size if message.body is not None else 0
+    return _PREFIX.size + int(metadata_bytes) + int(body_bytes)

@@ -1,0 +1,102 @@
+"""Every fuzz target runs for a while, and finds nothing; `fuzz.py` runs one of them for as long as one likes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fuzz_targets import PLANTED, TARGETS
+
+SCRIPT = Path(__file__).with_name("fuzz.py")
+SECONDS = 6
+# Arrow's reading of a whole file takes longer than that of a few fields; a busy machine has a tenth of the speed.
+EXECUTIONS_MIN = 500
+AT_ONCE = 2
+
+needs_atheris = pytest.mark.skipif(
+    importlib.util.find_spec("atheris") is None,
+    reason="atheris, which does the fuzzing, is not installed; its wheels are for Linux on x86_64 and Python 3.10 to 3.13",
+)
+
+
+def _fuzz(name: str, folder: Path, seconds: int) -> subprocess.CompletedProcess[str]:
+    findings = folder / name
+    findings.mkdir()
+    options = ["--seconds", str(seconds), "--corpus", str(findings / "corpus"), "--findings", str(findings)]
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), name, *options],
+        env={**os.environ, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=seconds + 120,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
+    """What became of each target."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        done = pool.map(lambda name: _fuzz(name, folder, SECONDS), TARGETS)
+        return dict(zip(TARGETS, done, strict=True))
+
+
+def _coverage(output: str, event: str) -> int:
+    """Edges of our code that were reached, as libFuzzer counts them."""
+    found = re.search(rf"^#\d+\s+{event}\s+cov: (\d+) ", output, re.MULTILINE)
+    assert found, output
+    return int(found[1])
+
+
+@needs_atheris
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", TARGETS)
+def test_nothing_is_found(name: str, outcomes: dict[str, subprocess.CompletedProcess[str]]) -> None:
+    done = outcomes[name]
+    # The end of the output names the exception, and a file with the bytes that cause it.
+    assert done.returncode == 0, done.stdout[-6_000:]
+    executions = re.search(r"^stat::number_of_executed_units: (\d+)$", done.stdout, re.MULTILINE)
+    assert executions, done.stdout
+    assert int(executions[1]) > EXECUTIONS_MIN
+    assert _coverage(done.stdout, "DONE") > _coverage(done.stdout, "INITED") > 0, "more is reached than by the seeds"
+
+
+@needs_atheris
+@pytest.mark.slow
+def test_a_planted_mistake_is_found(tmp_path: Path) -> None:
+    done = _fuzz("planted", tmp_path, 60)
+    assert done.returncode != 0
+    assert "ZeroDivisionError" in done.stdout
+    (found,) = (tmp_path / "planted").glob("crash-*")
+    with pytest.raises(ZeroDivisionError):
+        PLANTED["planted"](found.read_bytes())
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_seed_decodes(name: str) -> None:
+    """One that does not would lead nowhere."""
+    target = TARGETS[name]
+    seeds = target.seeds()
+    assert seeds
+    for seed in seeds:
+        target.check(seed)
+
+
+@pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.change is not None])
+def test_changes_by_structure_lead_to_many_inputs(name: str) -> None:
+    target = TARGETS[name]
+    assert target.change is not None
+    chance = random.Random(1)
+    made = {target.change(target.seeds()[0], chance, lambda data: data) for _ in range(200)}
+    assert len(made) > 50
