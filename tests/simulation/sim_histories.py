@@ -12,7 +12,13 @@ STEP_BYTES = 16
 
 def histories() -> st.SearchStrategy[History]:
     """Configurations and up to `STEPS_MAX` steps."""
-    configs = st.builds(Config, checkpoint_v2=st.booleans(), last_wins=st.booleans(), retained=st.integers(1, 3))
+    configs = st.builds(
+        Config,
+        checkpoint_v2=st.booleans(),
+        last_wins=st.booleans(),
+        retained=st.integers(1, 3),
+        adopts=st.booleans(),
+    )
     step = st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES)
     lengths = st.sampled_from([10, 30, STEPS_MAX, STEPS_MAX])
     steps = lengths.flatmap(lambda n: st.lists(step, min_size=n, max_size=n)).map(tuple)

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from arrow_schemas import CheckpointRef, Pointer, RowSchema, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, parse_file_name
-from spark_state_ext import cleanup
+from spark_state_ext import checkpoint, cleanup
 from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backend import Backend
 from spark_state_ext.bucket import Bucket
@@ -82,11 +82,14 @@ class Config:
         Under format 1, a later attempt overwrites the file of an earlier one.
     retained
         Spark's minBatchesToRetain.
+    adopts
+        Snapshots are copied as they are, as large ones are; else they go into the environment.
     """
 
     checkpoint_v2: bool
     last_wins: bool
     retained: int
+    adopts: bool
 
 
 @dataclass(frozen=True)
@@ -452,13 +455,16 @@ def simulate(history: History, bucket: type[Bucket] = Bucket, classify: Callable
     """Run a history to its end; raises `WrongStateError` when anything is."""
     world = World(history.config, bucket, classify)
     minimum, maximum = lineage_module.DELTAS_MIN, lineage_module.DELTAS_MAX
+    adopted = checkpoint._ADOPTED_BYTES_MIN
     lineage_module.DELTAS_MIN, lineage_module.DELTAS_MAX = 1, 2
+    checkpoint._ADOPTED_BYTES_MIN = 0 if history.config.adopts else adopted
     try:
         for step in history.steps:
             world.step(step)
         world.check()
     finally:
         lineage_module.DELTAS_MIN, lineage_module.DELTAS_MAX = minimum, maximum
+        checkpoint._ADOPTED_BYTES_MIN = adopted
         world.close()
     return world
 

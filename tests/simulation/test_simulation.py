@@ -73,7 +73,9 @@ def test_broken_variants_are_found(bucket: type[Bucket], classify: Callable[...,
 
 
 def test_a_history_is_a_value_that_gives_the_same_again() -> None:
-    history = History(Config(False, True, 2), tuple(bytes([at % 12, at, 3 * at % 256, 7, at]) for at in range(60)))
+    history = History(
+        Config(False, True, 2, True), tuple(bytes([at % 12, at, 3 * at % 256, 7, at]) for at in range(60))
+    )
     worlds = [simulate(history) for _ in range(2)]
     assert worlds[0].commits == worlds[1].commits > 10
     assert worlds[0].batch == worlds[1].batch

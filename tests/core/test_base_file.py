@@ -1,0 +1,199 @@
+"""Large snapshots become runs as they are: a copied file beside the environment."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from core_support import WRITER
+
+from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, RowSchema
+from arrow_schemas.blocks import BLOCK_BYTES
+from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
+from spark_state_ext import checkpoint as checkpoint_module
+from spark_state_ext.backend import Backend
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.checkpoint import write_checkpoint
+from spark_state_ext.errors import CorruptFileError
+from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.store import LocalStore, View
+from spark_state_ext.store.runs import sorted_run
+
+SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
+WIDER = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()), pa.field("m", pa.string())))
+ROWS = 600_000
+REF, PARENT = CheckpointRef(7, "7" * 32), CheckpointRef(6, "6" * 32)
+POINTER = Pointer("counts", 3, 8, 0, 6, None, lineage=(LineageEntry(REF, 1, 6),), parent=PARENT, rows=ROWS)
+
+
+def rows_of(keys: np.ndarray, values: np.ndarray, gone: bool = False) -> pa.RecordBatch:
+    n = len(keys)
+    return sorted_run(
+        pa.RecordBatch.from_arrays(
+            [
+                pa.array(keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)),
+                pa.array(keys),
+                pa.array(values),
+                pa.array(np.where(keys % 10 == 0, keys, 0), mask=keys % 10 != 0),
+                pa.array(np.full(n, not gone)),
+                pa.array(np.full(n, gone)),
+            ],
+            schema=SCHEMA.arrow,
+        )
+    )
+
+
+@pytest.fixture(params=["disk", "objects"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    """A bucket's folder with one snapshot."""
+    root = str(tmp_path / "root") if request.param == "disk" else f"memory://{tmp_path.name}-{id(request)}"
+    backend = Backend(root).child("3")
+    keys = np.arange(ROWS)
+    header = LineageHeader(SNAPSHOT, "counts", 3, REF, PARENT, (PARENT,), 0, WRITER, "0.1.0")
+    path = tmp_path / "made"
+    with path.open("wb") as file:
+        write_checkpoint(file, header, SCHEMA, [rows_of(keys, keys * 2)])
+    assert path.stat().st_size > 3 * BLOCK_BYTES
+    backend.put_file(file_name(REF, SNAPSHOT), path)
+    path.unlink()
+    return backend
+
+
+def bucket_on(store: LocalStore, files: Backend, pointer: Pointer, scratch: Path) -> Bucket:
+    return Bucket(store, files, pointer, WRITER, scratch)
+
+
+def values_at(view: View, keys: np.ndarray) -> list[int | None]:
+    found = view.lookup(keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), [pa.array(keys)])
+    values = found.rows.column("state.n").to_pylist()
+    return [None if at < 0 else values[at] for at in found.index.tolist()]
+
+
+def files_beside(store: LocalStore) -> list[str]:
+    return sorted(path.name.split("-")[0] for path in store._environment.folder.glob("*-*"))
+
+
+KEYS = np.array([0, 5, 10, ROWS - 1, ROWS + 5])
+
+
+def test_a_large_snapshot_is_copied_and_read_where_it_lies(files: Backend, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store", SCHEMA)
+    bucket = bucket_on(store, files, POINTER, tmp_path)
+    assert bucket.read(lambda view: values_at(view, KEYS)) == [0, 10, 20, 2 * (ROWS - 1), None]
+    assert files_beside(store) == ["base"]
+    (run,) = store.runs()
+    assert run.file_bytes > 3 * BLOCK_BYTES
+    assert run.rows == ROWS
+    assert bucket.read(lambda view: view.expired(1_000).num_rows) == 100
+    assert sum(batch.num_rows for batch in bucket.read(lambda view: list(view.scan()))) == ROWS
+    # Loaded again, it is there already.
+    again = bucket_on(store, files, POINTER, tmp_path)
+    assert again.read(lambda view: view.rows_max) == ROWS
+    assert again.fetched_files == 0
+    store.close()
+    # A process that comes later maps and checks it anew.
+    later = LocalStore(tmp_path / "store", SCHEMA)
+    assert bucket_on(later, files, POINTER, tmp_path).read(lambda view: values_at(view, KEYS))[1] == 10
+    later.close()
+
+
+def test_commits_lie_over_it_and_pruning_removes_it(files: Backend, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store", SCHEMA)
+    pointer = POINTER
+    for i in range(3):
+        bucket = bucket_on(store, files, pointer, tmp_path)
+        rows = SpillBuffer(tmp_path, 1 << 30)
+        keys = np.arange(ROWS) if i == 1 else np.array([5])
+        rows.append(rows_of(keys, keys * 100 + i, gone=i == 2))
+        pointer = replace(bucket.commit(rows), batch=pointer.batch + 1)
+    assert bucket_on(store, files, pointer, tmp_path).read(lambda view: values_at(view, KEYS))[:3] == [1, None, 1001]
+    old = store.view(REF)
+    # Everything as one run: what it was made of is dropped at the next prune.
+    merged = store._add(
+        store.view(pointer.ref).scan(), pointer.lineage[-1].ref, REF, None, base=True, check=lambda txn: None
+    )
+    next_ref = CheckpointRef(pointer.version + 1, "9" * 32)
+    store.apply([rows_of(np.array([1]), np.array([1]))], next_ref, pointer.ref)
+    assert store.prune(next_ref) >= 1
+    assert files_beside(store) == []
+    assert merged.key in {run.key for run in store.runs()}
+    assert bucket_on(store, files, pointer, tmp_path).read(lambda view: values_at(view, KEYS))[:3] == [1, None, 1001]
+    assert old.rows_max == ROWS
+    store.close()
+
+
+@pytest.mark.parametrize("harm", ["damage", "truncate"])
+def test_damage_on_the_local_disk_is_noticed_and_mended(files: Backend, tmp_path: Path, harm: str) -> None:
+    store = LocalStore(tmp_path / "store", SCHEMA)
+    assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max) == ROWS
+    path = next(store._environment.folder.glob("base-*"))
+    store.close()
+    data = bytearray(path.read_bytes())
+    if harm == "damage":
+        data[len(data) // 2] ^= 1
+    else:
+        del data[len(data) // 2 :]
+    path.write_bytes(data)
+    later = LocalStore(tmp_path / "store", SCHEMA)
+    bucket = bucket_on(later, files, POINTER, tmp_path)
+    assert bucket.read(lambda view: sum(batch.num_rows for batch in view.scan())) == ROWS
+    assert bucket.fetched_files == 1, "the store was built anew"
+    later.close()
+
+
+def test_a_damaged_snapshot_leaves_nothing_behind(files: Backend, tmp_path: Path) -> None:
+    name = file_name(REF, SNAPSHOT)
+    data = bytearray(files.get(name))
+    data[len(data) // 2] ^= 1
+    files.put(name, bytes(data))
+    store = LocalStore(tmp_path / "store", SCHEMA)
+    with pytest.raises(CorruptFileError, match="fails its checksum"):
+        bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max)
+    assert files_beside(store) == []
+    store.close()
+
+
+def test_an_evolved_schema_goes_the_long_way(files: Backend, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store", WIDER)
+    bucket = bucket_on(store, files, POINTER, tmp_path)
+    assert bucket.read(lambda view: values_at(view, KEYS))[:2] == [0, 10]
+    assert files_beside(store) == []
+    store.close()
+
+
+def test_what_dead_processes_left_is_removed(files: Backend, tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store", SCHEMA)
+    folder = store._environment.folder
+    for name in ("base-0123", "incoming-4567", "incoming-young"):
+        (folder / name).write_bytes(b"x")
+    long_ago_s = time.time() - 7_200
+    for name in ("base-0123", "incoming-4567"):
+        os.utime(folder / name, (long_ago_s, long_ago_s))
+    assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max) == ROWS
+    assert files_beside(store) == ["base", "incoming"]
+    store.close()
+
+
+def test_small_snapshots_go_into_the_environment(
+    files: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_module, "_ADOPTED_BYTES_MIN", 1 << 40)
+    store = LocalStore(tmp_path / "store", SCHEMA)
+    assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: values_at(view, KEYS))[1] == 10
+    assert files_beside(store) == []
+    assert store.runs()[0].file_bytes == 0
+    store.close()
+
+
+def test_any_arrow_reader_opens_it(files: Backend, tmp_path: Path) -> None:
+    path = tmp_path / "copy"
+    files.get_file(file_name(REF, SNAPSHOT), path)
+    with pa.memory_map(str(path)) as file:
+        table = pa.ipc.open_file(file).read_all()
+    assert table.num_rows == ROWS
+    assert file_name(REF, DELTA) not in files.names()
