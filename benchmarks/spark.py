@@ -19,7 +19,9 @@ ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvi
 
 
 @contextlib.contextmanager
-def session(name: str, cores: int, memory: str, work: Path, settings: dict[str, str]) -> Iterator[SparkSession]:
+def session(
+    name: str, cores: int, memory: str, work: Path, settings: dict[str, str], log_level: str | None = "ERROR"
+) -> Iterator[SparkSession]:
     """A local session that leaves nothing behind; only one may be made in a process.
 
     Parameters
@@ -34,6 +36,8 @@ def session(name: str, cores: int, memory: str, work: Path, settings: dict[str, 
         Folder for all of Spark's files.
     settings
         More settings.
+    log_level
+        Level of Spark's log; None leaves it as the settings have it.
     """
     # Workers import the benchmark's function, whatever the working folder.
     root = str(Path(__file__).resolve().parent.parent)
@@ -55,7 +59,8 @@ def session(name: str, cores: int, memory: str, work: Path, settings: dict[str, 
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
     try:
-        spark.sparkContext.setLogLevel("ERROR")
+        if log_level is not None:
+            spark.sparkContext.setLogLevel(log_level)
         yield spark
     finally:
         spark.stop()
