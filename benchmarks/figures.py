@@ -81,6 +81,7 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "keyed_count": lambda: _table("keyed_count"),
     "store": lambda: _table("store"),
     "big_bucket": lambda: _table("big_bucket"),
+    "restore": lambda: _table("restore"),
 }
 
 

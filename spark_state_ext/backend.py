@@ -19,7 +19,7 @@ import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
-from spark_state_ext.errors import MissingCheckpointError, StorageError, StoreFullError, UsageError
+from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, StoreFullError, UsageError
 
 __all__ = ["Backend", "Entry", "is_temporary"]
 
@@ -63,7 +63,9 @@ class Backend:
 
     def __init__(self, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self.root = root
-        self._options = dict(storage_options or {})
+        # Listings are remembered for the life of a process by some, s3fs among them, and then files that others wrote
+        # since "do not exist".
+        self._options = {"use_listings_cache": False, **(storage_options or {})}
         try:
             self._fs, self._path = fsspec.core.url_to_fs(root, **self._options)
         except (ValueError, ImportError) as error:
@@ -242,6 +244,11 @@ class Backend:
             if error.errno in (28, 122):  # ENOSPC, EDQUOT
                 raise StoreFullError(f"{doing}: {error}. Make room where the root lies.") from error
             raise StorageError(f"{doing}: {error}") from error
+        except StateError:
+            raise
+        except Exception as error:
+            # Clients of object stores have errors of their own that are no OSError.
+            raise StorageError(f"{doing}: {type(error).__name__}: {error}") from error
 
 
 def _entry(info: Mapping[str, Any]) -> Entry:

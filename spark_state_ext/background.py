@@ -87,11 +87,16 @@ class Background:
         with self._condition:
             if name in self._waiting or len(self._waiting) >= _WAITING_MAX:
                 return False
-            self._waiting[name] = work
             if self._thread is None:
                 # A daemon: a worker process that is told to end must not wait for an upload.
-                self._thread = threading.Thread(target=self._loop, name="spark_state_ext background", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._loop, name="spark_state_ext background", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # no address space for its stack
+                    _LOGGER.warning("%s waits: %s", name, error)
+                    return False
+                self._thread = thread
+            self._waiting[name] = work
             self._condition.notify_all()
             return True
 

@@ -159,7 +159,7 @@ class Bucket:
         try:
             missed = self._missed(new)
             pinned = self._reconciled(new, lambda view: (view, self._store.pin(view, _PIN_S)))
-        except (StorageError, MissingRunError) as error:
+        except StateError as error:
             # The deltas are durable and hold everything. The snapshot stays due, so the next commit tries again.
             _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", header.ref, error)
             return new
@@ -273,7 +273,9 @@ class Bucket:
                 rounds += 1
                 if rounds > _ROUNDS_MAX:
                     raise
-                self._loader.load(Chain(tuple(entry.ref for entry in pointer.lineage)))
+                refs = tuple(entry.ref for entry in pointer.lineage)
+                # A bucket's first checkpoint has version 1, and its delta is all there is.
+                self._loader.load(Chain(refs, rooted=refs[0].version == 1))
                 continue
             self._check_parent(view, pointer)
             return view

@@ -44,6 +44,8 @@ _TAIL = struct.Struct("<i6s")
 # A ranged read of this size holds the header of any ordinary schema and lineage; longer ones are read whole.
 _HEAD_BYTES = 16 << 10
 _IN_MEMORY_BYTES_MAX = 64 << 20
+# Thousands of columns, and a lineage as long as they get.
+_HEADER_BYTES_MAX = 64 << 20
 _CHECKING_THREADS = 4
 # What Arrow raises at bytes that have the right checksum and are none of ours all the same.
 _NOT_ARROW = (pa.ArrowException, OSError, ValueError, TypeError, KeyError, IndexError)
@@ -279,8 +281,9 @@ def read_header(backend: Backend, ref: CheckpointRef, kind: str) -> LineageHeade
     name = file_name(ref, kind)
     where = backend.where(name)
     head = backend.get_range(name, 0, _HEAD_BYTES)
-    if len(head) >= 16 and int.from_bytes(head[12:16], "little", signed=True) + 16 > len(head) == _HEAD_BYTES:
-        head = backend.get(name)
+    length = int.from_bytes(head[12:16], "little") if len(head) == _HEAD_BYTES else 0
+    if _HEAD_BYTES < 16 + length <= _HEADER_BYTES_MAX:
+        head = backend.get_range(name, 0, 16 + length)
     if not head.startswith(_PADDED_MAGIC):
         raise CorruptFileError(f"{where} is no Arrow file")
     try:

@@ -6,8 +6,9 @@ to be missing or damaged is added to what is known, and decided again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -76,15 +77,20 @@ class Loader:
 
     def _fetch_all(self, chain: Chain, plan: list[Fetch], gone: dict[Fetch, Failure]) -> bool:
         """Apply the planned files, oldest first; False when one of them is of no use, which is noted."""
-        for fetch, found in _in_order(plan, self._read):
-            if not isinstance(found, CheckpointFile):
-                self._note(fetch, found, gone)
-                return False
-            try:
-                self._apply(chain, fetch, found)
-            except (CorruptFileError, LineageError) as error:
-                self._note(fetch, error, gone)
-                return False
+        # Closed here, not whenever an error's traceback lets go of it: no thread must read on after this call.
+        with contextlib.closing(_in_order(plan, self._read)) as results:
+            for fetch, found in results:
+                if not isinstance(found, CheckpointFile):
+                    self._note(fetch, found, gone)
+                    return False
+                try:
+                    self._apply(chain, fetch, found)
+                except (CorruptFileError, LineageError) as error:
+                    self._note(fetch, error, gone)
+                    return False
+                finally:
+                    if found.copy is not None:  # gone already where it was adopted
+                        found.copy.path.unlink(missing_ok=True)
         return True
 
     def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile) -> None:
@@ -96,11 +102,11 @@ class Loader:
                 f"{self._operator!r} was expected"
             )
         chain.check(header, where)
-        copy = found.copy
-        if copy is not None:
-            self._store.adopt(copy.path, copy.body_bytes, copy.blocks, copy.rows, fetch.ref)
-        else:
+        if found.copy is None:
             self._store.restore(found.batches, fetch.ref, header.parent, snapshot=fetch.kind == SNAPSHOT)
+        else:
+            copy = found.copy
+            self._store.adopt(copy.path, copy.body_bytes, copy.blocks, copy.rows, fetch.ref)
         self.fetched_files += 1
 
     def _read(self, fetch: Fetch) -> CheckpointFile | Failure:
@@ -111,10 +117,13 @@ class Loader:
                 # Open still where it is needed.
                 keep.unlink(missing_ok=True)
             return found
-        except (CorruptFileError, LineageError, MissingCheckpointError) as error:
+        except BaseException as error:
+            # Above all where the disk is full: the next try needs the room.
             if keep is not None:
                 keep.unlink(missing_ok=True)
-            return error
+            if isinstance(error, (CorruptFileError, LineageError, MissingCheckpointError)):
+                return error
+            raise
 
     def _note(self, fetch: Fetch, failure: Failure, gone: dict[Fetch, Failure]) -> None:
         gone[fetch] = failure
@@ -154,7 +163,7 @@ class Loader:
 
 def _in_order(
     plan: list[Fetch], read: Callable[[Fetch], CheckpointFile | Failure]
-) -> Iterator[tuple[Fetch, CheckpointFile | Failure]]:
+) -> Generator[tuple[Fetch, CheckpointFile | Failure], None, None]:
     """Results in the order of the plan, read a bounded number of files ahead."""
     if len(plan) == 1:
         yield plan[0], read(plan[0])

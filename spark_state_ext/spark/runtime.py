@@ -24,7 +24,6 @@ from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.background import Background
 from spark_state_ext.bucket import Bucket
-from spark_state_ext.cleanup import clean_up, clean_up_due
 from spark_state_ext.errors import (
     BucketCountChangedError,
     CorruptFileError,
@@ -164,20 +163,8 @@ class _BucketCall:
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             pointer = replace(pointer, earliest_timeout_ms=self._earliest_timeout(rows))
         self._hand_over(pointer)
-        self._clean_up()
-
-    def _clean_up(self) -> None:
-        """Have old files deleted, now and then, by what was committed before this call: nothing newer is certain."""
-        job, files, pointer, scratch = self._job, self._files, self._pointer, self._scratch
-        hold = self._lease.hold
-        if clean_up_due(self._batch, self._bucket_number, job.batches_retained):
-            folder = files.child(str(self._bucket_number))
-            Background.shared().submit(
-                f"clean-up of {folder.root}",
-                lambda: _ignored(clean_up(folder, pointer, job.batches_retained, scratch, hold)),
-            )
         if _reclaim_due():
-            stores, keep_s = stores_folder(job.local_dir), job.local_keep_s
+            stores, scratch, keep_s = stores_folder(self._job.local_dir), self._scratch, self._job.local_keep_s
             Background.shared().submit("reclaiming local stores", lambda: _ignored(reclaim(stores, scratch, keep_s)))
 
     def _range(

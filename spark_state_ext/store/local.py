@@ -160,7 +160,9 @@ class LocalStore:
 
     def incoming(self) -> Path:
         """A path for a file to be given to `adopt`, on the same disk; what is left there is removed later."""
-        return self._environment.folder / f"{_INCOMING}{uuid.uuid4().hex}"
+        folder = self._environment.folder
+        self._remove_abandoned(folder)
+        return folder / f"{_INCOMING}{uuid.uuid4().hex}"
 
     def adopt(self, path: Path, body_bytes: int, blocks: Sequence[int], rows: int, ref: CheckpointRef) -> Run:
         """Take a snapshot's file, at a path from `incoming`, as the run of a checkpoint that holds everything.
@@ -182,9 +184,11 @@ class LocalStore:
             When it is no such file.
         """
         folder = self._environment.folder
-        self._remove_abandoned(folder)
         run = Run(uuid.uuid4().hex, ref, ref, None, True, rows, 0, (), body_bytes, tuple(blocks))
-        path.replace(file_of(folder, run.key))
+        try:
+            path.replace(file_of(folder, run.key))
+        except OSError as error:
+            raise StorageError(f"the local store {folder} was set aside while a snapshot came in: {error}") from error
         try:
             data = mapped(folder, run)
             run = replace(run, chunks=chunks_in(data, body_bytes, self.schema.arrow, rows, f"the snapshot of {ref}"))
@@ -425,8 +429,9 @@ class LocalStore:
             runs = list(_runs(txn))
             # A worker lives long and runs do not: forget what was checked of those that are gone.
             keys = {run.key for run in runs}
-            self._checked = {chunk for chunk in self._checked if chunk[0].rstrip("/") in keys}
-            self._maps = {key: data for key, data in self._maps.items() if key in keys}
+            # Of copies: the background reads from this store too.
+            self._checked = {chunk for chunk in self._checked.copy() if chunk[0].rstrip("/") in keys}
+            self._maps = {key: data for key, data in self._maps.copy().items() if key in keys}
             return bool(droppable(runs, head, frozenset()))
 
         return self._environment.read(work)

@@ -66,7 +66,7 @@ def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = No
                 removed.append(bucket)
                 _LOGGER.info("the local store %s was not used for %d s and is removed", bucket, keep_s)
     for folder in (*stores.glob("*/*/s*"), *stores.glob("*/*"), *stores.glob("*")):
-        if folder != scratch:
+        if folder != scratch and scratch not in folder.parents:
             with contextlib.suppress(OSError):  # only empty ones go
                 folder.rmdir()
     for left in scratch.glob("*"):
@@ -82,5 +82,9 @@ def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = No
 
 def _last_use_s(bucket: Path) -> float:
     """When a bucket's store was used last: what is noted, else what the files tell."""
-    times = [path.stat().st_mtime for path in (*bucket.glob(f"*/{_USED}"), *bucket.glob("*/data.mdb"))]
-    return max(times, default=bucket.stat().st_mtime)
+    times: list[float] = []
+    for path in (bucket, *bucket.glob(f"*/{_USED}"), *bucket.glob("*/data.mdb")):
+        with contextlib.suppress(FileNotFoundError):  # somebody else removes it
+            times.append(path.stat().st_mtime)
+    # The folder's own time is that of its making.
+    return max(times[1:] or times, default=float("inf"))

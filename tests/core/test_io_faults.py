@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from core_support import (
 from arrow_schemas import Pointer
 from spark_state_ext import bucket as bucket_module
 from spark_state_ext import lineage as lineage_module
+from spark_state_ext import loading as loading_module
 from spark_state_ext.backend import Backend
 from spark_state_ext.errors import StorageError
 from spark_state_ext.store import LocalStore
@@ -43,6 +45,8 @@ class Countdown:
     def __init__(self) -> None:
         self.left = -1
         self.failed = ""
+        # Files are read side by side.
+        self._lock = threading.Lock()
 
     def start(self, passing: int) -> None:
         self.left, self.failed = passing, ""
@@ -52,13 +56,14 @@ class Countdown:
 
     def hit(self, operation: str) -> bool:
         """Whether this operation is the one to fail."""
-        if self.left < 0:
+        with self._lock:
+            if self.left < 0:
+                return False
+            self.left -= 1
+            if self.left < 0:
+                self.failed = operation
+                return True
             return False
-        self.left -= 1
-        if self.left < 0:
-            self.failed = operation
-            return True
-        return False
 
 
 class FaultyFileSystem:
@@ -155,6 +160,8 @@ def countdown(monkeypatch: pytest.MonkeyPatch) -> Iterator[Countdown]:
 def test_every_fault_of_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, countdown: Countdown, scenario: str, disk: bool, after: bool
 ) -> None:
+    # One file after the other, so that the n-th operation is the same one every time.
+    monkeypatch.setattr(loading_module, "_PARALLEL_MAX", 1)
     if scenario == "snapshot":
         monkeypatch.setattr(lineage_module, "DELTAS_MIN", 5)
         monkeypatch.setattr(lineage_module, "DELTAS_MAX", 5)

@@ -127,10 +127,10 @@ def test_modes_of_operator_and_query_must_agree(session: Any, operator: str, tmp
 def test_unknown_modes_and_timeouts_are_refused(session: Any, operator: str, tmp_path: Path) -> None:
     df = stream(session, tmp_path)
     assert "sometimes" in refusal(lambda: start(apply(session, operator, tmp_path, df, mode="sometimes"), tmp_path))
-    # Spark's own client has a bare assert for it.
-    error, text = (UsageError, "LunchTimeout") if operator == "arrow" else (AssertionError, "")
-    with pytest.raises(error, match=text):
+    with pytest.raises((UsageError, AssertionError)) as raised:
         apply(session, operator, tmp_path, df, timeout="LunchTimeout")
+    # Spark's own client has a bare assert for it.
+    assert operator == "spark" or (isinstance(raised.value, UsageError) and "LunchTimeout" in str(raised.value))
 
 
 @EVERYWHERE
