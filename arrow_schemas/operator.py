@@ -7,14 +7,13 @@ with the next number; rows keep the number they were written under.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pyarrow as pa
 
+from arrow_schemas.checksum import checksum_of
 from arrow_schemas.errors import (
     BucketCountChangedError,
     CorruptFileError,
@@ -88,7 +87,7 @@ class OperatorFile:
             "state_schema": json.loads(self.state_schema),
             "schema_id": self.schema_id,
         }
-        fields["checksum"] = _checksum(fields)
+        fields["checksum"] = checksum_of(fields)
         return json.dumps(fields, sort_keys=True, indent=1).encode() + b"\n"
 
     @staticmethod
@@ -111,7 +110,7 @@ class OperatorFile:
                     "to format "
                     f"{OPERATOR_FORMAT} and {HASH_NAME!r}. Use a newer release."
                 )
-            if checksum != _checksum(fields):
+            if checksum != checksum_of(fields):
                 raise CorruptFileError(f"{where} fails its checksum")
             return OperatorFile(
                 operator=fields["operator"],
@@ -169,8 +168,3 @@ def _same_keys(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Fiel
         f"the key of operator {operator!r} changed: {detail}. Keys are found by their hash, so no change of them can "
         "follow the stored state: group by the old columns, or start from a new checkpoint location."
     )
-
-
-def _checksum(fields: dict[str, Any]) -> str:
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
-    return hashlib.blake2b(text, digest_size=16).hexdigest()

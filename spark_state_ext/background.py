@@ -15,13 +15,14 @@ from typing import ClassVar, Protocol
 
 from spark_state_ext.errors import StateError
 
-__all__ = ["Background", "Inline", "Runner"]
+__all__ = ["Background", "Inline", "Runner", "Work"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # More than this waiting means that the thread does not keep up: then the work is refused, and due again later.
 _WAITING_MAX = 256
 
-Work = Callable[[], None]
+# What it returns is of no interest.
+Work = Callable[[], object]
 
 
 class Runner(Protocol):

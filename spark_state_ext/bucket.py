@@ -169,8 +169,7 @@ class Bucket:
             self._write_snapshot(header, *pinned)
 
         if missed < _MISSED_MAX:
-            name = f"snapshot {self._files.where(file_name(header.ref, SNAPSHOT))}"
-            if self._runner.submit(name, write):
+            if self._runner.submit(self._snapshot_work(header.ref), write):
                 return presuming
             self._unpin(pinned[1])
             return new
@@ -186,11 +185,15 @@ class Bucket:
         presumed = new.lineage[0]
         if presumed.ref.version == 1:  # the bucket's first delta, which is the whole state of its time
             return 0
-        if self._runner.busy(f"snapshot {self._files.where(file_name(presumed.ref, SNAPSHOT))}"):
+        if self._runner.busy(self._snapshot_work(presumed.ref)):
             return new.snapshots_missed
         if self._files.exists(file_name(presumed.ref, SNAPSHOT)):
             return 0
         return new.snapshots_missed + 1
+
+    def _snapshot_work(self, ref: CheckpointRef) -> str:
+        """Name of the work that writes a checkpoint's snapshot."""
+        return f"snapshot {self._files.where(file_name(ref, SNAPSHOT))}"
 
     def _write_snapshot(self, header: LineageHeader, view: View, pin: str) -> None:
         def batches() -> Iterable[pa.RecordBatch]:

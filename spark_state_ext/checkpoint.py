@@ -41,7 +41,7 @@ __all__ = ["CheckpointFile", "read_checkpoint", "read_header", "verify_checkpoin
 _MAGIC = b"ARROW1"
 _PADDED_MAGIC = b"ARROW1\0\0"
 _TAIL = struct.Struct("<i6s")
-# A ranged read of this size holds the header of any ordinary schema and lineage; longer ones are read whole.
+# A ranged read of this size holds the header of any ordinary schema and lineage; a longer one tells its length.
 _HEAD_BYTES = 16 << 10
 _IN_MEMORY_BYTES_MAX = 64 << 20
 # Thousands of columns, and a lineage as long as they get.
@@ -196,13 +196,7 @@ def read_checkpoint(
     """
     name = file_name(ref, kind)
     where = backend.where(name)
-    copied = keep is not None and backend.size(name) > _ADOPTED_BYTES_MIN
-    if copied and keep is not None:
-        with local_errors(keep.parent):
-            backend.get_file(name, keep)
-            file = pa.OSFile(str(keep), "r")
-    else:
-        file = _open(backend, name, scratch)
+    file, copied = _open(backend, name, scratch, keep)
     try:
         record, blocks = _verified(file, where)
         # The file as a stream, up to where the checksum reaches: Arrow sees no unchecked byte, nor the footer's
@@ -213,13 +207,12 @@ def read_checkpoint(
         raise
     except _NOT_ARROW as error:
         raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
-    if header.ref != ref or header.kind != kind:
-        raise LineageError(f"{where} holds the {header.kind} of checkpoint {header.ref}")
+    _check_identity(header, ref, kind, where)
     if header.digest != record.algorithm:
         raise CorruptFileError(f"{where} has a checksum of another kind than its format has")
     copy = None
-    if copied and keep is not None and blocks and reader.schema.equals(schema.arrow):
-        copy = LocalCopy(keep, record.length, record.rows, tuple(blocks))
+    if copied is not None and blocks and reader.schema.equals(schema.arrow):
+        copy = LocalCopy(copied, record.length, record.rows, tuple(blocks))
     return CheckpointFile(header, _checked_batches(reader, record, schema, where), file.size(), copy)
 
 
@@ -232,8 +225,16 @@ def verify_checkpoint(backend: Backend, ref: CheckpointRef, kind: str, scratch: 
         As `read_checkpoint`.
     """
     name = file_name(ref, kind)
-    _verified(_open(backend, name, scratch), backend.where(name))
-    return read_header(backend, ref, kind)
+    where = backend.where(name)
+    _verified(_open(backend, name, scratch)[0], where)
+    header = read_header(backend, ref, kind)
+    _check_identity(header, ref, kind, where)
+    return header
+
+
+def _check_identity(header: LineageHeader, ref: CheckpointRef, kind: str, where: str) -> None:
+    if header.ref != ref or header.kind != kind:
+        raise LineageError(f"{where} holds the {header.kind} of checkpoint {header.ref}")
 
 
 def _checked_batches(
@@ -253,18 +254,26 @@ def _checked_batches(
         raise CorruptFileError(f"{where} holds {rows} rows and announces {record.rows}")
 
 
-def _open(backend: Backend, name: str, scratch: Path) -> pa.NativeFile:
-    """A file to read: from memory, or, when large, from the disk: where it lies, or an unnamed local copy."""
-    if backend.size(name) <= _IN_MEMORY_BYTES_MAX:
-        return pa.BufferReader(pa.py_buffer(backend.get(name)))
+def _open(backend: Backend, name: str, scratch: Path, keep: Path | None = None) -> tuple[pa.NativeFile, Path | None]:
+    """A file to read, and where its copy is when it was kept.
+
+    A small one is read from memory, a large one from the disk: where it lies, or an unnamed local copy.
+    """
+    size = backend.size(name)
+    if keep is not None and size > _ADOPTED_BYTES_MIN:
+        with local_errors(keep.parent):
+            backend.get_file(name, keep)
+            return pa.OSFile(str(keep), "r"), keep
+    if size <= _IN_MEMORY_BYTES_MAX:
+        return pa.BufferReader(pa.py_buffer(backend.get(name))), None
     # Never mapped: what somebody cuts short while it is read must be an error, not the end of the process.
     file = backend.open_local(name)
     if file is not None:
-        return file
+        return file, None
     with local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
         copy = Path(folder) / name
         backend.get_file(name, copy)
-        return pa.OSFile(str(copy), "r")
+        return pa.OSFile(str(copy), "r"), None
     raise AssertionError("unreachable: local_errors raises what it catches")
 
 

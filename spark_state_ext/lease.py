@@ -10,7 +10,6 @@ in an application, and on one machine a process that is gone renews nothing.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
@@ -18,8 +17,9 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from arrow_schemas.checksum import checksum_of
 from spark_state_ext.backend import Backend
 from spark_state_ext.errors import (
     CorruptFileError,
@@ -90,7 +90,7 @@ class LeaseRecord:
             "renewed_ms": self.renewed_ms,
             "replaced": list(self.replaced),
         }
-        return json.dumps({**fields, "checksum": _checksum(fields)}).encode()
+        return json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
 
     @staticmethod
     def decode(data: bytes, where: str) -> LeaseRecord:
@@ -103,7 +103,7 @@ class LeaseRecord:
                     "Use a newer release."
                 )
             # Format 1 had none.
-            if fields.pop("checksum", None) != (_checksum(fields) if fields["format"] > 1 else None):
+            if fields.pop("checksum", None) != (checksum_of(fields) if fields["format"] > 1 else None):
                 raise CorruptFileError(f"{where} fails its checksum. Remove it when no run is live.")
             replaced = tuple(str(run) for run in fields.get("replaced", ()))
             return LeaseRecord(RunIdentity(**fields["owner"]), int(fields["renewed_ms"]), replaced)
@@ -111,12 +111,6 @@ class LeaseRecord:
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise CorruptFileError(f"{where} is no lease: {error!r}. Remove it when no run is live.") from error
-
-
-def _checksum(fields: dict[str, Any]) -> str:
-    return hashlib.blake2b(
-        json.dumps(fields, sort_keys=True, separators=(",", ":")).encode(), digest_size=16
-    ).hexdigest()
 
 
 def verdict(found: LeaseRecord | None, me: RunIdentity, now_ms: int, lease_ms: int, over: bool) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from arrow_schemas.errors import LineageError
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader
 from arrow_schemas.pointer import LineageEntry, Pointer
-from spark_state_ext.errors import MissingRunError
+from spark_state_ext.errors import LineageError, MissingRunError
 from spark_state_ext.store.merging import choose_runs
 from spark_state_ext.store.runs import Run
 
@@ -64,11 +63,6 @@ class Chain:
 
     refs: tuple[CheckpointRef, ...]
     rooted: bool = False
-
-    def parent(self, ref: CheckpointRef) -> CheckpointRef | None:
-        """What a checkpoint of this chain was built on; None for the first."""
-        at = self.refs.index(ref)
-        return self.refs[at - 1] if at else None
 
     def extended(self, header: LineageHeader, where: str) -> Chain:
         """The chain reaching as far back as the header of its first checkpoint tells.

@@ -16,19 +16,14 @@ from pathlib import Path
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from spark_state_ext.backend import Backend
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint, read_header
-from spark_state_ext.errors import (
-    CorruptError,
-    CorruptFileError,
-    LineageError,
-    MissingCheckpointError,
-)
+from spark_state_ext.errors import CorruptError, CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.lineage import Chain, Fetch, plan_load
 from spark_state_ext.store import LocalStore
 
 __all__ = ["Loader"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Object stores answer slowly and in parallel; each file read is held in memory, or mapped from disk when large.
+# Object stores answer slowly and in parallel; small files are held in memory meanwhile.
 _PARALLEL_MAX = 8
 
 Failure = CorruptError | MissingCheckpointError

@@ -165,7 +165,7 @@ class _BucketCall:
         self._hand_over(pointer)
         if _reclaim_due():
             stores, scratch, keep_s = stores_folder(self._job.local_dir), self._scratch, self._job.local_keep_s
-            Background.shared().submit("reclaiming local stores", lambda: _ignored(reclaim(stores, scratch, keep_s)))
+            Background.shared().submit("reclaiming local stores", lambda: reclaim(stores, scratch, keep_s))
 
     def _range(
         self, table: pa.Table | None, after: int, upper: int, borders: list[int], rows: SpillBuffer
@@ -388,10 +388,6 @@ def _reclaim_due() -> bool:
         return False
     _reclaim_at_s = now_s + _RECLAIM_EVERY_S
     return True
-
-
-def _ignored(result: object) -> None:
-    """Background work returns nothing."""
 
 
 def _split_at(batch: pa.RecordBatch, upper: int) -> tuple[pa.RecordBatch, pa.RecordBatch]:

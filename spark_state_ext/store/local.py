@@ -7,7 +7,6 @@ at will; nobody reads their runs.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -21,7 +20,14 @@ import pyarrow as pa
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import CorruptStoreError, MissingRunError, StorageError
-from spark_state_ext.store.base_file import check_blocks, chunks_in, file_of, mapped
+from spark_state_ext.store.base_file import (
+    check_blocks,
+    chunks_in,
+    file_of,
+    incoming_file,
+    mapped,
+    remove_abandoned,
+)
 from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment, Reader, Writing
 from spark_state_ext.store.merging import MERGE_BYTES_MAX, choose_merge, choose_runs, droppable
 from spark_state_ext.store.runs import CHUNK_ROWS, Chunk, Run, cut, decode_chunk, encode_chunk
@@ -36,7 +42,6 @@ _TRANSACTION_BYTES = 64 << 20
 _CHECKED_MAX = 100_000
 # A writer that died left its chunks without a run; they are removed after this time.
 _ABANDONED_AFTER_S = 3600.0
-_INCOMING = "incoming-"
 
 
 class LocalStore:
@@ -161,8 +166,8 @@ class LocalStore:
     def incoming(self) -> Path:
         """A path for a file to be given to `adopt`, on the same disk; what is left there is removed later."""
         folder = self._environment.folder
-        self._remove_abandoned(folder)
-        return folder / f"{_INCOMING}{uuid.uuid4().hex}"
+        remove_abandoned(folder, self.runs(), time.time() - _ABANDONED_AFTER_S)
+        return incoming_file(folder)
 
     def adopt(self, path: Path, body_bytes: int, blocks: Sequence[int], rows: int, ref: CheckpointRef) -> Run:
         """Take a snapshot's file, at a path from `incoming`, as the run of a checkpoint that holds everything.
@@ -200,7 +205,7 @@ class LocalStore:
             file_of(folder, run.key).unlink(missing_ok=True)
         else:
             self._maps[run.key] = data
-            self._checked.update((f"{run.key}/", block) for block in range(len(blocks)))
+            self._checked.update((run.key, block) for block in range(len(blocks)))
         return written
 
     def compact(self, head: CheckpointRef | None) -> Run | None:
@@ -362,14 +367,6 @@ class LocalStore:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _remove_abandoned(self, folder: Path) -> None:
-        """Files of processes that died between making one and naming it in the manifest."""
-        known = {file_of(folder, run.key).name for run in self.runs() if run.file_bytes}
-        for path in (*folder.glob("base-*"), *folder.glob(f"{_INCOMING}*")):
-            with contextlib.suppress(FileNotFoundError):
-                if path.name not in known and path.stat().st_mtime < time.time() - _ABANDONED_AFTER_S:
-                    path.unlink()
-
     def _add(
         self,
         batches: Iterable[pa.RecordBatch],
@@ -430,7 +427,7 @@ class LocalStore:
             # A worker lives long and runs do not: forget what was checked of those that are gone.
             keys = {run.key for run in runs}
             # Of copies: the background reads from this store too.
-            self._checked = {chunk for chunk in self._checked.copy() if chunk[0].rstrip("/") in keys}
+            self._checked = {chunk for chunk in self._checked.copy() if chunk[0] in keys}
             self._maps = {key: data for key, data in self._maps.copy().items() if key in keys}
             return bool(droppable(runs, head, frozenset()))
 

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -73,7 +74,7 @@ class Steps:
         raise OSError(errno.EIO, f"{name} fails on purpose")
 
 
-class CountingFileSystem(LocalFileSystem):  # type: ignore[misc]
+class CountingFileSystem(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
     """A disk whose operations are counted."""
 
     protocol: str | tuple[str, ...] = "counting"
@@ -200,7 +201,8 @@ def main(base: Path, protocol: str, fate: str, when: str, share: int, shares: in
         folder.mkdir()
         Steps.note = folder / "failed"
         Steps.left = n
-        code = in_a_child(lambda folder=folder: run(folder, protocol))  # type: ignore[misc]
+        job = partial(run, folder, protocol)
+        code = in_a_child(job)
         Steps.left = -1
         assert code != WRONG, f"step {n}"
         if not Steps.note.exists():
@@ -210,7 +212,7 @@ def main(base: Path, protocol: str, fate: str, when: str, share: int, shares: in
         name = Steps.note.read_text()
         # A background failure is logged and the job goes on; any other ends it.
         assert code == FAILED or fate == "raise", f"step {n}, {name}: exit code {code}"
-        assert in_a_child(lambda folder=folder: run(folder, protocol)) == UNHIT, f"after step {n}, {name}"  # type: ignore[misc]
+        assert in_a_child(job) == UNHIT, f"after step {n}, {name}"
         failed.append(name)
         shutil.rmtree(folder)
     raise AssertionError("the job has no end")

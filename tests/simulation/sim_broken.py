@@ -62,7 +62,8 @@ class _ByVersion(Loader):
         return MissingCheckpointError(f"no {fetch.kind} of version {fetch.ref.version}")
 
     def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile) -> None:
-        parent = chain.parent(fetch.ref) if fetch.ref in chain.refs else found.header.parent
+        at = chain.refs.index(fetch.ref)
+        parent = chain.refs[at - 1] if at else None
         self._store.restore(found.batches, fetch.ref, parent, snapshot=fetch.kind == SNAPSHOT)
 
 

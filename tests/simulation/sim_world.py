@@ -27,6 +27,7 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT, parse_file_name
 from spark_state_ext import checkpoint, cleanup
 from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backend import Backend
+from spark_state_ext.background import Work
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, StorageError
 from spark_state_ext.spill import SpillBuffer
@@ -107,9 +108,9 @@ class Executor:
     folder: Path
     store: LocalStore | None = None
     loaded: tuple[int, Pointer] | None = None
-    waiting: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
+    waiting: list[tuple[str, Work]] = field(default_factory=list)
 
-    def submit(self, name: str, work: Callable[[], None]) -> bool:
+    def submit(self, name: str, work: Work) -> bool:
         self.waiting.append((name, work))
         return True
 
