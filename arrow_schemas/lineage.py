@@ -104,12 +104,27 @@ def parse_file_name(name: str) -> tuple[CheckpointRef, str] | None:
 
 @dataclass(frozen=True)
 class Writer:
-    """Who wrote a checkpoint; for people and clean-up, never for correctness."""
+    """Who wrote a checkpoint, and when; for people and clean-up, never for what a load reads.
+
+    Parameters
+    ----------
+    query_id, run_id, batch, host
+        As Spark told the task.
+    call, beat
+        `Pointer.calls` and `Pointer.beats` of the pointer that this call made; 0 when not known (pointers before
+        format 3).
+    """
 
     query_id: str
     run_id: str
     batch: int
     host: str
+    call: int = 0
+    beat: int = 0
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(number, int) for number in (self.batch, self.call, self.beat)):
+            raise CorruptFileError(f"a writer has numbers for batch, call and beat, not {self}")
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 Spark commits it with the batch and hands it to every retry, speculative attempt or restart of the next one, so
 it is the commit log (`docs/design`). One backend, committed synchronously: every delta the pointer names is durable
 before Spark sees the pointer. Format 1 said the same of its snapshot; since format 2 that is presumed only, and the
-pointer tells what it was built on, when, and which snapshots came before. The fields that asynchronous commit needs
-(markers, inline deltas) have their place already.
+pointer tells what it was built on. Since format 3 it counts the bucket's calls, which clean-up goes by. The fields that
+asynchronous commit needs (markers, inline deltas) have their place already.
 
 Bytes: ``b"SSEP"``, format (u16), length of the JSON part (u32), the JSON part, the inline deltas' bytes one
 after the other, and the CRC-32 of everything before (u32); all little-endian.
@@ -23,8 +23,7 @@ from arrow_schemas.lineage import CheckpointRef, check_ascending
 
 __all__ = ["POINTER_FORMAT", "LineageEntry", "Pointer"]
 
-POINTER_FORMAT = 2
-_UNKNOWN_BATCH = -1
+POINTER_FORMAT = 3
 _MAGIC = b"SSEP"
 _HEAD = struct.Struct("<4sHI")
 _CRC = struct.Struct("<I")
@@ -40,13 +39,13 @@ class LineageEntry:
         The checkpoint.
     size_bytes
         Size of its delta file.
-    batch
-        Micro-batch that wrote it; -1 when not known (format 1).
+    beat
+        `Pointer.beats` of the pointer that its call made; 0 when not known (before format 3).
     """
 
     ref: CheckpointRef
     size_bytes: int
-    batch: int = _UNKNOWN_BATCH
+    beat: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,11 @@ class Pointer:
         Checkpoints since the presumed last snapshot, that one first, the committed one last. Empty: no state yet.
     parent
         The checkpoint that the committed one was built on; None for the first, and where format 1 did not tell.
-    snapshots
-        Checkpoints of earlier presumed snapshots on this lineage, oldest first, as far back as clean-up wants them.
+    calls
+        Calls of the bucket so far, this pointer's included.
+    beats
+        How many of them were in batches with data, in each of which Spark calls every bucket. So parallel lineages,
+        which may differ in what timeouts call them, have the same number in the same batch.
     snapshots_missed
         Presumed snapshots in a row that never arrived.
     rows
@@ -98,7 +100,8 @@ class Pointer:
     timeout_floor_version: int = 0
     earliest_timeout_ms: int | None = None
     parent: CheckpointRef | None = None
-    snapshots: tuple[LineageEntry, ...] = ()
+    calls: int = 0
+    beats: int = 0
     snapshots_missed: int = 0
     markers: dict[str, dict[str, str]] = field(default_factory=dict)
     inline: dict[str, bytes] = field(default_factory=dict)
@@ -109,7 +112,6 @@ class Pointer:
         check_ascending(refs, where)
         if len(refs) > 1 and self.parent not in (None, refs[-2]):
             raise LineageError(f"{where}: {refs[-1]} was built on {self.parent} and its lineage says {refs[-2]}")
-        check_ascending([*(entry.ref for entry in self.snapshots), *refs[:1]], where)
 
     @property
     def ref(self) -> CheckpointRef | None:
@@ -134,7 +136,8 @@ class Pointer:
                 "home": self.home,
                 "lineage": [_plain(entry) for entry in self.lineage],
                 "parent": None if self.parent is None else [self.parent.version, self.parent.id],
-                "snapshots": [_plain(entry) for entry in self.snapshots],
+                "calls": self.calls,
+                "beats": self.beats,
                 "snapshots_missed": self.snapshots_missed,
                 "rows": self.rows,
                 "timeout_floor": [self.timeout_floor_ms, self.timeout_floor_version],
@@ -175,7 +178,7 @@ class Pointer:
             raise CorruptPointerError("a pointer in Spark's state fails its checksum")
         try:
             fields = json.loads(data[_HEAD.size : _HEAD.size + length])
-            return _parse(fields, data[_HEAD.size + length : -_CRC.size])
+            return _parse(version, fields, data[_HEAD.size + length : -_CRC.size])
         except (CorruptPointerError, LineageError):
             raise
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
@@ -183,16 +186,16 @@ class Pointer:
 
 
 def _plain(entry: LineageEntry) -> list[Any]:
-    return [entry.ref.version, entry.ref.id, entry.size_bytes, entry.batch]
+    return [entry.ref.version, entry.ref.id, entry.size_bytes, entry.beat]
 
 
-def _entry(values: list[Any]) -> LineageEntry:
-    """Format 1 has three values."""
-    version, checkpoint_id, size_bytes, *batch = values
-    return LineageEntry(CheckpointRef(version, checkpoint_id), size_bytes, *batch)
+def _entry(pointer_format: int, values: list[Any]) -> LineageEntry:
+    """Format 1 has three values; in format 2 the fourth was a batch."""
+    version, checkpoint_id, size_bytes, *beat = values
+    return LineageEntry(CheckpointRef(version, checkpoint_id), size_bytes, *(beat if pointer_format > 2 else ()))
 
 
-def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
+def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer:
     inline: dict[str, bytes] = {}
     offset = 0
     for name, size in fields["inline"]:
@@ -201,7 +204,7 @@ def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
     if offset != len(blobs):
         raise CorruptPointerError(f"a pointer announces {offset} bytes of inline deltas and holds {len(blobs)}")
     floor_ms, floor_version = fields["timeout_floor"]
-    lineage = tuple(_entry(values) for values in fields["lineage"])
+    lineage = tuple(_entry(pointer_format, values) for values in fields["lineage"])
     if "parent" in fields:
         parent = None if fields["parent"] is None else CheckpointRef(*fields["parent"])
     else:  # format 1, which tells it only by the lineage
@@ -220,7 +223,8 @@ def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
         timeout_floor_version=floor_version,
         earliest_timeout_ms=fields["earliest_timeout_ms"],
         parent=parent,
-        snapshots=tuple(_entry(values) for values in fields.get("snapshots", ())),
+        calls=fields.get("calls", 0),
+        beats=fields.get("beats", 0),
         snapshots_missed=fields.get("snapshots_missed", 0),
         markers=fields["markers"],
         inline=inline,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import ClassVar, Protocol
@@ -20,6 +21,8 @@ __all__ = ["Background", "Inline", "Runner", "Work"]
 _LOGGER = logging.getLogger("spark_state_ext")
 # More than this waiting means that the thread does not keep up: then the work is refused, and due again later.
 _WAITING_MAX = 256
+# Work that runs for longer hangs, most likely in a connection; what waits behind it is given to another thread.
+HUNG_S = 3_600.0
 
 # What it returns is of no interest.
 Work = Callable[[], object]
@@ -58,6 +61,7 @@ class Background:
         self._condition = threading.Condition()
         self._waiting: OrderedDict[str, Work] = OrderedDict()
         self._running: str | None = None
+        self._since_s = 0.0
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
@@ -88,7 +92,7 @@ class Background:
         with self._condition:
             if name in self._waiting or len(self._waiting) >= _WAITING_MAX:
                 return False
-            if self._thread is None:
+            if self._thread is None or self._hangs():
                 # A daemon: a worker process that is told to end must not wait for an upload.
                 thread = threading.Thread(target=self._loop, name="spark_state_ext background", daemon=True)
                 try:
@@ -96,7 +100,7 @@ class Background:
                 except RuntimeError as error:  # no address space for its stack
                     _LOGGER.warning("%s waits: %s", name, error)
                     return False
-                self._thread = thread
+                self._thread, self._running = thread, None
             self._waiting[name] = work
             self._condition.notify_all()
             return True
@@ -104,24 +108,31 @@ class Background:
     def busy(self, name: str) -> bool:
         """Whether work of this name waits or runs."""
         with self._condition:
-            return name == self._running or name in self._waiting
+            return (name == self._running and not self._hangs()) or name in self._waiting
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing waits or runs; whether that came to be."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._waiting and self._running is None, timeout_s)
 
+    def _hangs(self) -> bool:
+        return self._running is not None and time.monotonic() - self._since_s > HUNG_S
+
     def _loop(self) -> None:
+        me = threading.current_thread()
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: bool(self._waiting))
-                self._running, work = self._waiting.popitem(last=False)
-                name = self._running
+                self._condition.wait_for(lambda: bool(self._waiting) or self._thread is not me)
+                if self._thread is not me:  # taken for hanging, and replaced
+                    return
+                name, work = self._waiting.popitem(last=False)
+                self._running, self._since_s = name, time.monotonic()
             try:
                 _run(name, work)
             finally:
                 with self._condition:
-                    self._running = None
+                    if self._thread is me:
+                        self._running = None
                     self._condition.notify_all()
 
 

@@ -39,7 +39,8 @@ _IN_MEMORY_BYTES_MAX = 32 << 20
 _ROUNDS_MAX = 5
 # Presumed snapshots that never arrived, in a row, until a call writes one itself: workers here die too young.
 _MISSED_MAX = 2
-# How long the runs of a snapshot stay pinned from each sign of life of its writer on.
+# How long the runs of a snapshot stay pinned while it waits for its turn, and from each sign of life of its writer on.
+_WAITING_PIN_S = 3_600.0
 _PIN_S = 600.0
 # Spark's default of spark.sql.streaming.minBatchesToRetain.
 BATCHES_RETAINED = 100
@@ -77,7 +78,7 @@ class Bucket:
         batches_retained: int = BATCHES_RETAINED,
     ) -> None:
         self._store = store
-        self._files = files
+        self.files = files
         self.pointer = pointer
         self._writer = writer
         self._scratch = scratch
@@ -102,7 +103,7 @@ class Bucket:
         """
         return self._reconciled(self.pointer, work)
 
-    def commit(self, rows: SpillBuffer) -> Pointer:
+    def commit(self, rows: SpillBuffer, heartbeat: bool = True) -> Pointer:
         """Make a new checkpoint of changed rows; returns the pointer to hand to Spark.
 
         Parameters
@@ -110,15 +111,20 @@ class Bucket:
         rows
             Changed rows in run order, tombstones included. When there are none, the checkpoint stays the same, but is
             renewed once in so many batches: clean-up goes by the age of files.
+        heartbeat
+            Whether the batch has data, so that Spark calls every bucket in it.
         """
-        if rows.rows == 0 and not self._renewal_due():
-            return self.pointer
+        # Counted here, before anything is written, so that each file tells which call wrote it.
+        counted = replace(self.pointer, calls=self.pointer.calls + 1, beats=self.pointer.beats + heartbeat)
+        if rows.rows == 0 and not self._renewal_due(counted):
+            return counted
+        self._writer = replace(self._writer, call=counted.calls, beat=counted.beats)
         parent = self.pointer.ref
         ref = self._next_ref()
         size = self._publish(self._header(ref, DELTA), rows)
         self._reconciled(self.pointer, lambda view: self._store.apply(rows, ref, parent))
-        entry = LineageEntry(ref, size, self._writer.batch)
-        new = replace(self.pointer, lineage=(*self.pointer.lineage, entry), parent=parent)
+        entry = LineageEntry(ref, size, counted.beats)
+        new = replace(counted, lineage=(*counted.lineage, entry), parent=parent)
         # Only what is committed for certain is merged and dropped: the pointer we were given, not the one we make.
         self._tidy(parent)
         state_bytes, rows_max = self._reconciled(new, lambda view: (view.size_bytes, view.rows_max))
@@ -129,11 +135,9 @@ class Bucket:
         """The new checkpoint: unique to this very call, whatever batch and attempt it is."""
         return CheckpointRef(self.pointer.version + 1, new_checkpoint_id())
 
-    def _renewal_due(self) -> bool:
-        """Whether the committed checkpoint is so old that files might be taken for a lineage that nobody follows."""
-        if not self.pointer.lineage:
-            return False
-        return self.pointer.lineage[-1].batch + self._batches_retained < self._writer.batch
+    def _renewal_due(self, counted: Pointer) -> bool:
+        """Whether the committed checkpoint is so old that its file might be taken for one that nobody follows."""
+        return bool(counted.lineage) and counted.lineage[-1].beat + self._batches_retained < counted.beats
 
     def _tidy(self, committed: CheckpointRef | None) -> None:
         """Compact and prune. The new checkpoint is safe already, so no failure here may fail the batch."""
@@ -158,12 +162,12 @@ class Bucket:
         header = self._header(new.lineage[-1].ref, SNAPSHOT)
         try:
             missed = self._missed(new)
-            pinned = self._reconciled(new, lambda view: (view, self._store.pin(view, _PIN_S)))
+            pinned = self._reconciled(new, lambda view: (view, self._store.pin(view, _WAITING_PIN_S)))
         except StateError as error:
             # The deltas are durable and hold everything. The snapshot stays due, so the next commit tries again.
             _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", header.ref, error)
             return new
-        presuming = replace(presuming_snapshot(new, self._batches_retained), snapshots_missed=missed)
+        presuming = replace(presuming_snapshot(new), snapshots_missed=missed)
 
         def write() -> None:
             self._write_snapshot(header, *pinned)
@@ -187,13 +191,13 @@ class Bucket:
             return 0
         if self._runner.busy(self._snapshot_work(presumed.ref)):
             return new.snapshots_missed
-        if self._files.exists(file_name(presumed.ref, SNAPSHOT)):
+        if self.files.exists(file_name(presumed.ref, SNAPSHOT)):
             return 0
         return new.snapshots_missed + 1
 
     def _snapshot_work(self, ref: CheckpointRef) -> str:
         """Name of the work that writes a checkpoint's snapshot."""
-        return f"snapshot {self._files.where(file_name(ref, SNAPSHOT))}"
+        return f"snapshot {self.files.where(file_name(ref, SNAPSHOT))}"
 
     def _write_snapshot(self, header: LineageHeader, view: View, pin: str) -> None:
         def batches() -> Iterable[pa.RecordBatch]:
@@ -236,12 +240,12 @@ class Bucket:
             write_checkpoint(buffer, header, self._store.schema, batches)
             # Not getbuffer(): a view of a BytesIO that an error's traceback keeps alive crashes CPython's collector.
             data = buffer.getvalue()
-            self._files.put(name, data)
+            self.files.put(name, data)
             return len(data)
         with local_errors(self._scratch), tempfile.NamedTemporaryFile(dir=self._scratch, prefix="checkpoint-") as file:
             write_checkpoint(file, header, self._store.schema, batches)
             file.flush()
-            self._files.put_file(name, file.name)
+            self.files.put_file(name, file.name)
             return file.tell()
 
     # -- reconciling -------------------------------------------------------------------------------
@@ -276,9 +280,7 @@ class Bucket:
                 rounds += 1
                 if rounds > _ROUNDS_MAX:
                     raise
-                refs = tuple(entry.ref for entry in pointer.lineage)
-                # A bucket's first checkpoint has version 1, and its delta is all there is.
-                self._loader.load(Chain(refs, rooted=refs[0].version == 1))
+                self._loader.load(Chain.of(pointer))
                 continue
             self._check_parent(view, pointer)
             return view

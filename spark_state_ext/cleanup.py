@@ -1,8 +1,8 @@
 """Clean-up of a bucket's checkpoint files: what no pointer that Spark still has can lead to is deleted.
 
 Everything is classified before anything is deleted, by `classify`, a function over values; any doubt and nothing is
-deleted. In short: a file goes when two verified snapshots above it hold what it held, and every pointer that Spark may
-still hand out leans on those or on later ones. The argument is in `docs/correctness.md`.
+deleted. In short: a file goes when no pointer that Spark may still hand out needs it, each from two snapshots that were
+verified. Time is counted in calls of the bucket. The argument is in `docs/correctness.md`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -20,15 +20,16 @@ from arrow_schemas.pointer import Pointer
 from spark_state_ext.backend import Backend, Entry, is_temporary
 from spark_state_ext.checkpoint import read_header, verify_checkpoint
 from spark_state_ext.errors import CorruptError, MissingCheckpointError
+from spark_state_ext.lineage import DELTAS_MAX
 
-__all__ = ["Decision", "classify", "clean_up", "clean_up_due", "settled_snapshots"]
+__all__ = ["Decision", "classify", "clean_up", "clean_up_due", "is_crowded"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # Younger temporary files, and younger files beside the lineage, may still be somebody's work.
 ORPHAN_AGE_S = 86_400.0
 # The older one is what is left when the newer one turns out to be damaged.
-_SNAPSHOTS_KEPT = 2
-_INTERVAL_BATCHES_MIN = 10
+SNAPSHOTS_KEPT = 2
+_INTERVAL_CALLS_MIN = 10
 # Headers and verdicts that this process remembers; files are immutable.
 _REMEMBERED_MAX = 4_096
 
@@ -59,18 +60,17 @@ class Decision:
     doubt: str = ""
 
 
-def clean_up_due(batch: int, bucket: int, batches_retained: int) -> bool:
-    """Whether this batch is a bucket's turn; buckets take turns, so that no batch has all the listings."""
-    return (batch + bucket) % max(_INTERVAL_BATCHES_MIN, batches_retained // 4) == 0
+def clean_up_due(calls: int, bucket: int, batches_retained: int) -> bool:
+    """Whether this call is a bucket's turn; buckets take turns, so that no batch has all the listings."""
+    return (calls + bucket) % max(_INTERVAL_CALLS_MIN, batches_retained // 4) == 0
 
 
-def settled_snapshots(pointer: Pointer, batches_retained: int) -> list[CheckpointRef]:
-    """Presumed snapshots on a pointer's lineage from before the batches that Spark retains, oldest first.
+def is_crowded(entries: Sequence[Entry], batches_retained: int) -> bool:
+    """Whether there are more files than ever are where clean-up runs: then the call itself has to clean up.
 
-    Every pointer of that lineage that Spark may still hand out is that snapshot's checkpoint or comes after it.
+    It keeps two snapshots, the deltas after the older one and those of retained batches, and as much of siblings.
     """
-    entries = [*pointer.snapshots, *pointer.lineage[:1]]
-    return [e.ref for e in entries if e.batch >= 0 and e.batch + batches_retained < pointer.batch]
+    return len(entries) > 4 * (DELTAS_MAX + batches_retained)
 
 
 def classify(
@@ -94,7 +94,7 @@ def classify(
     now_s
         The time, seconds since 1970.
     header_of
-        Header of a file of a checkpoint in the listing; asked only where names do not tell.
+        Header of a file of a checkpoint in the listing.
     damaged
         Snapshots known to be damaged: not to be leaned on.
 
@@ -120,84 +120,73 @@ def classify(
         return Decision(tuple(leftovers))
     if pointer.ref not in kinds:
         return Decision(doubt=f"the committed checkpoint {pointer.ref} has no file here")
-    settled = settled_snapshots(pointer, batches_retained)
-    lean_on = [ref for ref in settled if SNAPSHOT in kinds.get(ref, ()) and ref not in damaged][-_SNAPSHOTS_KEPT:]
-    if len(lean_on) < _SNAPSHOTS_KEPT:
+    line = list(_back_from(pointer.ref, kinds, header_of))
+    settled = (
+        ref
+        for ref in line
+        if _is_snapshot(ref, kinds, damaged) and _is_settled(ref, pointer, header_of, batches_retained)
+    )
+    lean_on = [ref for ref, _ in zip(settled, range(SNAPSHOTS_KEPT), strict=False)]
+    if len(lean_on) < SNAPSHOTS_KEPT:
         return Decision(tuple(leftovers))
-    border = lean_on[0].version
-    below = {ref for ref in kinds if ref.version < border}
+    below = {ref for ref in kinds if ref.version < lean_on[-1].version}
     try:
-        if len({ref.version for ref in kinds}) < len(kinds):
-            below = _without_parallel(below, pointer, batches_retained, kinds, header_of, border, old)
+        for ref in sorted(kinds.keys() - set(line)):
+            # A bucket's checkpoint is renewed once in so many beats, so twice as many are the bound.
+            if header_of(ref).writer.beat + 2 * batches_retained >= pointer.beats:
+                kept, snapshots = _needed_by(ref, kinds, header_of, damaged)
+                below -= kept
+                lean_on += snapshots
     except _DoubtError as doubt:
         return Decision(doubt=str(doubt))
+    young = {ref for ref in below.difference(line) if not all(file_name(ref, kind) in old for kind in kinds[ref])}
     # The oldest first: a clean-up that stops in the middle leaves what later ones understand.
-    names = [file_name(ref, kind) for ref in sorted(below) for kind in sorted(kinds[ref])]
-    return Decision((*leftovers, *names), tuple(lean_on) if names else ())
+    names = [file_name(ref, kind) for ref in sorted(below - young) for kind in sorted(kinds[ref])]
+    return Decision((*leftovers, *names), tuple(dict.fromkeys(lean_on)) if names else ())
 
 
-def _without_parallel(
-    below: set[CheckpointRef],
-    pointer: Pointer,
-    batches_retained: int,
-    kinds: Kinds,
-    header_of: HeaderOf,
-    border: int,
-    old: set[str],
-) -> set[CheckpointRef]:
-    """What may go of the files below the border, where some version was written more than once.
+def _is_snapshot(ref: CheckpointRef, kinds: Kinds, damaged: frozenset[CheckpointRef]) -> bool:
+    return SNAPSHOT in kinds[ref] and ref not in damaged
 
-    Under Spark's checkpoint format 1, executors that run the same task each go on from what they have in memory, for as
-    many batches as they like: two actions in `foreachBatch` are enough. So lineages can be parallel, and any of them
-    may turn out to be the one that is committed. Those of which a file is recent keep what they lean on.
+
+def _is_settled(ref: CheckpointRef, pointer: Pointer, header_of: HeaderOf, batches_retained: int) -> bool:
+    """Whether a checkpoint on a pointer's lineage is older than the batches that Spark retains.
+
+    In each batch a bucket is called once at most. So what was made more calls ago than batches are retained was made
+    before these, and every pointer of that lineage that Spark may still hand out is built on it.
     """
-    mine = _ancestors(pointer, kinds, header_of)
-    kept: set[CheckpointRef] = set()
-    for ref in sorted(kinds.keys() - mine, reverse=True):
-        if ref in kept:
-            continue
-        header = header_of(ref)
-        # A quiet bucket renews its checkpoint once in so many batches, so twice as many are the bound.
-        if header.writer.batch + 2 * batches_retained >= pointer.batch:
-            kept |= _needed_by(header, mine, kinds, header_of, border)
-    beside = below - mine
-    young = {ref for ref in beside if not all(file_name(ref, kind) in old for kind in kinds[ref])}
-    return below - kept - young
+    return header_of(ref).writer.call + batches_retained < pointer.calls
 
 
-def _ancestors(pointer: Pointer, kinds: Kinds, header_of: HeaderOf) -> set[CheckpointRef]:
-    """The pointer's checkpoint and its ancestors, as far back as there are files."""
-    found = {entry.ref for entry in pointer.lineage}
-    first = pointer.lineage[0].ref
-    while first in kinds:
-        header = header_of(first)
-        found.update(header.lineage)
-        if not header.lineage:
-            break
-        first = header.lineage[0]
-    return found
+def _back_from(ref: CheckpointRef, kinds: Kinds, header_of: HeaderOf) -> Iterator[CheckpointRef]:
+    """A checkpoint and its ancestors, the newest first, as far back as there are files."""
+    yield ref
+    while True:
+        # Each header tells the ancestors back to the snapshot presumed at its time.
+        lineage = header_of(ref).lineage
+        for ref in reversed(lineage):
+            if ref not in kinds:
+                return
+            yield ref
+        if not lineage:
+            return
 
 
 def _needed_by(
-    header: LineageHeader, mine: set[CheckpointRef], kinds: Kinds, header_of: HeaderOf, border: int
-) -> set[CheckpointRef]:
-    """A checkpoint and those of its ancestors that loading it needs and that are not kept anyway."""
-    needed: set[CheckpointRef] = {header.ref}
-    if SNAPSHOT in kinds[header.ref] and DELTA not in kinds[header.ref]:
-        return needed
-    lineage = list(header.lineage)
-    while lineage:
-        ref = lineage.pop()
-        if ref in mine and ref.version >= border:
-            return needed
-        if ref not in kinds:
-            raise _DoubtError(f"{header.ref} is recent and its ancestor {ref} has no file")
+    recent: CheckpointRef, kinds: Kinds, header_of: HeaderOf, damaged: frozenset[CheckpointRef]
+) -> tuple[set[CheckpointRef], list[CheckpointRef]]:
+    """A checkpoint beside the lineage with those of its ancestors that loading it may need, and snapshots of these."""
+    needed: set[CheckpointRef] = set()
+    snapshots: list[CheckpointRef] = []
+    for ref in _back_from(recent, kinds, header_of):
         needed.add(ref)
-        if SNAPSHOT in kinds[ref]:
-            return needed
-        if not lineage:
-            lineage = list(header_of(ref).lineage)
-    return needed
+        if _is_snapshot(ref, kinds, damaged):
+            snapshots.append(ref)
+            if len(snapshots) == SNAPSHOTS_KEPT:
+                return needed, snapshots
+    if not snapshots and header_of(ref).parent is not None:
+        raise _DoubtError(f"{recent} is recent and its ancestor {header_of(ref).parent} has no file")
+    return needed, snapshots
 
 
 def clean_up(
@@ -207,6 +196,7 @@ def clean_up(
     scratch: Path,
     still_ours: Callable[[], None],
     now_s: float | None = None,
+    entries: Sequence[Entry] | None = None,
 ) -> int:
     """Delete what no retained pointer leads to; returns how many files. May be repeated, and stopped, at any time.
 
@@ -224,6 +214,8 @@ def clean_up(
         Raises when another run has taken the state over.
     now_s
         The time, for tests.
+    entries
+        A listing of the folder, where the caller has one; it may be of any time after the pointer was handed out.
 
     Raises
     ------
@@ -232,7 +224,7 @@ def clean_up(
     OwnershipError
         From `still_ours`.
     """
-    entries = files.entries()
+    entries = files.entries() if entries is None else entries
     now_s = time.time() if now_s is None else now_s
     headers = _Headers(files, {entry.name for entry in entries})
     damaged: set[CheckpointRef] = set()
@@ -248,9 +240,9 @@ def clean_up(
         if not found:
             break
         damaged |= found
-    if decision.delete:
-        still_ours()
     for name in decision.delete:
+        # Cheap; and it may take long until all are gone.
+        still_ours()
         files.remove(name)
     return len(decision.delete)
 

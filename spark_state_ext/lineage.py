@@ -38,15 +38,9 @@ def snapshot_due(lineage: Sequence[LineageEntry], state_bytes: int) -> bool:
     return len(deltas) >= DELTAS_MAX or sum(entry.size_bytes for entry in deltas) >= state_bytes
 
 
-def presuming_snapshot(pointer: Pointer, batches_retained: int) -> Pointer:
-    """The pointer with its lineage pruned, presuming that a snapshot of its checkpoint will arrive.
-
-    Of the snapshots before, as many stay in the pointer as clean-up may lean on: those that Spark's retained batches
-    still reach, and two more.
-    """
-    earlier = (*pointer.snapshots, pointer.lineage[0])
-    settled = [entry for entry in earlier if entry.batch + batches_retained < pointer.batch]
-    return replace(pointer, lineage=pointer.lineage[-1:], snapshots=earlier[max(0, len(settled) - 2) :])
+def presuming_snapshot(pointer: Pointer) -> Pointer:
+    """The pointer with its lineage pruned, presuming that a snapshot of its checkpoint will arrive."""
+    return replace(pointer, lineage=pointer.lineage[-1:])
 
 
 @dataclass(frozen=True)
@@ -59,10 +53,23 @@ class Chain:
         The checkpoints.
     rooted
         The first one was built on no state at all, so that its delta is the whole state.
+    start
+        Place of the checkpoint of which a snapshot is presumed. Those before it are of use only when they are here.
     """
 
     refs: tuple[CheckpointRef, ...]
     rooted: bool = False
+    start: int = 0
+
+    @staticmethod
+    def of(pointer: Pointer) -> Chain:
+        """What a pointer tells of its checkpoint's ancestors."""
+        refs = tuple(entry.ref for entry in pointer.lineage)
+        if len(refs) == 1 and pointer.parent is not None:
+            # Where its parent is here, the delta is all that lacks of a checkpoint whose snapshot is fresh.
+            return Chain((pointer.parent, *refs), start=1)
+        # A bucket's first checkpoint has version 1, and its delta is all there is.
+        return Chain(refs, rooted=refs[0].version == 1)
 
     def extended(self, header: LineageHeader, where: str) -> Chain:
         """The chain reaching as far back as the header of its first checkpoint tells.
@@ -72,9 +79,11 @@ class Chain:
         LineageError
             When the header is of another checkpoint.
         """
-        if header.ref != self.refs[0]:
-            raise LineageError(f"{where} tells the lineage of {header.ref}; that of {self.refs[0]} was expected")
-        return Chain((*header.lineage, *self.refs), rooted=header.parent is None)
+        first = self.refs[self.start]
+        if header.ref != first:
+            raise LineageError(f"{where} tells the lineage of {header.ref}; that of {first} was expected")
+        self.check(header, where)
+        return Chain((*header.lineage, *self.refs[self.start :]), rooted=header.parent is None)
 
     def check(self, header: LineageHeader, where: str) -> None:
         """Compare a file's lineage with this one where both tell.
@@ -154,7 +163,7 @@ def plan_load(chain: Chain, runs: Iterable[Run], gone: Collection[Fetch]) -> lis
                 return found
     # Else from the presumed snapshot. Where a delta above it is gone, any snapshot from there on is worth a try.
     lost = [place[fetch.ref] for fetch in gone if fetch.kind == DELTA and fetch.ref in place]
-    for base in range(max(lost), len(chain.refs)) if lost else range(1):
+    for base in range(max(lost), len(chain.refs)) if lost else range(chain.start, chain.start + 1):
         ref = chain.refs[base]
         as_delta = base == 0 and chain.rooted and Fetch(ref, DELTA) not in gone
         fetch = Fetch(ref, DELTA if as_delta else SNAPSHOT)

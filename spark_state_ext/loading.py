@@ -128,7 +128,7 @@ class Loader:
 
     def _further_back(self, chain: Chain, gone: dict[Fetch, Failure]) -> Chain:
         """The chain as the delta of its first checkpoint continues it."""
-        first = Fetch(chain.refs[0], DELTA)
+        first = Fetch(chain.refs[chain.start], DELTA)
         if chain.rooted or any(fetch.kind == DELTA for fetch in gone):
             raise self._no_way(chain, gone)
         try:

@@ -24,11 +24,14 @@ from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.background import Background
 from spark_state_ext.bucket import Bucket
+from spark_state_ext.cleanup import clean_up, clean_up_due, is_crowded
 from spark_state_ext.errors import (
     BucketCountChangedError,
     CorruptFileError,
     CorruptPointerError,
     MissingCheckpointError,
+    OwnershipError,
+    StateError,
     StorageError,
 )
 from spark_state_ext.lease import Lease
@@ -37,7 +40,7 @@ from spark_state_ext.spark.group_state import watermark_of
 from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.keys import CallContext, Changes, Groups, KeyCaller, UserFunction
 from spark_state_ext.spark.pack import event_times
-from spark_state_ext.spark.payload import HASH_COLUMN, decode, spill_is_stale
+from spark_state_ext.spark.payload import HASH_COLUMN, HEARTBEAT, decode, spill_is_stale
 from spark_state_ext.spark.task import (
     TaskInfo,
     local_folder,
@@ -106,6 +109,7 @@ class _BucketCall:
         self._job = job
         self._state = state
         self._bucket_number = bucket
+        self._heartbeat = False
         self._task = TaskInfo.current(job)
         self._times = _Times.of(state)
         stored = state.getOption
@@ -157,9 +161,10 @@ class _BucketCall:
         for upper, table in sorter.ranges():
             yield from self._range(table, after, upper, borders, rows)
             after = upper
-        pointer = self._stamped(self._bucket.commit(rows))
+        pointer = self._stamped(self._bucket.commit(rows, self._heartbeat))
         if self._bucket_number == 0:
             self._drop_spill_files()
+        self._clean_up_in_turn(pointer)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             pointer = replace(pointer, earliest_timeout_ms=self._earliest_timeout(rows))
         self._hand_over(pointer)
@@ -197,6 +202,30 @@ class _BucketCall:
                 rows.append(sorted_run(joined(pieces)))
             self._lease.hold()
 
+    # -- clean-up ----------------------------------------------------------------------------------
+
+    def _clean_up_in_turn(self, pointer: Pointer) -> None:
+        """Have what no pointer leads to any more deleted, when it is this bucket's turn."""
+        retained = self._job.batches_retained
+        if not clean_up_due(pointer.calls, self._bucket_number, retained):
+            return
+        files, committed, scratch, hold = self._bucket.files, self._pointer, self._scratch, self._lease.hold
+        try:
+            entries = files.entries()
+            if is_crowded(entries, retained):
+                # Workers here do not live long enough for their background to get to it.
+                clean_up(files, committed, retained, scratch, hold, entries=entries)
+                return
+        except OwnershipError:
+            raise
+        except StateError as error:
+            # Of no harm to this batch.
+            _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", files.root, error)
+            return
+        Background.shared().submit(
+            f"clean-up {files.root}", lambda: clean_up(files, committed, retained, scratch, hold, entries=entries)
+        )
+
     # -- input -------------------------------------------------------------------------------------
 
     def _payload_rows(self, frames: Iterable[pd.DataFrame]) -> Iterator[pa.RecordBatch]:
@@ -207,6 +236,9 @@ class _BucketCall:
             for payload in frame["payload"]:
                 if not isinstance(payload, (bytes, bytearray)):
                     raise CorruptFileError(f"a payload of bucket {self._bucket_number} is {type(payload).__name__}")
+                if payload == HEARTBEAT:
+                    self._heartbeat = True
+                    continue
                 for batch in decode(bytes(payload), self._load_spilled):
                     yield batch if late_until_us is None else self._on_time(batch, late_until_us)
 

@@ -12,6 +12,7 @@ from core_support import KEYS, SCHEMA, WRITER, Model, Row, buffer_of, changed, f
 
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
+from spark_state_ext import background as background_module
 from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backend import Backend
 from spark_state_ext.background import Background
@@ -41,6 +42,25 @@ def test_work_runs_in_order_and_once_a_name() -> None:
     assert background.wait(WAIT_S)
     assert seen == [1, 2]
     assert not background.busy("second")
+
+
+def test_work_that_hangs_does_not_hold_up_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_module, "HUNG_S", 0.2)
+    background, gate, done = Background(), threading.Event(), threading.Event()
+    assert background.submit("hangs", lambda: gate.wait(WAIT_S))
+    deadline_s = time.monotonic() + WAIT_S
+    # A presumed snapshot whose upload hangs counts as missed.
+    while time.monotonic() < deadline_s and background.busy("hangs"):
+        time.sleep(0.01)
+    assert not background.busy("hangs")
+    assert background.submit("goes on", done.set)
+    assert done.wait(WAIT_S)
+    gate.set()
+    assert background.wait(WAIT_S)
+    # The thread that hung ends; the other one works on.
+    done.clear()
+    assert background.submit("and on", done.set)
+    assert done.wait(WAIT_S)
 
 
 def test_failures_are_logged_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:

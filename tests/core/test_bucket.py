@@ -13,6 +13,7 @@ import pytest
 from core_support import (
     KEYS,
     SCHEMA,
+    WRITER,
     Changes,
     Model,
     Row,
@@ -30,6 +31,8 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from spark_state_ext import bucket as bucket_module
 from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backend import Backend
+from spark_state_ext.bucket import BATCHES_RETAINED, Bucket
+from spark_state_ext.checkpoint import read_header
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, StorageError
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import LocalStore
@@ -113,8 +116,47 @@ def test_the_first_commits(place: Place) -> None:
 def test_no_change_is_no_checkpoint(place: Place) -> None:
     pointers, _ = place.history(1)
     names = place.files.names()
-    assert place.commit(pointers[1], {}) == pointers[1]
+    again = place.commit(pointers[1], {})
+    assert again == replace(pointers[1], calls=2, beats=2)
     assert place.files.names() == names
+
+
+def test_a_quiet_bucket_is_renewed_once_in_so_many_beats(place: Place) -> None:
+    """Clean-up takes what is older than two renewals for a lineage that nobody follows."""
+    pointers, models = place.history(1)
+    pointer, renewed = pointers[1], []
+    for call in range(2, 3 * BATCHES_RETAINED):
+        after = place.commit(pointer, {})
+        assert after.calls == after.beats == call
+        if after.ref != pointer.ref:
+            renewed.append(call)
+            writer = read_header(place.files, after.lineage[-1].ref, DELTA).writer
+            assert (writer.call, writer.beat, after.lineage[-1].beat) == (call, call, call)
+        pointer = after
+    assert renewed == [BATCHES_RETAINED + 2, 2 * BATCHES_RETAINED + 3]
+    assert place.state(pointer) == models[1]
+
+
+def test_calls_for_timeouts_only_are_no_beats(place: Place) -> None:
+    pointers, _ = place.history(1)
+    bucket = Bucket(place.machine(), place.files, pointers[1], WRITER, place.local)
+    after = bucket.commit(buffer_of({KEYS[0]: Row(5)}, place.local), heartbeat=False)
+    assert (after.calls, after.beats, after.lineage[-1].beat) == (2, 1, 1)
+
+
+def test_a_store_one_behind_a_fresh_snapshot_fetches_the_delta_only(place: Place, often: None) -> None:
+    pointers, models = place.history(4)
+    behind, fresh = pointers[3], pointers[4]
+    assert (len(behind.lineage), len(fresh.lineage)) == (3, 1)
+    assert place.state(behind, "b") == models[3]
+    bucket = bucket_on(place.machine("b"), place.files, fresh, place.local)
+    assert bucket.read(lambda view: len(view.runs)) == 4
+    assert bucket.fetched_files == 1
+    assert place.state(fresh, "b") == models[4]
+    # Without that delta the snapshot serves.
+    place.remove(place.name(fresh, DELTA))
+    assert place.state(behind, "c") == models[3]
+    assert place.state(fresh, "c") == models[4]
 
 
 def test_a_lost_machine(place: Place) -> None:

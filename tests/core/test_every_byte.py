@@ -110,7 +110,7 @@ def _operator() -> Kind:
 
 def _pointer() -> Kind:
     refs = Refs()
-    snapshot, *lineage = [LineageEntry(refs.next(version), 100 * version, version) for version in (1, 4, 5)]
+    lineage = [LineageEntry(refs.next(version), 100 * version, version) for version in (4, 5)]
     pointer = Pointer(
         operator="counts",
         bucket=3,
@@ -125,7 +125,8 @@ def _pointer() -> Kind:
         timeout_floor_version=2,
         earliest_timeout_ms=6_000,
         parent=lineage[0].ref,
-        snapshots=(snapshot,),
+        calls=40,
+        beats=30,
         snapshots_missed=1,
         markers={"backend": {"store": "marker"}},
         inline={"7_a.delta": b"\x00\xff" * 5},

@@ -285,17 +285,13 @@ def test_what_a_load_fetches() -> None:
     assert plan_load(chain, [], {*gone, Fetch(c, SNAPSHOT), Fetch(d, SNAPSHOT)}) is None
 
 
-def test_a_pruned_pointer_remembers_the_snapshots_it_may_lean_on() -> None:
-    def entry(version: int, batch: int) -> LineageEntry:
-        return LineageEntry(CheckpointRef(version, f"{version:032x}"), 1, batch)
-
-    pointer = replace(
-        first_pointer(),
-        batch=100,
-        snapshots=tuple(entry(v, v) for v in (10, 20, 30, 60)),
-        lineage=tuple(entry(v, v) for v in (90, 99, 100)),
-    )
-    pruned = presuming_snapshot(pointer, 50)
-    assert [e.ref.version for e in pruned.lineage] == [100]
-    # 10, 20 and 30 are older than what Spark retains; two of those are enough.
-    assert [e.ref.version for e in pruned.snapshots] == [20, 30, 60, 90]
+def test_a_pruned_pointer_begins_with_its_own_checkpoint() -> None:
+    refs = [CheckpointRef(version, f"{version:032x}") for version in (90, 99, 100)]
+    pointer = replace(first_pointer(), lineage=tuple(LineageEntry(r, 1, r.version) for r in refs), parent=refs[1])
+    pruned = presuming_snapshot(pointer)
+    assert [e.ref for e in pruned.lineage] == refs[2:]
+    # It says still what it was built on: a store that is there needs the delta only.
+    chain = Chain.of(pruned)
+    assert (chain.refs, chain.start, chain.rooted) == (tuple(refs[1:]), 1, False)
+    assert plan_load(chain, [], ()) == [Fetch(refs[2], SNAPSHOT)]
+    assert plan_load(chain, [], {Fetch(refs[2], SNAPSHOT)}) is None

@@ -112,7 +112,7 @@ def _pointers() -> list[bytes]:
     lineage = tuple(LineageEntry(ref, 100 * ref.version, ref.version) for ref in _REFS)
     made = [
         Pointer("counts", 0, 1, 0, -1, None),
-        Pointer("counts", 3, 8, 1, 4, 5_000, "home", lineage[2:], 9, 1, 2, 3, _REFS[2], lineage[:2], 1),
+        Pointer("counts", 3, 8, 1, 4, 5_000, "home", lineage[2:], 9, 1, 2, 3, _REFS[2], 9, 8, 1),
         Pointer("c", 3, 8, 1, 4, None, lineage=lineage, markers={"a": {"b": "c"}}, inline={"x": b"12", "y": b""}),
     ]
     return [*_golden("pointer.bin"), *(pointer.encode() for pointer in made)]

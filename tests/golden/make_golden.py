@@ -99,13 +99,13 @@ def main(folder: Path) -> None:
     files.put("operator_0.json", OPERATOR.encode())
     bucket = files.child("3")
     entries: list[LineageEntry] = []
-    snapshots: list[LineageEntry] = []
     with tempfile.TemporaryDirectory() as scratch:
         store = LocalStore(Path(scratch), schema)
         for i, (ref, rows) in enumerate(zip(refs, changes, strict=True)):
             parent = refs[i - 1] if i else None
             store.apply([rows], ref, parent)
-            header = LineageHeader(DELTA, "golden", 3, ref, parent, tuple(refs[:i]), 0, _WRITER, "0.1.0")
+            writer = replace(_WRITER, call=i + 2, beat=i + 1)
+            header = LineageHeader(DELTA, "golden", 3, ref, parent, tuple(refs[:i]), 0, writer, "0.1.0")
             kinds = [(DELTA, [rows])]
             if i == 1:
                 kinds.append((SNAPSHOT, list(store.view(ref).scan())))
@@ -115,10 +115,9 @@ def main(folder: Path) -> None:
                     write_checkpoint(file, replace(header, kind=kind), schema, batches)
                 bucket.put_file(file_name(ref, kind), path)
                 if kind == SNAPSHOT:
-                    snapshots = entries
-                    entries = []
-                if kind == DELTA or not entries:
-                    entries.append(LineageEntry(ref, path.stat().st_size, i))
+                    entries = entries[-1:]
+                else:
+                    entries.append(LineageEntry(ref, path.stat().st_size, writer.beat))
         pointer = Pointer(
             operator="golden",
             bucket=3,
@@ -129,7 +128,8 @@ def main(folder: Path) -> None:
             home=_WRITER.query_id,
             lineage=tuple(entries),
             parent=refs[-2],
-            snapshots=tuple(snapshots[:-1]),
+            calls=6,
+            beats=5,
             snapshots_missed=1,
             rows=25,
             timeout_floor_ms=1_690_000_000_000,
@@ -143,4 +143,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-2"))
+    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-3"))

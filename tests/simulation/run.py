@@ -20,7 +20,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from sim_histories import histories  # noqa: E402
-from sim_world import History, simulate  # noqa: E402
+from sim_parts import History  # noqa: E402
+from sim_world import simulate  # noqa: E402
 
 
 def run(count: int, from_seed: int) -> Counter[str]:

@@ -1,21 +1,23 @@
-"""Four ways in which this could have been built wrong. The simulator has to find each."""
+"""Ways in which this could have been built wrong. The simulator has to find each."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from arrow_schemas import CheckpointRef, Pointer
-from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
+from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext import cleanup
 from spark_state_ext.backend import Entry
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint
-from spark_state_ext.cleanup import Decision
+from spark_state_ext.cleanup import Decision, HeaderOf
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.lineage import Chain, Fetch
 from spark_state_ext.loading import Failure, Loader
+from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import View
 
 T = TypeVar("T")
@@ -47,7 +49,7 @@ class DeltaOnASibling(Bucket):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._loader = _ByVersion(self._store, self._files, self.pointer.operator, self.pointer.bucket, self._scratch)
+        self._loader = _ByVersion(self._store, self.files, self.pointer.operator, self.pointer.bucket, self._scratch)
 
 
 class _ByVersion(Loader):
@@ -79,19 +81,74 @@ def clean_up_by_version(
     return Decision(tuple(names))
 
 
-def clean_up_trusting_the_lineage(
-    entries: Iterable[Entry], pointer: Pointer, batches_retained: int, now_s: float, *args: Any, **kwargs: Any
-) -> Decision:
-    """As the real one, but blind to lineages that go on in parallel."""
+def _beside(entries: Iterable[Entry], pointer: Pointer, header_of: HeaderOf) -> tuple[list[Entry], list[Entry]]:
+    """The files of a pointer's lineage, and the others."""
     entries = list(entries)
-    refs = {entry.ref for entry in (*pointer.snapshots, *pointer.lineage)}
-    linear = [e for e in entries if (parse_file_name(e.name) or (None,))[0] in refs]
-    decision = _CLASSIFY(linear, pointer, batches_retained, now_s, *args, **kwargs)
+    refs = [(parse_file_name(entry.name) or (None,))[0] for entry in entries]
+    known = dict.fromkeys(ref for ref in refs if ref is not None)
+    kinds = {ref: {""} for ref in known}
+    mine = set(cleanup._back_from(pointer.ref, kinds, header_of)) if pointer.ref in kinds else set()
+    line = [entry for entry, ref in zip(entries, refs, strict=True) if ref in mine]
+    return line, [entry for entry, ref in zip(entries, refs, strict=True) if ref not in mine]
+
+
+def clean_up_trusting_the_lineage(
+    entries: Iterable[Entry], pointer: Pointer, retained: int, now_s: float, header_of: HeaderOf, *args: Any
+) -> Decision:
+    """Blind to lineages that go on in parallel."""
+    line, beside = _beside(entries, pointer, header_of)
+    decision = _CLASSIFY(line, pointer, retained, now_s, header_of, *args)
     if not decision.lean_on:
         return decision
-    border = decision.lean_on[0].version
-    names = [e.name for e in entries if (parsed := parse_file_name(e.name)) and parsed[0].version < border]
-    return Decision(tuple(names), decision.lean_on)
+    border = min(decision.lean_on).version
+    names = [e.name for e in beside if (parsed := parse_file_name(e.name)) and parsed[0].version < border]
+    return replace(decision, delete=(*decision.delete, *names))
+
+
+def clean_up_where_versions_repeat(
+    entries: Iterable[Entry], pointer: Pointer, retained: int, now_s: float, header_of: HeaderOf, *args: Any
+) -> Decision:
+    """Where each version has one id only, all are taken for one lineage."""
+    refs = {parsed[0] for entry in entries if (parsed := parse_file_name(entry.name))}
+    linear = len({ref.version for ref in refs}) == len(refs)
+    decide = clean_up_trusting_the_lineage if linear else _CLASSIFY
+    return decide(entries, pointer, retained, now_s, header_of, *args)
+
+
+def clean_up_without_retention(entries: Iterable[Entry], pointer: Pointer, retained: int, *args: Any) -> Decision:
+    """What the pointer does not need goes."""
+    return _CLASSIFY(entries, pointer, 0, *args)
+
+
+def clean_up_after_one_renewal(entries: Iterable[Entry], pointer: Pointer, retained: int, *args: Any) -> Decision:
+    """A lineage of which no file is of the retained batches is taken for one that nobody follows."""
+    return _CLASSIFY(entries, replace(pointer, beats=pointer.beats + retained), retained, *args)
+
+
+def clean_up_unverified(*args: Any) -> Decision:
+    """Snapshots are leaned on as they are."""
+    return replace(_CLASSIFY(*args), lean_on=())
+
+
+class EveryCallABeat(Bucket):
+    """Calls are counted whatever they are for."""
+
+    def commit(self, rows: SpillBuffer, heartbeat: bool = True) -> Pointer:
+        return super().commit(rows)
+
+
+class NeverRenewed(Bucket):
+    """The file of a quiet bucket grows old."""
+
+    def _renewal_due(self, counted: Pointer) -> bool:
+        return False
+
+
+class LeakedPins(Bucket):
+    """What a snapshot read stays pinned."""
+
+    def _unpin(self, pin: str) -> None:
+        return
 
 
 # Name, class of the bucket, decision of the clean-up.
@@ -101,6 +158,13 @@ BROKEN: list[tuple[str, type[Bucket], Callable[..., Decision]]] = [
     ("clean-up by version only", Bucket, clean_up_by_version),
     ("delta applied on a sibling", DeltaOnASibling, cleanup.classify),
     ("clean-up blind to parallel lineages", Bucket, clean_up_trusting_the_lineage),
+    ("clean-up looking aside where versions repeat", Bucket, clean_up_where_versions_repeat),
+    ("clean-up without retention", Bucket, clean_up_without_retention),
+    ("clean-up after one renewal", Bucket, clean_up_after_one_renewal),
+    ("clean-up leaning on what it did not verify", Bucket, clean_up_unverified),
+    ("every call counted as a beat", EveryCallABeat, cleanup.classify),
+    ("no renewal", NeverRenewed, cleanup.classify),
+    ("leaked pins", LeakedPins, cleanup.classify),
 ]
 
-__all__ = ["BROKEN", "DELTA", "file_name"]
+__all__ = ["BROKEN"]

@@ -1,0 +1,270 @@
+"""Parts of the simulated world: values, machines, and what fails."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_schemas import Pointer, RowSchema
+from spark_state_ext.backend import Backend
+from spark_state_ext.background import Work
+from spark_state_ext.errors import StorageError
+from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.store import LocalStore, View
+from spark_state_ext.store.runs import sorted_run
+
+__all__ = [
+    "Attempt",
+    "Changes",
+    "Config",
+    "DiedError",
+    "Executor",
+    "Fault",
+    "FaultyBackend",
+    "History",
+    "Machine",
+    "Model",
+    "Numbers",
+    "WrongStateError",
+    "changed",
+    "changes_of",
+    "rows_of",
+    "scanned",
+]
+
+SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
+KEYS = 6
+# A background that does not keep up takes no more.
+WAITING_MAX = 6
+
+Model = dict[int, int]
+Changes = dict[int, "int | None"]
+# Numbers from 0 to 255.
+Step = bytes
+
+
+class WrongStateError(AssertionError):
+    """The state that a pointer gave is not the one its writer had, or is gone though Spark may hand it out."""
+
+
+class DiedError(Exception):
+    """The process dies at this line."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What stays the same over a history.
+
+    Parameters
+    ----------
+    checkpoint_v2
+        Spark's checkpoint format 2: the driver notes which attempt counts. Format 1 finds state by batch number: what is
+        in its file, or what an executor has in memory.
+    last_wins
+        Under format 1, a later attempt overwrites the file of an earlier one.
+    retained
+        Spark's minBatchesToRetain.
+    adopts
+        Snapshots are copied as they are, as large ones are; else they go into the environment.
+    one_disk
+        Two of the executors are on one machine.
+    ends_calmly
+        At the end nothing goes wrong for a while, after which there must be few files.
+    """
+
+    checkpoint_v2: bool
+    last_wins: bool
+    retained: int
+    adopts: bool
+    one_disk: bool = False
+    ends_calmly: bool = False
+
+
+@dataclass(frozen=True)
+class History:
+    """A configuration and steps."""
+
+    config: Config
+    steps: tuple[Step, ...]
+
+
+class Machine:
+    """A local disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._store: LocalStore | None = None
+
+    @property
+    def store(self) -> LocalStore:
+        """The bucket's store on it."""
+        if self._store is None:
+            self._store = LocalStore(self.folder, SCHEMA, chunk_rows=4)
+        return self._store
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+    def lose(self) -> None:
+        """The disk is empty."""
+        self.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass
+class Executor:
+    """What Spark has loaded in its memory, by batch, and what waits in its workers' background."""
+
+    machine: Machine
+    loaded: dict[int, Pointer] = field(default_factory=dict)
+    waiting: list[tuple[str, Work]] = field(default_factory=list)
+
+    def submit(self, name: str, work: Work) -> bool:
+        if len(self.waiting) >= WAITING_MAX:
+            return False
+        self.waiting.append((name, work))
+        return True
+
+    def busy(self, name: str) -> bool:
+        return any(waiting == name for waiting, _ in self.waiting)
+
+    def load(self, batch: int, pointer: Pointer) -> None:
+        """Spark keeps the last two versions."""
+        self.loaded[batch] = pointer
+        for old in sorted(self.loaded)[:-2]:
+            del self.loaded[old]
+
+    def die(self) -> None:
+        self.loaded.clear()
+        self.waiting.clear()
+
+
+class Fault:
+    """Which of the next operations on files is special, and how.
+
+    Parameters
+    ----------
+    at
+        Its number, from 0.
+    happens
+        What happens then; may raise.
+    after
+        The operation is done all the same, before that.
+    """
+
+    def __init__(self, at: int, happens: Callable[[], None], after: bool) -> None:
+        self.left = at
+        self.happens = happens
+        self.after = after
+
+    def hit(self) -> bool:
+        self.left -= 1
+        return self.left == -1
+
+
+def fails() -> None:
+    """The operation does."""
+    raise StorageError("fails on purpose")
+
+
+def dies() -> None:
+    """The process does."""
+    raise DiedError
+
+
+class FaultyBackend:
+    """A backend of which one operation is special."""
+
+    def __init__(self, real: Backend, fault: Fault) -> None:
+        self._real = real
+        self._fault = fault
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        if name in ("where", "root", "child"):
+            return found
+
+        def call(*args: Any) -> Any:
+            hit = self._fault.hit()
+            if hit and not self._fault.after:
+                self._fault.happens()
+            result = found(*args)
+            if hit and self._fault.after:
+                self._fault.happens()
+            return result
+
+        return call
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A task: what it was told and what it will do."""
+
+    executor: int
+    batch: int
+    pointer: Pointer
+    changes: Changes
+    cleans: bool
+    heartbeat: bool = True
+
+
+class Numbers:
+    """Small numbers of a step, one after the other; when they are used up, others that follow from them."""
+
+    def __init__(self, step: Step) -> None:
+        self._left = list(step)
+        self._further = random.Random(step)
+
+    def below(self, n: int) -> int:
+        return (self._left.pop(0) if self._left else self._further.randrange(256)) % n
+
+    def yes(self) -> bool:
+        return self.below(2) == 0
+
+
+def changes_of(numbers: Numbers) -> Changes:
+    changes: Changes = {}
+    for _ in range(1 + numbers.below(3)):
+        value = numbers.below(100)
+        changes[numbers.below(KEYS)] = None if value < 20 else value
+    return changes
+
+
+def changed(model: Model, changes: Changes) -> Model:
+    after = {**model, **{k: n for k, n in changes.items() if n is not None}}
+    return {k: n for k, n in after.items() if changes.get(k, n) is not None}
+
+
+def rows_of(changes: Changes, scratch: Path) -> SpillBuffer:
+    buffer = SpillBuffer(scratch, 1 << 20)
+    if changes:
+        keys, values = list(changes), list(changes.values())
+        gone = [value is None for value in values]
+        columns = [
+            pa.array(np.array(keys, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)),
+            pa.array(keys, pa.int64()),
+            pa.array(values, pa.int64()),
+            pa.nulls(len(keys), pa.int64()),
+            pa.array([not g for g in gone]),
+            pa.array(gone),
+        ]
+        buffer.append(sorted_run(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
+    return buffer
+
+
+def scanned(view: View) -> Model:
+    return {
+        k: n
+        for batch in view.scan()
+        for k, n in zip(batch.column(1).to_pylist(), batch.column(2).to_pylist(), strict=True)
+    }
