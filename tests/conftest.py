@@ -44,6 +44,15 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def s3() -> Iterator[Any]:
+    """An S3 server in a process of its own."""
+    from object_store import s3_server
+
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def connect_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A Connect session on a server in a process of its own."""
     from pyspark import __version__

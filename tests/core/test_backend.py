@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 from core_support import small_disk
+from object_store import S3
 
 from spark_state_ext.backend import Backend
 from spark_state_ext.errors import MissingCheckpointError, StorageError, StoreFullError, UsageError
 
 
-@pytest.fixture(params=["path", "file", "memory"])
+@pytest.fixture(params=["path", "file", "memory", "s3"])
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    if request.param == "s3":
+        s3: S3 = request.getfixturevalue("s3")
+        return Backend(s3.root(f"{tmp_path.name}/root"), s3.options)
     roots = {
         "path": str(tmp_path / "root"),
         "file": f"file://{tmp_path}/root",
@@ -54,6 +60,30 @@ def test_what_is_missing(files: Backend, tmp_path: Path) -> None:
     ):
         with pytest.raises(MissingCheckpointError, match="root/none"):
             read()
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_what_another_process_wrote_since_a_listing_is_there(s3: S3, tmp_path: Path, remembers: bool) -> None:
+    """s3fs remembers listings for as long as the process lives; also where somebody asks for that."""
+    options = {**s3.options, "use_listings_cache": True} if remembers else s3.options
+    files = Backend(s3.root(f"{tmp_path.name}/root"), options)
+    files.put("a", b"1")
+    assert files.names() == ["a"]
+    program = (
+        "import sys; from spark_state_ext.backend import Backend; "
+        f"files = Backend({files.root!r}, {s3.options!r}); files.put('b', b'22'); files.remove('a')"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert files.exists("b")
+    assert not files.exists("a")
+    assert files.names() == ["b"]
+    assert [(entry.name, entry.size_bytes) for entry in files.entries()] == [("b", 2)]
+    assert files.get("b") == b"22"
+    assert files.get_range("b", 1, 9) == b"2"
+    assert files.size("b") == 2
+    files.get_file("b", tmp_path / "copy")
+    with pytest.raises(MissingCheckpointError):
+        files.size("a")
 
 
 def test_an_unknown_protocol_is_the_callers_mistake() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from core_support import KEYS, SCHEMA, Model, Row, buffer_of, changed, first_pointer, state_at
+from object_store import S3
 
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
@@ -275,8 +276,8 @@ class Counting:
 class Scene:
     """A bucket with a history of many batches."""
 
-    def __init__(self, root: str, local: Path) -> None:
-        self.files = Backend(root).child("3")
+    def __init__(self, files: Backend, local: Path) -> None:
+        self.files = files.child("3")
         self.local = local
         self.store = LocalStore(local / "store", SCHEMA)
         self.pointers = [first_pointer()]
@@ -309,13 +310,17 @@ class Scene:
             fresh.close()
 
 
-@pytest.fixture(params=["disk", "objects"])
+@pytest.fixture(params=["disk", "objects", "s3"])
 def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(lineage_module, "DELTAS_MIN", 3)
     monkeypatch.setattr(lineage_module, "DELTAS_MAX", 3)
     monkeypatch.setattr(cleanup_module, "_whole", type(cleanup_module._whole)())
-    root = str(tmp_path / "root") if request.param == "disk" else f"memory://{uuid.uuid4().hex}"
-    made = Scene(root, tmp_path)
+    if request.param == "s3":
+        s3: S3 = request.getfixturevalue("s3")
+        files = Backend(s3.root(uuid.uuid4().hex), s3.options)
+    else:
+        files = Backend(str(tmp_path / "root") if request.param == "disk" else f"memory://{uuid.uuid4().hex}")
+    made = Scene(files, tmp_path)
     yield made
     made.store.close()
 
