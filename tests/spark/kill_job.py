@@ -6,7 +6,6 @@ Usage: ``python kill_job.py FOLDER OPERATOR KILLS``. Prints the final counts as 
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-from pyspark.sql import SparkSession
+from killed_jobs import killer, session
 from pyspark.sql.streaming.state import GroupState
 from streams import finish, read, using, write_batches
 
@@ -30,33 +29,10 @@ def values(batch: int) -> pa.Table:
 
 def main(folder: Path, operator: str, kills: int) -> None:
     """Run the job over all batches, killing workers on the way, and print what it counted."""
-    markers = folder / "kills"
-    markers.mkdir()
-    conf = {
-        "spark.sql.shuffle.partitions": "2",
-        "spark.ui.enabled": "false",
-        "spark.driver.memory": "1g",
-        "spark.log.level": "OFF",
-        "spark.sql.streaming.stateStore.providerClass": (
-            "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
-        ),
-    }
-    # A task may fail as often as there are kills.
-    builder = SparkSession.builder.master(f"local[2,{kills + 2}]")
-    for name, value in conf.items():
-        builder = builder.config(name, value)
-    spark = builder.getOrCreate()
+    spark, die_now_and_then = session(kills), killer(folder, kills, chance=0.05)
 
     def counting(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-        done = len(list(markers.iterdir()))
-        if done < kills and random.random() < 0.05:
-            # Exclusive: two workers never share a kill, so there are exactly as many as asked for.
-            try:
-                os.close(os.open(markers / str(done), os.O_CREAT | os.O_EXCL))
-            except FileExistsError:
-                pass
-            else:
-                os._exit(1)
+        die_now_and_then()
         n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
         state.update((n,))
         yield pd.DataFrame({"key": [key[0]], "n": [n]})

@@ -7,9 +7,7 @@ as JSON.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,16 +16,12 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-from pyspark.sql import SparkSession
+from killed_jobs import killer, session
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
 from streams import read, to_parquet, using, write_batches
 
 KEYS, ROWS, SAMPLE = 16, 40, 3
-PROVIDERS = {
-    "rocksdb": "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider",
-    "hdfs": "org.apache.spark.sql.execution.streaming.state.HDFSBackedStateStoreProvider",
-}
 
 
 def elements(restart: int) -> range:
@@ -37,28 +31,9 @@ def elements(restart: int) -> range:
 
 def main(folder: Path, operator: str, provider: str, restarts: int, kills: int) -> None:
     """Start the query again and again, and flush the samples in the last start."""
-    markers = folder / "kills"
-    markers.mkdir()
-    conf = {
-        "spark.sql.shuffle.partitions": "2",
-        "spark.ui.enabled": "false",
-        "spark.driver.memory": "1g",
-        "spark.log.level": "OFF",
-        "spark.sql.streaming.stateStore.providerClass": PROVIDERS[provider],
-        # So that clean-up has something to do within so few batches.
-        "spark.sql.streaming.minBatchesToRetain": "3",
-    }
-    builder = SparkSession.builder.master(f"local[2,{kills + 2}]")
-    for name, value in conf.items():
-        builder = builder.config(name, value)
-    spark = builder.getOrCreate()
-
-    def die_now_and_then() -> None:
-        done = len(list(markers.iterdir()))
-        if done < kills and random.random() < 0.15:
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(markers / str(done), os.O_CREAT | os.O_EXCL))
-                os._exit(1)
+    # So that clean-up has something to do within so few batches.
+    spark = session(kills, provider, {"spark.sql.streaming.minBatchesToRetain": "3"})
+    die_now_and_then = killer(folder, kills, chance=0.15)
 
     def sample(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         die_now_and_then()

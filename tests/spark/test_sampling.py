@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from sample_job import PROVIDERS, ROWS
+from killed_jobs import PROVIDERS, killed
+from sample_job import ROWS
 
 RESTARTS, KILLS = 50, 25
 
@@ -35,8 +36,7 @@ def test_fifty_restarts_of_a_job_that_is_not_deterministic(tmp_path: Path) -> No
             out, err = job.communicate(timeout=580)
             assert job.returncode == 0, err[-4000:]
             assert json.loads(out.splitlines()[-1]) == list(range(RESTARTS * ROWS))
-            folder = tmp_path / provider
-            assert len(list((folder / "kills").iterdir())) == KILLS
+            assert killed(tmp_path / provider) == KILLS
     finally:
         for job in jobs.values():
             job.kill()
