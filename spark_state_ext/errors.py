@@ -47,6 +47,7 @@ __all__ = [
     "MissingCheckpointError",
     "MissingError",
     "MissingRunError",
+    "OperatorChangedError",
     "OwnershipError",
     "SchemaChangedError",
     "StateError",
@@ -67,6 +68,10 @@ class UnsupportedPlanError(UsageError):
 
 class ExistingStateError(ChangedJobError):
     """`strict=True` and the operator already has state of another query."""
+
+
+class OperatorChangedError(ChangedJobError):
+    """The Spark checkpoint holds the state of an operator of another name."""
 
 
 class OwnershipError(StateError, PermissionError):

@@ -146,11 +146,17 @@ class Loader:
         telling = [f for fetch, f in gone.items() if fetch.kind == DELTA or isinstance(f, CorruptError)]
         causes = [f for f in telling if isinstance(f, CorruptError)] or telling
         tried = len(gone) - len(telling)
+        mend = "Bring the file back, or go back to an older Spark checkpoint whose files are whole."
+        if causes is telling and not self._files.names():
+            mend = (
+                "Nothing at all lies in this folder. If the job's root was changed, set it back; if it was removed, "
+                "start from a new checkpoint location."
+            )
         error: Failure = type(causes[0])(
             f"checkpoint {chain.refs[-1]} of bucket {self._bucket} of operator {self._operator!r} cannot be loaded: "
             + "; ".join(str(failure) for failure in telling)
             + (f"; and no snapshot stands in for it ({tried} looked for)" if tried else "")
-            + ". Bring the file back, or go back to an older Spark checkpoint whose files are whole."
+            + f". {mend}"
         )
         error.__cause__ = causes[0]
         return error

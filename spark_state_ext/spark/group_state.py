@@ -9,6 +9,8 @@ import numpy as np
 from pyspark.sql.streaming.state import GroupState
 from pyspark.sql.types import StructType, TimestampType
 
+from spark_state_ext.errors import StateValueError
+
 __all__ = ["NO_TIMEOUT", "KeyState", "watermark_of"]
 
 # Spark's own value for "no timeout".
@@ -59,6 +61,7 @@ class KeyState(GroupState):
             valueSchema=schema,
         )
         self.value = value
+        self._columns = schema.names
         self.touched = False
         self.timeout_ms = NO_TIMEOUT
 
@@ -76,14 +79,23 @@ class KeyState(GroupState):
 
     def update(self, newValue: tuple[Any, ...]) -> None:
         # Spark's conversion of these types, in a tenth of its time.
+        value: tuple[Any, ...] | None
         if type(newValue) is tuple and _PLAIN.issuperset(map(type, newValue)):
-            self.value = newValue
+            value = newValue
         elif type(newValue) is tuple and _KNOWN.issuperset(map(type, newValue)):
-            self.value = tuple([v.tolist() if isinstance(v, np.generic) else v for v in newValue])
+            value = tuple([v.tolist() if isinstance(v, np.generic) else v for v in newValue])
         else:
             super().update(newValue)
+            before = self.value
             self.value = ()  # it exists now, says `exists`, and so the base class gives what it converted
-            self.value = super().getOption
+            value = super().getOption
+            self.value = before
+        if value is None or len(value) != len(self._columns):
+            raise StateValueError(
+                f"update() was given {value!r} and the state has the columns {', '.join(self._columns)}: "
+                "give a tuple of one value each"
+            )
+        self.value = value
         self.touched = True
 
     def remove(self) -> None:

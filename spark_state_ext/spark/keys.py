@@ -201,8 +201,12 @@ class KeyCaller:
         by_column: Iterable[tuple[Any, ...]] = zip(
             *(v if v is not None else nothing for v in changes.values), strict=True
         )
+
+        def whose(row: int) -> str:
+            return f" (key {_shown(tuple(key[changes.positions[row]].as_py() for key in keys))})"
+
         columns = [
-            values_to_column(values, spark.dataType, arrow.type, arrow.name)
+            values_to_column(values, spark.dataType, arrow.type, arrow.name, whose)
             for values, spark, arrow in zip(by_column, fields, self._schema.state, strict=True)
         ]
         return pa.RecordBatch.from_arrays(
@@ -226,7 +230,7 @@ class KeyCaller:
         context: CallContext,
         changes: Changes,
     ) -> Iterator[pd.DataFrame]:
-        function, width, outputs = self._function, len(self._state_type.fields), _Outputs()
+        function, outputs = self._function, _Outputs()
         now_ms, watermark_ms = context.processing_time_ms, context.watermark_ms
         conf, present, state_type = context.timeout_conf, context.watermark_present, self._state_type
         note_position, note_value = changes.positions.append, changes.values.append
@@ -243,23 +247,22 @@ class KeyCaller:
                     elif not (isinstance(frame, pd.DataFrame) and not len(frame)) or len(frame.columns):
                         # Not what Spark wants, or at least odd: Spark shall judge it, and raise its own error.
                         yield frame
+            except StateValueError as error:
+                raise StateValueError(
+                    f"{error} (key {_shown(key)}, bucket {context.bucket}, batch {context.batch})"
+                ).with_traceback(error.__traceback__) from error
             except StateError:
                 raise
             except Exception as error:
+                # With its traceback: Spark shows that of the last exception only, and the mistake is to be found.
                 raise UserFunctionError(
-                    f"the function failed for key {key!r} (bucket {context.bucket}, batch {context.batch}"
+                    f"the function failed for key {_shown(key)} (bucket {context.bucket}, batch {context.batch}"
                     f"{', timed out' if timed_out else ''}): {type(error).__name__}: {error}"
-                ) from error
+                ).with_traceback(error.__traceback__) from error
             context.after_key()
             if state.touched or state.timeout_ms != NO_TIMEOUT:
-                value = state.value
-                if value is not None and len(value) != width:
-                    raise StateValueError(
-                        f"the function gave {len(value)} values to update() for key {key!r}; the state has "
-                        f"{width} columns"
-                    )
                 note_position(position)
-                note_value(value)
+                note_value(state.value)
                 note_timeout(state.timeout_ms)
         if outputs.frames:
             yield from outputs.joined()
@@ -358,6 +361,11 @@ class _Outputs:
             return frames
         together = pd.concat(frames, ignore_index=True)
         return [together] if len(together.columns) == self.width else frames
+
+
+def _shown(key: tuple[Any, ...]) -> str:
+    """A key in a message: ``(4,)`` rather than ``(np.int64(4),)``."""
+    return repr(tuple(part.item() if isinstance(part, np.generic) else part for part in key))
 
 
 def _checked(result: Any) -> Iterable[Any]:

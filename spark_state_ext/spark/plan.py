@@ -5,6 +5,7 @@ What the plan does is in `docs/design`; whatever can be refused is refused here,
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,17 +78,19 @@ class ArrowState:
 
     def __init__(
         self,
-        root: str,
+        root: str | os.PathLike[str],
         operator: str = "state",
         *,
         buckets: int = 16,
-        local_dir: str | None = None,
+        local_dir: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         strict: bool = False,
         lease_ms: int = 10_000,
         memory_bytes_max: int = 256 << 20,
         local_keep_s: float = 86_400.0,
     ) -> None:
+        root = os.fspath(root)
+        local_dir = None if local_dir is None else os.fspath(local_dir)
         if not _OPERATOR_NAME.fullmatch(operator):
             raise UsageError(f"operator must be a name of letters, digits, '.', '_' and '-', not {operator!r}")
         if not isinstance(buckets, int) or not 1 <= buckets <= BUCKETS_MAX:

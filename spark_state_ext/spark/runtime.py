@@ -30,6 +30,7 @@ from spark_state_ext.errors import (
     CorruptFileError,
     CorruptPointerError,
     MissingCheckpointError,
+    OperatorChangedError,
     OwnershipError,
     StateError,
     StorageError,
@@ -358,12 +359,15 @@ class _BucketCall:
                     f"{job.buckets}: "
                     f"set buckets={pointer.buckets}, or start from a new checkpoint location."
                 )
-            if (pointer.operator, pointer.bucket) != (job.operator, self._bucket_number):
+            if pointer.operator != job.operator:
+                raise OperatorChangedError(
+                    f"Spark's checkpoint holds the state of operator {pointer.operator!r} and the job asks for "
+                    f"{job.operator!r}: use the old name, or start from a new checkpoint location."
+                )
+            if pointer.bucket != self._bucket_number:
                 raise CorruptPointerError(
-                    f"Spark's checkpoint holds the state of bucket {pointer.bucket} of operator "
-                    f"{pointer.operator!r} and the job "
-                    f"asks for bucket {self._bucket_number} of {job.operator!r}: use the old operator name, or "
-                    "a new checkpoint location."
+                    f"Spark's checkpoint holds bucket {pointer.bucket} of operator {job.operator!r} in the place of "
+                    f"bucket {self._bucket_number}"
                 )
         in_force = admit(self._operator_folder, job.operator_file(self._home), job.strict)
         if pointer is not None and pointer.schema_id > in_force.schema_id:

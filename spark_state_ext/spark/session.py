@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from spark_state_ext.errors import UsageError
+
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
@@ -37,7 +39,16 @@ def enable(spark: SparkSession, state: ArrowState) -> None:
         A classic or Connect session. Queries planned before are not affected.
     state
         Where and how state is kept. A session has one at a time; another call replaces it.
+
+    Raises
+    ------
+    UsageError
+        When `state` is no `ArrowState`.
     """
+    from spark_state_ext.spark.plan import ArrowState  # which imports this module
+
+    if not isinstance(state, ArrowState):
+        raise UsageError(f"enable(spark, state) takes a Spark session and then an ArrowState, not {state!r}")
     with _lock:
         frame = spark.range(0)
         _patch_frame(type(frame))

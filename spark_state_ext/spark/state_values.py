@@ -57,8 +57,14 @@ def column_to_values(column: pa.Array, spark_type: DataType) -> list[Any]:
     return values
 
 
-def values_to_column(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType, column: str) -> pa.Array:
-    """Values given to `GroupState.update` as a state column.
+def values_to_column(
+    values: Sequence[Any],
+    spark_type: DataType,
+    arrow_type: pa.DataType,
+    column: str,
+    whose: Callable[[int], str] = lambda row: "",
+) -> pa.Array:
+    """Values given to `GroupState.update` as a state column; `whose` says in an error whose value one is.
 
     Raises
     ------
@@ -87,7 +93,7 @@ def values_to_column(values: Sequence[Any], spark_type: DataType, arrow_type: pa
         if isinstance(spark_type, StringType):
             # Spark's string columns take any value's text.
             return pa.array([None if v is None else str(v) for v in values], arrow_type)
-        culprit = _culprit(values, spark_type, arrow_type)
+        culprit = _culprit(values, spark_type, arrow_type, whose)
         raise StateValueError(
             f"state column {column!r} of type {spark_type.simpleString()} cannot hold {culprit}: {error}"
         ) from error
@@ -99,10 +105,10 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _culprit(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType) -> str:
+def _culprit(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType, whose: Callable[[int], str]) -> str:
     """The first value that cannot be converted alone, for the error's text."""
     convert = _to_arrow(spark_type)
-    for value in values:
+    for row, value in enumerate(values):
         if value is None:
             continue
         try:
@@ -111,7 +117,7 @@ def _culprit(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataTyp
                 pa.int64() if isinstance(spark_type, (TimestampType, TimestampNTZType)) else arrow_type,
             )
         except Exception:  # whatever it is, this is the value to show
-            return f"{value!r} ({type(value).__name__})"
+            return f"{value!r} ({type(value).__name__}){whose(row)}"
     return "these values together"
 
 

@@ -109,19 +109,42 @@ def test_an_exception_names_key_bucket_and_batch() -> None:
         raise KeyError("missing")
 
     groups = grouped([41], [0])
-    with pytest.raises(UserFunctionError, match=r"41.*bucket 3, batch 7.*KeyError") as raised:
+    with pytest.raises(UserFunctionError, match=r"key \(41,\) \(bucket 3, batch 7.*KeyError") as raised:
         list(caller(function).data(groups, nobody(groups), CONTEXT, Changes()))
     assert isinstance(raised.value.__cause__, KeyError)
+    assert raised.traceback[-1].name == "function", (
+        "Spark shows no cause, so the line must be in the error's own traceback"
+    )
 
 
-def test_a_state_of_the_wrong_width_is_refused() -> None:
+@pytest.mark.parametrize("value", [(1, 2), (), [1, 2], ("text", {})], ids=repr)
+def test_a_state_of_the_wrong_width_is_refused_where_it_is_given(value: Any) -> None:
     def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
-        state.update((1, 2))
+        with pytest.raises(StateValueError):
+            state.update(value)
+        assert state.get == (1,), "the state before stays"
+        state.update(value)
+        raise AssertionError("not reached")
+
+    groups = grouped([41], [0])
+    before = pa.record_batch([[0], [41], [1], [None], [True], [False]], names=NOTHING.schema.names).cast(NOTHING.schema)
+    found = Lookup(np.zeros(1, dtype=np.int64), before)
+    with pytest.raises(StateValueError, match=r"columns n: .*\(key \(41,\), bucket 3, batch 7\)") as raised:
+        list(caller(function).data(groups, found, CONTEXT, Changes()))
+    assert "function" in [entry.name for entry in raised.traceback]
+
+
+def test_a_value_that_does_not_fit_is_named_with_its_key() -> None:
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
+        if key[0] > 1:
+            state.update((7 if key[0] == 2 else "many",))
         return iter(())
 
-    groups = grouped([1], [0])
-    with pytest.raises(StateValueError, match=r"2 values.*1 columns"):
-        list(caller(function).data(groups, nobody(groups), CONTEXT, Changes()))
+    groups = grouped([1, 2, 3], [0, 0, 0])
+    one, changes = caller(function), Changes()
+    list(one.data(groups, nobody(groups), CONTEXT, changes))
+    with pytest.raises(StateValueError, match=r"'n' of type bigint cannot hold 'many' \(str\) \(key \(3,\)\)"):
+        one.changed_rows(changes, groups.hashes, groups.keys)
 
 
 def test_output_frames_are_joined_and_none_is_lost() -> None:
@@ -157,6 +180,7 @@ def test_others_that_have_changed_are_told_apart_from_those_that_have_not() -> N
     ],
 )
 def test_update_keeps_what_sparks_own_keeps(value: Any) -> None:
+    schema = StructType([StructField(f"n{i}", LongType()) for i in range(len(value))])
     arguments: dict[str, Any] = {
         "batchProcessingTimeMs": 1,
         "eventTimeWatermarkMs": 0,
@@ -168,10 +192,10 @@ def test_update_keeps_what_sparks_own_keeps(value: Any) -> None:
         "removed": False,
         "timeoutTimestamp": -1,
         "keyAsUnsafe": b"",
-        "valueSchema": STATE,
+        "valueSchema": schema,
     }
     sparks = GroupState(optionalValue=None, **arguments)  # type: ignore[arg-type]
-    ours = KeyState(None, 1, 0, "NoTimeout", False, False, STATE)
+    ours = KeyState(None, 1, 0, "NoTimeout", False, False, schema)
     for state in (sparks, ours):
         assert not state.exists
         assert state.getOption is None

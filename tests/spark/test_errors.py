@@ -53,6 +53,7 @@ def test_an_exception_in_the_function_and_going_on_after_it(session: Any, operat
     text = str(raised.value)
     assert "KeyError" in text
     assert "no such aircraft" in text
+    assert "in fragile" in text, "the place in the function"
     if operator == "arrow":
         assert "UserFunctionError" in text
         assert "key ('N1',)" in text

@@ -15,12 +15,14 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
+from jobs import Job, keyed
 from pyspark import __version__ as pyspark_version
+from pyspark.errors import StreamingQueryException
 from pyspark.sql.streaming.state import GroupState
 from streams import WAIT_S, finish, read, write_batches
 
 from arrow_schemas.lineage import parse_file_name
-from spark_state_ext import ArrowState
+from spark_state_ext import ArrowState, enable
 from spark_state_ext.backend import Backend
 from spark_state_ext.checkpoint import read_header
 from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
@@ -31,7 +33,8 @@ STATE = "n long"
 
 
 def arrow_state(folder: Path, **options: Any) -> ArrowState:
-    return ArrowState(str(folder / "root"), "guarded", **{"buckets": 2, "local_dir": str(folder / "local"), **options})
+    given = {"root": folder / "root", "operator": "guarded", "buckets": 2, "local_dir": folder / "local", **options}
+    return ArrowState(**given)
 
 
 def run(spark: Any, folder: Path, **changes: Any) -> list[Any]:
@@ -62,6 +65,12 @@ def run(spark: Any, folder: Path, **changes: Any) -> list[Any]:
     return sorted((r.k, r.n) for r in rows)
 
 
+def count_rows(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
+    state.update((n,))
+    yield pd.DataFrame({"key": [key[0]], "n": [n]})
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     root = folder / "root"
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file() and p.name != "lease.json"}
@@ -72,6 +81,7 @@ def test_changed_jobs_are_refused_and_the_state_goes_on_untouched(spark: Any, tm
     before = files_of(tmp_path)
     refused: list[tuple[dict[str, Any], str, str]] = [
         ({"buckets": 4}, "BucketCountChangedError", "2 buckets"),
+        ({"operator": "other"}, "OperatorChangedError", "'guarded'"),
         ({"state": "m long"}, "SchemaChangedError", "'n'"),
         ({"state": "n string"}, "SchemaChangedError", "'n' was int64 and is now string"),
         ({"state": "n int"}, "SchemaChangedError", "'n' was int64 and is now int32"),
@@ -142,6 +152,33 @@ def test_what_cannot_be_a_key_is_refused_when_planned(spark: Any, tmp_path: Path
 def test_wrong_arguments_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         ArrowState(**{"root": "/tmp/x", "operator": "o", **options})
+
+
+def test_enabling_with_something_else_is_refused(spark: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="then an ArrowState"):
+        enable(arrow_state(tmp_path), spark)  # type: ignore[arg-type]  # the wrong way round
+
+
+def test_another_root_at_a_restart_is_told_apart_from_a_lost_file(spark: Any, tmp_path: Path) -> None:
+    assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
+    with pytest.raises(Exception, match="MissingCheckpointError") as raised:
+        run(spark, tmp_path, root=tmp_path / "elsewhere")
+    assert "Nothing at all lies in this folder" in str(raised.value)
+    assert str(tmp_path / "elsewhere") in str(raised.value)
+    assert run(spark, tmp_path)[-1] == ("2", 3)
+
+
+def test_spark_keeps_its_operators_checkpoints_and_ours_apart(spark: Any, tmp_path: Path) -> None:
+    """An old job cannot go on with `enable`: its state is Spark's. Nor can one go back."""
+    for first, second in (("spark", "arrow"), ("arrow", "spark")):
+        (tmp_path / first).mkdir()
+        job = Job(spark, first, tmp_path / first, count_rows, "key string, n bigint")
+        assert job.run(keyed("a")) == {0: [("a", 1)]}
+        job.operator = second
+        with pytest.raises(StreamingQueryException, match=r"(?i)schema"):
+            job.run(keyed("a"))
+        job.operator = first
+        assert job.run() == {1: [("a", 2)]}
 
 
 def test_state_of_another_query_is_left_alone_or_refused(spark: Any, tmp_path: Path) -> None:
