@@ -110,21 +110,19 @@ class Writer:
     ----------
     query_id, run_id, batch, host
         As Spark told the task.
-    call, beat
-        `Pointer.calls` and `Pointer.beats` of the pointer that this call made; 0 when not known (pointers before
-        format 3).
+    beat
+        `Pointer.beats` of the pointer that this call made; 0 when not known (pointers before format 3).
     """
 
     query_id: str
     run_id: str
     batch: int
     host: str
-    call: int = 0
     beat: int = 0
 
     def __post_init__(self) -> None:
-        if not all(isinstance(number, int) for number in (self.batch, self.call, self.beat)):
-            raise CorruptFileError(f"a writer has numbers for batch, call and beat, not {self}")
+        if not all(isinstance(number, int) for number in (self.batch, self.beat)):
+            raise CorruptFileError(f"a writer has numbers for batch and beat, not {self}")
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,10 @@ class Pointer:
     calls
         Calls of the bucket so far, this pointer's included.
     beats
-        How many of them were in batches with data, in each of which Spark calls every bucket. So parallel lineages,
-        which may differ in what timeouts call them, have the same number in the same batch.
+        How many of them came with a heartbeat, which reaches either every bucket in a batch or none. So parallel
+        lineages, which may differ in what timeouts call them, have the same number in the same batch.
+    retained, retained_beat
+        The most batches that Spark was told to retain, so far as that matters still, and the last beat at which it was.
     snapshots_missed
         Presumed snapshots in a row that never arrived.
     rows
@@ -102,6 +104,8 @@ class Pointer:
     parent: CheckpointRef | None = None
     calls: int = 0
     beats: int = 0
+    retained: int = 0
+    retained_beat: int = 0
     snapshots_missed: int = 0
     markers: dict[str, dict[str, str]] = field(default_factory=dict)
     inline: dict[str, bytes] = field(default_factory=dict)
@@ -138,6 +142,7 @@ class Pointer:
                 "parent": None if self.parent is None else [self.parent.version, self.parent.id],
                 "calls": self.calls,
                 "beats": self.beats,
+                "retained": [self.retained, self.retained_beat],
                 "snapshots_missed": self.snapshots_missed,
                 "rows": self.rows,
                 "timeout_floor": [self.timeout_floor_ms, self.timeout_floor_version],
@@ -204,6 +209,7 @@ def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer
     if offset != len(blobs):
         raise CorruptPointerError(f"a pointer announces {offset} bytes of inline deltas and holds {len(blobs)}")
     floor_ms, floor_version = fields["timeout_floor"]
+    retained, retained_beat = fields.get("retained", (0, 0))
     lineage = tuple(_entry(pointer_format, values) for values in fields["lineage"])
     if "parent" in fields:
         parent = None if fields["parent"] is None else CheckpointRef(*fields["parent"])
@@ -225,6 +231,8 @@ def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer
         parent=parent,
         calls=fields.get("calls", 0),
         beats=fields.get("beats", 0),
+        retained=retained,
+        retained_beat=retained_beat,
         snapshots_missed=fields.get("snapshots_missed", 0),
         markers=fields["markers"],
         inline=inline,

@@ -62,6 +62,8 @@ class Background:
         self._waiting: OrderedDict[str, Work] = OrderedDict()
         self._running: str | None = None
         self._since_s = 0.0
+        # Pieces of work that came to their end.
+        self.finished = 0
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
@@ -90,17 +92,11 @@ class Background:
             False when it was not taken.
         """
         with self._condition:
+            # First, as it may be what keeps work of this name, or too much of any, waiting.
+            if (self._thread is None or self._hangs()) and not self._start():
+                return False
             if name in self._waiting or len(self._waiting) >= _WAITING_MAX:
                 return False
-            if self._thread is None or self._hangs():
-                # A daemon: a worker process that is told to end must not wait for an upload.
-                thread = threading.Thread(target=self._loop, name="spark_state_ext background", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:  # no address space for its stack
-                    _LOGGER.warning("%s waits: %s", name, error)
-                    return False
-                self._thread, self._running = thread, None
             self._waiting[name] = work
             self._condition.notify_all()
             return True
@@ -114,6 +110,17 @@ class Background:
         """Wait until nothing waits or runs; whether that came to be."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._waiting and self._running is None, timeout_s)
+
+    def _start(self) -> bool:
+        # A daemon: a worker process that is told to end must not wait for an upload.
+        thread = threading.Thread(target=self._loop, name="spark_state_ext background", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no address space for its stack
+            _LOGGER.warning("snapshots and clean-up wait: %s", error)
+            return False
+        self._thread, self._running = thread, None
+        return True
 
     def _hangs(self) -> bool:
         return self._running is not None and time.monotonic() - self._since_s > HUNG_S
@@ -131,6 +138,7 @@ class Background:
                 _run(name, work)
             finally:
                 with self._condition:
+                    self.finished += 1
                     if self._thread is me:
                         self._running = None
                     self._condition.notify_all()

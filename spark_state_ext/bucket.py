@@ -23,7 +23,7 @@ from spark_state_ext.backend import Backend
 from spark_state_ext.background import Inline, Runner
 from spark_state_ext.checkpoint import write_checkpoint
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
-from spark_state_ext.lineage import Chain, presuming_snapshot, snapshot_due
+from spark_state_ext.lineage import Chain, counted, presuming_snapshot, snapshot_due, snapshot_overdue
 from spark_state_ext.loading import Loader
 from spark_state_ext.spill import SpillBuffer, local_errors
 from spark_state_ext.store import LocalStore, View
@@ -114,17 +114,17 @@ class Bucket:
         heartbeat
             Whether the batch has data, so that Spark calls every bucket in it.
         """
-        # Counted here, before anything is written, so that each file tells which call wrote it.
-        counted = replace(self.pointer, calls=self.pointer.calls + 1, beats=self.pointer.beats + heartbeat)
-        if rows.rows == 0 and not self._renewal_due(counted):
-            return counted
-        self._writer = replace(self._writer, call=counted.calls, beat=counted.beats)
+        # Counted before anything is written, so that each file tells its beat.
+        pointer = counted(self.pointer, heartbeat, self._batches_retained)
+        if rows.rows == 0 and not self._renewal_due(pointer):
+            return pointer
+        self._writer = replace(self._writer, beat=pointer.beats)
         parent = self.pointer.ref
         ref = self._next_ref()
         size = self._publish(self._header(ref, DELTA), rows)
         self._reconciled(self.pointer, lambda view: self._store.apply(rows, ref, parent))
-        entry = LineageEntry(ref, size, counted.beats)
-        new = replace(counted, lineage=(*counted.lineage, entry), parent=parent)
+        entry = LineageEntry(ref, size, pointer.beats)
+        new = replace(pointer, lineage=(*pointer.lineage, entry), parent=parent)
         # Only what is committed for certain is merged and dropped: the pointer we were given, not the one we make.
         self._tidy(parent)
         state_bytes, rows_max = self._reconciled(new, lambda view: (view.size_bytes, view.rows_max))
@@ -135,9 +135,9 @@ class Bucket:
         """The new checkpoint: unique to this very call, whatever batch and attempt it is."""
         return CheckpointRef(self.pointer.version + 1, new_checkpoint_id())
 
-    def _renewal_due(self, counted: Pointer) -> bool:
+    def _renewal_due(self, pointer: Pointer) -> bool:
         """Whether the committed checkpoint is so old that its file might be taken for one that nobody follows."""
-        return bool(counted.lineage) and counted.lineage[-1].beat + self._batches_retained < counted.beats
+        return bool(pointer.lineage) and pointer.lineage[-1].beat + self._batches_retained < pointer.beats
 
     def _tidy(self, committed: CheckpointRef | None) -> None:
         """Compact and prune. The new checkpoint is safe already, so no failure here may fail the batch."""
@@ -172,7 +172,8 @@ class Bucket:
         def write() -> None:
             self._write_snapshot(header, *pinned)
 
-        if missed < _MISSED_MAX:
+        # Where the runner has refused for long, it does not keep up either.
+        if missed < _MISSED_MAX and not snapshot_overdue(new.lineage):
             if self._runner.submit(self._snapshot_work(header.ref), write):
                 return presuming
             self._unpin(pinned[1])

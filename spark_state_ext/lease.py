@@ -11,6 +11,7 @@ in an application, and on one machine a process that is gone renews nothing.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -160,8 +161,8 @@ class Lease:
         self._lease_ms = lease_ms
         self._once = once
         self._check_at_s = 0.0
+        self._checked_at_s = -math.inf
         self._seen = False
-        # Clean-up in the background asks too.
         self._holding = threading.Lock()
 
     @classmethod
@@ -189,6 +190,24 @@ class Lease:
         with self._holding:
             if time.monotonic() >= self._check_at_s:
                 self._renew()
+
+    def check(self) -> None:
+        """See that nobody has taken the lease over; for work after the run's last task, which must not renew it.
+
+        Raises
+        ------
+        LiveRunError
+            When another run has taken it.
+        """
+        if time.monotonic() < max(self._check_at_s, self._checked_at_s + self._lease_ms / 3000):
+            return
+        found = self._read()
+        if found is not None and found.owner.run_id != self._me.run_id:
+            raise LiveRunError(
+                f"run {self._me.run_id} has lost the state at {self._files.root} to run {found.owner.run_id} on "
+                f"{found.owner.host}; what it had left to do in the background is not done."
+            )
+        self._checked_at_s = time.monotonic()
 
     def _renew(self) -> None:
         found = self._read()

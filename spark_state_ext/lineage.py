@@ -11,7 +11,16 @@ from spark_state_ext.errors import LineageError, MissingRunError
 from spark_state_ext.store.merging import choose_runs
 from spark_state_ext.store.runs import Run
 
-__all__ = ["Chain", "Fetch", "plan_load", "presuming_snapshot", "snapshot_due"]
+__all__ = [
+    "Chain",
+    "Fetch",
+    "counted",
+    "plan_load",
+    "presuming_snapshot",
+    "recent_beats",
+    "snapshot_due",
+    "snapshot_overdue",
+]
 
 # Few deltas are quicker to load than a snapshot is to write.
 DELTAS_MIN = 10
@@ -36,6 +45,42 @@ def snapshot_due(lineage: Sequence[LineageEntry], state_bytes: int) -> bool:
     if len(deltas) < DELTAS_MIN:
         return False
     return len(deltas) >= DELTAS_MAX or sum(entry.size_bytes for entry in deltas) >= state_bytes
+
+
+def snapshot_overdue(lineage: Sequence[LineageEntry]) -> bool:
+    """Whether a snapshot was due so long ago that nobody in the background will write it."""
+    return len(lineage) >= 2 * DELTAS_MAX
+
+
+def counted(pointer: Pointer, heartbeat: bool, batches_retained: int) -> Pointer:
+    """The pointer with one more call counted.
+
+    Clean-up goes by the most batches that Spark was told to retain, until every pointer which Spark may hand out was
+    made under the smaller number: twice as many beats later, for checkpoints are renewed once in so many.
+
+    Parameters
+    ----------
+    pointer
+        That of the call before.
+    heartbeat
+        Whether the call came with one.
+    batches_retained
+        Spark's ``minBatchesToRetain`` now.
+    """
+    beats = pointer.beats + heartbeat
+    made = replace(pointer, calls=pointer.calls + 1, beats=beats)
+    if batches_retained >= pointer.retained or beats > pointer.retained_beat + recent_beats(pointer.retained):
+        return replace(made, retained=batches_retained, retained_beat=beats)
+    return made
+
+
+def recent_beats(batches_retained: int) -> int:
+    """How many beats old a checkpoint may be that is named by a pointer which Spark may still hand out.
+
+    Those pointers are so many batches old at most, and one more where a late attempt at the oldest of these batches
+    is still at work. Their checkpoints were made, or renewed, as many beats before at most.
+    """
+    return 2 * batches_retained + 1
 
 
 def presuming_snapshot(pointer: Pointer) -> Pointer:

@@ -210,12 +210,13 @@ class _BucketCall:
         retained = self._job.batches_retained
         if not clean_up_due(pointer.calls, self._bucket_number, retained):
             return
-        files, committed, scratch, hold = self._bucket.files, self._pointer, self._scratch, self._lease.hold
+        files, committed, scratch, lease = self._bucket.files, self._pointer, self._scratch, self._lease
+        background = Background.shared()
         try:
             entries = files.entries()
-            if is_crowded(entries, retained):
+            if background.finished == 0 and is_crowded(entries, retained):
                 # Workers here do not live long enough for their background to get to it.
-                clean_up(files, committed, retained, scratch, hold, entries=entries)
+                clean_up(files, committed, retained, scratch, lease.hold, entries=entries)
                 return
         except OwnershipError:
             raise
@@ -223,8 +224,9 @@ class _BucketCall:
             # Of no harm to this batch.
             _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", files.root, error)
             return
-        Background.shared().submit(
-            f"clean-up {files.root}", lambda: clean_up(files, committed, retained, scratch, hold, entries=entries)
+        background.submit(
+            f"clean-up {files.root}",
+            lambda: clean_up(files, committed, retained, scratch, lease.check, entries=entries),
         )
 
     # -- input -------------------------------------------------------------------------------------

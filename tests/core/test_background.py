@@ -63,6 +63,27 @@ def test_work_that_hangs_does_not_hold_up_the_rest(monkeypatch: pytest.MonkeyPat
     assert done.wait(WAIT_S)
 
 
+def test_work_that_hangs_before_a_full_queue_is_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_module, "HUNG_S", 0.5)
+    monkeypatch.setattr(background_module, "_WAITING_MAX", 2)
+    background, gate, done, runs = Background(), threading.Event(), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        runs.set()
+        gate.wait(WAIT_S)
+
+    assert background.submit("hangs", hang)
+    assert runs.wait(WAIT_S)
+    waiting = [background.submit(name, done.set) for name in ("first", "second", "third")]
+    assert waiting == [True, True, False]
+    time.sleep(0.7)
+    # The call that is refused sees to it that the next one is not.
+    background.submit("first", done.set)
+    assert done.wait(WAIT_S)
+    gate.set()
+    assert background.wait(WAIT_S)
+
+
 def test_failures_are_logged_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     background = Background()
 
@@ -172,4 +193,31 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     fresh = LocalStore(tmp_path / "fresh", SCHEMA)
     assert state_at(fresh, files, pointer, tmp_path) == model
     fresh.close()
+    store.close()
+
+
+def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the lineage has become twice as long as it should be."""
+    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 2)
+    monkeypatch.setattr(lineage_module, "DELTAS_MAX", 3)
+
+    class Refusing:
+        def submit(self, name: str, work: object) -> bool:
+            return False
+
+        def busy(self, name: str) -> bool:
+            return False
+
+    files = Backend(str(tmp_path / "root"))
+    store = LocalStore(tmp_path / "store", SCHEMA)
+    pointer = first_pointer()
+    lengths = []
+    for i in range(12):
+        changes = {KEYS[i % 9]: Row(i)}
+        pointer = Bucket(store, files, pointer, WRITER, tmp_path, Refusing()).commit(buffer_of(changes, tmp_path))
+        lengths.append(len(pointer.lineage))
+    assert lengths == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
+    assert [name.split("_")[0] for name in files.names() if name.endswith("snapshot.arrow")] == ["11", "6"]
     store.close()

@@ -20,8 +20,7 @@ from spark_state_ext import cleanup as cleanup_module
 from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backend import Backend, Entry
 from spark_state_ext.bucket import Bucket
-from spark_state_ext.checkpoint import read_header
-from spark_state_ext.cleanup import Decision, classify, clean_up, clean_up_due, is_crowded
+from spark_state_ext.cleanup import Decision, FileHeaders, classify, clean_up, clean_up_due, is_crowded
 from spark_state_ext.errors import CorruptFileError, LiveRunError
 from spark_state_ext.store import LocalStore
 
@@ -60,30 +59,48 @@ def versions_of(names: Iterable[str]) -> list[int]:
     return [(parse_file_name(name) or (ref(1), ""))[0].version for name in names]
 
 
-def line(first: int, last: int, presumed: Sequence[int], sibling: str = "a") -> dict[CheckpointRef, LineageHeader]:
-    """Headers of consecutive versions, written in calls of the same number."""
-    made = {}
+class Known(dict[CheckpointRef, LineageHeader]):
+    """Headers that are known."""
+
+    def of(self, asked: CheckpointRef) -> LineageHeader:
+        return self[asked]
+
+    def beats(self, asked: Sequence[CheckpointRef]) -> list[int]:
+        return [self[found].writer.beat for found in asked]
+
+    def with_(self, *headers: LineageHeader) -> Known:
+        return Known({**self, **{h.ref: h for h in headers}})
+
+
+def line(first: int, last: int, presumed: Sequence[int], sibling: str = "a") -> Known:
+    """Headers of consecutive versions, written at beats of the same number."""
+    made = Known()
     for v in range(first, last + 1):
         start = max([1, *(p for p in presumed if p < v)])
         lineage = tuple(ref(at, sibling if at >= first else "a") for at in range(start, v))
-        made[ref(v, sibling)] = header(ref(v, sibling), lineage, v, v)
+        made[ref(v, sibling)] = header(ref(v, sibling), lineage, v)
     return made
 
 
-def header(of: CheckpointRef, lineage: tuple[CheckpointRef, ...], call: int, beat: int) -> LineageHeader:
-    writer = Writer("q", "r", 0, "h", call, beat)
+def header(of: CheckpointRef, lineage: tuple[CheckpointRef, ...], beat: int) -> LineageHeader:
+    writer = Writer("q", "r", 0, "h", beat)
     return LineageHeader(DELTA, "counts", 3, of, lineage[-1] if lineage else None, lineage, 0, writer, "0")
 
 
 PRESUMED = [10, 20, 30, 35]
-POINTER = pointer_at(40, 35)
-HEADERS = line(1, 40, PRESUMED)
-LINEAR = [*deltas(*range(1, 41)), *snapshots(10, 20, 30)]
+# Two snapshots are older than what may be named still, for the pointer of version 42 and beat 42.
+POINTER = pointer_at(42, 35)
+HEADERS = line(1, 42, PRESUMED)
+LINEAR = [*deltas(*range(1, 43)), *snapshots(10, 20, 30, 35)]
+
+
+def decided(names: Sequence[str], headers: Known = HEADERS, pointer: Pointer = POINTER, **more: Any) -> Decision:
+    return classify(listed(names), pointer, RETAINED, NOW_S, headers, **more)
 
 
 def test_what_is_older_than_two_settled_snapshots_goes() -> None:
-    decision = classify(listed(LINEAR), POINTER, RETAINED, NOW_S, HEADERS.__getitem__)
-    # 20 and 30 are settled, present, and the newest such; 35 is presumed only.
+    decision = decided(LINEAR)
+    # 35 may be newer than what executors that go on from memory are at.
     assert decision.lean_on == (ref(30), ref(20))
     assert sorted(decision.delete) == sorted([*deltas(*range(1, 20)), *snapshots(10)])
     versions = versions_of(decision.delete)
@@ -93,151 +110,154 @@ def test_what_is_older_than_two_settled_snapshots_goes() -> None:
 
 def test_snapshots_are_found_however_many_never_arrived() -> None:
     """In the listing, by the headers' lineages: what the pointer presumes plays no part."""
-    names = [*deltas(*range(1, 41)), *snapshots(10, 20)]
-    decision = classify(listed(names), POINTER, RETAINED, NOW_S, HEADERS.__getitem__)
+    decision = decided([*deltas(*range(1, 43)), *snapshots(10, 20)])
     assert decision.lean_on == (ref(20), ref(10))
     assert sorted(decision.delete) == sorted(deltas(*range(1, 10)))
 
 
-@pytest.mark.parametrize(("calls", "expected"), [(35, [20, 10]), (36, [30, 20])])
-def test_a_snapshot_that_retained_batches_may_not_reach_is_not_leaned_on(calls: int, expected: list[int]) -> None:
+@pytest.mark.parametrize(("beats", "expected"), [(30 + 2 * RETAINED + 1, [20, 10]), (30 + 2 * RETAINED + 2, [30, 20])])
+def test_a_snapshot_that_executors_may_be_before_is_not_leaned_on(beats: int, expected: list[int]) -> None:
     """Rule 15: needed until so many batches after the one that replaced it."""
-    pointer = pointer_at(36, 35, calls)
-    names = [*deltas(*range(1, 37)), *snapshots(10, 20, 30)]
-    decision = classify(listed(names), pointer, RETAINED, NOW_S, HEADERS.__getitem__)
+    decision = decided(LINEAR, pointer=pointer_at(42, 35, beats=beats))
     assert [found.version for found in decision.lean_on] == expected
 
 
-def test_a_quiet_bucket_counts_calls_and_not_versions() -> None:
+def test_a_quiet_bucket_counts_beats_and_not_versions() -> None:
     """Its pointer is old but live: what counts is when it was replaced, not how many versions there are."""
-    pointer = pointer_at(31, 30, calls=100_000)
     names = [*deltas(*range(1, 32)), *snapshots(10, 20, 30)]
-    decision = classify(listed(names), pointer, RETAINED, NOW_S, HEADERS.__getitem__)
+    decision = decided(names, pointer=pointer_at(31, 30, beats=100_000))
     assert decision.lean_on == (ref(30), ref(20))
 
 
-def test_files_from_before_calls_were_counted_go_too() -> None:
-    """They tell no call, which is long ago once the calls that are counted exceed the batches retained."""
-    untold = {found: replace(h, writer=replace(h.writer, call=0, beat=0)) for found, h in HEADERS.items()}
-    for calls, expected in ((RETAINED, ()), (RETAINED + 1, (ref(30), ref(20)))):
-        pointer = pointer_at(40, 35, calls, calls)
-        assert classify(listed(LINEAR), pointer, RETAINED, NOW_S, untold.__getitem__).lean_on == expected
+def test_calls_without_a_beat_do_not_count() -> None:
+    """A lineage in parallel may get none of them, and be where it was."""
+    decision = decided(LINEAR, pointer=pointer_at(42, 35, calls=100_000, beats=31))
+    assert decision.delete == ()
+
+
+def test_files_from_before_beats_were_counted_go_too() -> None:
+    """They tell none, which is long ago once those that are counted are many."""
+    untold = Known({found: replace(h, writer=replace(h.writer, beat=0)) for found, h in HEADERS.items()})
+    for beats, expected in ((2 * RETAINED + 1, ()), (2 * RETAINED + 2, (ref(35), ref(30)))):
+        assert decided(LINEAR, untold, pointer_at(42, 35, beats, beats)).lean_on == expected
+
+
+def test_while_more_batches_were_retained_lately_that_counts() -> None:
+    """Pointers and renewals are of that time still."""
+    pointer = replace(POINTER, retained=10, retained_beat=40)
+    assert decided(LINEAR, pointer=pointer).lean_on == (ref(20), ref(10))
 
 
 @pytest.mark.parametrize("present", [[], [30], [35]])
 def test_two_snapshots_must_be_there(present: list[int]) -> None:
-    names = [*deltas(*range(1, 41)), *snapshots(*present)]
-    assert classify(listed(names), POINTER, RETAINED, NOW_S, HEADERS.__getitem__) == Decision()
+    assert decided([*deltas(*range(1, 43)), *snapshots(*present)]) == Decision()
+
+
+def test_where_a_part_of_the_line_is_gone_all_below_stays() -> None:
+    assert decided([*(name for name in LINEAR if name not in (*deltas(32), *snapshots(35)))]) == Decision()
 
 
 def test_a_damaged_snapshot_is_not_leaned_on() -> None:
-    decision = classify(listed(LINEAR), POINTER, RETAINED, NOW_S, HEADERS.__getitem__, frozenset([ref(30)]))
+    decision = decided(LINEAR, damaged=frozenset([ref(30)]))
     assert decision.lean_on == (ref(20), ref(10))
     assert sorted(decision.delete) == sorted(deltas(*range(1, 10)))
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "1_abc.delta.arrow", "40_" + "a" * 32 + ".delta.arrow.bak"])
 def test_an_unknown_file_stops_it(name: str) -> None:
-    decision = classify(listed([*LINEAR, name]), POINTER, RETAINED, NOW_S, HEADERS.__getitem__)
+    decision = decided([*LINEAR, name])
     assert decision.delete == ()
     assert name in decision.doubt
 
 
 def test_the_wrong_folder_stops_it() -> None:
-    decision = classify(listed(deltas(1, 2, 3)), POINTER, RETAINED, NOW_S, HEADERS.__getitem__)
+    decision = decided(deltas(1, 2, 3))
     assert decision.delete == ()
-    assert str(ref(40)) in decision.doubt
+    assert str(ref(42)) in decision.doubt
 
 
 def test_temporary_files_go_by_age_only() -> None:
     old, young = listed([".tmp-1-x"]), listed([".tmp-2-x"], age_s=60)
     unknown = [Entry(".tmp-3-x", 1, None, False)]
-    decision = classify([*old, *young, *unknown], first_pointer(), RETAINED, NOW_S, HEADERS.__getitem__)
+    decision = classify([*old, *young, *unknown], first_pointer(), RETAINED, NOW_S, HEADERS)
     assert decision.delete == (".tmp-1-x",)
 
 
-def _with_sibling(beat: int) -> tuple[list[str], Any]:
-    """Version 15 was written twice; the other one's beat is given."""
-    sibling = ref(15, "b")
-    lineage = tuple(ref(v) for v in range(10, 15))
-    known = {**HEADERS, sibling: header(sibling, lineage, beat, beat)}
-    return [*LINEAR, *deltas(15, sibling="b")], known.__getitem__
+def _with_sibling(beat: int, version: int = 15) -> tuple[list[str], Known]:
+    """A version was written twice; the other one's beat is given."""
+    lineage = tuple(ref(v) for v in range(10 * ((version - 1) // 10), version))
+    sibling = header(ref(version, "b"), lineage, beat)
+    return [*LINEAR, file_name(sibling.ref, DELTA)], HEADERS.with_(sibling)
 
 
-@pytest.mark.parametrize("beat", [15, 40 - 2 * RETAINED - 1])
-def test_a_sibling_goes_when_its_beat_is_long_over(beat: int) -> None:
-    names, of = _with_sibling(beat)
-    decision = classify(listed(names), POINTER, RETAINED, NOW_S, of)
-    assert file_name(ref(15, "b"), DELTA) in decision.delete
+LONG_OVER = 42 - 2 * RETAINED - 2
+
+
+@pytest.mark.parametrize("beat", [15, LONG_OVER])
+@pytest.mark.parametrize("version", [15, 41])
+def test_a_sibling_goes_when_its_beat_is_long_over(beat: int, version: int) -> None:
+    """Whatever its version: a lineage that is over may have had more of them."""
+    names, headers = _with_sibling(beat, version)
+    decision = decided(names, headers)
+    assert file_name(ref(version, "b"), DELTA) in decision.delete
     assert len(decision.delete) == 21
 
 
+def test_a_sibling_goes_before_there_are_snapshots() -> None:
+    names = [*deltas(*range(1, 43)), *deltas(15, sibling="b")]
+    decision = decided(names, _with_sibling(15)[1])
+    assert decision == Decision(tuple(deltas(15, sibling="b")))
+
+
 def test_a_young_sibling_stays_whatever_its_beat() -> None:
-    _, of = _with_sibling(15)
+    _, headers = _with_sibling(15)
     young = listed(deltas(15, sibling="b"), age_s=60)
-    decision = classify([*listed(LINEAR), *young], POINTER, RETAINED, NOW_S, of)
+    decision = classify([*listed(LINEAR), *young], POINTER, RETAINED, NOW_S, headers)
     assert file_name(ref(15, "b"), DELTA) not in decision.delete
     assert len(decision.delete) == 20
 
 
-@pytest.mark.parametrize("beat", [38, 40 - 2 * RETAINED])
+@pytest.mark.parametrize("beat", [38, LONG_OVER + 1])
 def test_age_alone_never_suffices(beat: int) -> None:
     """A sibling that may be followed still keeps all that it leans on, down to the second snapshot."""
-    names, of = _with_sibling(beat)
+    names, headers = _with_sibling(beat)
     names += snapshots(5)
-    decision = classify(listed(names, age_s=1_000 * DAY_S), POINTER, RETAINED, NOW_S, of)
+    decision = classify(listed(names, age_s=1_000 * DAY_S), POINTER, RETAINED, NOW_S, headers)
     kept = {file_name(ref(15, "b"), DELTA), *deltas(*range(5, 15)), *snapshots(5, 10)}
     assert kept.isdisjoint(decision.delete)
     assert set(decision.delete) == {*deltas(1, 2, 3, 4), *deltas(*range(15, 20))}
     assert decision.lean_on == (ref(30), ref(20), ref(10), ref(5))
 
 
+def test_a_sibling_of_late_costs_nothing_more() -> None:
+    """It leans on what its lineage leans on: no other snapshot has to be read."""
+    names, headers = _with_sibling(41, 41)
+    decision = decided(names, headers)
+    assert decision.lean_on == (ref(30), ref(20))
+    assert len(decision.delete) == 20
+
+
 def test_a_sibling_does_not_lean_on_a_damaged_snapshot() -> None:
-    names, of = _with_sibling(38)
-    decision = classify(listed(names), POINTER, RETAINED, NOW_S, of, frozenset([ref(10)]))
+    names, headers = _with_sibling(38)
+    decision = decided(names, headers, damaged=frozenset([ref(10)]))
     assert set(decision.delete) == {*deltas(*range(15, 20))}, "its first delta is as good as a snapshot"
     assert decision.lean_on == (ref(30), ref(20))
 
 
-def test_a_quiet_lineage_in_parallel_keeps_what_it_leans_on() -> None:
-    """No version has two ids: the one lineage goes on from 21 on, the other stopped changing at 20."""
-    busy = line(21, 40, PRESUMED, "b")
-    other = {ref(19, "c"): header(ref(19, "c"), tuple(ref(v) for v in range(10, 19)), 38, 38)}
-    # Only even versions of it, as it was called by more timeouts.
-    names = [*deltas(*range(1, 19)), *deltas(20), *deltas(19, sibling="c"), *deltas(*range(21, 41), sibling="b")]
-    names += [*snapshots(10), *snapshots(30, 35, sibling="b")]
-    # 20 is an ancestor of the pointer by its headers, 19 is not.
-    busy = {
-        found: replace(
-            h, lineage=(*(ref(v) for v in range(10, 19)), ref(20), *h.lineage[h.lineage.index(ref(20)) + 1 :])
-        )
-        if ref(20) in h.lineage
-        else h
-        for found, h in busy.items()
-    }
-    known = {**HEADERS, **busy, **other}
-    known[ref(20)] = header(ref(20), tuple(ref(v) for v in range(10, 19)), 20, 20)
-    pointer = replace(pointer_at(40, 36, 50, 45), lineage=tuple(LineageEntry(ref(v, "b"), 1) for v in range(36, 41)))
-    decision = classify(listed(names), pointer, RETAINED, NOW_S, known.__getitem__)
-    assert decision.lean_on == (ref(35, "b"), ref(30, "b"), ref(10))
-    assert set(decision.delete) == {*deltas(20), *deltas(*range(21, 30), sibling="b")}
-
-
 def test_a_recent_sibling_without_its_ancestors_stops_it() -> None:
-    names, of = _with_sibling(38)
-    decision = classify(listed([n for n in names if n not in deltas(13)]), POINTER, RETAINED, NOW_S, of)
+    names, headers = _with_sibling(38)
+    decision = decided([n for n in names if n not in deltas(13)], headers)
     assert decision.delete == ()
     assert str(ref(13)) in decision.doubt
 
 
 def test_an_unreadable_header_stops_it() -> None:
-    names = _with_sibling(38)[0]
-
-    def unreadable(asked: CheckpointRef) -> LineageHeader:
-        raise CorruptFileError(f"the header of {asked} cannot be read")
+    class Unreadable(Known):
+        def beats(self, asked: Sequence[CheckpointRef]) -> list[int]:
+            raise CorruptFileError(f"the header of {asked} cannot be read")
 
     with pytest.raises(CorruptFileError):
-        classify(listed(names), POINTER, RETAINED, NOW_S, unreadable)
+        decided(_with_sibling(38)[0], Unreadable(HEADERS))
 
 
 def test_buckets_take_turns() -> None:
@@ -247,8 +267,10 @@ def test_buckets_take_turns() -> None:
 
 
 def test_a_folder_that_nobody_cleans_is_noticed() -> None:
-    assert not is_crowded(listed(deltas(*range(1, 400))), 100)
-    assert is_crowded(listed(deltas(*range(1, 900))), 100)
+    assert not is_crowded(listed(deltas(*range(1, 1_000))), 100)
+    assert is_crowded(listed(deltas(*range(1, 2_000))), 100)
+    # Where that did not help, reading all those headers must not hold up every batch.
+    assert not is_crowded(listed(deltas(*range(1, 9_000))), 100)
 
 
 # -- on folders --------------------------------------------------------------------------------------
@@ -282,7 +304,7 @@ class Scene:
         self.store = LocalStore(local / "store", SCHEMA)
         self.pointers = [first_pointer()]
         self.models: list[Model] = [{}]
-        for batch in range(30):
+        for batch in range(40):
             self.batch(batch)
 
     def batch(self, batch: int) -> None:
@@ -297,10 +319,9 @@ class Scene:
         return clean_up(self.files, pointer or self.pointers[-1], RETAINED, self.local, still_ours)
 
     def decision(self) -> Decision:
-        def header_of(found: CheckpointRef) -> LineageHeader:
-            return read_header(self.files, found, DELTA)
-
-        return classify(self.files.entries(), self.pointers[-1], RETAINED, NOW_S, header_of)
+        entries = self.files.entries()
+        headers = FileHeaders(self.files, {entry.name for entry in entries})
+        return classify(entries, self.pointers[-1], RETAINED, time.time(), headers)
 
     def check(self) -> None:
         """Every pointer of the retained batches is whole, on an empty disk."""
@@ -332,10 +353,10 @@ def test_files_stay_few_and_every_retained_pointer_whole(scene: Scene) -> None:
     assert len(scene.files.names()) == before - deleted
     scene.check()
     assert scene.clean() == 0, "idempotent"
-    for batch in range(30, 60):
+    for batch in range(40, 70):
         scene.batch(batch)
         scene.clean()
-        assert len(scene.files.names()) <= 2 * 4 * 2 + 2 * RETAINED
+        assert len(scene.files.names()) <= 2 * 4 * 2 + 4 * RETAINED
     scene.check()
 
 
@@ -374,11 +395,11 @@ def test_a_clean_up_that_stops_anywhere_goes_on_later(scene: Scene, monkeypatch:
 
 
 def test_a_late_clean_up_of_an_earlier_batch_deletes_less(scene: Scene) -> None:
-    earlier = scene.clean(scene.pointers[15])
+    earlier = scene.clean(scene.pointers[30])
     later = scene.clean()
     assert earlier > 0
     assert later > 0
-    assert scene.clean(scene.pointers[15]) == 0
+    assert scene.clean(scene.pointers[30]) == 0
     scene.check()
 
 

@@ -79,7 +79,8 @@ def test_state_at_the_pointer(golden: Path, tmp_path: Path, snapshot: str) -> No
     # Clean-up goes by these; what older formats do not tell is long ago.
     assert (pointer.calls, pointer.beats, pointer.lineage[-1].beat) == ((6, 5, 4) if known else (0, 0, 0))
     writer = read_header(bucket.files, pointer.lineage[-1].ref, DELTA).writer
-    assert (writer.call, writer.beat) == ((5, 4) if known else (0, 0))
+    assert writer.beat == (4 if known else 0)
+    assert (pointer.retained, pointer.retained_beat) == ((100, 5) if known else (0, 0))
     store.close()
     assert bucket.fetched_files == (3 if snapshot == "whole" else 4)
     assert _same(_as_json(batches), _expected(golden))

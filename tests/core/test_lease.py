@@ -215,3 +215,19 @@ def test_a_late_task_of_an_old_run_does_not_stop_the_new_one(tmp_path: Path) -> 
         Lease(files, replace(_ME, run_id="old"), 10_000).hold()
     live._check_at_s = 0.0
     live.hold()
+
+
+def test_background_work_sees_that_the_lease_is_lost_and_never_renews_it(tmp_path: Path) -> None:
+    """Clean-up of a run that has ended must neither keep the next one out nor go on beside it."""
+    files = Backend(str(tmp_path))
+    old = Lease(files, replace(_ME, run_id="old"), 300)
+    old.hold()
+    record = files.get("lease.json")
+    deadline_s = time.monotonic() + 0.6
+    while time.monotonic() < deadline_s:
+        old.check()
+    assert files.get("lease.json") == record
+    Lease(files, replace(_ME, run_id="new"), 300).hold()
+    time.sleep(0.15)
+    with pytest.raises(LiveRunError, match=r"run old has lost .* to run new .* in the background is not done"):
+        old.check()

@@ -104,7 +104,7 @@ def main(folder: Path) -> None:
         for i, (ref, rows) in enumerate(zip(refs, changes, strict=True)):
             parent = refs[i - 1] if i else None
             store.apply([rows], ref, parent)
-            writer = replace(_WRITER, call=i + 2, beat=i + 1)
+            writer = replace(_WRITER, beat=i + 1)
             header = LineageHeader(DELTA, "golden", 3, ref, parent, tuple(refs[:i]), 0, writer, "0.1.0")
             kinds = [(DELTA, [rows])]
             if i == 1:
@@ -130,6 +130,8 @@ def main(folder: Path) -> None:
             parent=refs[-2],
             calls=6,
             beats=5,
+            retained=100,
+            retained_beat=5,
             snapshots_missed=1,
             rows=25,
             timeout_floor_ms=1_690_000_000_000,

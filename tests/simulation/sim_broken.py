@@ -13,7 +13,7 @@ from spark_state_ext import cleanup
 from spark_state_ext.backend import Entry
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint
-from spark_state_ext.cleanup import Decision, HeaderOf
+from spark_state_ext.cleanup import Decision, Headers
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.lineage import Chain, Fetch
 from spark_state_ext.loading import Failure, Loader
@@ -81,23 +81,23 @@ def clean_up_by_version(
     return Decision(tuple(names))
 
 
-def _beside(entries: Iterable[Entry], pointer: Pointer, header_of: HeaderOf) -> tuple[list[Entry], list[Entry]]:
+def _beside(entries: Iterable[Entry], pointer: Pointer, headers: Headers) -> tuple[list[Entry], list[Entry]]:
     """The files of a pointer's lineage, and the others."""
     entries = list(entries)
     refs = [(parse_file_name(entry.name) or (None,))[0] for entry in entries]
     known = dict.fromkeys(ref for ref in refs if ref is not None)
     kinds = {ref: {""} for ref in known}
-    mine = set(cleanup._back_from(pointer.ref, kinds, header_of)) if pointer.ref in kinds else set()
+    mine = set(cleanup._back_from(pointer.ref, kinds, headers)) if pointer.ref in kinds else set()
     line = [entry for entry, ref in zip(entries, refs, strict=True) if ref in mine]
     return line, [entry for entry, ref in zip(entries, refs, strict=True) if ref not in mine]
 
 
 def clean_up_trusting_the_lineage(
-    entries: Iterable[Entry], pointer: Pointer, retained: int, now_s: float, header_of: HeaderOf, *args: Any
+    entries: Iterable[Entry], pointer: Pointer, retained: int, now_s: float, headers: Headers, *args: Any
 ) -> Decision:
     """Blind to lineages that go on in parallel."""
-    line, beside = _beside(entries, pointer, header_of)
-    decision = _CLASSIFY(line, pointer, retained, now_s, header_of, *args)
+    line, beside = _beside(entries, pointer, headers)
+    decision = _CLASSIFY(line, pointer, retained, now_s, headers, *args)
     if not decision.lean_on:
         return decision
     border = min(decision.lean_on).version
@@ -106,13 +106,13 @@ def clean_up_trusting_the_lineage(
 
 
 def clean_up_where_versions_repeat(
-    entries: Iterable[Entry], pointer: Pointer, retained: int, now_s: float, header_of: HeaderOf, *args: Any
+    entries: Iterable[Entry], pointer: Pointer, retained: int, now_s: float, headers: Headers, *args: Any
 ) -> Decision:
     """Where each version has one id only, all are taken for one lineage."""
     refs = {parsed[0] for entry in entries if (parsed := parse_file_name(entry.name))}
     linear = len({ref.version for ref in refs}) == len(refs)
     decide = clean_up_trusting_the_lineage if linear else _CLASSIFY
-    return decide(entries, pointer, retained, now_s, header_of, *args)
+    return decide(entries, pointer, retained, now_s, headers, *args)
 
 
 def clean_up_without_retention(entries: Iterable[Entry], pointer: Pointer, retained: int, *args: Any) -> Decision:
@@ -121,8 +121,13 @@ def clean_up_without_retention(entries: Iterable[Entry], pointer: Pointer, retai
 
 
 def clean_up_after_one_renewal(entries: Iterable[Entry], pointer: Pointer, retained: int, *args: Any) -> Decision:
-    """A lineage of which no file is of the retained batches is taken for one that nobody follows."""
+    """A checkpoint from before the retained batches is taken for one that no pointer names."""
     return _CLASSIFY(entries, replace(pointer, beats=pointer.beats + retained), retained, *args)
+
+
+def clean_up_by_calls(entries: Iterable[Entry], pointer: Pointer, *args: Any) -> Decision:
+    """Time is counted in the pointer's own calls, whatever they are for."""
+    return _CLASSIFY(entries, replace(pointer, beats=pointer.calls), *args)
 
 
 def clean_up_unverified(*args: Any) -> Decision:
@@ -162,6 +167,7 @@ BROKEN: list[tuple[str, type[Bucket], Callable[..., Decision]]] = [
     ("clean-up without retention", Bucket, clean_up_without_retention),
     ("clean-up after one renewal", Bucket, clean_up_after_one_renewal),
     ("clean-up leaning on what it did not verify", Bucket, clean_up_unverified),
+    ("clean-up by calls", Bucket, clean_up_by_calls),
     ("every call counted as a beat", EveryCallABeat, cleanup.classify),
     ("no renewal", NeverRenewed, cleanup.classify),
     ("leaked pins", LeakedPins, cleanup.classify),

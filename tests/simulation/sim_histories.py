@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from hypothesis import strategies as st
 from sim_parts import Config, History
+from sim_world import STEPS
 
 # Long enough for snapshots to be leaned on, and shorter ones for what goes wrong early.
 STEPS_MAX = 60
 STEP_BYTES = 16
 
 
-def histories() -> st.SearchStrategy[History]:
-    """Configurations and up to `STEPS_MAX` steps."""
-    configs = st.builds(
-        Config,
-        checkpoint_v2=st.booleans(),
-        last_wins=st.booleans(),
-        retained=st.integers(1, 3),
-        adopts=st.booleans(),
-        one_disk=st.booleans(),
-        ends_calmly=st.booleans(),
+def histories(kinds: Sequence[str] = STEPS, **fixed: Any) -> st.SearchStrategy[History]:
+    """Configurations and up to `STEPS_MAX` steps.
+
+    Parameters
+    ----------
+    kinds
+        What the steps are drawn from.
+    fixed
+        Fields of the configuration that are the same in all.
+    """
+    drawn = dict.fromkeys(("checkpoint_v2", "last_wins", "adopts", "one_disk", "ends_calmly"), st.booleans())
+    drawn |= {"retained": st.integers(1, 3)} | {name: st.just(value) for name, value in fixed.items()}
+    step = st.tuples(
+        st.sampled_from([STEPS.index(kind) for kind in kinds]), st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES)
     )
-    step = st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES)
     lengths = st.sampled_from([10, 20, 40, STEPS_MAX])
-    steps = lengths.flatmap(lambda n: st.lists(step, min_size=n, max_size=n)).map(tuple)
-    return st.builds(History, configs, steps)
+    steps = lengths.flatmap(lambda n: st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=n, max_size=n))
+    return st.builds(History, st.builds(Config, **drawn), steps.map(tuple))

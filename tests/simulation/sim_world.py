@@ -159,7 +159,7 @@ class World:
     def _twice(self, numbers: Numbers) -> None:
         """Each executor goes on from what it has in memory: under format 1 two lineages go on in parallel."""
         busy = numbers.yes()
-        for _ in range(1 + numbers.below(6) * numbers.below(4)):
+        for _ in range(1 + numbers.below(5) * numbers.below(4)):
             batch = self.batch + 1
             heartbeat = numbers.below(4) > 0
             done = []
@@ -177,8 +177,9 @@ class World:
             if not done:
                 return
             self._commit(batch, done, numbers)
-            if numbers.yes():
-                self._work(numbers)
+            for executor in (0, 2):
+                if numbers.yes():
+                    self._work(numbers, executor)
 
     def _quiet(self, numbers: Numbers) -> None:
         batch = self.batch + 1
@@ -216,8 +217,8 @@ class World:
             # It overwrites the file of its batch, whatever has happened since.
             self.committed[attempt.batch] = made
 
-    def _work(self, numbers: Numbers) -> None:
-        executor = self.executors[numbers.below(EXECUTORS)]
+    def _work(self, numbers: Numbers, which: int | None = None) -> None:
+        executor = self.executors[numbers.below(EXECUTORS) if which is None else which]
         for _ in range(1 + numbers.below(8)):
             if not executor.waiting:
                 return
@@ -384,7 +385,7 @@ class World:
         # What was pinned by processes that died stays so for an hour.
         self.executors[0].machine.lose()
         executor, retained, numbers = self.executors[0], self.config.retained, Numbers(b"calm")
-        for batch in range(self.batch + 1, self.batch + 3 * retained + 16):
+        for batch in range(self.batch + 1, self.batch + 4 * retained + 16):
             attempt = Attempt(0, batch, self._handed_out(0, batch), changes_of(numbers), False)
             self._commit(batch, [self._surely(attempt, numbers)], numbers)
             entries = self.files.entries()
@@ -397,9 +398,8 @@ class World:
     def _check_little_is_left(self) -> None:
         names = self.files.names()
         # A header that cannot be read stops clean-up, for somebody to look at.
-        if not self.damaged & {self.files.where(name) for name in names} and len(names) > 2 * (
-            self.config.retained + 8
-        ):
+        stopped = bool(self.damaged & {self.files.where(name) for name in names})
+        if not stopped and len(names) > 4 * self.config.retained + 20:
             raise WrongStateError(f"{len(names)} files are left: {names}")
         runs = self.executors[0].machine.store.runs()
         if len(runs) > 12:
@@ -407,7 +407,7 @@ class World:
 
 
 @contextmanager
-def _small(adopts: bool, classify: Callable[..., Any]) -> Iterator[None]:
+def small(adopts: bool, classify: Callable[..., Any]) -> Iterator[None]:
     """Everything happens sooner, and one thing at a time, so that a history is the same again."""
     ids = random.Random(49374)
     values = (
@@ -432,7 +432,7 @@ def simulate(history: History, bucket: type[Bucket] = Bucket, classify: Callable
     """Run a history to its end; raises `WrongStateError` when anything is."""
     world = World(history.config, bucket, classify)
     try:
-        with _small(history.config.adopts, classify):
+        with small(history.config.adopts, classify):
             for step in history.steps:
                 world.step(step)
             world.check()
@@ -453,4 +453,4 @@ def _fast_folder() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
-__all__ = ["Config", "History", "World", "WrongStateError", "simulate"]
+__all__ = ["Config", "History", "World", "WrongStateError", "simulate", "small"]

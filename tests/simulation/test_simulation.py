@@ -15,15 +15,18 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from sim_broken import BROKEN
 from sim_histories import histories
 from sim_parts import Config, History, WrongStateError
+from sim_scenes import SCENES, Scene, played
 from sim_world import simulate
 
+from spark_state_ext import cleanup
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.cleanup import Decision
 
 HISTORIES = 1_000
 RUN = Path(__file__).parent / "run.py"
-# Every one of the broken variants is found within far fewer.
+# Every one of the broken variants that no scene finds is found within far fewer, with this seed.
 BROKEN_MAX = 1_000
+SEED = 3
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +58,14 @@ def test_no_history_gives_a_wrong_state() -> None:
     assert seen["histories_with_clean_up"] > HISTORIES / 3
 
 
+@pytest.mark.parametrize("script", SCENES, ids=lambda script: script.__name__)
+def test_no_scene_gives_a_wrong_state(script: Callable[[Scene], None]) -> None:
+    played(script, Bucket, cleanup.classify)
+
+
 @pytest.mark.parametrize(("bucket", "classify"), [broken[1:] for broken in BROKEN], ids=[name for name, *_ in BROKEN])
 def test_broken_variants_are_found(bucket: type[Bucket], classify: Callable[..., Decision]) -> None:
-    @seed(49374)
+    @seed(SEED)
     @settings(
         max_examples=BROKEN_MAX,
         deadline=None,
@@ -70,6 +78,8 @@ def test_broken_variants_are_found(bucket: type[Bucket], classify: Callable[...,
         simulate(history, bucket, classify)
 
     with pytest.raises(WrongStateError, match=r"was written as|is lost|cannot read|are left"):
+        for script in SCENES:
+            played(script, bucket, classify)
         check()
 
 

@@ -1,0 +1,114 @@
+"""Histories that reviews have found and that numbers find rarely, as scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sim_parts import Attempt, Changes, Config, Numbers
+from sim_world import NOW_S, World, small
+
+from arrow_schemas import Pointer
+from spark_state_ext import cleanup
+from spark_state_ext.bucket import Bucket
+
+__all__ = ["SCENES", "Scene", "played"]
+
+RETAINED = 6
+_NUMBERS = Numbers(b"no chance")
+
+
+class Scene:
+    """Two executors under Spark's checkpoint format 1, of which the file of the second one wins.
+
+    Parameters
+    ----------
+    bucket, classify
+        As for `World`.
+    """
+
+    def __init__(self, bucket: type[Bucket], classify: Callable[..., Any]) -> None:
+        self.world = World(Config(False, True, RETAINED, True), bucket, classify)
+
+    def task(self, executor: int, changes: Changes, heartbeat: bool = True, cleans: bool = False) -> Pointer:
+        """A task of the next batch."""
+        world, batch = self.world, self.world.batch + 1
+        pointer = world._handed_out(executor, batch)
+        made = world._run(Attempt(executor, batch, pointer, changes, False, heartbeat), None, _NUMBERS)
+        assert made is not None
+        if cleans:
+            self.clean(pointer)
+        return made
+
+    def idle(self, executor: int) -> Pointer:
+        """A task of the next batch in which the bucket is not called."""
+        batch = self.world.batch + 1
+        pointer = self.world._handed_out(executor, batch)
+        self.world.executors[executor].load(batch, pointer)
+        return pointer
+
+    def commit(self, *made: Pointer) -> None:
+        """The batch is over, and everybody gets to what waits."""
+        self.world._commit(self.world.batch + 1, made, _NUMBERS)
+        for executor in self.world.executors:
+            while executor.waiting:
+                self.world._work_off(executor, 0)
+
+    def clean(self, pointer: Pointer) -> None:
+        """A clean-up, and what every pointer gives after it."""
+        cleanup.clean_up(self.world.files, pointer, RETAINED, self.world.folder, lambda: None, NOW_S)
+        self.world.check()
+
+    def alone(self, batches: int) -> None:
+        """The first executor goes on alone."""
+        for at in range(batches):
+            self.commit(self.task(0, {at % 6: at}, cleans=True))
+
+
+def quiet_for_a_while(scene: Scene) -> None:
+    """The quiet lineage's pointers are those that Spark retains, and its checkpoint an ancestor of the busy one's."""
+    scene.alone(6)
+    for at in range(RETAINED):
+        scene.commit(scene.task(0, {at: at}, cleans=True), scene.task(2, {}))
+    scene.alone(2 * RETAINED)
+
+
+def called_by_timeouts_only(scene: Scene) -> None:
+    """One lineage is called in many batches without data, the other in none of them; then it is what is committed."""
+    scene.alone(6)
+    scene.commit(scene.task(0, {1: 50}), scene.task(2, {}))
+    for at in range(3 * RETAINED):
+        scene.commit(scene.task(0, {2: at}, heartbeat=False, cleans=True), scene.idle(2))
+    scene.commit(scene.task(0, {3: 1}, cleans=True), scene.task(2, {4: 7}))
+    scene.world.check()
+
+
+def renewed_just_now(scene: Scene) -> None:
+    """The quiet lineage is renewed, and pointers from before that are retained still."""
+    scene.alone(6)
+    for at in range(4 * RETAINED):
+        scene.commit(scene.task(0, {at % 6: at}, cleans=True), scene.task(2, {}))
+
+
+def no_version_twice(scene: Scene) -> None:
+    """The lineages have different numbers of versions, so that none of those left has two ids."""
+    scene.alone(6)
+    for at in range(2):
+        scene.commit(scene.task(0, {at: at}), scene.task(2, {}))
+    for at in range(4 * RETAINED):
+        scene.commit(scene.task(0, {at % 6: at}, cleans=True), scene.task(2, {}))
+    scene.commit(scene.task(0, {}, cleans=True), scene.task(2, {1: 1}))
+    scene.alone(3 * RETAINED)
+
+
+def played(script: Callable[[Scene], None], bucket: type[Bucket], classify: Callable[..., Any]) -> None:
+    """Play a scene; raises `WrongStateError` when anything is."""
+    scene = Scene(bucket, classify)
+    try:
+        with small(True, classify):
+            script(scene)
+    finally:
+        scene.world.close()
+
+
+SCENES: list[Callable[[Scene], None]] = [quiet_for_a_while, called_by_timeouts_only, renewed_just_now, no_version_twice]
