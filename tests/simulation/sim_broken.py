@@ -117,7 +117,7 @@ def clean_up_where_versions_repeat(
 
 def clean_up_without_retention(entries: Iterable[Entry], pointer: Pointer, retained: int, *args: Any) -> Decision:
     """What the pointer does not need goes."""
-    return _CLASSIFY(entries, pointer, 0, *args)
+    return _CLASSIFY(entries, replace(pointer, retained=0), 0, *args)
 
 
 def clean_up_after_one_renewal(entries: Iterable[Entry], pointer: Pointer, retained: int, *args: Any) -> Decision:

@@ -59,10 +59,18 @@ class Scene:
         cleanup.clean_up(self.world.files, pointer, RETAINED, self.world.folder, lambda: None, NOW_S)
         self.world.check()
 
-    def alone(self, batches: int) -> None:
+    def alone(self, batches: int, cleans: bool = True) -> None:
         """The first executor goes on alone."""
         for at in range(batches):
-            self.commit(self.task(0, {at % 6: at}, cleans=True))
+            self.commit(self.task(0, {at % 6: at}, cleans=cleans))
+
+    def damage_snapshots(self) -> None:
+        """All that are there; their headers can be read still."""
+        for name in self.world.files.names():
+            if ".snapshot." in name:
+                data = bytearray(self.world.files.get(name))
+                data[len(data) // 2] ^= 0xFF
+                self.world.files.put(name, bytes(data))
 
 
 def quiet_for_a_while(scene: Scene) -> None:
@@ -101,6 +109,23 @@ def no_version_twice(scene: Scene) -> None:
     scene.alone(3 * RETAINED)
 
 
+def damaged_before_anything_leans_on_them(scene: Scene) -> None:
+    """No snapshot is whole, and the deltas from the first one on are all there is."""
+    scene.alone(4 * RETAINED, cleans=False)
+    scene.damage_snapshots()
+    scene.alone(1)
+
+
+def back_to_the_oldest_batch(scene: Scene) -> None:
+    """The query starts again at the oldest batch that Spark retains, and again."""
+    for _ in range(3):
+        scene.alone(4 * RETAINED)
+        scene.world.batch -= RETAINED
+        for executor in scene.world.executors:
+            executor.die()
+            executor.machine.lose()
+
+
 def played(script: Callable[[Scene], None], bucket: type[Bucket], classify: Callable[..., Any]) -> None:
     """Play a scene; raises `WrongStateError` when anything is."""
     scene = Scene(bucket, classify)
@@ -111,4 +136,11 @@ def played(script: Callable[[Scene], None], bucket: type[Bucket], classify: Call
         scene.world.close()
 
 
-SCENES: list[Callable[[Scene], None]] = [quiet_for_a_while, called_by_timeouts_only, renewed_just_now, no_version_twice]
+SCENES: list[Callable[[Scene], None]] = [
+    quiet_for_a_while,
+    called_by_timeouts_only,
+    renewed_just_now,
+    no_version_twice,
+    damaged_before_anything_leans_on_them,
+    back_to_the_oldest_batch,
+]

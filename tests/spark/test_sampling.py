@@ -11,7 +11,19 @@ import pytest
 from killed_jobs import PROVIDERS, killed
 from sample_job import ROWS
 
+from arrow_schemas.lineage import parse_file_name
+
 RESTARTS, KILLS = 50, 25
+
+
+def _check_clean_up(root: Path) -> None:
+    """Files of the first batches are gone: each start took one, and few are retained."""
+    buckets = [path for path in root.glob("tested/*/*") if path.name.isdigit()]
+    assert len(buckets) == 2
+    for bucket in buckets:
+        versions = [parsed[0].version for path in bucket.iterdir() if (parsed := parse_file_name(path.name))]
+        assert max(versions) > RESTARTS // 2
+        assert min(versions) > 5
 
 
 @pytest.mark.spark
@@ -37,6 +49,7 @@ def test_fifty_restarts_of_a_job_that_is_not_deterministic(tmp_path: Path) -> No
             assert job.returncode == 0, err[-4000:]
             assert json.loads(out.splitlines()[-1]) == list(range(RESTARTS * ROWS))
             assert killed(tmp_path / provider) == KILLS
+            _check_clean_up(tmp_path / provider / "root")
     finally:
         for job in jobs.values():
             job.kill()
