@@ -13,9 +13,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, file_name, parse_file_name
 from arrow_schemas.pointer import Pointer
@@ -29,7 +29,7 @@ __all__ = ["Decision", "FileHeaders", "Headers", "classify", "clean_up", "clean_
 _LOGGER = logging.getLogger("spark_state_ext")
 # Younger temporary files may still be somebody's work.
 _TEMPORARY_AGE_S = 86_400.0
-# And this is on top of what beats tell, should an assumption about them be wrong.
+# And younger files stay, with what they lean on, whatever beats tell: should an assumption about them be wrong.
 _ORPHAN_AGE_S = 600.0
 # The older one is what is left when the newer one turns out to be damaged.
 SNAPSHOTS_KEPT = 2
@@ -46,13 +46,16 @@ class Headers(Protocol):
         """The header of a checkpoint's file."""
         ...
 
-    def beats(self, refs: Sequence[CheckpointRef]) -> list[int]:
-        """The beats of checkpoints."""
+    def origins(self, refs: Sequence[CheckpointRef]) -> list[Origin]:
+        """Where checkpoints come from."""
         ...
 
 
-class _DoubtError(Exception):
-    """Something does not add up, so nothing may be deleted."""
+class Origin(NamedTuple):
+    """At which beat a checkpoint was made, and on what; None for the first."""
+
+    beat: int
+    parent: CheckpointRef | None
 
 
 @dataclass(frozen=True)
@@ -146,19 +149,18 @@ def classify(
         return Decision(tuple(leftovers))
     gone = {ref for ref in line if settled and ref.version < settled[-1].version}
     beside = sorted(kinds.keys() - line.keys())
+    origins = dict(zip(beside, headers.origins(beside), strict=True))
+    gone.update(ref for ref in beside if origins[ref].beat < recent and ref not in young)
     lean_on = list(settled)
-    try:
-        for ref, beat in zip(beside, headers.beats(beside), strict=True):
-            if beat < recent:
-                gone.add(ref)
-        for ref in beside:
-            if ref not in gone:
-                needed, snapshots = _needed_by(ref, line, settled, kinds, headers, damaged)
-                gone -= needed
-                lean_on += snapshots
-    except _DoubtError as doubt:
-        return Decision(doubt=str(doubt))
-    gone -= young - line.keys()
+    for ref in beside:
+        if ref in gone or _meets(origins[ref].parent, line, settled):
+            continue
+        needs = _needs_of(ref, line, settled, kinds, headers, damaged)
+        if origins[ref].beat >= recent:
+            if needs.missing is not None:
+                return Decision(doubt=f"{ref} may be in use and its ancestor {needs.missing} has no file")
+            lean_on += needs.snapshots
+        gone.difference_update(needs.refs)
     # The oldest first: a clean-up that stops in the middle leaves what later ones understand.
     names = [file_name(ref, kind) for ref in sorted(gone) for kind in sorted(kinds[ref])]
     return Decision((*leftovers, *names), tuple(dict.fromkeys(lean_on)) if names else ())
@@ -173,7 +175,7 @@ def _settled_snapshots(
     """
     found: list[CheckpointRef] = []
     for ref in line:
-        if _is_snapshot(ref, kinds, damaged) and headers.beats([ref])[0] < recent:
+        if _is_snapshot(ref, kinds, damaged) and headers.origins([ref])[0].beat < recent:
             found.append(ref)
             if len(found) == SNAPSHOTS_KEPT:
                 return found
@@ -198,29 +200,41 @@ def _back_from(ref: CheckpointRef, kinds: Kinds, headers: Headers) -> Iterator[C
             return
 
 
-def _needed_by(
-    recent: CheckpointRef,
+def _meets(ref: CheckpointRef | None, line: Container[CheckpointRef], settled: Sequence[CheckpointRef]) -> bool:
+    """Whether a checkpoint is where all stays that the lineage leans on: at or above the newest settled snapshot."""
+    return ref in line and ref is not None and (not settled or ref.version >= settled[0].version)
+
+
+@dataclass
+class _Needs:
+    """What loading a checkpoint may need: itself and ancestors, snapshots among these, and what of it is not there."""
+
+    refs: list[CheckpointRef] = field(default_factory=list)
+    snapshots: list[CheckpointRef] = field(default_factory=list)
+    missing: CheckpointRef | None = None
+
+
+def _needs_of(
+    beside: CheckpointRef,
     line: Container[CheckpointRef],
     settled: Sequence[CheckpointRef],
     kinds: Kinds,
     headers: Headers,
     damaged: frozenset[CheckpointRef],
-) -> tuple[set[CheckpointRef], list[CheckpointRef]]:
-    """A checkpoint beside a lineage with those of its ancestors that loading it may need, and snapshots of these."""
-    needed: set[CheckpointRef] = set()
-    snapshots: list[CheckpointRef] = []
-    for ref in _back_from(recent, kinds, headers):
-        if ref in line and (not settled or ref.version >= settled[0].version):
-            # From here on all stays that the lineage leans on.
-            return needed, []
-        needed.add(ref)
+) -> _Needs:
+    """The needs of a checkpoint beside a lineage, down to its second snapshot or to where it comes from the lineage."""
+    needs = _Needs()
+    for ref in _back_from(beside, kinds, headers):
+        if _meets(ref, line, settled):
+            return _Needs(needs.refs)
+        needs.refs.append(ref)
         if _is_snapshot(ref, kinds, damaged):
-            snapshots.append(ref)
-            if len(snapshots) == SNAPSHOTS_KEPT:
-                return needed, snapshots
-    if not snapshots and headers.of(ref).parent is not None:
-        raise _DoubtError(f"{recent} is recent and its ancestor {headers.of(ref).parent} has no file")
-    return needed, snapshots
+            needs.snapshots.append(ref)
+            if len(needs.snapshots) == SNAPSHOTS_KEPT:
+                break
+    if not needs.snapshots:
+        needs.missing = headers.of(needs.refs[-1]).parent
+    return needs
 
 
 def clean_up(
@@ -231,6 +245,7 @@ def clean_up(
     still_ours: Callable[[], None],
     now_s: float | None = None,
     entries: Sequence[Entry] | None = None,
+    deletes_max: int | None = None,
 ) -> int:
     """Delete what no retained pointer leads to; returns how many files. May be repeated, and stopped, at any time.
 
@@ -250,6 +265,8 @@ def clean_up(
         The time, for tests.
     entries
         A listing of the folder, where the caller has one; it may be of any time after the pointer was handed out.
+    deletes_max
+        How many files are deleted at most; the rest is left to another time.
 
     Raises
     ------
@@ -274,15 +291,16 @@ def clean_up(
         if not found:
             break
         damaged |= found
-    for name in decision.delete:
+    names = decision.delete[:deletes_max]
+    for name in names:
         # Cheap; and it may take long until all are gone.
         still_ours()
         files.remove(name)
-    return len(decision.delete)
+    return len(names)
 
 
 class FileHeaders:
-    """Headers of files, remembered, as files are immutable: the beats of all that are there, and whole headers of some.
+    """Headers of files, remembered, as files are immutable: the origins of all that are there, whole headers of some.
 
     Parameters
     ----------
@@ -292,36 +310,35 @@ class FileHeaders:
         The listing.
     """
 
-    _beats: ClassVar[OrderedDict[str, dict[CheckpointRef, int]]] = OrderedDict()
-    _headers: ClassVar[OrderedDict[str, LineageHeader]] = OrderedDict()
     _FOLDERS_MAX = 256
     _HEADERS_MAX = 1_024
+    _origins: ClassVar[OrderedDict[str, dict[CheckpointRef, Origin]]] = OrderedDict()
+    _headers: ClassVar[OrderedDict[str, LineageHeader]] = OrderedDict()
 
     def __init__(self, files: Backend, names: Collection[str]) -> None:
         self._files = files
         self._names = names
         listed = {parsed[0] for name in names if (parsed := parse_file_name(name))}
-        known = self._beats.pop(files.root, {})
-        self._known = {ref: beat for ref, beat in known.items() if ref in listed}
-        self._beats[files.root] = self._known
-        if len(self._beats) > self._FOLDERS_MAX:
-            self._beats.popitem(last=False)
+        known = self._origins.pop(files.root, {})
+        self._known = {ref: origin for ref, origin in known.items() if ref in listed}
+        self._origins[files.root] = self._known
+        if len(self._origins) > self._FOLDERS_MAX:
+            self._origins.popitem(last=False)
 
     def of(self, ref: CheckpointRef) -> LineageHeader:
         """The header of a checkpoint's file."""
         kind = DELTA if file_name(ref, DELTA) in self._names else SNAPSHOT
         where = self._files.where(file_name(ref, kind))
-        header = self._headers.get(where)
-        if header is None:
-            header = read_header(self._files, ref, kind)
-            self._headers[where] = header
-            if len(self._headers) > self._HEADERS_MAX:
-                self._headers.popitem(last=False)
-        self._known[ref] = header.writer.beat
+        # Taken out and put in again: in the order of their last use.
+        header = self._headers.pop(where, None) or read_header(self._files, ref, kind)
+        self._headers[where] = header
+        if len(self._headers) > self._HEADERS_MAX:
+            self._headers.popitem(last=False)
+        self._known[ref] = Origin(header.writer.beat, header.parent)
         return header
 
-    def beats(self, refs: Sequence[CheckpointRef]) -> list[int]:
-        """The beats of checkpoints."""
+    def origins(self, refs: Sequence[CheckpointRef]) -> list[Origin]:
+        """Where checkpoints come from; what is not known is read side by side."""
         unknown = [ref for ref in refs if ref not in self._known]
         if len(unknown) > 1:
             with ThreadPoolExecutor(min(_PARALLEL_MAX, len(unknown)), "spark_state_ext headers") as pool:

@@ -59,6 +59,8 @@ __all__ = ["run_bucket"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _OPEN_STORES_MAX = 256
+# Within a call, which has something else to do.
+_DELETES_MAX = 500
 _stores: dict[str, LocalStore] = {}
 _RECLAIM_EVERY_S = 3_600.0
 _reclaim_at_s = 0.0
@@ -207,7 +209,7 @@ class _BucketCall:
 
     def _clean_up_in_turn(self, pointer: Pointer) -> None:
         """Have what no pointer leads to any more deleted, when it is this bucket's turn."""
-        retained = self._job.batches_retained
+        retained = self._task.batches_retained
         if not clean_up_due(pointer.calls, self._bucket_number, retained):
             return
         files, committed, scratch, lease = self._bucket.files, self._pointer, self._scratch, self._lease
@@ -216,7 +218,7 @@ class _BucketCall:
             entries = files.entries()
             if background.finished == 0 and is_crowded(entries, retained):
                 # Workers here do not live long enough for their background to get to it.
-                clean_up(files, committed, retained, scratch, lease.hold, entries=entries)
+                clean_up(files, committed, retained, scratch, lease.hold, entries=entries, deletes_max=_DELETES_MAX)
                 return
         except OwnershipError:
             raise
@@ -396,7 +398,7 @@ class _BucketCall:
             writer,
             self._scratch,
             Background.shared(),
-            self._job.batches_retained,
+            self._task.batches_retained,
         )
 
 

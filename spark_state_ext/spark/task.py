@@ -13,12 +13,14 @@ from pathlib import Path
 from pyspark import TaskContext
 
 from spark_state_ext.backend import Backend
+from spark_state_ext.bucket import BATCHES_RETAINED
 from spark_state_ext.errors import StorageError
 from spark_state_ext.spark.job import Job
 
 __all__ = ["TaskInfo", "local_folder", "operator_folder", "scratch_folder", "settle", "stores_folder"]
 
 
+_RETAINED = "spark.sql.streaming.minBatchesToRetain"
 # Containers allocated, and not freed yet, at which a young collection begins; Python's own default is 700.
 _YOUNG_OBJECTS_MAX = 5_000
 
@@ -29,11 +31,19 @@ class TaskInfo:
 
     An action inside `foreachBatch` over Spark Connect runs in a thread of its own, and its tasks are told none of them.
     Then the plan's id stands in for query and run, and the batch is None.
+
+    Parameters
+    ----------
+    query_id, run_id, batch
+        As Spark told them.
+    batches_retained
+        How many batches Spark retains, or more.
     """
 
     query_id: str
     run_id: str
     batch: int | None
+    batches_retained: int = BATCHES_RETAINED
 
     @staticmethod
     def current(job: Job) -> TaskInfo:
@@ -41,9 +51,13 @@ class TaskInfo:
         context = TaskContext.get()
         query_id = context.getLocalProperty("sql.streaming.queryId") if context is not None else None
         batch = context.getLocalProperty("streaming.sql.batchId") if context is not None else None
+        # As it was when the query started, which may be another value than when it was planned. Spark tells settings
+        # that are not its defaults.
+        told = context.getLocalProperty(_RETAINED) if context is not None else None
+        retained = int(told) if told else max(BATCHES_RETAINED, job.batches_retained)
         if context is None or not query_id or batch is None:
-            return TaskInfo(job.plan_id, job.plan_id, None)
-        return TaskInfo(query_id, context.getLocalProperty("spark.jobGroup.id") or query_id, int(batch))
+            return TaskInfo(job.plan_id, job.plan_id, None, retained)
+        return TaskInfo(query_id, context.getLocalProperty("spark.jobGroup.id") or query_id, int(batch), retained)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from spark_state_ext import cleanup as cleanup_module
 from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backend import Backend, Entry
 from spark_state_ext.bucket import Bucket
-from spark_state_ext.cleanup import Decision, FileHeaders, classify, clean_up, clean_up_due, is_crowded
+from spark_state_ext.cleanup import Decision, FileHeaders, Origin, classify, clean_up, clean_up_due, is_crowded
 from spark_state_ext.errors import CorruptFileError, LiveRunError
 from spark_state_ext.store import LocalStore
 
@@ -65,8 +65,8 @@ class Known(dict[CheckpointRef, LineageHeader]):
     def of(self, asked: CheckpointRef) -> LineageHeader:
         return self[asked]
 
-    def beats(self, asked: Sequence[CheckpointRef]) -> list[int]:
-        return [self[found].writer.beat for found in asked]
+    def origins(self, asked: Sequence[CheckpointRef]) -> list[Origin]:
+        return [Origin(self[found].writer.beat, self[found].parent) for found in asked]
 
     def with_(self, *headers: LineageHeader) -> Known:
         return Known({**self, **{h.ref: h for h in headers}})
@@ -209,12 +209,23 @@ def test_a_sibling_goes_before_there_are_snapshots() -> None:
     assert decision == Decision(tuple(deltas(15, sibling="b")))
 
 
-def test_a_young_sibling_stays_whatever_its_beat() -> None:
+def test_a_young_sibling_stays_whatever_its_beat_with_what_it_leans_on() -> None:
     _, headers = _with_sibling(15)
     young = listed(deltas(15, sibling="b"), age_s=60)
-    decision = classify([*listed(LINEAR), *young], POINTER, RETAINED, NOW_S, headers)
-    assert file_name(ref(15, "b"), DELTA) not in decision.delete
-    assert len(decision.delete) == 20
+    decision = classify([*listed([*LINEAR, *snapshots(5)]), *young], POINTER, RETAINED, NOW_S, headers)
+    assert set(decision.delete) == {*deltas(1, 2, 3, 4), *deltas(*range(15, 20))}
+    # It is not known to be of use, so nothing is read for it; and nothing is wrong where its ancestors are gone.
+    assert decision.lean_on == (ref(30), ref(20))
+    less = [name for name in LINEAR if name not in deltas(13)]
+    assert len(classify([*listed(less), *young], POINTER, RETAINED, NOW_S, headers).delete) == 18
+
+
+def test_a_sibling_from_between_the_two_snapshots_keeps_one_more() -> None:
+    """Of the two that the lineage leans on it has the older one only."""
+    names, headers = _with_sibling(38, 25)
+    decision = decided(names, headers)
+    assert decision.lean_on == (ref(30), ref(20), ref(10))
+    assert set(decision.delete) == set(deltas(*range(1, 10)))
 
 
 @pytest.mark.parametrize("beat", [38, LONG_OVER + 1])
@@ -253,7 +264,7 @@ def test_a_recent_sibling_without_its_ancestors_stops_it() -> None:
 
 def test_an_unreadable_header_stops_it() -> None:
     class Unreadable(Known):
-        def beats(self, asked: Sequence[CheckpointRef]) -> list[int]:
+        def origins(self, asked: Sequence[CheckpointRef]) -> list[Origin]:
             raise CorruptFileError(f"the header of {asked} cannot be read")
 
     with pytest.raises(CorruptFileError):
@@ -417,14 +428,25 @@ def test_a_damaged_snapshot_is_noticed_before_its_deltas_go(scene: Scene, caplog
     assert file_name(newest, DELTA) in scene.files.names()
 
 
-def test_a_run_that_was_replaced_deletes_nothing(scene: Scene) -> None:
-    def lost() -> None:
-        raise LiveRunError("another run has the state")
-
+def test_a_run_that_was_replaced_deletes_nothing_more(scene: Scene) -> None:
+    """Also where that happens in the middle."""
     before = scene.files.names()
-    with pytest.raises(LiveRunError):
-        scene.clean(still_ours=lost)
-    assert scene.files.names() == before
+    for left in (0, 3):
+
+        def lost(asked: list[int] = [left]) -> None:  # noqa: B006
+            asked[0] -= 1
+            if asked[0] < 0:
+                raise LiveRunError("another run has the state")
+
+        with pytest.raises(LiveRunError):
+            scene.clean(still_ours=lost)
+        assert len(scene.files.names()) == len(before) - left
+
+
+def test_no_more_is_deleted_than_asked_for(scene: Scene) -> None:
+    assert clean_up(scene.files, scene.pointers[-1], RETAINED, scene.local, lambda: None, deletes_max=4) == 4
+    assert scene.clean() > 4
+    scene.check()
 
 
 def test_doubt_is_logged_and_nothing_goes(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from spark_state_ext.backend import Backend
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import write_checkpoint
 from spark_state_ext.errors import CorruptFileError, CorruptPointerError, LineageError, MissingCheckpointError
-from spark_state_ext.lineage import Chain, Fetch, plan_load, presuming_snapshot
+from spark_state_ext.lineage import Chain, Fetch, counted, plan_load, presuming_snapshot
 from spark_state_ext.store import LocalStore
 
 
@@ -295,3 +295,24 @@ def test_a_pruned_pointer_begins_with_its_own_checkpoint() -> None:
     assert (chain.refs, chain.start, chain.rooted) == (tuple(refs[1:]), 1, False)
     assert plan_load(chain, [], ()) == [Fetch(refs[2], SNAPSHOT)]
     assert plan_load(chain, [], {Fetch(refs[2], SNAPSHOT)}) is None
+
+
+def test_calls_and_beats_are_counted() -> None:
+    pointer = counted(first_pointer(), True, 5)
+    assert (pointer.calls, pointer.beats) == (1, 1)
+    pointer = counted(pointer, False, 5)
+    assert (pointer.calls, pointer.beats) == (2, 1)
+
+
+def test_more_batches_to_retain_count_at_once_and_fewer_when_nothing_retained_is_from_before() -> None:
+    pointer = replace(first_pointer(), beats=50, retained=10, retained_beat=50)
+    raised = counted(pointer, True, 12)
+    assert (raised.retained, raised.retained_beat) == (12, 51)
+    lowered = [pointer]
+    for _ in range(30):
+        lowered.append(counted(lowered[-1], True, 3))
+    # Those of beats up to 50 may be named by what was retained under 10, renewed under 10: twice that, and one.
+    assert [p.retained for p in lowered] == [10] * 22 + [3] * 9
+    # Raised again in between, it counts from there.
+    again = counted(counted(lowered[5], True, 10), True, 3)
+    assert (again.retained, again.retained_beat) == (10, 56)

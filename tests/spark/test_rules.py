@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.streaming.state import GroupState
-from streams import finish, read, write_batches
+from streams import collect, finish, read, write_batches
 
 from arrow_schemas import RowSchema
 from arrow_schemas.labels import bucket_label
 from spark_state_ext import ArrowState
 from spark_state_ext.errors import VersionSkewError
 from spark_state_ext.spark.runtime import run_bucket
+from spark_state_ext.spark.task import TaskInfo
 from spark_state_ext.store import LocalStore
 
 pytestmark = pytest.mark.spark
@@ -119,3 +121,33 @@ def test_triggers_without_micro_batches_are_refused(spark: Any, tmp_path: Path, 
         finally:
             query.stop()
     assert not (tmp_path / "root").exists()
+
+
+def retained_by_spark(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    planned = SimpleNamespace(plan_id="plan", batches_retained=3)
+    yield pd.DataFrame({"k": [key[0]], "n": [TaskInfo.current(planned).batches_retained]})  # type: ignore[arg-type] # a part of a job
+
+
+@pytest.mark.parametrize("fixture", ["spark", pytest.param("connect", marks=pytest.mark.connect)])
+def test_the_batches_to_retain_are_those_of_the_start_and_not_of_the_plan(
+    request: pytest.FixtureRequest, fixture: str, tmp_path: Path
+) -> None:
+    """Clean-up must never go by fewer than Spark does."""
+    session = request.getfixturevalue(fixture)
+    state = ArrowState(str(tmp_path / "root"), "ruled", local_dir=str(tmp_path / "local"), buckets=1)
+    setting = "spark.sql.streaming.minBatchesToRetain"
+    for told, expected in (("7", 7), (None, 100)):
+        folder = write_batches(tmp_path / f"in-{told}", [pa.table({"k": pa.array([1], pa.int64())})])
+        # Planned under another value than it is started under.
+        session.conf.set(setting, "5")
+        out = state.apply_in_pandas_with_state(
+            read(session, folder, "k long"), "k", retained_by_spark, "k long, n long", "n long", "update", "NoTimeout"
+        )
+        try:
+            if told is None:
+                session.conf.unset(setting)
+            else:
+                session.conf.set(setting, told)
+            assert [row.n for row in collect(session, out, "update")] == [expected]
+        finally:
+            session.conf.unset(setting)
