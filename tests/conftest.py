@@ -16,6 +16,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(HERE.parent), str(HERE / "spark"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+# For every JVM that tests start. Their queries are short, and so most of a JVM's time would go into compiling well what runs
+# a few times; on two cores that and a concurrent collector take the time from the tests.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
 ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
 CONF = {
