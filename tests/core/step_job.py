@@ -33,7 +33,8 @@ from spark_state_ext.errors import StorageError
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
 
-BATCHES, RETAINED = 5, 1
+# This driver hands out the last pointer only, so that clean-up has something to do within five batches.
+BATCHES, RETAINED = 5, 0
 FAILED, WRONG, UNHIT = 1, 3, 0
 OPERATIONS = ("open", "pipe_file", "put_file", "cat_file", "get_file", "info", "exists", "ls", "rm_file", "makedirs")
 CHANGES: list[Changes] = [
