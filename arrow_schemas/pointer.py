@@ -3,8 +3,8 @@
 Spark commits it with the batch and hands it to every retry, speculative attempt or restart of the next one, so
 it is the commit log (`docs/design`). One backend, committed synchronously: every delta the pointer names is durable
 before Spark sees the pointer. Format 1 said the same of its snapshot; since format 2 that is presumed only, and the
-pointer tells what it was built on. Since format 3 it counts the bucket's calls, which clean-up goes by. The fields that
-asynchronous commit needs (markers, inline deltas) have their place already.
+pointer tells what it was built on. Since format 3 it counts the bucket's calls and beats, which clean-up goes
+by. The fields that asynchronous commit needs (markers, inline deltas) have their place already.
 
 Bytes: ``b"SSEP"``, format (u16), length of the JSON part (u32), the JSON part, the inline deltas' bytes one
 after the other, and the CRC-32 of everything before (u32); all little-endian.

@@ -112,7 +112,7 @@ class Bucket:
             Changed rows in run order, tombstones included. When there are none, the checkpoint stays the same, but is
             renewed once in so many batches: clean-up goes by the age of files.
         heartbeat
-            Whether the batch has data, so that Spark calls every bucket in it.
+            Whether the call came with one: then every bucket in this batch has one, in every attempt at it.
         """
         # Counted before anything is written, so that each file tells its beat.
         pointer = counted(self.pointer, heartbeat, self._batches_retained)

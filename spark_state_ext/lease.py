@@ -203,10 +203,7 @@ class Lease:
             return
         found = self._read()
         if found is not None and found.owner.run_id != self._me.run_id:
-            raise LiveRunError(
-                f"run {self._me.run_id} has lost the state at {self._files.root} to run {found.owner.run_id} on "
-                f"{found.owner.host}; what it had left to do in the background is not done."
-            )
+            raise self._lost_to(found.owner, "; what it had left to do in the background is not done.")
         self._checked_at_s = time.monotonic()
 
     def _renew(self) -> None:
@@ -215,16 +212,21 @@ class Lease:
         if found is not None and found.owner.run_id != self._me.run_id:
             # A run whose workers are new, and a late task of a run that is over, know it from the record only.
             if self._seen or (self._once and self._me.run_id in replaced):
-                raise LiveRunError(
-                    f"run {self._me.run_id} has lost the state at {self._files.root} to run {found.owner.run_id} on "
-                    f"{found.owner.host}, which started later. Stop one of the two, and give a copied "
-                    "checkpoint a root of its own."
+                raise self._lost_to(
+                    found.owner,
+                    ", which started later. Stop one of the two, and give a copied checkpoint a root of its own.",
                 )
             self._wait_for_end(found)
             replaced = (*replaced, found.owner.run_id)[-_REPLACED_MAX:]
         self._files.put(_FILE, LeaseRecord(self._me, int(time.time() * 1000), replaced).encode())
         self._seen = True
         self._check_at_s = time.monotonic() + self._lease_ms / 3000
+
+    def _lost_to(self, owner: RunIdentity, and_so: str) -> LiveRunError:
+        return LiveRunError(
+            f"run {self._me.run_id} has lost the state at {self._files.root} to run {owner.run_id} on "
+            f"{owner.host}{and_so}"
+        )
 
     def _wait_for_end(self, found: LeaseRecord) -> None:
         deadline_s = time.monotonic() + self._lease_ms / 1000

@@ -52,7 +52,7 @@ class TaskInfo:
         query_id = context.getLocalProperty("sql.streaming.queryId") if context is not None else None
         batch = context.getLocalProperty("streaming.sql.batchId") if context is not None else None
         # As it was when the query started, which may be another value than when it was planned. Spark tells settings
-        # that are not its defaults.
+        # that are not its defaults. Where it tells none, the larger of its default and what was planned is safe.
         told = context.getLocalProperty(_RETAINED) if context is not None else None
         retained = int(told) if told else max(BATCHES_RETAINED, job.batches_retained)
         if context is None or not query_id or batch is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -162,19 +163,25 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fresh.close()
 
 
+@dataclass(frozen=True)
+class Idle:
+    """A runner that never gets to anything; it takes all work, or none."""
+
+    takes: bool
+
+    def submit(self, name: str, work: object) -> bool:
+        return self.takes
+
+    def busy(self, name: str) -> bool:
+        return False
+
+
 def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing in the background ever ends, the third snapshot is written by the call itself."""
     monkeypatch.setattr(lineage_module, "DELTAS_MIN", 2)
     monkeypatch.setattr(lineage_module, "DELTAS_MAX", 2)
-
-    class Dying:
-        def submit(self, name: str, work: object) -> bool:
-            return True
-
-        def busy(self, name: str) -> bool:
-            return False
 
     files = Backend(str(tmp_path / "root"))
     store = LocalStore(tmp_path / "store", SCHEMA)
@@ -183,7 +190,7 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     counts: list[int] = []
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i)}
-        pointer = Bucket(store, files, pointer, WRITER, tmp_path, Dying()).commit(buffer_of(changes, tmp_path))
+        pointer = Bucket(store, files, pointer, WRITER, tmp_path, Idle(takes=True)).commit(buffer_of(changes, tmp_path))
         model = changed(model, changes)
         counts.append(len([n for n in files.names() if n.endswith("snapshot.arrow")]))
     # Presumed at 3, 5 (one missed) and 7 (two missed, so written); and so on.
@@ -203,20 +210,15 @@ def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
     monkeypatch.setattr(lineage_module, "DELTAS_MIN", 2)
     monkeypatch.setattr(lineage_module, "DELTAS_MAX", 3)
 
-    class Refusing:
-        def submit(self, name: str, work: object) -> bool:
-            return False
-
-        def busy(self, name: str) -> bool:
-            return False
-
     files = Backend(str(tmp_path / "root"))
     store = LocalStore(tmp_path / "store", SCHEMA)
     pointer = first_pointer()
     lengths = []
     for i in range(12):
         changes = {KEYS[i % 9]: Row(i)}
-        pointer = Bucket(store, files, pointer, WRITER, tmp_path, Refusing()).commit(buffer_of(changes, tmp_path))
+        pointer = Bucket(store, files, pointer, WRITER, tmp_path, Idle(takes=False)).commit(
+            buffer_of(changes, tmp_path)
+        )
         lengths.append(len(pointer.lineage))
     assert lengths == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
     assert [name.split("_")[0] for name in files.names() if name.endswith("snapshot.arrow")] == ["11", "6"]

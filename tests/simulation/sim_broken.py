@@ -145,7 +145,7 @@ class EveryCallABeat(Bucket):
 class NeverRenewed(Bucket):
     """The file of a quiet bucket grows old."""
 
-    def _renewal_due(self, counted: Pointer) -> bool:
+    def _renewal_due(self, pointer: Pointer) -> bool:
         return False
 
 
