@@ -8,7 +8,6 @@ at will; nobody reads their runs.
 from __future__ import annotations
 
 import json
-import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ import pyarrow as pa
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import CorruptStoreError, MissingRunError, StorageError
+from spark_state_ext.store import pins
 from spark_state_ext.store.base_file import (
     check_blocks,
     chunks_in,
@@ -237,18 +237,11 @@ class LocalStore:
 
         def work(txn: Writing) -> list[Run]:
             now = time.time()
-            pinned: set[str] = set()
-            # Copied before the first change: a change may move what a view shows.
-            for key, value in [(key, bytes(value)) for key, value in txn.items(b"pins")]:
-                pin = json.loads(value)
-                if pin["expires_s"] < now:
-                    txn.delete(b"pins", key)
-                else:
-                    pinned.update(pin["runs"])
-            dropped = droppable(_runs(txn), head, frozenset(pinned))
+            dropped = droppable(_runs(txn), head, frozenset(pins.pinned(txn)))
             for run in dropped:
                 txn.delete(b"runs", b"run/" + run.key.encode())
                 txn.delete_prefix(b"chunks", bytes.fromhex(run.key))
+            # Copied before the first change: a change may move what a view shows.
             for key, value in [(key, bytes(value)) for key, value in txn.items(b"runs", b"new/")]:
                 if json.loads(value)["started_s"] < now - _ABANDONED_AFTER_S:
                     txn.delete_prefix(b"chunks", bytes.fromhex(key[4:].decode()))
@@ -273,7 +266,7 @@ class LocalStore:
 
         def work(txn: Writing) -> None:
             _all_present(txn, view.runs, "pinned")
-            txn.put(b"pins", name.encode(), _pin([run.key for run in view.runs], seconds))
+            pins.put(txn, name, [run.key for run in view.runs], seconds)
 
         self._environment.write(work)
         return name
@@ -286,28 +279,15 @@ class LocalStore:
         StorageError
             When it has expired, and what it held may be gone.
         """
-
-        def expires_s(txn: Reader) -> float:
-            value = txn.get(b"pins", name.encode())
-            return 0.0 if value is None else float(json.loads(bytes(value))["expires_s"])
-
         # Most calls come long before the pin expires; they need not wait for the write lock.
-        if self._environment.read(expires_s) - time.time() > seconds / 2:
+        if self._environment.read(lambda txn: pins.expires_s(txn, name)) - time.time() > seconds / 2:
             return
-
-        def work(txn: Writing) -> bool:
-            value = txn.get(b"pins", name.encode())
-            if value is None:
-                return False
-            txn.put(b"pins", name.encode(), _pin(json.loads(bytes(value))["runs"], seconds))
-            return True
-
-        if not self._environment.write(work):
+        if not self._environment.write(lambda txn: pins.extend(txn, name, seconds)):
             raise StorageError(f"a pin of the local store {self.folder} expired while its runs were read")
 
     def unpin(self, name: str) -> None:
         """Release a pin."""
-        self._environment.write(lambda txn: txn.delete(b"pins", name.encode()))
+        self._environment.write(lambda txn: pins.release(txn, name))
 
     def rebuild(self) -> None:
         """Set a damaged environment aside and begin with an empty one."""
@@ -488,10 +468,6 @@ def _same_or_new(txn: Writing, run: Run) -> Run:
             return existing
     txn.put(b"runs", b"run/" + run.key.encode(), run.encode())
     return run
-
-
-def _pin(runs: list[str], seconds: float) -> bytes:
-    return json.dumps({"runs": runs, "expires_s": time.time() + seconds, "pid": os.getpid()}).encode()
 
 
 def _chunk_key(run_key: str, index: int) -> bytes:
