@@ -19,10 +19,10 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer, file_name, new_checkpoint_id
 from arrow_schemas.pointer import LineageEntry, Pointer
-from spark_state_ext.backend import Backend
 from spark_state_ext.background import Inline, Runner
 from spark_state_ext.checkpoint import write_checkpoint
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
+from spark_state_ext.folder import Folder
 from spark_state_ext.lineage import Chain, counted, presuming_snapshot, snapshot_due, snapshot_overdue
 from spark_state_ext.loading import Loader
 from spark_state_ext.spill import SpillBuffer, local_errors
@@ -70,7 +70,7 @@ class Bucket:
     def __init__(
         self,
         store: LocalStore,
-        files: Backend,
+        files: Folder,
         pointer: Pointer,
         writer: Writer,
         scratch: Path,

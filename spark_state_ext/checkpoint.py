@@ -31,8 +31,8 @@ from arrow_schemas.lineage import (
     file_name,
 )
 from arrow_schemas.row import DELETED, RowSchema
-from spark_state_ext.backend import Backend
 from spark_state_ext.errors import CorruptFileError, LineageError, StateError
+from spark_state_ext.folder import Folder
 from spark_state_ext.spill import local_errors
 from spark_state_ext.store.runs import CHUNK_ROWS, cut
 
@@ -180,7 +180,7 @@ class CheckpointFile:
 
 
 def read_checkpoint(
-    backend: Backend, ref: CheckpointRef, kind: str, schema: RowSchema, scratch: Path, keep: Path | None = None
+    files: Folder, ref: CheckpointRef, kind: str, schema: RowSchema, scratch: Path, keep: Path | None = None
 ) -> CheckpointFile:
     """Read and check one checkpoint file; a large one passes through the local folder `scratch`.
 
@@ -195,8 +195,8 @@ def read_checkpoint(
         When any check fails.
     """
     name = file_name(ref, kind)
-    where = backend.where(name)
-    file, copied = _open(backend, name, scratch, keep)
+    where = files.where(name)
+    file, copied = _open(files, name, scratch, keep)
     try:
         record, blocks = _verified(file, where)
         # The file as a stream, up to where the checksum reaches: Arrow sees no unchecked byte, nor the footer's
@@ -216,7 +216,7 @@ def read_checkpoint(
     return CheckpointFile(header, _checked_batches(reader, record, schema, where), file.size(), copy)
 
 
-def verify_checkpoint(backend: Backend, ref: CheckpointRef, kind: str, scratch: Path) -> LineageHeader:
+def verify_checkpoint(files: Folder, ref: CheckpointRef, kind: str, scratch: Path) -> LineageHeader:
     """Check a file to the last byte without decoding its rows.
 
     Raises
@@ -225,9 +225,9 @@ def verify_checkpoint(backend: Backend, ref: CheckpointRef, kind: str, scratch: 
         As `read_checkpoint`.
     """
     name = file_name(ref, kind)
-    where = backend.where(name)
-    _verified(_open(backend, name, scratch)[0], where)
-    header = read_header(backend, ref, kind)
+    where = files.where(name)
+    _verified(_open(files, name, scratch)[0], where)
+    header = read_header(files, ref, kind)
     _check_identity(header, ref, kind, where)
     return header
 
@@ -254,30 +254,30 @@ def _checked_batches(
         raise CorruptFileError(f"{where} holds {rows} rows and announces {record.rows}")
 
 
-def _open(backend: Backend, name: str, scratch: Path, keep: Path | None = None) -> tuple[pa.NativeFile, Path | None]:
+def _open(files: Folder, name: str, scratch: Path, keep: Path | None = None) -> tuple[pa.NativeFile, Path | None]:
     """A file to read, and where its copy is when it was kept.
 
     A small one is read from memory, a large one from the disk: where it lies, or an unnamed local copy.
     """
-    size = backend.size(name)
+    size = files.size(name)
     if keep is not None and size > _ADOPTED_BYTES_MIN:
         with local_errors(keep.parent):
-            backend.get_file(name, keep)
+            files.get_file(name, keep)
             return pa.OSFile(str(keep), "r"), keep
     if size <= _IN_MEMORY_BYTES_MAX:
-        return pa.BufferReader(pa.py_buffer(backend.get(name))), None
+        return pa.BufferReader(pa.py_buffer(files.get(name))), None
     # Never mapped: what somebody cuts short while it is read must be an error, not the end of the process.
-    file = backend.open_local(name)
+    file = files.open_local(name)
     if file is not None:
         return file, None
     with local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
         copy = Path(folder) / name
-        backend.get_file(name, copy)
+        files.get_file(name, copy)
         return pa.OSFile(str(copy), "r"), None
     raise AssertionError("unreachable: local_errors raises what it catches")
 
 
-def read_header(backend: Backend, ref: CheckpointRef, kind: str) -> LineageHeader:
+def read_header(files: Folder, ref: CheckpointRef, kind: str) -> LineageHeader:
     """Read only the lineage header of a file, with a ranged read.
 
     Raises
@@ -288,11 +288,11 @@ def read_header(backend: Backend, ref: CheckpointRef, kind: str) -> LineageHeade
         When it has no valid header.
     """
     name = file_name(ref, kind)
-    where = backend.where(name)
-    head = backend.get_range(name, 0, _HEAD_BYTES)
+    where = files.where(name)
+    head = files.get_range(name, 0, _HEAD_BYTES)
     length = int.from_bytes(head[12:16], "little") if len(head) == _HEAD_BYTES else 0
     if _HEAD_BYTES < 16 + length <= _HEADER_BYTES_MAX:
-        head = backend.get_range(name, 0, 16 + length)
+        head = files.get_range(name, 0, 16 + length)
     if not head.startswith(_PADDED_MAGIC):
         raise CorruptFileError(f"{where} is no Arrow file")
     try:

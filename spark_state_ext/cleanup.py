@@ -19,9 +19,9 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, file_name, parse_file_name
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.backend import Backend, Entry, is_temporary
 from spark_state_ext.checkpoint import read_header, verify_checkpoint
 from spark_state_ext.errors import CorruptError, MissingCheckpointError
+from spark_state_ext.folder import Entry, Folder, is_temporary
 from spark_state_ext.lineage import DELTAS_MAX, recent_beats
 
 __all__ = ["Decision", "FileHeaders", "Headers", "classify", "clean_up", "clean_up_due", "is_crowded"]
@@ -238,7 +238,7 @@ def _needs_of(
 
 
 def clean_up(
-    files: Backend,
+    files: Folder,
     pointer: Pointer,
     batches_retained: int,
     scratch: Path,
@@ -315,7 +315,7 @@ class FileHeaders:
     _origins: ClassVar[OrderedDict[str, dict[CheckpointRef, Origin]]] = OrderedDict()
     _headers: ClassVar[OrderedDict[str, LineageHeader]] = OrderedDict()
 
-    def __init__(self, files: Backend, names: Collection[str]) -> None:
+    def __init__(self, files: Folder, names: Collection[str]) -> None:
         self._files = files
         self._names = names
         listed = {parsed[0] for name in names if (parsed := parse_file_name(name))}
@@ -352,7 +352,7 @@ _whole: OrderedDict[str, None] = OrderedDict()
 _WHOLE_MAX = 4_096
 
 
-def _is_whole(files: Backend, ref: CheckpointRef, scratch: Path) -> bool:
+def _is_whole(files: Folder, ref: CheckpointRef, scratch: Path) -> bool:
     """Whether a snapshot has the checksum that it announces; each worker process reads it once."""
     where = files.where(file_name(ref, SNAPSHOT))
     if where in _whole:

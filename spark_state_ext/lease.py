@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from arrow_schemas.checksum import checksum_of
-from spark_state_ext.backend import Backend
 from spark_state_ext.errors import (
     CorruptFileError,
     LiveRunError,
@@ -29,6 +28,7 @@ from spark_state_ext.errors import (
     UsageError,
     VersionSkewError,
 )
+from spark_state_ext.folder import Folder
 from spark_state_ext.store.environment import boot_id
 
 __all__ = ["Lease", "LeaseRecord", "RunIdentity", "verdict"]
@@ -153,7 +153,7 @@ class Lease:
     _held: ClassVar[dict[tuple[str, str], Lease]] = {}
     _lock = threading.Lock()
 
-    def __init__(self, files: Backend, me: RunIdentity, lease_ms: int, *, once: bool = True) -> None:
+    def __init__(self, files: Folder, me: RunIdentity, lease_ms: int, *, once: bool = True) -> None:
         if lease_ms < 100:
             raise UsageError(f"lease_ms must be at least 100, not {lease_ms}")
         self._files = files
@@ -166,7 +166,7 @@ class Lease:
         self._holding = threading.Lock()
 
     @classmethod
-    def of(cls, files: Backend, run_id: str, application_id: str, lease_ms: int, *, once: bool = True) -> Lease:
+    def of(cls, files: Folder, run_id: str, application_id: str, lease_ms: int, *, once: bool = True) -> Lease:
         """The process's lease object of a run."""
         with cls._lock:
             key = (files.root, run_id)

@@ -14,9 +14,9 @@ from itertools import islice
 from pathlib import Path
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
-from spark_state_ext.backend import Backend
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint, read_header
 from spark_state_ext.errors import CorruptError, CorruptFileError, LineageError, MissingCheckpointError
+from spark_state_ext.folder import Folder
 from spark_state_ext.lineage import Chain, Fetch, plan_load
 from spark_state_ext.store import LocalStore
 
@@ -44,7 +44,7 @@ class Loader:
         Local folder for temporary files.
     """
 
-    def __init__(self, store: LocalStore, files: Backend, operator: str, bucket: int, scratch: Path) -> None:
+    def __init__(self, store: LocalStore, files: Folder, operator: str, bucket: int, scratch: Path) -> None:
         self._store = store
         self._files = files
         self._operator = operator

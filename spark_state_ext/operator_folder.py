@@ -6,8 +6,8 @@ import logging
 import threading
 
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
-from spark_state_ext.backend import Backend
 from spark_state_ext.errors import ExistingStateError
+from spark_state_ext.folder import Folder
 
 __all__ = ["admit"]
 
@@ -16,7 +16,7 @@ _admitted: dict[tuple[str, bytes], OperatorFile] = {}
 _admitted_lock = threading.Lock()
 
 
-def admit(operator_files: Backend, wanted: OperatorFile, strict: bool, *, again: bool = False) -> OperatorFile:
+def admit(operator_files: Folder, wanted: OperatorFile, strict: bool, *, again: bool = False) -> OperatorFile:
     """Compare a job with what is stored and write the operator file it needs. Done once a process and job.
 
     Parameters
@@ -49,7 +49,7 @@ def admit(operator_files: Backend, wanted: OperatorFile, strict: bool, *, again:
         return _admitted[key]
 
 
-def _admit(operator_files: Backend, wanted: OperatorFile, strict: bool) -> OperatorFile:
+def _admit(operator_files: Folder, wanted: OperatorFile, strict: bool) -> OperatorFile:
     files = operator_files.child(wanted.query_id)
     stored = [n for n in map(parse_operator_file_name, files.names()) if n is not None]
     if stored:
@@ -65,7 +65,7 @@ def _admit(operator_files: Backend, wanted: OperatorFile, strict: bool) -> Opera
     return in_force
 
 
-def _look_beside(operator_files: Backend, wanted: OperatorFile, strict: bool) -> None:
+def _look_beside(operator_files: Folder, wanted: OperatorFile, strict: bool) -> None:
     others = [name for name in operator_files.names() if name != wanted.query_id]
     if not others:
         return

@@ -16,8 +16,8 @@ from pyspark.sql.streaming.state import GroupStateTimeout
 from pyspark.sql.types import DoubleType, FloatType, StructField, StructType
 
 from arrow_schemas.spark_types import key_fields, state_fields
-from spark_state_ext.backend import Backend
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
+from spark_state_ext.folder import Folder
 from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.payload import HASH_COLUMN, PAYLOAD_SCHEMA
 from spark_state_ext.spark.session import unpatched
@@ -109,7 +109,7 @@ class ArrowState:
             )
         if not local_keep_s >= 0:
             raise UsageError(f"local_keep_s must not be negative: {local_keep_s}")
-        Backend(root, storage_options)  # an unknown protocol is refused now
+        Folder(root, storage_options)  # an unknown protocol is refused now
         self.root = root
         self.operator = operator
         self.buckets = buckets

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from pyspark import TaskContext
 
-from spark_state_ext.backend import Backend
 from spark_state_ext.bucket import BATCHES_RETAINED
 from spark_state_ext.errors import StorageError
+from spark_state_ext.folder import Folder
 from spark_state_ext.spark.job import Job
 
 __all__ = ["TaskInfo", "local_folder", "operator_folder", "scratch_folder", "settle", "stores_folder"]
@@ -74,9 +74,9 @@ def settle() -> None:
         gc.set_threshold(max(young, _YOUNG_OBJECTS_MAX), *old)
 
 
-def operator_folder(job: Job) -> Backend:
+def operator_folder(job: Job) -> Folder:
     """The folder ``<root>/<operator>``; a query's state is in a folder below it, its home."""
-    return Backend(job.root, job.storage_options).child(job.operator)
+    return Folder(job.root, job.storage_options).child(job.operator)
 
 
 def local_folder(job: Job, home: str, schema_id: int, bucket: int) -> Path:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from arrow_schemas import CheckpointRef, Pointer, RowSchema, Writer
 from arrow_schemas.equality import HashArray
 from arrow_schemas.row import DELETED, TIMEOUT_MS
-from spark_state_ext.backend import Backend
 from spark_state_ext.bucket import Bucket
+from spark_state_ext.folder import Folder
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import hashes_of, sorted_run
@@ -208,16 +208,16 @@ def buffer_of(changes: Changes, scratch: Path, hashed: HashFunction = good_hash)
     return buffer
 
 
-def bucket_on(store: LocalStore, files: Backend, pointer: Pointer, scratch: Path) -> Bucket:
+def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Bucket:
     return Bucket(store, files, pointer, WRITER, scratch)
 
 
-def committed(store: LocalStore, files: Backend, pointer: Pointer, changes: Changes, scratch: Path) -> Pointer:
+def committed(store: LocalStore, files: Folder, pointer: Pointer, changes: Changes, scratch: Path) -> Pointer:
     """One call that changes some keys; returns the new pointer."""
     return bucket_on(store, files, pointer, scratch).commit(buffer_of(changes, scratch))
 
 
-def state_at(store: LocalStore, files: Backend, pointer: Pointer, scratch: Path) -> Model:
+def state_at(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Model:
     """The state at a pointer, by scan, checked against lookups of every key."""
     bucket = bucket_on(store, files, pointer, scratch)
     state = bucket.read(scanned)

@@ -27,9 +27,9 @@ from fsspec.implementations.local import LocalFileSystem
 from arrow_schemas import Pointer, Writer
 from spark_state_ext import cleanup
 from spark_state_ext import lineage as lineage_module
-from spark_state_ext.backend import Backend
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.errors import StorageError
+from spark_state_ext.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
 
@@ -142,7 +142,7 @@ def committed(folder: Path) -> Pointer:
 
 def run(folder: Path, protocol: str) -> None:
     """The rest of the job, from the committed pointer on; exits with WRONG when any state is not what it must be."""
-    files = Backend(f"{protocol}://{folder}/root").child("3")
+    files = Folder(f"{protocol}://{folder}/root").child("3")
     expected = models()
     store = LocalStore(folder / "local", SCHEMA)
     while (pointer := committed(folder)).batch + 1 < BATCHES:
@@ -163,7 +163,7 @@ def run(folder: Path, protocol: str) -> None:
             os._exit(WRONG)
 
 
-def clean_up(files: Backend, pointer: Pointer, folder: Path) -> None:
+def clean_up(files: Folder, pointer: Pointer, folder: Path) -> None:
     """As in the background: what fails waits for another time."""
     try:
         cleanup.clean_up(files, pointer, RETAINED, folder, lambda: None)

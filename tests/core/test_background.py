@@ -15,10 +15,10 @@ from arrow_schemas import Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext import background as background_module
 from spark_state_ext import lineage as lineage_module
-from spark_state_ext.backend import Backend
 from spark_state_ext.background import Background
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.errors import StorageError
+from spark_state_ext.folder import Folder
 from spark_state_ext.store import LocalStore
 
 WAIT_S = 20
@@ -113,8 +113,8 @@ def test_more_than_the_thread_keeps_up_with_is_refused() -> None:
     assert background.wait(WAIT_S)
 
 
-class Slow(Backend):
-    """A backend whose snapshots take until told."""
+class Slow(Folder):
+    """A folder in which snapshots take until told."""
 
     def __init__(self, root: str, gate: threading.Event) -> None:
         super().__init__(root)
@@ -183,7 +183,7 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     monkeypatch.setattr(lineage_module, "DELTAS_MIN", 2)
     monkeypatch.setattr(lineage_module, "DELTAS_MAX", 2)
 
-    files = Backend(str(tmp_path / "root"))
+    files = Folder(str(tmp_path / "root"))
     store = LocalStore(tmp_path / "store", SCHEMA)
     pointer = first_pointer()
     model: Model = {}
@@ -210,7 +210,7 @@ def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
     monkeypatch.setattr(lineage_module, "DELTAS_MIN", 2)
     monkeypatch.setattr(lineage_module, "DELTAS_MAX", 3)
 
-    files = Backend(str(tmp_path / "root"))
+    files = Folder(str(tmp_path / "root"))
     store = LocalStore(tmp_path / "store", SCHEMA)
     pointer = first_pointer()
     lengths = []

@@ -16,10 +16,10 @@ from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, R
 from arrow_schemas.blocks import BLOCK_BYTES
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from spark_state_ext import checkpoint as checkpoint_module
-from spark_state_ext.backend import Backend
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import write_checkpoint
 from spark_state_ext.errors import CorruptFileError
+from spark_state_ext.folder import Folder
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
@@ -49,22 +49,22 @@ def rows_of(keys: np.ndarray, values: np.ndarray, gone: bool = False) -> pa.Reco
 
 
 @pytest.fixture(params=["disk", "objects"])
-def files(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     """A bucket's folder with one snapshot."""
     root = str(tmp_path / "root") if request.param == "disk" else f"memory://{tmp_path.name}-{id(request)}"
-    backend = Backend(root).child("3")
+    folder = Folder(root).child("3")
     keys = np.arange(ROWS)
     header = LineageHeader(SNAPSHOT, "counts", 3, REF, PARENT, (PARENT,), 0, WRITER, "0.1.0")
     path = tmp_path / "made"
     with path.open("wb") as file:
         write_checkpoint(file, header, SCHEMA, [rows_of(keys, keys * 2)])
     assert path.stat().st_size > 3 * BLOCK_BYTES
-    backend.put_file(file_name(REF, SNAPSHOT), path)
+    folder.put_file(file_name(REF, SNAPSHOT), path)
     path.unlink()
-    return backend
+    return folder
 
 
-def bucket_on(store: LocalStore, files: Backend, pointer: Pointer, scratch: Path) -> Bucket:
+def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Bucket:
     return Bucket(store, files, pointer, WRITER, scratch)
 
 
@@ -81,7 +81,7 @@ def files_beside(store: LocalStore) -> list[str]:
 KEYS = np.array([0, 5, 10, ROWS - 1, ROWS + 5])
 
 
-def test_a_large_snapshot_is_copied_and_read_where_it_lies(files: Backend, tmp_path: Path) -> None:
+def test_a_large_snapshot_is_copied_and_read_where_it_lies(files: Folder, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store", SCHEMA)
     bucket = bucket_on(store, files, POINTER, tmp_path)
     assert bucket.read(lambda view: values_at(view, KEYS)) == [0, 10, 20, 2 * (ROWS - 1), None]
@@ -102,7 +102,7 @@ def test_a_large_snapshot_is_copied_and_read_where_it_lies(files: Backend, tmp_p
     later.close()
 
 
-def test_commits_lie_over_it_and_pruning_removes_it(files: Backend, tmp_path: Path) -> None:
+def test_commits_lie_over_it_and_pruning_removes_it(files: Folder, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store", SCHEMA)
     pointer = POINTER
     for i in range(3):
@@ -128,7 +128,7 @@ def test_commits_lie_over_it_and_pruning_removes_it(files: Backend, tmp_path: Pa
 
 
 @pytest.mark.parametrize("harm", ["damage", "truncate"])
-def test_damage_on_the_local_disk_is_noticed_and_mended(files: Backend, tmp_path: Path, harm: str) -> None:
+def test_damage_on_the_local_disk_is_noticed_and_mended(files: Folder, tmp_path: Path, harm: str) -> None:
     store = LocalStore(tmp_path / "store", SCHEMA)
     assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max) == ROWS
     path = next(store._environment.folder.glob("base-*"))
@@ -146,7 +146,7 @@ def test_damage_on_the_local_disk_is_noticed_and_mended(files: Backend, tmp_path
     later.close()
 
 
-def test_a_damaged_snapshot_leaves_nothing_behind(files: Backend, tmp_path: Path) -> None:
+def test_a_damaged_snapshot_leaves_nothing_behind(files: Folder, tmp_path: Path) -> None:
     name = file_name(REF, SNAPSHOT)
     data = bytearray(files.get(name))
     data[len(data) // 2] ^= 1
@@ -158,7 +158,7 @@ def test_a_damaged_snapshot_leaves_nothing_behind(files: Backend, tmp_path: Path
     store.close()
 
 
-def test_an_evolved_schema_goes_the_long_way(files: Backend, tmp_path: Path) -> None:
+def test_an_evolved_schema_goes_the_long_way(files: Folder, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store", WIDER)
     bucket = bucket_on(store, files, POINTER, tmp_path)
     assert bucket.read(lambda view: values_at(view, KEYS))[:2] == [0, 10]
@@ -166,7 +166,7 @@ def test_an_evolved_schema_goes_the_long_way(files: Backend, tmp_path: Path) -> 
     store.close()
 
 
-def test_what_dead_processes_left_is_removed(files: Backend, tmp_path: Path) -> None:
+def test_what_dead_processes_left_is_removed(files: Folder, tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "store", SCHEMA)
     folder = store._environment.folder
     for name in ("base-0123", "incoming-4567", "incoming-young"):
@@ -180,7 +180,7 @@ def test_what_dead_processes_left_is_removed(files: Backend, tmp_path: Path) -> 
 
 
 def test_small_snapshots_go_into_the_environment(
-    files: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_module, "_ADOPTED_BYTES_MIN", 1 << 40)
     store = LocalStore(tmp_path / "store", SCHEMA)
@@ -190,7 +190,7 @@ def test_small_snapshots_go_into_the_environment(
     store.close()
 
 
-def test_any_arrow_reader_opens_it(files: Backend, tmp_path: Path) -> None:
+def test_any_arrow_reader_opens_it(files: Folder, tmp_path: Path) -> None:
     path = tmp_path / "copy"
     files.get_file(file_name(REF, SNAPSHOT), path)
     with pa.memory_map(str(path)) as file:

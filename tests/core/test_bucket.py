@@ -30,10 +30,10 @@ from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from spark_state_ext import bucket as bucket_module
 from spark_state_ext import lineage as lineage_module
-from spark_state_ext.backend import Backend
 from spark_state_ext.bucket import BATCHES_RETAINED, Bucket
 from spark_state_ext.checkpoint import read_header
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, StorageError
+from spark_state_ext.folder import Folder
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import LocalStore
 
@@ -42,7 +42,7 @@ class Place:
     """A root, and machines with a local store each."""
 
     def __init__(self, root: str, local: Path) -> None:
-        self.files = Backend(root).child("3")
+        self.files = Folder(root).child("3")
         self.local = local
         self.local.mkdir()
         self.machines: dict[str, LocalStore] = {}
@@ -311,13 +311,13 @@ def test_a_snapshot_that_cannot_be_written(
 ) -> None:
     """Snapshots are optional: the batch is committed by its delta, and a later commit writes another one."""
 
-    def refuse(self: Backend, name: str, path: object) -> None:
+    def refuse(self: Folder, name: str, path: object) -> None:
         assert SNAPSHOT in name
         raise StorageError(f"writing {name}: no")
 
     pointers, models = place.history(2)
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "spark_state_ext"):
-        patched.setattr(Backend, "put_file", refuse)
+        patched.setattr(Folder, "put_file", refuse)
         for i in range(4):
             pointers.append(place.commit(pointers[-1], {KEYS[i]: Row(i)}))
             models.append(changed(models[-1], {KEYS[i]: Row(i)}))

@@ -35,8 +35,8 @@ from hypothesis.stateful import (
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from spark_state_ext import lineage as lineage_module
-from spark_state_ext.backend import Backend
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
+from spark_state_ext.folder import Folder
 from spark_state_ext.store import LocalStore
 
 _MACHINES = st.sampled_from(["a", "b"])
@@ -59,7 +59,7 @@ class BucketMachine(RuleBasedStateMachine):
     @initialize(disk=st.booleans())
     def start(self, disk: bool) -> None:
         root = str(self.local / "root") if disk else f"memory://{uuid.uuid4().hex}"
-        self.files = Backend(root).child("3")
+        self.files = Folder(root).child("3")
 
     def teardown(self) -> None:
         for store in self.stores.values():

@@ -12,9 +12,9 @@ from core_support import KEYS, SCHEMA, WRITER, Changes, Refs, Row, run_of
 from arrow_schemas import CheckpointRef, LineageHeader, RowSchema
 from arrow_schemas.lineage import BODY_PLACEHOLDER, DELTA, SNAPSHOT, file_name
 from spark_state_ext import checkpoint
-from spark_state_ext.backend import Backend
 from spark_state_ext.checkpoint import read_checkpoint, read_header, write_checkpoint
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
+from spark_state_ext.folder import Folder
 
 _CHANGES: Changes = {KEYS[0]: Row(1, "one", 5), KEYS[7]: Row(2), KEYS[9]: None}
 
@@ -31,11 +31,11 @@ def _header(ref: CheckpointRef, kind: str = DELTA, lineage: tuple[CheckpointRef,
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Backend:
-    return Backend(str(tmp_path / "root"))
+def files(tmp_path: Path) -> Folder:
+    return Folder(str(tmp_path / "root"))
 
 
-def test_round_trip_and_any_arrow_reader(files: Backend, tmp_path: Path) -> None:
+def test_round_trip_and_any_arrow_reader(files: Folder, tmp_path: Path) -> None:
     refs = Refs()
     parent, ref = refs.next(1), refs.next(2)
     batches = [run_of({KEYS[0]: Row(1)}), run_of(_CHANGES)]
@@ -54,7 +54,7 @@ def test_round_trip_and_any_arrow_reader(files: Backend, tmp_path: Path) -> None
     assert pa.ipc.open_stream(data[8:]).read_all() == pa.Table.from_batches(batches)
 
 
-def test_a_file_without_rows(files: Backend, tmp_path: Path) -> None:
+def test_a_file_without_rows(files: Folder, tmp_path: Path) -> None:
     ref = Refs().next(1)
     files.put(file_name(ref, SNAPSHOT), _written(_header(ref, SNAPSHOT), []))
     found = read_checkpoint(files, ref, SNAPSHOT, SCHEMA, tmp_path)
@@ -63,7 +63,7 @@ def test_a_file_without_rows(files: Backend, tmp_path: Path) -> None:
 
 
 def test_large_files_pass_through_the_scratch_folder(
-    files: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "_IN_MEMORY_BYTES_MAX", 100)
     scratch = tmp_path / "scratch"
@@ -75,7 +75,7 @@ def test_large_files_pass_through_the_scratch_folder(
     assert list(found.batches) == [run_of(_CHANGES)]
 
 
-def test_a_long_header_is_read_whole(files: Backend) -> None:
+def test_a_long_header_is_read_whole(files: Folder) -> None:
     refs = Refs()
     lineage = tuple(refs.next(version) for version in range(1, 600))
     ref = refs.next(600)
@@ -88,7 +88,7 @@ def test_a_long_header_is_read_whole(files: Backend) -> None:
 @pytest.mark.parametrize("flip", [0x01, 0xFF])
 def test_no_damaged_byte_yields_other_rows(tmp_path: Path, flip: int) -> None:
     """Each byte is damaged in turn: a typed error, or (in the footer's unused parts) the same rows."""
-    files = Backend("memory://damage")
+    files = Folder("memory://damage")
     ref = Refs().next(1)
     data = _written(_header(ref), [run_of(_CHANGES)])
     body_end = data.rindex(b"\xff\xff\xff\xff\x00\x00\x00\x00", 0, len(data))
@@ -109,7 +109,7 @@ def test_no_damaged_byte_yields_other_rows(tmp_path: Path, flip: int) -> None:
 
 
 def test_no_cut_file_is_read(tmp_path: Path) -> None:
-    files = Backend("memory://cuts")
+    files = Folder("memory://cuts")
     ref = Refs().next(1)
     data = _written(_header(ref), [run_of(_CHANGES)])
     for length in range(len(data)):
@@ -119,7 +119,7 @@ def test_no_cut_file_is_read(tmp_path: Path) -> None:
 
 
 def test_no_damaged_byte_of_a_header_is_believed(tmp_path: Path) -> None:
-    files = Backend("memory://headers")
+    files = Folder("memory://headers")
     ref = Refs().next(1)
     header = _header(ref)
     data = _written(header, [run_of(_CHANGES)])
@@ -138,7 +138,7 @@ def test_no_damaged_byte_of_a_header_is_believed(tmp_path: Path) -> None:
             read_header(files, ref, DELTA)
 
 
-def test_a_file_under_another_name_or_of_another_schema(files: Backend, tmp_path: Path) -> None:
+def test_a_file_under_another_name_or_of_another_schema(files: Folder, tmp_path: Path) -> None:
     refs = Refs()
     ref, other = refs.next(1), refs.next(1)
     data = _written(_header(ref), [run_of(_CHANGES)])
@@ -152,7 +152,7 @@ def test_a_file_under_another_name_or_of_another_schema(files: Backend, tmp_path
         list(read_checkpoint(files, ref, DELTA, wrong, tmp_path).batches)
 
 
-def test_rows_of_an_older_operator_file_are_widened(files: Backend, tmp_path: Path) -> None:
+def test_rows_of_an_older_operator_file_are_widened(files: Folder, tmp_path: Path) -> None:
     ref = Refs().next(1)
     files.put(file_name(ref, DELTA), _written(_header(ref), [run_of(_CHANGES)]))
     wider = RowSchema(SCHEMA.keys, (*SCHEMA.state, pa.field("new", pa.float64())))
@@ -162,7 +162,7 @@ def test_rows_of_an_older_operator_file_are_widened(files: Backend, tmp_path: Pa
     assert batch.column("state.new").null_count == 3
 
 
-def test_a_missing_file(files: Backend, tmp_path: Path) -> None:
+def test_a_missing_file(files: Folder, tmp_path: Path) -> None:
     ref = Refs().next(1)
     for read in (
         lambda: read_checkpoint(files, ref, DELTA, SCHEMA, tmp_path),

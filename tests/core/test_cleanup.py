@@ -18,10 +18,10 @@ from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, W
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from spark_state_ext import cleanup as cleanup_module
 from spark_state_ext import lineage as lineage_module
-from spark_state_ext.backend import Backend, Entry
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.cleanup import Decision, FileHeaders, Origin, classify, clean_up, clean_up_due, is_crowded
 from spark_state_ext.errors import CorruptFileError, LiveRunError
+from spark_state_ext.folder import Entry, Folder
 from spark_state_ext.store import LocalStore
 
 RETAINED = 5
@@ -309,7 +309,7 @@ class Counting:
 class Scene:
     """A bucket with a history of many batches."""
 
-    def __init__(self, files: Backend, local: Path) -> None:
+    def __init__(self, files: Folder, local: Path) -> None:
         self.files = files.child("3")
         self.local = local
         self.store = LocalStore(local / "store", SCHEMA)
@@ -349,9 +349,9 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(cleanup_module, "_whole", type(cleanup_module._whole)())
     if request.param == "s3":
         s3: S3 = request.getfixturevalue("s3")
-        files = Backend(s3.root(uuid.uuid4().hex), s3.options)
+        files = Folder(s3.root(uuid.uuid4().hex), s3.options)
     else:
-        files = Backend(str(tmp_path / "root") if request.param == "disk" else f"memory://{uuid.uuid4().hex}")
+        files = Folder(str(tmp_path / "root") if request.param == "disk" else f"memory://{uuid.uuid4().hex}")
     made = Scene(files, tmp_path)
     yield made
     made.store.close()
@@ -381,12 +381,12 @@ def test_it_costs_one_listing_where_nothing_ran_twice(scene: Scene) -> None:
 
 
 def test_a_clean_up_that_stops_anywhere_goes_on_later(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Backend.remove
+    real = Folder.remove
     total = 0
     while True:
         left = 2
 
-        def remove(self: Backend, name: str) -> None:
+        def remove(self: Folder, name: str) -> None:
             nonlocal left
             left -= 1
             if left < 0:
@@ -394,7 +394,7 @@ def test_a_clean_up_that_stops_anywhere_goes_on_later(scene: Scene, monkeypatch:
             real(self, name)
 
         with monkeypatch.context() as patched:
-            patched.setattr(Backend, "remove", remove)
+            patched.setattr(Folder, "remove", remove)
             try:
                 total += scene.clean()
                 break

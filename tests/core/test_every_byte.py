@@ -26,9 +26,9 @@ from core_support import KEYS, SCHEMA, WRITER, Refs, Row, run_of
 from arrow_schemas import LineageEntry, LineageHeader, OperatorFile, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from spark_state_ext import checkpoint
-from spark_state_ext.backend import Backend
 from spark_state_ext.checkpoint import read_checkpoint, read_header, verify_checkpoint, write_checkpoint
 from spark_state_ext.errors import StateError
+from spark_state_ext.folder import Folder
 from spark_state_ext.lease import LeaseRecord, RunIdentity
 from spark_state_ext.spark import payload
 
@@ -64,7 +64,7 @@ def _bits(batches: Iterable[pa.RecordBatch]) -> list[object]:
 # -- checkpoint files -------------------------------------------------------------------------------
 
 
-def _checkpoint(kind: str, reader: Callable[[Backend, Any, str], object], on_disk: bool = False) -> Kind:
+def _checkpoint(kind: str, reader: Callable[[Folder, Any, str], object], on_disk: bool = False) -> Kind:
     refs = Refs()
     parent, ref = refs.next(1), refs.next(2)
     header = LineageHeader(kind, "counts", 3, ref, parent, (parent,), 0, WRITER, "0.1.0")
@@ -75,7 +75,7 @@ def _checkpoint(kind: str, reader: Callable[[Backend, Any, str], object], on_dis
     if on_disk:
         folder = Path(tempfile.gettempdir())
         checkpoint._IN_MEMORY_BYTES_MAX = -1  # read where it lies, as large ones are
-    files = Backend(str(folder) if on_disk else "memory://every-byte")
+    files = Folder(str(folder) if on_disk else "memory://every-byte")
 
     def read(data: bytes) -> object:
         if on_disk:
@@ -87,12 +87,12 @@ def _checkpoint(kind: str, reader: Callable[[Backend, Any, str], object], on_dis
     return Kind(file.getvalue(), read)
 
 
-def _rows(files: Backend, ref: Any, kind: str) -> object:
+def _rows(files: Folder, ref: Any, kind: str) -> object:
     found = read_checkpoint(files, ref, kind, SCHEMA, Path(tempfile.gettempdir()))
     return found.header, _bits(found.batches)
 
 
-def _verified(files: Backend, ref: Any, kind: str) -> object:
+def _verified(files: Folder, ref: Any, kind: str) -> object:
     return verify_checkpoint(files, ref, kind, Path(tempfile.gettempdir()))
 
 
@@ -173,7 +173,7 @@ def _payload() -> Kind:
 
 def _reference() -> Kind:
     stored = _inline_payload()
-    files = Backend("memory://every-byte-spilled")
+    files = Folder("memory://every-byte-spilled")
     files.put("spill/7/x.payloads", b"before" + stored + b"after")
 
     def load(name: str, offset: int, length: int) -> bytes:

@@ -13,9 +13,9 @@ from core_support import WRITER
 from arrow_schemas import OperatorFile, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import POINTER_FORMAT
-from spark_state_ext.backend import Backend
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import read_checkpoint, read_header
+from spark_state_ext.folder import Folder
 from spark_state_ext.store import LocalStore
 
 _GOLDEN = Path(__file__).parent.parent / "golden"
@@ -54,9 +54,9 @@ def test_there_is_a_set_of_the_present_format() -> None:
     assert written == [1, 2, 3]
     assert written[-1] == POINTER_FORMAT
     assert {
-        read_header(Backend(str(path / "3")), *parsed).package_version
+        read_header(Folder(str(path / "3")), *parsed).package_version
         for path in _FORMATS
-        for name in Backend(str(path / "3")).names()
+        for name in Folder(str(path / "3")).names()
         if (parsed := parse_file_name(name))
     } == {"0.1.0"}
 
@@ -73,7 +73,7 @@ def test_state_at_the_pointer(golden: Path, tmp_path: Path, snapshot: str) -> No
     if snapshot == "lost":
         (golden / "3" / file_name(pointer.lineage[0].ref, SNAPSHOT)).unlink()
     store = LocalStore(tmp_path / "local", _operator(golden).row_schema())
-    bucket = Bucket(store, Backend(str(golden)).child("3"), pointer, WRITER, tmp_path)
+    bucket = Bucket(store, Folder(str(golden)).child("3"), pointer, WRITER, tmp_path)
     batches = bucket.read(lambda view: list(view.scan()))
     known = int.from_bytes((golden / "pointer.bin").read_bytes()[4:6], "little") > 2
     # Clean-up goes by these; what older formats do not tell is long ago.
@@ -87,7 +87,7 @@ def test_state_at_the_pointer(golden: Path, tmp_path: Path, snapshot: str) -> No
 
 
 def test_each_file_and_any_arrow_reader(golden: Path, tmp_path: Path) -> None:
-    files = Backend(str(golden)).child("3")
+    files = Folder(str(golden)).child("3")
     kinds = []
     for name in files.names():
         parsed = parse_file_name(name)

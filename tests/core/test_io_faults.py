@@ -30,8 +30,8 @@ from arrow_schemas import Pointer
 from spark_state_ext import bucket as bucket_module
 from spark_state_ext import lineage as lineage_module
 from spark_state_ext import loading as loading_module
-from spark_state_ext.backend import Backend
 from spark_state_ext.errors import StorageError
+from spark_state_ext.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
 
@@ -106,7 +106,7 @@ class Scene:
 
     def __init__(self, folder: Path, disk: bool) -> None:
         self.root = folder / "root" if disk else None
-        self.files = Backend(str(self.root) if self.root else f"memory://{folder.name}-{id(self)}").child("3")
+        self.files = Folder(str(self.root) if self.root else f"memory://{folder.name}-{id(self)}").child("3")
         self.local = folder / "local"
         self.local.mkdir(parents=True)
         self.store = LocalStore(self.local / "store", SCHEMA, chunk_rows=3)

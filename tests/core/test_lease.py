@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from spark_state_ext.backend import Backend
 from spark_state_ext.errors import CorruptFileError, LiveRunError, UsageError, VersionSkewError
+from spark_state_ext.folder import Folder
 from spark_state_ext.lease import TAKE, WAIT, Lease, LeaseRecord, RunIdentity, verdict
 
 _ME = RunIdentity("run", "application", "host", "boot", 10, "100")
@@ -67,12 +67,12 @@ def test_is_over_only_when_it_is_certain() -> None:
 
 def test_lease_times_that_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least 100"):
-        Lease(Backend(str(tmp_path)), _ME, 99)
+        Lease(Folder(str(tmp_path)), _ME, 99)
 
 
 _HOLDER = """
 import os, sys, time
-from spark_state_ext.backend import Backend
+from spark_state_ext.folder import Folder
 from spark_state_ext.errors import LiveRunError
 from spark_state_ext.lease import Lease, RunIdentity
 root, lease_ms, renews = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "renews"
@@ -80,7 +80,7 @@ worker = os.fork()
 if worker == 0:
     # As Spark's workers: the child of a daemon that lives as long as the run.
     daemon = os.getppid()
-    lease = Lease(Backend(root), RunIdentity.here("first run", "first application"), lease_ms)
+    lease = Lease(Folder(root), RunIdentity.here("first run", "first application"), lease_ms)
     lease.hold()
     print("held", flush=True)
     while os.getppid() == daemon:
@@ -116,7 +116,7 @@ def _first_run(root: Path, lease_ms: int, renews: bool) -> Iterator[subprocess.P
 
 
 def _second(root: Path, lease_ms: int, run: str = "second run", application: str = "second application") -> Lease:
-    return Lease(Backend(str(root)), RunIdentity.here(run, application), lease_ms)
+    return Lease(Folder(str(root)), RunIdentity.here(run, application), lease_ms)
 
 
 def test_a_second_run_is_refused_while_the_first_renews(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_second_run_is_refused_while_the_first_renews(tmp_path: Path) -> None:
             with pytest.raises(LiveRunError, match="first run"):
                 _second(tmp_path, 600).hold()
         # Nothing was taken: the first goes on.
-        assert b"first run" in Backend(str(tmp_path)).get("lease.json")
+        assert b"first run" in Folder(str(tmp_path)).get("lease.json")
 
 
 def test_a_silent_run_is_replaced_after_its_lease_and_then_refused(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_silent_run_is_replaced_after_its_lease_and_then_refused(tmp_path: Pat
         second = _second(tmp_path, 700)
         second.hold()
         assert time.monotonic() - started < 5
-        record = LeaseRecord.decode(Backend(str(tmp_path)).get("lease.json"), "lease.json")
+        record = LeaseRecord.decode(Folder(str(tmp_path)).get("lease.json"), "lease.json")
         assert record.owner.run_id == "second run"
         (tmp_path / "go on").touch()
         assert first.stdout is not None
@@ -161,7 +161,7 @@ def test_a_restart_in_the_same_application_does_not_wait(tmp_path: Path) -> None
         assert time.monotonic() - started < 5
         assert first.stdout is not None
         # The first renews after a third of its lease, and learns of it then; this test does not wait so long.
-        assert b"second run" in Backend(str(tmp_path)).get("lease.json")
+        assert b"second run" in Folder(str(tmp_path)).get("lease.json")
 
 
 def test_workers_of_one_run_share_the_lease(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_hold_that_is_not_due_costs_nothing(tmp_path: Path) -> None:
 
 
 def test_one_lease_object_a_process_and_run(tmp_path: Path) -> None:
-    files = Backend(str(tmp_path))
+    files = Folder(str(tmp_path))
     first = Lease.of(files, "run 1", "application", 1_000)
     assert Lease.of(files, "run 1", "application", 1_000) is first
     second = Lease.of(files, "run 2", "application", 1_000)
@@ -193,7 +193,7 @@ def test_one_lease_object_a_process_and_run(tmp_path: Path) -> None:
 
 def test_a_replaced_run_stays_replaced_whatever_its_workers_remember(tmp_path: Path) -> None:
     """New workers remember nothing; without the record two runs would take it in turn for ever."""
-    files = Backend(str(tmp_path))
+    files = Folder(str(tmp_path))
     first, second = replace(_ME, run_id="first"), replace(_OTHER, run_id="second")
     Lease(files, first, 100).hold()
     time.sleep(0.2)
@@ -207,7 +207,7 @@ def test_a_replaced_run_stays_replaced_whatever_its_workers_remember(tmp_path: P
 
 
 def test_a_late_task_of_an_old_run_does_not_stop_the_new_one(tmp_path: Path) -> None:
-    files = Backend(str(tmp_path))
+    files = Folder(str(tmp_path))
     Lease(files, replace(_ME, run_id="old"), 10_000).hold()
     live = Lease(files, replace(_ME, run_id="new"), 10_000)
     live.hold()
@@ -219,7 +219,7 @@ def test_a_late_task_of_an_old_run_does_not_stop_the_new_one(tmp_path: Path) -> 
 
 def test_background_work_sees_that_the_lease_is_lost_and_never_renews_it(tmp_path: Path) -> None:
     """Clean-up of a run that has ended must neither keep the next one out nor go on beside it."""
-    files = Backend(str(tmp_path))
+    files = Folder(str(tmp_path))
     old = Lease(files, replace(_ME, run_id="old"), 300)
     old.hold()
     record = files.get("lease.json")

@@ -16,10 +16,10 @@ from core_support import KEYS, SCHEMA, WRITER, Changes, Model, Row, changed, fir
 
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
-from spark_state_ext.backend import Backend
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import write_checkpoint
 from spark_state_ext.errors import CorruptFileError, CorruptPointerError, LineageError, MissingCheckpointError
+from spark_state_ext.folder import Folder
 from spark_state_ext.lineage import Chain, Fetch, counted, plan_load, presuming_snapshot
 from spark_state_ext.store import LocalStore
 
@@ -55,12 +55,12 @@ class Recorder(LocalStore):
         return made
 
 
-class Folder:
+class SeedFiles:
     """A bucket's files, written as the seed lists them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files = Backend(str(path / "3"))
+        self.files = Folder(str(path / "3"))
         self._stores = 0
 
     def put(self, name: str, lineage: Sequence[str], **header: Any) -> None:
@@ -110,9 +110,9 @@ MAIN = ("20_d8e2ca47", "21_f4d05ac9", "22_4489578d", "23_689aa6bd")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
+def folder(tmp_path: Path) -> SeedFiles:
     """The seed's second listing, before any later snapshot."""
-    made = Folder(tmp_path)
+    made = SeedFiles(tmp_path)
     made.put("20_d8e2ca47.delta", [])
     made.put("20_d8e2ca47.zip", [])
     made.put("21_ef6618c2.delta", ["20_d8e2ca47"])
@@ -125,13 +125,13 @@ def folder(tmp_path: Path) -> Folder:
 DELTAS = ["20_d8e2ca47.zip", "21_f4d05ac9.delta", "22_4489578d.delta", "23_689aa6bd.delta"]
 
 
-def test_example_1_the_checkpoint_has_a_snapshot(folder: Folder) -> None:
+def test_example_1_the_checkpoint_has_a_snapshot(folder: SeedFiles) -> None:
     folder.put("23_689aa6bd.zip", MAIN[:3])
     assert folder.load("23_689aa6bd", parent="22_4489578d") == (state(*MAIN), ["23_689aa6bd.zip"])
 
 
 @pytest.mark.parametrize("sibling", [False, True])
-def test_example_2_the_checkpoint_has_a_delta_only(folder: Folder, sibling: bool) -> None:
+def test_example_2_the_checkpoint_has_a_delta_only(folder: SeedFiles, sibling: bool) -> None:
     if sibling:
         folder.put("23_8205c96f.delta", MAIN[:3])
         folder.put("23_8205c96f.zip", MAIN[:3])
@@ -141,7 +141,7 @@ def test_example_2_the_checkpoint_has_a_delta_only(folder: Folder, sibling: bool
 
 
 @pytest.mark.parametrize("sibling", [False, True])
-def test_example_3_no_snapshot_where_one_is_presumed(folder: Folder, sibling: bool) -> None:
+def test_example_3_no_snapshot_where_one_is_presumed(folder: SeedFiles, sibling: bool) -> None:
     folder.put("24_32e3cc2a.delta", ["23_689aa6bd"])
     if sibling:
         # Two executors made a full snapshot; the one that was picked failed.
@@ -154,7 +154,7 @@ def test_example_3_no_snapshot_where_one_is_presumed(folder: Folder, sibling: bo
     assert folder.load("23_689aa6bd", "24_32e3cc2a") == (expected, ["23_689aa6bd.zip", "24_32e3cc2a.delta"])
 
 
-def test_a_damaged_snapshot_falls_back_and_is_logged(folder: Folder, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_snapshot_falls_back_and_is_logged(folder: SeedFiles, caplog: pytest.LogCaptureFixture) -> None:
     folder.put("23_689aa6bd.zip", MAIN[:3])
     path = folder.path / "3" / file_name(ref("23_689aa6bd"), SNAPSHOT)
     data = bytearray(path.read_bytes())
@@ -166,7 +166,7 @@ def test_a_damaged_snapshot_falls_back_and_is_logged(folder: Folder, caplog: pyt
     assert "fails its checksum" in caplog.text
 
 
-def test_a_snapshot_further_up_stands_in_for_a_lost_delta(folder: Folder) -> None:
+def test_a_snapshot_further_up_stands_in_for_a_lost_delta(folder: SeedFiles) -> None:
     folder.put("22_4489578d.zip", MAIN[:2])
     (folder.path / "3" / file_name(ref("21_f4d05ac9"), DELTA)).unlink()
     # What was applied before the loss was found is right, and of no use.
@@ -189,7 +189,7 @@ def _altered(path: Path) -> None:
 )
 @pytest.mark.parametrize("name", ["21_f4d05ac9", "22_4489578d", "23_689aa6bd"])
 def test_a_delta_on_the_only_path_is_never_guessed(
-    folder: Folder, harm: Callable[[Path], None], error: type[Exception], name: str
+    folder: SeedFiles, harm: Callable[[Path], None], error: type[Exception], name: str
 ) -> None:
     path = folder.path / "3" / file_name(ref(name), DELTA)
     harm(path)
@@ -198,7 +198,7 @@ def test_a_delta_on_the_only_path_is_never_guessed(
     assert f"checkpoint {ref(MAIN[-1])} of bucket 3" in str(raised.value)
 
 
-def test_a_delta_of_a_sibling_under_the_right_name(folder: Folder) -> None:
+def test_a_delta_of_a_sibling_under_the_right_name(folder: SeedFiles) -> None:
     """The delta was built on the other 21: the history that the tracker is about."""
     folder.put("22_4489578d.delta", ["20_d8e2ca47", "21_ef6618c2"])
     with pytest.raises(LineageError) as raised:
@@ -209,7 +209,7 @@ def test_a_delta_of_a_sibling_under_the_right_name(folder: Folder) -> None:
     assert f"expects {ref('21_f4d05ac9')}" in text
 
 
-def test_an_ancestor_that_is_not_ours(folder: Folder) -> None:
+def test_an_ancestor_that_is_not_ours(folder: SeedFiles) -> None:
     folder.put("23_689aa6bd.delta", ["20_d8e2ca47", "21_ef6618c2", "22_4489578d"])
     with pytest.raises(LineageError, match=f"names {ref('21_ef6618c2')} among its ancestors.*{ref('21_f4d05ac9')}"):
         folder.load(*MAIN)
@@ -219,20 +219,20 @@ def test_an_ancestor_that_is_not_ours(folder: Folder) -> None:
     ("header", "found"),
     [({"bucket": 5}, "bucket 5 of operator 'counts'"), ({"operator": "o"}, "bucket 3 of operator 'o'")],
 )
-def test_files_of_other_buckets_and_operators(folder: Folder, header: dict[str, Any], found: str) -> None:
+def test_files_of_other_buckets_and_operators(folder: SeedFiles, header: dict[str, Any], found: str) -> None:
     folder.put("22_4489578d.delta", MAIN[:2], **header)
     with pytest.raises(LineageError, match=f"{ref('22_4489578d')}.*{found}.*bucket 3 of 'counts' was expected"):
         folder.load(*MAIN)
 
 
-def test_a_file_under_the_name_of_another(folder: Folder) -> None:
+def test_a_file_under_the_name_of_another(folder: SeedFiles) -> None:
     there = folder.path / "3" / file_name(ref("21_ef6618c2"), DELTA)
     there.replace(folder.path / "3" / file_name(ref("21_f4d05ac9"), DELTA))
     with pytest.raises(LineageError, match=f"holds the delta of checkpoint {ref('21_ef6618c2')}"):
         folder.load(*MAIN)
 
 
-def test_cycles_cannot_be_written_nor_read(folder: Folder) -> None:
+def test_cycles_cannot_be_written_nor_read(folder: SeedFiles) -> None:
     with pytest.raises(LineageError, match="versions must ascend"):
         folder.put("21_f4d05ac9.delta", ["22_4489578d"])
     with pytest.raises(LineageError, match="versions must ascend"):
@@ -254,7 +254,7 @@ def test_a_pointer_that_contradicts_itself() -> None:
         Pointer.decode(good.encode()[:-1])
 
 
-def test_the_local_store_must_agree_with_the_pointer(folder: Folder) -> None:
+def test_the_local_store_must_agree_with_the_pointer(folder: SeedFiles) -> None:
     """The id that a checkpoint was built on is passed on too, and the next load compares."""
     store = LocalStore(folder.path / "local", SCHEMA)
     store.apply([run_of(CHANGES["20_d8e2ca47"])], ref("20_d8e2ca47"), None)

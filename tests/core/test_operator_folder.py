@@ -11,8 +11,8 @@ import pytest
 
 from arrow_schemas import OperatorFile
 from spark_state_ext import operator_folder
-from spark_state_ext.backend import Backend
 from spark_state_ext.errors import BucketCountChangedError, CorruptFileError, ExistingStateError, SchemaChangedError
+from spark_state_ext.folder import Folder
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +30,13 @@ def _wanted(count: str = "integer", buckets: int = 4, query: str = "query") -> O
     return OperatorFile("counts", query, buckets, schema("k", "string"), schema("count", count))
 
 
-def _again(files: Backend, wanted: OperatorFile, strict: bool = False) -> OperatorFile:
+def _again(files: Folder, wanted: OperatorFile, strict: bool = False) -> OperatorFile:
     operator_folder._admitted.clear()
     return operator_folder.admit(files, wanted, strict)
 
 
 def test_first_start_restart_and_evolution(tmp_path: Path) -> None:
-    files = Backend(str(tmp_path))
+    files = Folder(str(tmp_path))
     for _ in range(2):
         assert _again(files, _wanted()).schema_id == 0
     assert files.child("query").names() == ["operator_0.json"]
@@ -55,7 +55,7 @@ def test_first_start_restart_and_evolution(tmp_path: Path) -> None:
 
 def test_many_tasks_at_once(tmp_path: Path) -> None:
     found: list[OperatorFile] = []
-    files = Backend(str(tmp_path))
+    files = Folder(str(tmp_path))
 
     def admit() -> None:
         found.append(operator_folder._admit(files, _wanted(), False))
@@ -70,7 +70,7 @@ def test_many_tasks_at_once(tmp_path: Path) -> None:
 
 
 def test_state_of_another_query(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    files = Backend(str(tmp_path))
+    files = Folder(str(tmp_path))
     _again(files, _wanted(query="old"), strict=True)
     with pytest.raises(ExistingStateError, match=r"old.*checkpointLocation"):
         _again(files, _wanted(query="new"), strict=True)
@@ -85,7 +85,7 @@ def test_state_of_another_query(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_a_damaged_operator_file_stops_the_job(tmp_path: Path) -> None:
-    files = Backend(str(tmp_path))
+    files = Folder(str(tmp_path))
     _again(files, _wanted())
     data = files.child("query").get("operator_0.json")
     files.child("query").put("operator_0.json", data.replace(b'"count"', b'"amount"'))
@@ -94,7 +94,7 @@ def test_a_damaged_operator_file_stops_the_job(tmp_path: Path) -> None:
 
 
 def test_a_refusal_is_not_remembered(tmp_path: Path) -> None:
-    files = Backend(str(tmp_path))
+    files = Folder(str(tmp_path))
     _again(files, _wanted())
     wrong = _wanted(buckets=5)
     with pytest.raises(BucketCountChangedError):

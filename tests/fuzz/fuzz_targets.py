@@ -38,9 +38,9 @@ from arrow_schemas.lineage import (
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import RowSchema
-from spark_state_ext.backend import Backend
 from spark_state_ext.checkpoint import read_checkpoint, read_header, write_checkpoint
 from spark_state_ext.errors import StateError
+from spark_state_ext.folder import Folder
 from spark_state_ext.lease import LeaseRecord, RunIdentity
 from spark_state_ext.spark import payload
 from spark_state_ext.store.runs import Chunk, Run
@@ -157,8 +157,8 @@ def _checkpoint_files() -> list[bytes]:
     return made
 
 
-def _put(data: bytes) -> Backend:
-    files = Backend("memory://fuzz")
+def _put(data: bytes) -> Folder:
+    files = Folder("memory://fuzz")
     files.put(file_name(_HEADER.ref, DELTA), data)
     return files
 

@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, LineageHeader, file_name
-from spark_state_ext.backend import Backend
 from spark_state_ext.checkpoint import write_checkpoint
+from spark_state_ext.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.runs import sorted_run
 
@@ -92,7 +92,7 @@ def _rows(first: int, last: int, version: int) -> pa.RecordBatch:
 def main(folder: Path) -> None:
     """Write the files into a folder that does not exist yet."""
     folder.mkdir()
-    files = Backend(str(folder))
+    files = Folder(str(folder))
     schema = OPERATOR.row_schema()
     refs = [CheckpointRef(version, f"{version:032x}") for version in range(1, 5)]
     changes = [_rows(0, 30, 1), _rows(5, 20, 2), _rows(18, 25, 3), _rows(2, 4, 4)]

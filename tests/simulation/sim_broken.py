@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext import cleanup
-from spark_state_ext.backend import Entry
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint
 from spark_state_ext.cleanup import Decision, Headers
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
+from spark_state_ext.folder import Entry
 from spark_state_ext.lineage import Chain, Fetch
 from spark_state_ext.loading import Failure, Loader
 from spark_state_ext.spill import SpillBuffer

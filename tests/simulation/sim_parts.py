@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from arrow_schemas import Pointer, RowSchema
-from spark_state_ext.backend import Backend
 from spark_state_ext.background import Work
 from spark_state_ext.errors import StorageError
+from spark_state_ext.folder import Folder
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
@@ -27,7 +27,7 @@ __all__ = [
     "DiedError",
     "Executor",
     "Fault",
-    "FaultyBackend",
+    "FaultyFolder",
     "History",
     "Machine",
     "Model",
@@ -182,10 +182,10 @@ def dies() -> None:
     raise DiedError
 
 
-class FaultyBackend:
-    """A backend of which one operation is special."""
+class FaultyFolder:
+    """A folder of which one operation is special."""
 
-    def __init__(self, real: Backend, fault: Fault) -> None:
+    def __init__(self, real: Folder, fault: Fault) -> None:
         self._real = real
         self._fault = fault
 

@@ -27,7 +27,7 @@ from sim_parts import (
     DiedError,
     Executor,
     Fault,
-    FaultyBackend,
+    FaultyFolder,
     History,
     Machine,
     Model,
@@ -47,9 +47,9 @@ from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext import bucket as bucket_module
 from spark_state_ext import checkpoint, cleanup, loading
 from spark_state_ext import lineage as lineage_module
-from spark_state_ext.backend import Backend
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, StateError, StorageError
+from spark_state_ext.folder import Folder
 from spark_state_ext.lineage import Fetch
 from spark_state_ext.store import LocalStore
 
@@ -96,7 +96,7 @@ class World:
         self._bucket_class = bucket
         self._classify = classify
         self._name = uuid.uuid4().hex
-        self.files = Backend(f"memory://{self._name}/3")
+        self.files = Folder(f"memory://{self._name}/3")
         self.folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=_fast_folder()))
         machines = [Machine(self.folder / str(i)) for i in range(EXECUTORS)]
         if config.one_disk:
@@ -291,7 +291,7 @@ class World:
     def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> Pointer | None:
         """A task from its pointer to its new one; None when it failed."""
         executor = self.executors[attempt.executor]
-        files: Any = self.files if fault is None else FaultyBackend(self.files, fault)
+        files: Any = self.files if fault is None else FaultyFolder(self.files, fault)
         bucket = self._bucket(executor.machine.store, files, attempt.pointer, attempt.batch, executor)
         expected = self.models[attempt.pointer.encode()]
         # What is so old that Spark does not retain it may be cleaned up; it must not be anything else.
@@ -328,7 +328,7 @@ class World:
         """With the listing of now, to be used later."""
         entries = self.files.entries()
         fault = self._fault(numbers) if numbers.below(4) == 0 else None
-        files: Any = self.files if fault is None else FaultyBackend(self.files, fault)
+        files: Any = self.files if fault is None else FaultyFolder(self.files, fault)
         # Files that may be deleted before another run takes the state over.
         left = numbers.below(6) if numbers.below(8) == 0 else 1 << 30
 

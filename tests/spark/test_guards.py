@@ -23,9 +23,9 @@ from streams import WAIT_S, finish, read, write_batches
 
 from arrow_schemas.lineage import parse_file_name
 from spark_state_ext import ArrowState, enable
-from spark_state_ext.backend import Backend
 from spark_state_ext.checkpoint import read_header
 from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
+from spark_state_ext.folder import Folder
 
 pytestmark = pytest.mark.spark
 
@@ -107,7 +107,7 @@ def test_a_new_nullable_column_and_a_wider_number_are_followed(spark: Any, tmp_p
     for path in (tmp_path / "root").rglob("*.arrow"):
         named = parse_file_name(path.name)
         assert named is not None
-        header = read_header(Backend(str(path.parent)), *named)
+        header = read_header(Folder(str(path.parent)), *named)
         under.add((header.writer.batch, header.schema_id))
     assert under == {(0, 0), (1, 1), (2, 1)}
 

@@ -11,24 +11,24 @@ import pytest
 from core_support import small_disk
 from object_store import S3
 
-from spark_state_ext.backend import Backend
 from spark_state_ext.errors import MissingCheckpointError, StorageError, StoreFullError, UsageError
+from spark_state_ext.folder import Folder
 
 
 @pytest.fixture(params=["path", "file", "memory", "s3"])
-def files(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     if request.param == "s3":
         s3: S3 = request.getfixturevalue("s3")
-        return Backend(s3.root(f"{tmp_path.name}/root"), s3.options)
+        return Folder(s3.root(f"{tmp_path.name}/root"), s3.options)
     roots = {
         "path": str(tmp_path / "root"),
         "file": f"file://{tmp_path}/root",
         "memory": f"memory://{tmp_path.name}/root",
     }
-    return Backend(roots[request.param])
+    return Folder(roots[request.param])
 
 
-def test_files_and_folders(files: Backend, tmp_path: Path) -> None:
+def test_files_and_folders(files: Folder, tmp_path: Path) -> None:
     folder = files.child("operator", "query")
     assert folder.names() == files.names() == []
     assert not folder.exists("a")
@@ -51,7 +51,7 @@ def test_files_and_folders(files: Backend, tmp_path: Path) -> None:
     assert folder.where("a").startswith(files.root)
 
 
-def test_what_is_missing(files: Backend, tmp_path: Path) -> None:
+def test_what_is_missing(files: Folder, tmp_path: Path) -> None:
     for read in (
         lambda: files.get("none"),
         lambda: files.get_range("none", 0, 4),
@@ -66,12 +66,12 @@ def test_what_is_missing(files: Backend, tmp_path: Path) -> None:
 def test_what_another_process_wrote_since_a_listing_is_there(s3: S3, tmp_path: Path, remembers: bool) -> None:
     """s3fs remembers listings for as long as the process lives; also where somebody asks for that."""
     options = {**s3.options, "use_listings_cache": True} if remembers else s3.options
-    files = Backend(s3.root(f"{tmp_path.name}/root"), options)
+    files = Folder(s3.root(f"{tmp_path.name}/root"), options)
     files.put("a", b"1")
     assert files.names() == ["a"]
     program = (
-        "import sys; from spark_state_ext.backend import Backend; "
-        f"files = Backend({files.root!r}, {s3.options!r}); files.put('b', b'22'); files.remove('a')"
+        "import sys; from spark_state_ext.folder import Folder; "
+        f"files = Folder({files.root!r}, {s3.options!r}); files.put('b', b'22'); files.remove('a')"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
     assert files.exists("b")
@@ -88,11 +88,11 @@ def test_what_another_process_wrote_since_a_listing_is_there(s3: S3, tmp_path: P
 
 def test_an_unknown_protocol_is_the_callers_mistake() -> None:
     with pytest.raises(UsageError, match="nonsense://"):
-        Backend("nonsense://bucket/root")
+        Folder("nonsense://bucket/root")
 
 
 def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
-    files = Backend(str(tmp_path / "root"))
+    files = Folder(str(tmp_path / "root"))
     files.put("file", b"a" * 1_000_000)
     stop = threading.Event()
     sizes: set[int] = set()
@@ -114,7 +114,7 @@ def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    files = Backend(str(root))
+    files = Folder(str(root))
     with pytest.raises(StorageError):
         files.put_file("file", tmp_path / "absent")
     assert list(root.iterdir()) == []
@@ -122,7 +122,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path) as disk:
-        files = Backend(str(disk / "root"))
+        files = Folder(str(disk / "root"))
         files.put("first", b"1")
         with pytest.raises(StoreFullError, match="Make room"):
             files.put("second", b"2" * (20 << 20))

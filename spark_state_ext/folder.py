@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, StoreFullError, UsageError
 
-__all__ = ["Backend", "Entry", "is_temporary"]
+__all__ = ["Folder", "Entry", "is_temporary"]
 
 # Object stores: a PUT is seen whole or not at all, and "rename" would be a copy.
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory", "r2"})
@@ -50,7 +50,7 @@ class Entry:
     folder: bool
 
 
-class Backend:
+class Folder:
     """A folder on a file system.
 
     Parameters
@@ -74,9 +74,9 @@ class Backend:
         self._atomic_put = not _ATOMIC_PUT.isdisjoint(protocols)
         self._local = isinstance(self._fs, LocalFileSystem)
 
-    def child(self, *names: str) -> Backend:
-        """The backend of a folder below this one."""
-        made = object.__new__(Backend)
+    def child(self, *names: str) -> Folder:
+        """A folder below this one."""
+        made = object.__new__(Folder)
         made.__dict__.update(self.__dict__)
         made.root = posixpath.join(self.root, *names)
         made._path = posixpath.join(self._path, *names)
