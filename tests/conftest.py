@@ -32,6 +32,14 @@ CONF = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in two processes, all that share a Spark session run in one of them."""
+    alone = ("test_sampling.py", "test_worker_kill.py")
+    for item in items:
+        if item.path.is_relative_to(HERE / "spark") and item.path.name not in alone:
+            item.add_marker(pytest.mark.xdist_group("spark"))
+
+
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A classic session on two local cores."""
