@@ -1,10 +1,13 @@
-"""The pointer: all that Spark's own state holds of a bucket.
+"""The pointer: what Spark's own state holds of a bucket.
 
-Spark commits it with the batch and hands it to every retry, speculative attempt or restart of the next one, so
-it is the commit log (`docs/design`). One backend, committed synchronously: every delta the pointer names is durable
-before Spark sees the pointer. Format 1 said the same of its snapshot; since format 2 that is presumed only, and the
-pointer tells what it was built on. Since format 3 it counts the bucket's calls and beats, which clean-up goes
-by. The fields that asynchronous commit needs (markers, inline deltas) have their place already.
+Spark commits it atomically with the batch and hands every retry and restart the pointer of the batch before, so
+it is the commit log (`docs/design`). Up to format 3: one backend, committed synchronously; every delta the pointer
+names is durable before Spark sees the pointer. Format 1 said the same of its snapshot; since format 2 that is presumed
+only, and the pointer tells what it was built on. Since format 3 it counts the bucket's calls and beats, which clean-up
+goes by. Format 4 holds deltas that are not durable elsewhere yet, and tells which backend has confirmed what.
+
+Format 1 is still written where that is asked for, with or without the newer fields beside it, so that a job can go back
+to an older release.
 
 Bytes: ``b"SSEP"``, format (u16), length of the JSON part (u32), the JSON part, the inline deltas' bytes one
 after the other, and the CRC-32 of everything before (u32); all little-endian.
@@ -19,11 +22,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arrow_schemas.errors import CorruptPointerError, LineageError, VersionSkewError
-from arrow_schemas.lineage import CheckpointRef, check_ascending
+from arrow_schemas.lineage import DELTA, CheckpointRef, check_ascending, file_name
 
-__all__ = ["POINTER_FORMAT", "LineageEntry", "Pointer"]
+__all__ = ["BOTH", "POINTER_FORMAT", "V1", "V2", "InlineDelta", "LineageEntry", "Pointer", "Standing"]
 
-POINTER_FORMAT = 3
+POINTER_FORMAT = 4
+# What is written and read: format 1, the present format, or format 1 with what it lacks beside it.
+V1, V2, BOTH = "v1", "v2", "both"
+_FORMAT_1 = 1
+_BESIDE = "v2"
 _MAGIC = b"SSEP"
 _HEAD = struct.Struct("<4sHI")
 _CRC = struct.Struct("<I")
@@ -46,6 +53,46 @@ class LineageEntry:
     ref: CheckpointRef
     size_bytes: int
     beat: int = 0
+
+
+@dataclass(frozen=True)
+class InlineDelta:
+    """A delta file in the pointer itself, as it is not durable elsewhere.
+
+    Parameters
+    ----------
+    ref
+        Its checkpoint.
+    data
+        The file's bytes.
+    made_ms
+        When it was made: wall-clock time, milliseconds since 1970.
+    """
+
+    ref: CheckpointRef
+    data: bytes
+    made_ms: int
+
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+        return file_name(self.ref, DELTA)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a backend has confirmed.
+
+    Parameters
+    ----------
+    through
+        It has every delta up to this checkpoint's, from `since` on. None: it has none, and there was nothing before.
+    since
+        It is catching up: it has everything once the full snapshot of this checkpoint has arrived. None: it has.
+    """
+
+    through: CheckpointRef | None
+    since: CheckpointRef | None = None
 
 
 @dataclass(frozen=True)
@@ -83,10 +130,14 @@ class Pointer:
         Rows of checkpoints older than the version that time out before the floor have been dealt with.
     earliest_timeout_ms
         Lower bound of the bucket's next processing-time timeout, or None.
+    standings
+        What each backend has confirmed, by name; a backend that is not named has nothing that can be relied on.
     markers
-        ``{backend: {store: marker}}``, empty in format 1.
+        ``{backend: {store: marker}}``: where that lies, in the backend's own words.
     inline
-        ``{file name: bytes}`` of deltas not yet durable elsewhere, empty in format 1.
+        Deltas that not every backend has confirmed, oldest first.
+    spread
+        A run, and the number of partitions over which its calls found the buckets spread (`commit`). None: not known.
     """
 
     operator: str
@@ -107,8 +158,10 @@ class Pointer:
     retained: int = 0
     retained_beat: int = 0
     snapshots_missed: int = 0
+    standings: dict[str, Standing] = field(default_factory=dict)
     markers: dict[str, dict[str, str]] = field(default_factory=dict)
-    inline: dict[str, bytes] = field(default_factory=dict)
+    inline: tuple[InlineDelta, ...] = ()
+    spread: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
         refs = [entry.ref for entry in self.lineage]
@@ -116,6 +169,7 @@ class Pointer:
         check_ascending(refs, where)
         if len(refs) > 1 and self.parent not in (None, refs[-2]):
             raise LineageError(f"{where}: {refs[-1]} was built on {self.parent} and its lineage says {refs[-2]}")
+        check_ascending([delta.ref for delta in self.inline], f"the inline deltas of {where}")
 
     @property
     def ref(self) -> CheckpointRef | None:
@@ -127,44 +181,72 @@ class Pointer:
         """Version of the committed checkpoint; 0 while the bucket has no state."""
         return self.lineage[-1].ref.version if self.lineage else 0
 
-    def encode(self) -> bytes:
-        """The pointer's bytes."""
-        text = json.dumps(
-            {
-                "operator": self.operator,
-                "bucket": self.bucket,
-                "buckets": self.buckets,
-                "schema_id": self.schema_id,
-                "batch": self.batch,
-                "watermark_ms": self.watermark_ms,
-                "home": self.home,
-                "lineage": [_plain(entry) for entry in self.lineage],
-                "parent": None if self.parent is None else [self.parent.version, self.parent.id],
-                "calls": self.calls,
-                "beats": self.beats,
-                "retained": [self.retained, self.retained_beat],
-                "snapshots_missed": self.snapshots_missed,
-                "rows": self.rows,
-                "timeout_floor": [self.timeout_floor_ms, self.timeout_floor_version],
-                "earliest_timeout_ms": self.earliest_timeout_ms,
-                "markers": self.markers,
-                "inline": [[name, len(data)] for name, data in self.inline.items()],
-            },
-            separators=(",", ":"),
-        ).encode()
-        body = b"".join([_HEAD.pack(_MAGIC, POINTER_FORMAT, len(text)), text, *self.inline.values()])
-        return body + _CRC.pack(zlib.crc32(body))
+    def encode(self, write: str = V2) -> bytes:
+        """The pointer's bytes.
+
+        Parameters
+        ----------
+        write
+            `V2`: the present format. `V1`: format 1, which has no place for inline deltas and means that a snapshot of
+            the lineage's first checkpoint is there. `BOTH`: format 1 with the other fields beside it, which releases
+            that know format 1 only do not look at.
+        """
+        if write == V2:
+            text = {**self._always(), "lineage": [_plain(entry) for entry in self.lineage], **self._since_format_1()}
+            return _sealed(POINTER_FORMAT, text, [delta.data for delta in self.inline])
+        if self.inline:
+            raise ValueError("format 1 of the pointer has no place for inline deltas")
+        text = {**self._always(), "lineage": [_plain(entry)[:3] for entry in self.lineage], "markers": {}, "inline": []}
+        if write == BOTH:
+            text[_BESIDE] = {"beats_at": [entry.beat for entry in self.lineage], **self._since_format_1()}
+        return _sealed(_FORMAT_1, text, [])
+
+    def _always(self) -> dict[str, Any]:
+        """Fields that every format has."""
+        return {
+            "operator": self.operator,
+            "bucket": self.bucket,
+            "buckets": self.buckets,
+            "schema_id": self.schema_id,
+            "batch": self.batch,
+            "watermark_ms": self.watermark_ms,
+            "home": self.home,
+            "rows": self.rows,
+            "timeout_floor": [self.timeout_floor_ms, self.timeout_floor_version],
+            "earliest_timeout_ms": self.earliest_timeout_ms,
+        }
+
+    def _since_format_1(self) -> dict[str, Any]:
+        """Fields that format 1 does not have, or leaves empty."""
+        return {
+            "parent": _pair(self.parent),
+            "calls": self.calls,
+            "beats": self.beats,
+            "retained": [self.retained, self.retained_beat],
+            "snapshots_missed": self.snapshots_missed,
+            "standings": {name: [_pair(it.through), _pair(it.since)] for name, it in self.standings.items()},
+            "markers": self.markers,
+            "inline": [[d.ref.version, d.ref.id, len(d.data), d.made_ms] for d in self.inline],
+            "spread": None if self.spread is None else list(self.spread),
+        }
 
     @staticmethod
-    def decode(data: bytes) -> Pointer:
+    def decode(data: bytes, read: str = V2) -> Pointer:
         """Read a pointer.
+
+        Parameters
+        ----------
+        data
+            What `encode` returned.
+        read
+            `V1`: only what format 1 has counts, whatever stands beside it. `V2`: everything.
 
         Raises
         ------
         CorruptPointerError
             When the bytes are damaged or not a pointer.
         VersionSkewError
-            When a newer release wrote it.
+            When a newer release wrote it, or one that was told to write what this one is told not to read.
         """
         if len(data) < _HEAD.size + _CRC.size or not data.startswith(_MAGIC):
             raise CorruptPointerError(
@@ -178,20 +260,44 @@ class Pointer:
                 f"a pointer of format {version} was found; this release reads up to {POINTER_FORMAT}. Use a "
                 "newer release."
             )
+        if read == V1 and version != _FORMAT_1:
+            raise VersionSkewError(
+                f"a pointer of format {version} was found and pointer_read='v1' reads format 1 only. Read 'v2', and "
+                "write 'v1' or 'both' for a batch before you go back to reading 'v1'."
+            )
         (crc,) = _CRC.unpack_from(data, len(data) - _CRC.size)
         if crc != zlib.crc32(data[: -_CRC.size]):
             raise CorruptPointerError("a pointer in Spark's state fails its checksum")
         try:
             fields = json.loads(data[_HEAD.size : _HEAD.size + length])
+            beside = fields.pop(_BESIDE, None) if version == _FORMAT_1 else None
+            if beside is not None and read == V2:
+                beats = beside.pop("beats_at")
+                lineage = [[*entry, beat] for entry, beat in zip(fields["lineage"], beats, strict=True)]
+                version, fields = POINTER_FORMAT, {**fields, **beside, "lineage": lineage}
             return _parse(version, fields, data[_HEAD.size + length : -_CRC.size])
         except (CorruptPointerError, LineageError):
             raise
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise CorruptPointerError(f"a pointer in Spark's state cannot be read: {error!r}") from error
+
+
+def _sealed(pointer_format: int, fields: dict[str, Any], blobs: list[bytes]) -> bytes:
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    body = b"".join([_HEAD.pack(_MAGIC, pointer_format, len(text)), text, *blobs])
+    return body + _CRC.pack(zlib.crc32(body))
 
 
 def _plain(entry: LineageEntry) -> list[Any]:
     return [entry.ref.version, entry.ref.id, entry.size_bytes, entry.beat]
+
+
+def _pair(ref: CheckpointRef | None) -> list[Any] | None:
+    return None if ref is None else [ref.version, ref.id]
+
+
+def _ref(pair: list[Any] | None) -> CheckpointRef | None:
+    return None if pair is None else CheckpointRef(*pair)
 
 
 def _entry(pointer_format: int, values: list[Any]) -> LineageEntry:
@@ -200,19 +306,30 @@ def _entry(pointer_format: int, values: list[Any]) -> LineageEntry:
     return LineageEntry(CheckpointRef(version, checkpoint_id), size_bytes, *(beat if pointer_format > 2 else ()))
 
 
-def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer:
-    inline: dict[str, bytes] = {}
+def _standing(values: list[Any]) -> Standing:
+    through, since = values
+    return Standing(_ref(through), _ref(since))
+
+
+def _inline(announced: list[list[Any]], blobs: bytes) -> tuple[InlineDelta, ...]:
+    found: list[InlineDelta] = []
     offset = 0
-    for name, size in fields["inline"]:
-        inline[name] = blobs[offset : offset + size]
+    for version, checkpoint_id, size, made_ms in announced:
+        if size < 0:
+            raise CorruptPointerError(f"a pointer announces an inline delta of {size} bytes")
+        found.append(InlineDelta(CheckpointRef(version, checkpoint_id), blobs[offset : offset + size], int(made_ms)))
         offset += size
     if offset != len(blobs):
         raise CorruptPointerError(f"a pointer announces {offset} bytes of inline deltas and holds {len(blobs)}")
+    return tuple(found)
+
+
+def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer:
     floor_ms, floor_version = fields["timeout_floor"]
     retained, retained_beat = fields.get("retained", (0, 0))
     lineage = tuple(_entry(pointer_format, values) for values in fields["lineage"])
     if "parent" in fields:
-        parent = None if fields["parent"] is None else CheckpointRef(*fields["parent"])
+        parent = _ref(fields["parent"])
     else:  # format 1, which tells it only by the lineage
         parent = lineage[-2].ref if len(lineage) > 1 else None
     return Pointer(
@@ -234,6 +351,9 @@ def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer
         retained=retained,
         retained_beat=retained_beat,
         snapshots_missed=fields.get("snapshots_missed", 0),
+        standings={str(name): _standing(values) for name, values in fields.get("standings", {}).items()},
         markers=fields["markers"],
-        inline=inline,
+        # Up to format 3 it is empty.
+        inline=_inline(fields["inline"], blobs),
+        spread=None if fields.get("spread") is None else (str(fields["spread"][0]), int(fields["spread"][1])),
     )

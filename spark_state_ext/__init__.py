@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
+    from spark_state_ext.backends.registry import Backend
     from spark_state_ext.spark.chain import Step, chain
     from spark_state_ext.spark.plan import ArrowState
     from spark_state_ext.spark.session import disable, enable
 
-__all__ = ["ArrowState", "Step", "__version__", "chain", "disable", "enable"]
+__all__ = ["ArrowState", "Backend", "Step", "__version__", "chain", "disable", "enable"]
 
 _LAZY = {
     "ArrowState": "spark_state_ext.spark.plan",
+    "Backend": "spark_state_ext.backends.registry",
     "Step": "spark_state_ext.spark.chain",
     "chain": "spark_state_ext.spark.chain",
     "disable": "spark_state_ext.spark.session",

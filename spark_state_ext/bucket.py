@@ -1,32 +1,33 @@
 """One bucket's state over a commit: reconcile with the pointer, read, commit, new pointer.
 
-Order of a commit: delta file durable → run in the local store → pointer. Spark then makes the pointer durable with its
-batch. Whatever dies in between leaves files and runs that no pointer names. Snapshots are written in the background;
-pointers only presume them.
+Order of a commit: delta sealed → uploads begun → run in the local store → uploads waited for, where they must be →
+pointer. Spark then makes the pointer durable with its batch. Whatever dies in between leaves files and runs that no
+pointer names. Snapshots are written in the background; pointers only presume them.
 """
 
 from __future__ import annotations
 
-import io
 import logging
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
 
-from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer, file_name, new_checkpoint_id
-from arrow_schemas.pointer import LineageEntry, Pointer
+from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer, new_checkpoint_id
+from arrow_schemas.pointer import V2, LineageEntry, Pointer
 from spark_state_ext.background import Inline, Runner
-from spark_state_ext.checkpoint import write_checkpoint
+from spark_state_ext.commit import CommitOptions, Place, is_complete, taken_over
+from spark_state_ext.committer import Committer
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
-from spark_state_ext.folder import Folder
 from spark_state_ext.lineage import Chain, counted, presuming_snapshot, snapshot_due, snapshot_overdue
 from spark_state_ext.loading import Loader
-from spark_state_ext.spill import SpillBuffer, local_errors
+from spark_state_ext.restoring import Sources, restore_order
+from spark_state_ext.sealed import seal
+from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import LocalStore, View
+from spark_state_ext.uploads import Uploads, WorkerUploads
 from spark_state_ext.version import __version__
 
 __all__ = ["BATCHES_RETAINED", "Bucket"]
@@ -34,7 +35,6 @@ __all__ = ["BATCHES_RETAINED", "Bucket"]
 T = TypeVar("T")
 
 _LOGGER = logging.getLogger("spark_state_ext")
-_IN_MEMORY_BYTES_MAX = 32 << 20
 # Other processes may prune while we fetch; each round makes progress, so a few are plenty.
 _ROUNDS_MAX = 5
 # Presumed snapshots that never arrived, in a row, until a call writes one itself: workers here die too young.
@@ -53,8 +53,8 @@ class Bucket:
     ----------
     store
         The bucket's local store.
-    files
-        The bucket's folder of checkpoint files.
+    places
+        The backends that keep its checkpoint files.
     pointer
         The committed pointer that Spark handed out.
     writer
@@ -65,26 +65,46 @@ class Bucket:
         Writes snapshots; by default they are written within `commit`.
     batches_retained
         Spark's ``spark.sql.streaming.minBatchesToRetain``.
+    uploads
+        Sends files beside batches.
+    options
+        Limits of commits; by default they are synchronous.
+    restore_from
+        Name of the backend to restore from, when there is a choice.
     """
 
     def __init__(
         self,
         store: LocalStore,
-        files: Folder,
+        places: Sequence[Place],
         pointer: Pointer,
         writer: Writer,
         scratch: Path,
         runner: Runner | None = None,
         batches_retained: int = BATCHES_RETAINED,
+        *,
+        uploads: Uploads | None = None,
+        options: CommitOptions | None = None,
+        restore_from: str | None = None,
     ) -> None:
         self._store = store
-        self.files = files
+        self._places = list(places)
         self.pointer = pointer
         self._writer = writer
         self._scratch = scratch
         self._runner = runner or Inline()
         self._batches_retained = batches_retained
-        self._loader = Loader(store, files, pointer.operator, pointer.bucket, scratch)
+        self._uploads = uploads or WorkerUploads()
+        self._options = options or CommitOptions(journal=False)
+        self.committer = Committer(store, places, self._uploads, self._options, batches_retained)
+        known = taken_over(pointer, places)
+        self._sources = Sources(restore_order(places, known, restore_from), pointer, restore_from)
+        self._loader = Loader(store, self._sources, pointer.operator, pointer.bucket, scratch)
+
+    @property
+    def store(self) -> LocalStore:
+        """Its local store."""
+        return self._store
 
     @property
     def fetched_files(self) -> int:
@@ -103,7 +123,9 @@ class Bucket:
         """
         return self._reconciled(self.pointer, work)
 
-    def commit(self, rows: SpillBuffer, heartbeat: bool = True) -> Pointer:
+    def commit(
+        self, rows: SpillBuffer, heartbeat: bool = True, *, may_defer: bool = False, room_bytes: int = 1 << 62
+    ) -> Pointer:
         """Make a new checkpoint of changed rows; returns the pointer to hand to Spark.
 
         Parameters
@@ -113,23 +135,38 @@ class Bucket:
             renewed once in so many batches: clean-up goes by the age of files.
         heartbeat
             Whether the call came with one: then every bucket in this batch has one, in every attempt at it.
+        may_defer
+            A later call of the task will wait for `committer.left`.
+        room_bytes
+            How many bytes may go inline.
+
+        Raises
+        ------
+        StorageError
+            When a backend failed, now or since the commit before; `CommitTimeoutError` when one takes too long.
         """
         # Counted before anything is written, so that each file tells its beat.
-        pointer = counted(self.pointer, heartbeat, self._batches_retained)
-        if rows.rows == 0 and not self._renewal_due(pointer):
+        pointer = counted(self.committer.begin(self.pointer), heartbeat, self._batches_retained)
+        behind = self.committer.behind(pointer)
+        if rows.rows == 0 and not behind and not self._renewal_due(pointer):
             return pointer
         self._writer = replace(self._writer, beat=pointer.beats)
         parent = self.pointer.ref
         ref = self._next_ref()
-        size = self._publish(self._header(ref, DELTA), rows)
-        self._reconciled(self.pointer, lambda view: self._store.apply(rows, ref, parent))
-        entry = LineageEntry(ref, size, pointer.beats)
-        new = replace(pointer, lineage=(*pointer.lineage, entry), parent=parent)
-        # Only what is committed for certain is merged and dropped: the pointer we were given, not the one we make.
-        self._tidy(parent)
-        state_bytes, rows_max = self._reconciled(new, lambda view: (view.size_bytes, view.rows_max))
-        new = replace(new, rows=rows_max)
-        return self._with_snapshot(new) if snapshot_due(new.lineage, state_bytes) else new
+        sealed = seal(self._header(ref, DELTA), self._store.schema, rows, self._scratch)
+        try:
+            entry = LineageEntry(ref, sealed.size_bytes, pointer.beats)
+            new = replace(pointer, lineage=(*pointer.lineage, entry), parent=parent)
+            handed_in = self.committer.hand_in(new, sealed, may_defer, room_bytes)
+            self._sources.hold(sealed)
+            self._reconciled(self.pointer, lambda view: self._store.apply(rows, ref, parent))
+            # Only what is committed for certain is merged and dropped: the pointer we were given, not the one we make.
+            self._tidy(parent)
+            state_bytes, rows_max = self._reconciled(new, lambda view: (view.size_bytes, view.rows_max))
+            new = self.committer.finish(replace(new, rows=rows_max), handed_in)
+            return self._in_old_terms(self._with_snapshots(new, snapshot_due(new.lineage, state_bytes), behind))
+        finally:
+            sealed.let_go()
 
     def _next_ref(self) -> CheckpointRef:
         """The new checkpoint: unique to this very call, whatever batch and attempt it is."""
@@ -157,33 +194,55 @@ class Bucket:
 
     # -- snapshots ---------------------------------------------------------------------------------
 
-    def _with_snapshot(self, new: Pointer) -> Pointer:
-        """The pointer that presumes a snapshot of its checkpoint, which is under way; or as it is, where none is."""
-        header = self._header(new.lineage[-1].ref, SNAPSHOT)
+    def _with_snapshots(self, new: Pointer, due: bool, behind: Sequence[str]) -> Pointer:
+        """The pointer with a snapshot of its checkpoint under way, where one is due or a backend has to catch up."""
+        if not (due or behind):
+            return new
+        if not any(is_complete(standing) for standing in new.standings.values()):
+            # Nothing that is configured holds this state, so the pointer must not go before something does.
+            self._write_now(new, behind)
+            return self.committer.caught_up(new, behind, known=True)
         try:
-            missed = self._missed(new)
-            pinned = self._reconciled(new, lambda view: (view, self._store.pin(view, _WAITING_PIN_S)))
+            return self._with_snapshot(new, due, behind)
         except StateError as error:
             # The deltas are durable and hold everything. The snapshot stays due, so the next commit tries again.
-            _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", header.ref, error)
+            _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", new.ref, error)
             return new
-        presuming = replace(presuming_snapshot(new), snapshots_missed=missed)
 
-        def write() -> None:
-            self._write_snapshot(header, *pinned)
-
+    def _with_snapshot(self, new: Pointer, due: bool, behind: Sequence[str]) -> Pointer:
+        header = self._header(new.lineage[-1].ref, SNAPSHOT)
+        names = [place.name for place in self._places] if due else list(behind)
+        missed = self._missed(new) if due else new.snapshots_missed
         # Where the runner has refused for long, it does not keep up either.
-        if missed < _MISSED_MAX and not snapshot_overdue(new.lineage):
-            if self._runner.submit(self._snapshot_work(header.ref), write):
-                return presuming
-            self._unpin(pinned[1])
+        if missed >= _MISSED_MAX or snapshot_overdue(new.lineage):
+            self._write_now(new, names)
+            return self.committer.caught_up(replace(presuming_snapshot(new), snapshots_missed=0), behind, known=True)
+        view, pin = self._pinned(new)
+        if not self._runner.submit(
+            self._snapshot_work(header.ref), lambda: self._write_snapshot(header, view, pin, names)
+        ):
+            self._unpin(pin)
             return new
-        try:
-            write()
-        except StateError as error:
-            _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", header.ref, error)
+        if due and self._options.pointer_write == V2:
+            new = replace(presuming_snapshot(new), snapshots_missed=missed)
+        return self.committer.caught_up(new, behind)
+
+    def _write_now(self, new: Pointer, names: Sequence[str]) -> None:
+        self._write_snapshot(self._header(new.lineage[-1].ref, SNAPSHOT), *self._pinned(new), names)
+
+    def _pinned(self, new: Pointer) -> tuple[View, str]:
+        return self._reconciled(new, lambda view: (view, self._store.pin(view, _WAITING_PIN_S)))
+
+    def _in_old_terms(self, new: Pointer) -> Pointer:
+        """The pointer as format 1 has it, where that is written: its lineage begins with a snapshot that is there."""
+        if self._options.pointer_write == V2:
             return new
-        return replace(presuming, snapshots_missed=0)
+        for at in range(len(new.lineage) - 1, -1, -1):
+            ref = new.lineage[at].ref
+            if ref.version == 1 or self.committer.has_snapshot(new, ref):
+                return replace(new, lineage=new.lineage[at:])
+        self._write_now(new, [place.name for place in self._places])
+        return presuming_snapshot(new)
 
     def _missed(self, new: Pointer) -> int:
         """How many presumed snapshots in a row never arrived, that at the beginning of the lineage included."""
@@ -192,24 +251,26 @@ class Bucket:
             return 0
         if self._runner.busy(self._snapshot_work(presumed.ref)):
             return new.snapshots_missed
-        if self.files.exists(file_name(presumed.ref, SNAPSHOT)):
-            return 0
-        return new.snapshots_missed + 1
+        return 0 if self.committer.has_snapshot(new, presumed.ref) else new.snapshots_missed + 1
 
     def _snapshot_work(self, ref: CheckpointRef) -> str:
         """Name of the work that writes a checkpoint's snapshot."""
-        return f"snapshot {self.files.where(file_name(ref, SNAPSHOT))}"
+        return f"snapshot {self._store.folder} {ref}"
 
-    def _write_snapshot(self, header: LineageHeader, view: View, pin: str) -> None:
+    def _write_snapshot(self, header: LineageHeader, view: View, pin: str, names: Sequence[str]) -> None:
         def batches() -> Iterable[pa.RecordBatch]:
             for batch in view.scan():
                 self._store.renew(pin, _PIN_S)
                 yield batch
 
         try:
-            self._publish(header, batches())
+            sealed = seal(header, self._store.schema, batches(), self._scratch)
         finally:
             self._unpin(pin)
+        try:
+            self.committer.send(header.ref, sealed, names)
+        finally:
+            sealed.let_go()
 
     def _unpin(self, pin: str) -> None:
         try:
@@ -231,23 +292,6 @@ class Bucket:
             writer=self._writer,
             package_version=__version__,
         )
-
-    def _publish(self, header: LineageHeader, batches: Iterable[pa.RecordBatch]) -> int:
-        """Write a checkpoint file; returns its size in bytes."""
-        name = file_name(header.ref, header.kind)
-        large = not isinstance(batches, SpillBuffer) or batches.size_bytes > _IN_MEMORY_BYTES_MAX
-        if not large:
-            buffer = io.BytesIO()
-            write_checkpoint(buffer, header, self._store.schema, batches)
-            # Not getbuffer(): a view of a BytesIO that an error's traceback keeps alive crashes CPython's collector.
-            data = buffer.getvalue()
-            self.files.put(name, data)
-            return len(data)
-        with local_errors(self._scratch), tempfile.NamedTemporaryFile(dir=self._scratch, prefix="checkpoint-") as file:
-            write_checkpoint(file, header, self._store.schema, batches)
-            file.flush()
-            self.files.put_file(name, file.name)
-            return file.tell()
 
     # -- reconciling -------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from arrow_schemas.lineage import (
 )
 from arrow_schemas.row import DELETED, RowSchema
 from spark_state_ext.errors import CorruptFileError, LineageError, StateError
-from spark_state_ext.folder import Folder
+from spark_state_ext.folder import Readable
 from spark_state_ext.spill import local_errors
 from spark_state_ext.store.runs import CHUNK_ROWS, cut
 
@@ -180,7 +180,7 @@ class CheckpointFile:
 
 
 def read_checkpoint(
-    files: Folder, ref: CheckpointRef, kind: str, schema: RowSchema, scratch: Path, keep: Path | None = None
+    files: Readable, ref: CheckpointRef, kind: str, schema: RowSchema, scratch: Path, keep: Path | None = None
 ) -> CheckpointFile:
     """Read and check one checkpoint file; a large one passes through the local folder `scratch`.
 
@@ -216,7 +216,7 @@ def read_checkpoint(
     return CheckpointFile(header, _checked_batches(reader, record, schema, where), file.size(), copy)
 
 
-def verify_checkpoint(files: Folder, ref: CheckpointRef, kind: str, scratch: Path) -> LineageHeader:
+def verify_checkpoint(files: Readable, ref: CheckpointRef, kind: str, scratch: Path) -> LineageHeader:
     """Check a file to the last byte without decoding its rows.
 
     Raises
@@ -254,7 +254,7 @@ def _checked_batches(
         raise CorruptFileError(f"{where} holds {rows} rows and announces {record.rows}")
 
 
-def _open(files: Folder, name: str, scratch: Path, keep: Path | None = None) -> tuple[pa.NativeFile, Path | None]:
+def _open(files: Readable, name: str, scratch: Path, keep: Path | None = None) -> tuple[pa.NativeFile, Path | None]:
     """A file to read, and where its copy is when it was kept.
 
     A small one is read from memory, a large one from the disk: where it lies, or an unnamed local copy.
@@ -277,7 +277,7 @@ def _open(files: Folder, name: str, scratch: Path, keep: Path | None = None) -> 
     raise AssertionError("unreachable: local_errors raises what it catches")
 
 
-def read_header(files: Folder, ref: CheckpointRef, kind: str) -> LineageHeader:
+def read_header(files: Readable, ref: CheckpointRef, kind: str) -> LineageHeader:
     """Read only the lineage header of a file, with a ranged read.
 
     Raises

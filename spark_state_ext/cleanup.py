@@ -20,7 +20,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, file_name, parse_file_name
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.checkpoint import read_header, verify_checkpoint
-from spark_state_ext.errors import CorruptError, MissingCheckpointError
+from spark_state_ext.errors import CorruptError, LostFilesError, MissingCheckpointError
 from spark_state_ext.folder import Entry, Folder, is_temporary
 from spark_state_ext.lineage import DELTAS_MAX, recent_beats
 
@@ -70,11 +70,14 @@ class Decision:
         Snapshots that must be whole before anything is deleted.
     doubt
         Why nothing may be deleted; empty when there is no doubt.
+    lost
+        The committed state cannot be loaded from here: somebody has deleted what it needs.
     """
 
     delete: tuple[str, ...] = ()
     lean_on: tuple[CheckpointRef, ...] = ()
     doubt: str = ""
+    lost: bool = False
 
 
 def clean_up_due(calls: int, bucket: int, batches_retained: int) -> bool:
@@ -99,6 +102,7 @@ def classify(
     now_s: float,
     headers: Headers,
     damaged: frozenset[CheckpointRef] = frozenset(),
+    head: CheckpointRef | None = None,
 ) -> Decision:
     """Decide for every file of a bucket's folder.
 
@@ -116,6 +120,9 @@ def classify(
         Of the files in the listing.
     damaged
         Snapshots known to be damaged: not to be leaned on.
+    head
+        The newest checkpoint of the pointer's lineage that this place has for certain; that of the pointer when none is
+        given.
 
     Raises
     ------
@@ -136,17 +143,19 @@ def classify(
             return Decision(doubt=f"{entry.name} is none of our files")
         elif age_s > _TEMPORARY_AGE_S:
             leftovers.append(entry.name)
-    if pointer.ref is None:
+    head = head or pointer.ref
+    if head is None:
         return Decision(tuple(leftovers))
-    if pointer.ref not in kinds:
-        return Decision(doubt=f"the committed checkpoint {pointer.ref} has no file here")
+    if head not in kinds:
+        return Decision(doubt=f"the committed checkpoint {head} has no file here", lost=True)
     # Checkpoints with this beat or a later one may be named by a pointer that Spark may still hand out.
     recent = pointer.beats - recent_beats(max(batches_retained, pointer.retained))
-    line = dict.fromkeys(_back_from(pointer.ref, kinds, headers))
+    line = dict.fromkeys(_back_from(head, kinds, headers))
     settled = _settled_snapshots(line, recent, kinds, headers, damaged)
     if not settled and headers.of(list(line)[-1]).parent is not None:
-        # Something is gone that should be there; what is left below may be of use to whoever brings it back.
-        return Decision(tuple(leftovers))
+        # Either this place was added later, or something is gone that should be there; then what is left below may be
+        # of use to whoever brings it back.
+        return Decision(tuple(leftovers), lost=not any(_is_snapshot(ref, kinds, damaged) for ref in line))
     gone = {ref for ref in line if settled and ref.version < settled[-1].version}
     beside = sorted(kinds.keys() - line.keys())
     origins = dict(zip(beside, headers.origins(beside), strict=True))
@@ -246,6 +255,7 @@ def clean_up(
     now_s: float | None = None,
     entries: Sequence[Entry] | None = None,
     deletes_max: int | None = None,
+    head: CheckpointRef | None = None,
 ) -> int:
     """Delete what no retained pointer leads to; returns how many files. May be repeated, and stopped, at any time.
 
@@ -267,9 +277,13 @@ def clean_up(
         A listing of the folder, where the caller has one; it may be of any time after the pointer was handed out.
     deletes_max
         How many files are deleted at most; the rest is left to another time.
+    head
+        As for `classify`.
 
     Raises
     ------
+    LostFilesError
+        When somebody has deleted what the committed state needs.
     StorageError
         When listing or deleting failed.
     OwnershipError
@@ -281,9 +295,14 @@ def clean_up(
     damaged: set[CheckpointRef] = set()
     while True:
         try:
-            decision = classify(entries, pointer, batches_retained, now_s, headers, frozenset(damaged))
+            decision = classify(entries, pointer, batches_retained, now_s, headers, frozenset(damaged), head)
         except (CorruptError, MissingCheckpointError) as error:
             decision = Decision(doubt=str(error))
+        if decision.lost:
+            raise LostFilesError(
+                f"{files.root} cannot give back {head or pointer.ref}, which it had: files that it needs were deleted "
+                "or damaged"
+            )
         if decision.doubt:
             _LOGGER.warning("nothing is cleaned up in %s: %s", files.root, decision.doubt)
             return 0

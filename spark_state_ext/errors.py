@@ -35,6 +35,8 @@ from arrow_schemas.lineage import CheckpointRef
 __all__ = [
     "BucketCountChangedError",
     "ChangedJobError",
+    "CleanUpFailedError",
+    "CommitTimeoutError",
     "CorruptError",
     "CorruptFileError",
     "CorruptPointerError",
@@ -42,8 +44,10 @@ __all__ = [
     "EnvironmentSetupError",
     "ExecutorPackageError",
     "ExistingStateError",
+    "InterruptedRestoreError",
     "LineageError",
     "LiveRunError",
+    "LostFilesError",
     "MissingCheckpointError",
     "MissingError",
     "MissingRunError",
@@ -56,6 +60,7 @@ __all__ = [
     "StoreFullError",
     "UnsupportedPlanError",
     "UnsupportedTypeError",
+    "UploadFailedError",
     "UsageError",
     "UserFunctionError",
     "VersionSkewError",
@@ -94,6 +99,10 @@ class MissingCheckpointError(MissingError):
     """Checkpoint files that a committed pointer needs are gone or all damaged."""
 
 
+class LostFilesError(MissingError):
+    """A backend lacks files that it had confirmed: somebody else deleted them. It gets a fresh full backup."""
+
+
 class MissingRunError(MissingError):
     """The local store lacks a run of the lineage; it can be fetched from the checkpoint files.
 
@@ -116,6 +125,22 @@ class StorageError(StateError, OSError):
 
 class StoreFullError(StorageError):
     """The disk of the local store is full, or the address space for its map is used up."""
+
+
+class UploadFailedError(StorageError):
+    """An upload of an earlier commit failed, and trying again does not help. The cause is attached or in the text."""
+
+
+class CleanUpFailedError(StorageError):
+    """Files that nothing needs any more cannot be deleted."""
+
+
+class CommitTimeoutError(StorageError, TimeoutError):
+    """A backend did not confirm a commit within ``commit_timeout_ms``."""
+
+
+class InterruptedRestoreError(StateError, InterruptedError):
+    """A restore was told to stop."""
 
 
 class EnvironmentSetupError(StateError):

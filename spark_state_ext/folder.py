@@ -7,13 +7,14 @@ on object stores, a PUT is atomic. A file's name holds its identity, so writing 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import posixpath
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, Protocol
 
 import fsspec
 import pyarrow as pa
@@ -50,6 +51,34 @@ class Entry:
     folder: bool
 
 
+class Readable(Protocol):
+    """Files that can be read by name. All methods raise `MissingCheckpointError` and `StorageError`."""
+
+    def where(self, name: str) -> str:
+        """How to call a file in messages."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Size of a file in bytes."""
+        ...
+
+    def get(self, name: str) -> bytes:
+        """A whole file."""
+        ...
+
+    def get_range(self, name: str, start: int, end: int) -> bytes:
+        """Bytes `start` to `end` of a file; shorter where the file ends."""
+        ...
+
+    def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
+        """Copy a file to a local path."""
+        ...
+
+    def open_local(self, name: str) -> pa.NativeFile | None:
+        """A file opened where it lies; None when it does not lie on a local disk."""
+        ...
+
+
 class Folder:
     """A folder on a file system.
 
@@ -58,21 +87,29 @@ class Folder:
     root
         URL or path of the folder; a path without a protocol is local and must be absolute.
     storage_options
-        Options for `fsspec.filesystem`.
+        Options for `fsspec.filesystem`. With ``implementation``, the dotted name of a class, that one is used in place
+        of what fsspec has registered for the root's protocol, and gets the other options.
     """
 
     def __init__(self, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self.root = root
         # Listings are remembered for the life of a process by some, s3fs among them, and then files that others wrote
         # since "do not exist".
-        self._options = {"use_listings_cache": False, **(storage_options or {})}
+        self._options = dict(storage_options or {})
+        if "implementation" not in self._options:
+            self._options.setdefault("use_listings_cache", False)
         try:
-            self._fs, self._path = fsspec.core.url_to_fs(root, **self._options)
+            self._fs, self._path = _opened(root, self._options)
         except (ValueError, ImportError) as error:
             raise UsageError(f"the root {root!r} cannot be opened: {error}") from error
         protocols = self._fs.protocol if isinstance(self._fs.protocol, (tuple, list)) else (self._fs.protocol,)
         self._atomic_put = not _ATOMIC_PUT.isdisjoint(protocols)
         self._local = isinstance(self._fs, LocalFileSystem)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is on a file system of this machine."""
+        return self._local
 
     def child(self, *names: str) -> Folder:
         """A folder below this one."""
@@ -249,6 +286,22 @@ class Folder:
         except Exception as error:
             # Clients of object stores have errors of their own that are no OSError.
             raise StorageError(f"{doing}: {type(error).__name__}: {error}") from error
+
+
+def _opened(root: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """A file system and a path in it."""
+    options = dict(options)
+    implementation = options.pop("implementation", None)
+    if implementation is None:
+        opened: tuple[Any, str] = fsspec.core.url_to_fs(root, **options)
+        return opened
+    module, _, name = str(implementation).rpartition(".")
+    try:
+        made = getattr(importlib.import_module(module), name)
+    except (AttributeError, ValueError) as error:
+        raise ImportError(f"there is no class {implementation!r}: {error}") from error
+    # Such classes may serve several protocols, and so do not know which prefix a root has.
+    return made(**options), root.partition("://")[2] or root
 
 
 def _entry(info: Mapping[str, Any]) -> Entry:

@@ -11,13 +11,13 @@ in an application, and on one machine a process that is gone renews nothing.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import socket
 import threading
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from arrow_schemas.checksum import checksum_of
@@ -25,14 +25,18 @@ from spark_state_ext.errors import (
     CorruptFileError,
     LiveRunError,
     MissingCheckpointError,
+    StateError,
     UsageError,
     VersionSkewError,
 )
 from spark_state_ext.folder import Folder
+from spark_state_ext.pool import DaemonPool
+from spark_state_ext.process import start_of
 from spark_state_ext.store.environment import boot_id
 
 __all__ = ["Lease", "LeaseRecord", "RunIdentity", "verdict"]
 
+_LOGGER = logging.getLogger("spark_state_ext")
 _FILE = "lease.json"
 _LEASE_FORMAT = 2
 _POLL_S = 0.2
@@ -56,13 +60,13 @@ class RunIdentity:
         """The identity of the run this worker process works for."""
         # Workers are forked by a daemon that lives as long as the executor; its own life is what counts.
         pid = os.getppid()
-        return RunIdentity(run_id, application_id, socket.gethostname(), boot_id(), pid, _start_of(pid))
+        return RunIdentity(run_id, application_id, socket.gethostname(), boot_id(), pid, start_of(pid))
 
     def is_over(self) -> bool:
         """Whether the process is known to be gone; False when that cannot be told from here."""
         if self.host != socket.gethostname() or not self.pid_start:
             return False
-        return self.boot != boot_id() or _start_of(self.pid) != self.pid_start
+        return self.boot != boot_id() or start_of(self.pid) != self.pid_start
 
 
 @dataclass(frozen=True)
@@ -152,6 +156,7 @@ class Lease:
 
     _held: ClassVar[dict[tuple[str, str], Lease]] = {}
     _lock = threading.Lock()
+    _beside: ClassVar[DaemonPool] = DaemonPool("leases")
 
     def __init__(self, files: Folder, me: RunIdentity, lease_ms: int, *, once: bool = True) -> None:
         if lease_ms < 100:
@@ -164,6 +169,8 @@ class Lease:
         self._checked_at_s = -math.inf
         self._seen = False
         self._holding = threading.Lock()
+        self._renewing = False
+        self._lost: LiveRunError | None = None
 
     @classmethod
     def of(cls, files: Folder, run_id: str, application_id: str, lease_ms: int, *, once: bool = True) -> Lease:
@@ -180,16 +187,40 @@ class Lease:
     def hold(self) -> None:
         """Take or renew the lease when that is due; cheap otherwise.
 
+        A lease that this process holds is renewed beside what it does, so that nobody waits for a slow store; when that
+        did not come to pass, within the call.
+
         Raises
         ------
         LiveRunError
             When another live run holds it, or has taken it over from this one.
         """
-        if time.monotonic() < self._check_at_s:
+        now_s = time.monotonic()
+        if self._lost is not None:
+            lost, self._lost = self._lost, None
+            raise lost
+        if now_s < self._check_at_s:
+            return
+        if self._seen and now_s < self._check_at_s + self._lease_ms / 3000:
+            if not self._renewing:
+                self._renewing = True
+                self._beside.submit(self._renew_beside)
             return
         with self._holding:
             if time.monotonic() >= self._check_at_s:
                 self._renew()
+
+    def _renew_beside(self) -> None:
+        try:
+            with self._holding:
+                if time.monotonic() >= self._check_at_s:
+                    self._renew()
+        except LiveRunError as error:
+            self._lost = error
+        except StateError as error:
+            _LOGGER.warning("the lease of %s could not be renewed yet: %s", self._files.root, error)
+        finally:
+            self._renewing = False
 
     def check(self) -> None:
         """See that nobody has taken the lease over; for work after the run's last task, which must not renew it.
@@ -253,11 +284,3 @@ class Lease:
             return LeaseRecord.decode(self._files.get(_FILE), self._files.where(_FILE))
         except MissingCheckpointError:
             return None
-
-
-def _start_of(pid: int) -> str:
-    """Start time of a process in clock ticks since boot, so that a reused pid is not taken for the old process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    except (OSError, IndexError):
-        return ""

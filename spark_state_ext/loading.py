@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
-from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
+from arrow_schemas.lineage import DELTA, SNAPSHOT
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint, read_header
 from spark_state_ext.errors import CorruptError, CorruptFileError, LineageError, MissingCheckpointError
-from spark_state_ext.folder import Folder
 from spark_state_ext.lineage import Chain, Fetch, plan_load
+from spark_state_ext.restoring import Sources
 from spark_state_ext.store import LocalStore
 
 __all__ = ["Loader"]
@@ -36,17 +36,17 @@ class Loader:
     ----------
     store
         The bucket's local store.
-    files
-        The bucket's folder of checkpoint files.
+    sources
+        Where the bucket's checkpoint files are.
     operator, bucket
         Whose files these must be.
     scratch
         Local folder for temporary files.
     """
 
-    def __init__(self, store: LocalStore, files: Folder, operator: str, bucket: int, scratch: Path) -> None:
+    def __init__(self, store: LocalStore, sources: Sources, operator: str, bucket: int, scratch: Path) -> None:
         self._store = store
-        self._files = files
+        self._sources = sources
         self._operator = operator
         self._bucket = bucket
         self._scratch = scratch
@@ -89,7 +89,7 @@ class Loader:
         return True
 
     def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile) -> None:
-        where = self._files.where(file_name(fetch.ref, fetch.kind))
+        where = self._sources.where(fetch.ref, fetch.kind)
         header = found.header
         if (header.operator, header.bucket) != (self._operator, self._bucket):
             raise LineageError(
@@ -107,7 +107,11 @@ class Loader:
     def _read(self, fetch: Fetch) -> CheckpointFile | Failure:
         keep = self._store.incoming() if fetch.kind == SNAPSHOT else None
         try:
-            found = read_checkpoint(self._files, fetch.ref, fetch.kind, self._store.schema, self._scratch, keep)
+            found = self._sources.read(
+                fetch.ref,
+                fetch.kind,
+                lambda files: read_checkpoint(files, fetch.ref, fetch.kind, self._store.schema, self._scratch, keep),
+            )
             if found.copy is None and keep is not None:
                 # Open still where it is needed.
                 keep.unlink(missing_ok=True)
@@ -132,13 +136,13 @@ class Loader:
         if chain.rooted or any(fetch.kind == DELTA for fetch in gone):
             raise self._no_way(chain, gone)
         try:
-            header = read_header(self._files, first.ref, DELTA)
+            header = self._sources.read(first.ref, DELTA, lambda files: read_header(files, first.ref, DELTA))
         except (CorruptFileError, LineageError, MissingCheckpointError) as error:
             # Not the end yet: snapshots from here on are worth a try.
             self._note(first, error, gone)
             return chain
         _LOGGER.info("checkpoint %s has no snapshot; its lineage is traced further back", first.ref)
-        return chain.extended(header, self._files.where(file_name(first.ref, DELTA)))
+        return chain.extended(header, self._sources.where(first.ref, DELTA))
 
     def _no_way(self, chain: Chain, gone: dict[Fetch, Failure]) -> Failure:
         """The error to raise when nothing leads to the state: of the kind that its first cause is."""
@@ -147,10 +151,16 @@ class Loader:
         causes = [f for f in telling if isinstance(f, CorruptError)] or telling
         tried = len(gone) - len(telling)
         mend = "Bring the file back, or go back to an older Spark checkpoint whose files are whole."
-        if causes is telling and not self._files.names():
+        if self._sources.elsewhere:
             mend = (
-                "Nothing at all lies in this folder. If the job's root was changed, set it back; if it was removed, "
-                "start from a new checkpoint location."
+                f"The state lies in {', '.join(self._sources.elsewhere)}, which the job does not name among its "
+                "backends: name it, at least until every bucket has been copied. Where its files were moved, give the "
+                "new place its old name."
+            )
+        elif causes is telling:
+            mend += (
+                " Where nothing lies there at all any more: if the job's root was changed, set it back; if it was "
+                "removed, start from a new checkpoint location."
             )
         error: Failure = type(causes[0])(
             f"checkpoint {chain.refs[-1]} of bucket {self._bucket} of operator {self._operator!r} cannot be loaded: "

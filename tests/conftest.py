@@ -64,6 +64,17 @@ def s3() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An Azure Blob Storage server in a process of its own."""
+    from object_store import azure_server, azurite
+
+    if azurite() is None:
+        pytest.skip("azurite-blob is not installed: npm install azurite (make test does it)")
+    with azure_server(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def connect_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A Connect session on a server in a process of its own."""
     from pyspark import __version__

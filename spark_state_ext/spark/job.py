@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from arrow_schemas.operator import OperatorFile
+from spark_state_ext.backends.registry import Backend
+from spark_state_ext.commit import CommitOptions
 from spark_state_ext.errors import VersionSkewError
 from spark_state_ext.version import __version__
 
@@ -18,8 +20,12 @@ class Job:
 
     Parameters
     ----------
-    operator, root, storage_options, buckets, local_dir, strict, lease_ms, memory_bytes_max, local_keep_s
+    operator, root, storage_options, buckets, local_dir, strict, lease_ms, memory_bytes_max, local_keep_s, restore_from
         As given to `ArrowState`.
+    pointer_read, clean_up
+        As given to `ArrowState`.
+    backends, commit
+        Its backends without the changelog, and how commits are made.
     key_schema, state_schema
         `StructType.json()` of the grouping and of the state columns.
     columns
@@ -70,6 +76,11 @@ class Job:
     memory_bytes_max: int
     batches_retained: int
     local_keep_s: float
+    backends: tuple[Backend, ...]
+    commit: CommitOptions
+    restore_from: str | None
+    pointer_read: str
+    clean_up: bool
     storage_options: dict[str, Any] = field(default_factory=dict)
     package_version: str = __version__
 
@@ -92,7 +103,15 @@ class Job:
                 f"{__version__}: "
                 "install the same version on both."
             )
-        return Job(**{**plain, "columns": tuple(plain["columns"]), "key_positions": tuple(plain["key_positions"])})
+        return Job(
+            **{
+                **plain,
+                "columns": tuple(plain["columns"]),
+                "key_positions": tuple(plain["key_positions"]),
+                "backends": tuple(Backend(**backend) for backend in plain["backends"]),
+                "commit": CommitOptions(**plain["commit"]),
+            }
+        )
 
     def operator_file(self, home: str) -> OperatorFile:
         """The operator file this job asks for, for state in the folder `home`."""

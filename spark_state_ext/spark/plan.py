@@ -15,7 +15,10 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupStateTimeout
 from pyspark.sql.types import DoubleType, FloatType, StructField, StructType
 
+from arrow_schemas.pointer import BOTH, V1, V2
 from arrow_schemas.spark_types import key_fields, state_fields
+from spark_state_ext.backends.registry import CHANGELOG, FSSPEC, Backend, configured
+from spark_state_ext.commit import CommitOptions
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.folder import Folder
 from spark_state_ext.spark.job import Job
@@ -69,6 +72,25 @@ class ArrowState:
         from 1 MiB to 1 GiB.
     local_keep_s
         How long an executor keeps the local store of a bucket that runs elsewhere now, seconds.
+    backends
+        Where state is kept: ``"changelog"`` (deltas stay in Spark's own state until every other backend has confirmed
+        them, so no batch waits for an upload), ``"fsspec"`` (the root) and any `Backend`. Without ``"changelog"``
+        commits are synchronous.
+    restore_from
+        Name of the backend that state is restored from when there is a choice; by default the first that has it.
+    commit_delay_ms_max
+        How long an upload may be under way while batches go on, milliseconds. After that the next commit waits for it.
+    commit_timeout_ms
+        How long it may be under way at all; then the task fails with `CommitTimeoutError`.
+    inline_bytes_max, task_inline_bytes_max
+        Most bytes that a bucket, and a task, keep in Spark's own state. Larger deltas upload while the task's other
+        buckets are worked on, and are waited for before it ends.
+    pointer_write, pointer_read
+        ``"v2"``: pointers of the present format. ``pointer_write="v1"`` writes the first format, which every release
+        reads, and ``"both"`` both side by side; commits are synchronous then. ``pointer_read="v1"`` reads the first
+        only.
+    clean_up
+        Whether files that nothing needs any more are deleted.
 
     Raises
     ------
@@ -88,6 +110,15 @@ class ArrowState:
         lease_ms: int = 10_000,
         memory_bytes_max: int = 256 << 20,
         local_keep_s: float = 86_400.0,
+        backends: Sequence[str | Backend] = (CHANGELOG, FSSPEC),
+        restore_from: str | None = None,
+        commit_delay_ms_max: int = 60_000,
+        commit_timeout_ms: int = 600_000,
+        inline_bytes_max: int = 256 << 10,
+        task_inline_bytes_max: int = 4 << 20,
+        pointer_write: str = V2,
+        pointer_read: str = V2,
+        clean_up: bool = True,
     ) -> None:
         root = os.fspath(root)
         local_dir = None if local_dir is None else os.fspath(local_dir)
@@ -109,7 +140,27 @@ class ArrowState:
             )
         if not local_keep_s >= 0:
             raise UsageError(f"local_keep_s must not be negative: {local_keep_s}")
+        if not 0 <= commit_delay_ms_max <= commit_timeout_ms or commit_timeout_ms < 1:
+            raise UsageError(
+                "commit_delay_ms_max must be from 0 to commit_timeout_ms, and that at least 1, not "
+                f"{commit_delay_ms_max} and {commit_timeout_ms}"
+            )
+        if inline_bytes_max < 0 or task_inline_bytes_max < 0:
+            raise UsageError("inline_bytes_max and task_inline_bytes_max must not be negative")
+        if pointer_write not in (V1, V2, BOTH) or pointer_read not in (V1, V2):
+            raise UsageError(
+                "pointer_write must be 'v1', 'v2' or 'both' and pointer_read 'v1' or 'v2', not "
+                f"{pointer_write!r} and {pointer_read!r}"
+            )
+        if pointer_read == V1 and pointer_write == V2:
+            raise UsageError("pointer_read='v1' cannot read what pointer_write='v2' writes: write 'v1' or 'both'")
+        journal, self.backends = configured(backends, root, storage_options or {}, restore_from)
+        if pointer_write != V2 and FSSPEC not in backends:
+            raise UsageError("pointer_write='v1' and 'both' mean the state at the root: name 'fsspec' among backends")
         Folder(root, storage_options)  # an unknown protocol is refused now
+        for backend in self.backends:
+            if backend.kind == FSSPEC:
+                Folder(backend.root, backend.storage_options)
         self.root = root
         self.operator = operator
         self.buckets = buckets
@@ -119,6 +170,12 @@ class ArrowState:
         self.lease_ms = lease_ms
         self.memory_bytes_max = memory_bytes_max
         self.local_keep_s = local_keep_s
+        self.restore_from = Backend(root).name if restore_from == FSSPEC else restore_from
+        self.commit = CommitOptions(
+            journal, commit_delay_ms_max, commit_timeout_ms, inline_bytes_max, task_inline_bytes_max, pointer_write
+        )
+        self.pointer_read = pointer_read
+        self.clean_up = clean_up
 
     def __repr__(self) -> str:
         return f"ArrowState({self.root!r}, operator={self.operator!r}, buckets={self.buckets})"
@@ -191,6 +248,11 @@ class ArrowState:
             memory_bytes_max=self.memory_bytes_max,
             batches_retained=max(1, int(spark.conf.get("spark.sql.streaming.minBatchesToRetain", "100") or "100")),
             local_keep_s=self.local_keep_s,
+            backends=tuple(self.backends),
+            commit=self.commit,
+            restore_from=self.restore_from,
+            pointer_read=self.pointer_read,
+            clean_up=self.clean_up,
             storage_options=self.storage_options,
         ).to_plain()
         packed = _packable(df, input_type, key_type, positions, extra_keys).mapInArrow(pack_entry(job), PAYLOAD_SCHEMA)

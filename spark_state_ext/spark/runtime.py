@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,24 +25,22 @@ from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.background import Background
 from spark_state_ext.bucket import Bucket
-from spark_state_ext.cleanup import clean_up, clean_up_due, is_crowded
 from spark_state_ext.errors import (
     BucketCountChangedError,
     CorruptFileError,
     CorruptPointerError,
     MissingCheckpointError,
     OperatorChangedError,
-    OwnershipError,
-    StateError,
-    StorageError,
 )
-from spark_state_ext.lease import Lease
+from spark_state_ext.metrics import CallMetrics, MetricsLog, timed, timing
 from spark_state_ext.operator_folder import admit
 from spark_state_ext.spark.group_state import watermark_of
+from spark_state_ext.spark.housekeeping import CleanUps, drop_spill_files, reclaim_in_turn
 from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.keys import CallContext, Changes, Groups, KeyCaller, UserFunction
 from spark_state_ext.spark.pack import event_times
-from spark_state_ext.spark.payload import HASH_COLUMN, HEARTBEAT, decode, spill_is_stale
+from spark_state_ext.spark.payload import HASH_COLUMN, HEARTBEAT, decode
+from spark_state_ext.spark.places import Leases, places_of, prepare
 from spark_state_ext.spark.task import (
     TaskInfo,
     local_folder,
@@ -50,20 +49,18 @@ from spark_state_ext.spark.task import (
     settle,
     stores_folder,
 )
+from spark_state_ext.spark.task_end import Spread, TaskEnd
 from spark_state_ext.spill import HashSorter, SpillBuffer
 from spark_state_ext.store import LocalStore, Lookup
-from spark_state_ext.store.reclaim import note_use, reclaim
+from spark_state_ext.store.reclaim import note_use
 from spark_state_ext.store.runs import hashes_of, joined, sorted_run
+from spark_state_ext.uploads import WorkerUploads
 
 __all__ = ["run_bucket"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _OPEN_STORES_MAX = 256
-# Within a call, which has something else to do.
-_DELETES_MAX = 500
 _stores: dict[str, LocalStore] = {}
-_RECLAIM_EVERY_S = 3_600.0
-_reclaim_at_s = 0.0
 
 
 def run_bucket(
@@ -116,21 +113,29 @@ class _BucketCall:
         self._task = TaskInfo.current(job)
         self._times = _Times.of(state)
         stored = state.getOption
-        pointer = Pointer.decode(bytes(stored[0])) if stored is not None else None
+        pointer = Pointer.decode(bytes(stored[0]), job.pointer_read) if stored is not None else None
         # A query keeps the folder it began in, whatever later tasks are told of their query.
         self._home = self._task.query_id if pointer is None else pointer.home
         self._batch = self._task.batch if self._task.batch is not None else (pointer.batch + 1 if pointer else 0)
         self._operator_folder = operator_folder(job)
         self._files = self._operator_folder.child(self._home)
-        # Where tasks are not told their run, the plan stands in for it, and may be started again.
         once = self._task.batch is not None
-        self._lease = Lease.of(self._files, self._task.run_id, job.application_id, job.lease_ms, once=once)
-        self._lease.hold()
+        self._leases = Leases.of(job, self._task, self._operator_folder, self._home)
+        self._leases.hold()
         self._operator = self._admitted(pointer)
         self._schema = self._operator.row_schema()
         self._pointer = pointer if pointer is not None else self._first_pointer()
         self._scratch = scratch_folder(job.local_dir)
+        prepare(job, self._operator_folder, self._home, self._scratch, self._operator.schema_id)
+        self._places = places_of(job, self._home, bucket, self._scratch)
+        self._uploads = WorkerUploads.shared()
         self._bucket = self._opened()
+        retained, where = self._task.batches_retained, f"{self._files.root}/{bucket}"
+        self._clean_ups = CleanUps(self._bucket, self._places, self._leases, retained, where)
+        run_id = self._task.run_id if once else ""
+        self._spread = Spread(run_id, self._task.partitions, self._task.partition, job.buckets)
+        self._task_end = TaskEnd.of(self._task.attempt)
+        self._call = CallMetrics(self._task.query_id, self._task.run_id, self._batch, job.operator, bucket)
         self._caller = KeyCaller(
             function,
             self._schema,
@@ -147,33 +152,66 @@ class _BucketCall:
             watermark_present=self._times.watermark_present,
             timeout_conf=job.timeout_conf,
             # However long the function takes, the lease stays renewed.
-            after_key=self._lease.hold,
+            after_key=self._leases.hold,
         )
 
     # -- the call ----------------------------------------------------------------------------------
 
     def run(self, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
+        started_s = time.perf_counter()
         sorter = HashSorter(self._scratch, HASH_COLUMN, self._job.memory_bytes_max)
         for batch in self._payload_rows(frames):
+            self._call.rows += batch.num_rows
             sorter.add(batch)
         rows = SpillBuffer(self._scratch, self._job.memory_bytes_max)
         # Also a bucket without rows is restored, so that no later batch has to wait for it.
-        self._bucket.read(lambda view: None)
+        with timing(self._call, "read_ms"):
+            self._bucket.read(lambda view: None)
         borders = self._expired_borders()
         after = -1
         for upper, table in sorter.ranges():
             yield from self._range(table, after, upper, borders, rows)
             after = upper
-        pointer = self._stamped(self._bucket.commit(rows, self._heartbeat))
+        with timing(self._call, "commit_ms"):
+            pointer = self._committed(rows)
         if self._bucket_number == 0:
-            self._drop_spill_files()
-        self._clean_up_in_turn(pointer)
+            drop_spill_files(self._operator_folder, self._task)
+        if self._job.clean_up:
+            self._clean_ups.in_turn(self._pointer, pointer.calls)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             pointer = replace(pointer, earliest_timeout_ms=self._earliest_timeout(rows))
         self._hand_over(pointer)
-        if _reclaim_due():
-            stores, scratch, keep_s = stores_folder(self._job.local_dir), self._scratch, self._job.local_keep_s
-            Background.shared().submit("reclaiming local stores", lambda: reclaim(stores, scratch, keep_s))
+        stores = stores_folder(self._job.local_dir)
+        reclaim_in_turn(stores, self._scratch, self._job.local_keep_s)
+        self._call.total_ms = 1000 * (time.perf_counter() - started_s)
+        self._note_metrics(pointer, rows, stores / "metrics")
+
+    def _note_metrics(self, pointer: Pointer, rows: SpillBuffer, folder: Path) -> None:
+        call, now_ms = self._call, int(time.time() * 1000)
+        uploads, upload_s, uploaded_bytes = self._uploads.sent(self._bucket.store)
+        call.uploads, call.upload_ms, call.uploaded_bytes = uploads, 1000 * upload_s, uploaded_bytes
+        call.ended_ms, call.changed_rows, call.state_rows = now_ms, rows.rows, pointer.rows
+        call.wait_ms = 1000 * self._bucket.committer.waited_s
+        call.delta_bytes = pointer.lineage[-1].size_bytes if pointer.ref != self._pointer.ref else 0
+        call.inline_bytes = sum(len(delta.data) for delta in pointer.inline)
+        call.oldest_inline_ms = max((now_ms - delta.made_ms for delta in pointer.inline), default=0)
+        call.restored_files = self._bucket.fetched_files
+        call.cache_hit = call.restored_files == 0
+        MetricsLog.at(folder).add(call)
+
+    def _committed(self, rows: SpillBuffer) -> Pointer:
+        """The new pointer; what it claims is so when the task's last call returns."""
+        bucket, end = self._bucket_number, self._task_end
+        self._clean_ups.raise_failed()
+        expected = self._spread.expected(self._pointer, self._files) if self._heartbeat else frozenset[int]()
+        may_defer = end.may_leave(bucket, expected)
+        room_bytes = self._job.commit.task_inline_bytes_max - end.inline_bytes
+        pointer = self._bucket.commit(rows, self._heartbeat, may_defer=may_defer, room_bytes=room_bytes)
+        end.inline_bytes += sum(len(delta.data) for delta in pointer.inline)
+        end.over(bucket, self._bucket.committer.left, expected, self._uploads, self._job.commit)
+        if self._heartbeat:
+            pointer = replace(pointer, spread=self._spread.noted(bucket, self._files))
+        return self._stamped(pointer)
 
     def _range(
         self, table: pa.Table | None, after: int, upper: int, borders: list[int], rows: SpillBuffer
@@ -183,8 +221,10 @@ class _BucketCall:
         if table is not None:
             hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
             groups = Groups.of(table, hashes, job.key_positions, len(job.columns), self._schema)
-            found: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
-            yield from self._caller.data(groups, found, self._context, changes)
+            with timing(self._call, "lookup_ms"):
+                found: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
+            self._call.keys += len(groups.hashes)
+            yield from timed(self._caller.data(groups, found, self._context, changes), self._call, "user_ms")
             changed = sorted_run(self._caller.changed_rows(changes, groups.hashes, groups.keys))
         for upto in [*(border for border in borders if after < border < upper), upper]:
             due = self._expired(after, upto)
@@ -197,39 +237,14 @@ class _BucketCall:
             pieces = [mine]
             if due.num_rows:
                 timed_out = Changes()
-                yield from self._caller.timeouts(due, self._context, timed_out)
+                self._call.timeouts += due.num_rows
+                yield from timed(self._caller.timeouts(due, self._context, timed_out), self._call, "user_ms")
                 pieces.append(self._caller.changed_rows(timed_out, hashes_of(due), self._schema.key_columns(due)))
                 pieces.append(_untouched(due, timed_out))
             pieces = [piece for piece in pieces if piece.num_rows]
             if pieces:
                 rows.append(sorted_run(joined(pieces)))
-            self._lease.hold()
-
-    # -- clean-up ----------------------------------------------------------------------------------
-
-    def _clean_up_in_turn(self, pointer: Pointer) -> None:
-        """Have what no pointer leads to any more deleted, when it is this bucket's turn."""
-        retained = self._task.batches_retained
-        if not clean_up_due(pointer.calls, self._bucket_number, retained):
-            return
-        files, committed, scratch, lease = self._bucket.files, self._pointer, self._scratch, self._lease
-        background = Background.shared()
-        try:
-            entries = files.entries()
-            if background.finished == 0 and is_crowded(entries, retained):
-                # Workers here do not live long enough for their background to get to it.
-                clean_up(files, committed, retained, scratch, lease.hold, entries=entries, deletes_max=_DELETES_MAX)
-                return
-        except OwnershipError:
-            raise
-        except StateError as error:
-            # Of no harm to this batch.
-            _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", files.root, error)
-            return
-        background.submit(
-            f"clean-up {files.root}",
-            lambda: clean_up(files, committed, retained, scratch, lease.check, entries=entries),
-        )
+            self._leases.hold()
 
     # -- input -------------------------------------------------------------------------------------
 
@@ -249,18 +264,6 @@ class _BucketCall:
 
     def _load_spilled(self, name: str, offset: int, length: int) -> bytes:
         return self._operator_folder.get_range(name, offset, offset + length)
-
-    def _drop_spill_files(self) -> None:
-        """Remove earlier batches' spill files."""
-        # Spill files lie with the query that tasks are told of, which may not be the state's home.
-        folder = self._operator_folder.child(self._task.query_id, "spill")
-        try:
-            for name in folder.names():
-                if spill_is_stale(name, self._task.batch, time.time()):
-                    folder.remove_tree(name)
-        except StorageError as error:
-            # Of no harm to this batch; a late attempt at an old one may be writing there.
-            _LOGGER.warning("old spill files are left to the next batch: %s", error)
 
     def _late_threshold_us(self) -> int | None:
         """Rows at or before this event time are late; Spark filters only under the event-time timeout."""
@@ -345,7 +348,7 @@ class _BucketCall:
         return pointer
 
     def _hand_over(self, pointer: Pointer) -> None:
-        self._state.update((pointer.encode(),))
+        self._state.update((pointer.encode(self._job.commit.pointer_write),))
         if self._job.timeout_conf == GroupStateTimeout.EventTimeTimeout:
             # Due at the next advance of the watermark, so that no advance passes a bucket by.
             self._state.setTimeoutTimestamp(max(self._times.watermark_ms, 1))
@@ -388,17 +391,19 @@ class _BucketCall:
     def _opened(self) -> Bucket:
         folder = local_folder(self._job, self._home, self._operator.schema_id, self._bucket_number)
         writer = Writer(self._task.query_id, self._task.run_id, self._batch, socket.gethostname())
-        files = self._files.child(str(self._bucket_number))
         # Rows are written under the schema in force now, whatever that of the pointer we were given.
         pointer = replace(self._pointer, schema_id=self._operator.schema_id)
         return Bucket(
             _store(str(folder), self._schema),
-            files,
+            self._places,
             pointer,
             writer,
             self._scratch,
             Background.shared(),
             self._task.batches_retained,
+            uploads=self._uploads,
+            options=self._job.commit,
+            restore_from=self._job.restore_from,
         )
 
 
@@ -418,16 +423,6 @@ def _store(folder: str, schema: RowSchema) -> LocalStore:
         # Of queries that stopped, most likely; a worker outlives them, and each store holds two open files.
         _stores.pop(next(iter(_stores))).close()
     return store
-
-
-def _reclaim_due() -> bool:
-    """Whether this process should look after the local disk: once an hour."""
-    global _reclaim_at_s
-    now_s = time.monotonic()
-    if now_s < _reclaim_at_s:
-        return False
-    _reclaim_at_s = now_s + _RECLAIM_EVERY_S
-    return True
 
 
 def _split_at(batch: pa.RecordBatch, upper: int) -> tuple[pa.RecordBatch, pa.RecordBatch]:

@@ -49,6 +49,7 @@ def _loader() -> Callable[[str], Any]:
                 "pyarrow",
                 "numpy",
                 "pandas",
+                "tenacity",
             ):
                 raise
             # The tree of errors is in the package that is missing, so a class of the same name stands in for it.

@@ -21,6 +21,8 @@ __all__ = ["TaskInfo", "local_folder", "operator_folder", "scratch_folder", "set
 
 
 _RETAINED = "spark.sql.streaming.minBatchesToRetain"
+# Since Spark 4.1 the first one, where it is set, is that of stateful operators.
+_PARTITIONS = ("spark.sql.streaming.internal.stateStore.partitions", "spark.sql.shuffle.partitions")
 # Containers allocated, and not freed yet, at which a young collection begins; Python's own default is 700.
 _YOUNG_OBJECTS_MAX = 5_000
 
@@ -38,12 +40,21 @@ class TaskInfo:
         As Spark told them.
     batches_retained
         How many batches Spark retains, or more.
+    partition
+        The task's partition.
+    partitions
+        Over how many partitions Spark's stateful operator spreads its keys, as far as settings tell; None where not.
+    attempt
+        Spark's number of the attempt, which no other attempt at any task has.
     """
 
     query_id: str
     run_id: str
     batch: int | None
     batches_retained: int = BATCHES_RETAINED
+    partition: int = 0
+    partitions: int | None = None
+    attempt: int | None = None
 
     @staticmethod
     def current(job: Job) -> TaskInfo:
@@ -57,7 +68,16 @@ class TaskInfo:
         retained = int(told) if told else max(BATCHES_RETAINED, job.batches_retained)
         if context is None or not query_id or batch is None:
             return TaskInfo(job.plan_id, job.plan_id, None, retained)
-        return TaskInfo(query_id, context.getLocalProperty("spark.jobGroup.id") or query_id, int(batch), retained)
+        counts = [context.getLocalProperty(name) for name in _PARTITIONS]
+        return TaskInfo(
+            query_id,
+            context.getLocalProperty("spark.jobGroup.id") or query_id,
+            int(batch),
+            retained,
+            context.partitionId(),
+            next((int(count) for count in counts if count), None),
+            context.taskAttemptId(),
+        )
 
 
 @functools.cache

@@ -30,7 +30,7 @@ __all__ = ["DATABASES", "Environment", "boot_id"]
 
 T = TypeVar("T")
 
-DATABASES = (b"meta", b"runs", b"chunks", b"pins")
+DATABASES = (b"meta", b"runs", b"chunks", b"pins", b"notes")
 MAP_BYTES_MIN = 1 << 20
 # Task slots of an executor that may work on one bucket at once, with retries and speculation, are far fewer.
 _READERS_MAX = 512

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import pyarrow as pa
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import CorruptStoreError, MissingRunError, StorageError
-from spark_state_ext.store import pins
+from spark_state_ext.store import notes, pins
 from spark_state_ext.store.base_file import (
     check_blocks,
     chunks_in,
@@ -288,6 +288,19 @@ class LocalStore:
     def unpin(self, name: str) -> None:
         """Release a pin."""
         self._environment.write(lambda txn: pins.release(txn, name))
+
+    def note(self, written: Mapping[str, bytes], removed: Collection[str] = ()) -> None:
+        """Leave notes for other processes of this machine, and remove some."""
+
+        def work(txn: Writing) -> None:
+            notes.remove(txn, removed)
+            notes.put(txn, written)
+
+        self._environment.write(work)
+
+    def notes(self) -> dict[str, bytes]:
+        """All notes, by name."""
+        return self._environment.read(notes.every)
 
     def rebuild(self) -> None:
         """Set a damaged environment aside and begin with an empty one."""

@@ -9,6 +9,8 @@ import pyarrow as pa
 import pytest
 
 from arrow_schemas.labels import label_bucket
+from spark_state_ext.backends.registry import Backend
+from spark_state_ext.commit import CommitOptions
 from spark_state_ext.spark import pack as packing
 from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.pack import buckets_of, pack
@@ -41,6 +43,11 @@ def job(root: Path) -> Job:
         memory_bytes_max=1 << 20,
         batches_retained=100,
         local_keep_s=86_400.0,
+        backends=(Backend(str(root / "root")),),
+        commit=CommitOptions(),
+        restore_from=None,
+        pointer_read="v2",
+        clean_up=True,
     )
 
 

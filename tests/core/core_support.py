@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from arrow_schemas import CheckpointRef, Pointer, RowSchema, Writer
 from arrow_schemas.equality import HashArray
 from arrow_schemas.row import DELETED, TIMEOUT_MS
+from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.folder import Folder
 from spark_state_ext.spill import SpillBuffer
@@ -209,7 +210,7 @@ def buffer_of(changes: Changes, scratch: Path, hashed: HashFunction = good_hash)
 
 
 def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Bucket:
-    return Bucket(store, files, pointer, WRITER, scratch)
+    return Bucket(store, sole_place(files, scratch), pointer, WRITER, scratch)
 
 
 def committed(store: LocalStore, files: Folder, pointer: Pointer, changes: Changes, scratch: Path) -> Pointer:

@@ -1,22 +1,28 @@
-"""An object store over real HTTP: S3, as the moto server speaks it."""
+"""Object stores over real HTTP: S3, as the moto server speaks it, and Azure Blob Storage, as Azurite does."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-__all__ = ["S3", "s3_server"]
+__all__ = ["Azure", "S3", "azure_server", "s3_server"]
 
 _STARTS_WITHIN_S = 60
 _BUCKET = "states"
+# Azurite's own account, the same everywhere.
+_ACCOUNT = "devstoreaccount1"
+_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
 @dataclass(frozen=True)
@@ -37,35 +43,125 @@ class S3:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options for fsspec."""
+        """Options for s3fs."""
         return {"key": "k", "secret": "s", "client_kwargs": {"endpoint_url": self.endpoint, "region_name": "us-east-1"}}
+
+    @property
+    def obstore_options(self) -> dict[str, Any]:
+        """Options for obstore's implementation of fsspec."""
+        return {
+            "implementation": "obstore.fsspec.FsspecStore",
+            "protocol": "s3",
+            "config": {
+                "endpoint": self.endpoint,
+                "access_key_id": "k",
+                "secret_access_key": "s",
+                "region": "us-east-1",
+                "virtual_hosted_style_request": False,
+            },
+            "client_options": {"allow_http": True},
+        }
+
+
+@dataclass(frozen=True)
+class Azure:
+    """Where a server is.
+
+    Parameters
+    ----------
+    endpoint
+        Its URL.
+    """
+
+    endpoint: str
+
+    def root(self, name: str) -> str:
+        """URL of a folder in its container."""
+        return f"az://{_BUCKET}/{name}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options for adlfs."""
+        return {"connection_string": self._connection}
+
+    @property
+    def _connection(self) -> str:
+        return (
+            f"DefaultEndpointsProtocol=http;AccountName={_ACCOUNT};AccountKey={_KEY};"
+            f"BlobEndpoint={self.endpoint}/{_ACCOUNT};"
+        )
+
+    def create_container(self) -> None:
+        """Make the container."""
+        from azure.storage.blob import BlobServiceClient
+
+        with BlobServiceClient.from_connection_string(self._connection) as client:
+            client.create_container(_BUCKET)
 
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[S3]:
     """A server in a process of its own, with a bucket."""
+    port = _free_port()
+    with _running([sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]) as server:
+        s3 = S3(f"http://127.0.0.1:{port}")
+        request = urllib.request.Request(f"{s3.endpoint}/{_BUCKET}", method="PUT")
+        _when_it_answers(server, lambda: urllib.request.urlopen(request, timeout=_STARTS_WITHIN_S).close())
+        yield s3
+
+
+def azurite() -> str | None:
+    """The program, which comes from npm; None where it is not installed."""
+    in_environment = Path(sys.prefix) / "node_modules" / ".bin" / "azurite-blob"
+    return str(in_environment) if in_environment.exists() else shutil.which("azurite-blob")
+
+
+@contextlib.contextmanager
+def azure_server(folder: Path) -> Iterator[Azure]:
+    """A server in a process of its own, with a container; its data is in a folder."""
+    program, port = azurite(), _free_port()
+    assert program is not None, "azurite-blob is not installed: npm install azurite"
+    # The newest adlfs may speak a newer dialect than Azurite knows.
+    command = [program, "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
+    with _running([*command, "--blobPort", str(port), "--location", str(folder)]) as server:
+        azure = Azure(f"http://127.0.0.1:{port}")
+        _when_it_answers(server, lambda: _answers(azure.endpoint))
+        azure.create_container()
+        yield azure
+
+
+def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    node = Path(sys.prefix) / "bin"
+    environment = {**os.environ, "PATH": os.pathsep.join([os.environ.get("PATH", ""), str(node)])}
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     try:
-        s3 = S3(f"http://127.0.0.1:{port}")
-        _create_bucket(s3, server)
-        yield s3
+        yield server
     finally:
         server.kill()
         server.wait()
 
 
-def _create_bucket(s3: S3, server: subprocess.Popen[bytes]) -> None:
-    request = urllib.request.Request(f"{s3.endpoint}/{_BUCKET}", method="PUT")
+def _answers(endpoint: str) -> None:
+    """Any answer will do; a server that is not there gives none."""
+    with contextlib.suppress(urllib.error.HTTPError):
+        urllib.request.urlopen(endpoint, timeout=_STARTS_WITHIN_S).close()
+
+
+def _when_it_answers(server: subprocess.Popen[bytes], ask: Callable[[], None]) -> None:
     deadline_s = time.monotonic() + _STARTS_WITHIN_S
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=_STARTS_WITHIN_S):
-                return
-        except urllib.error.URLError:
+            ask()
+            return
+        except (urllib.error.URLError, ConnectionError):
             if server.poll() is not None or time.monotonic() > deadline_s:
                 raise
             time.sleep(0.1)

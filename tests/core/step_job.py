@@ -27,6 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 from arrow_schemas import Pointer, Writer
 from spark_state_ext import cleanup
 from spark_state_ext import lineage as lineage_module
+from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.errors import StorageError
 from spark_state_ext.folder import Folder
@@ -147,7 +148,7 @@ def run(folder: Path, protocol: str) -> None:
     store = LocalStore(folder / "local", SCHEMA)
     while (pointer := committed(folder)).batch + 1 < BATCHES:
         batch = pointer.batch + 1
-        bucket = Bucket(store, files, pointer, Writer("q", "r", batch, "h"), folder, None, RETAINED)
+        bucket = Bucket(store, sole_place(files, folder), pointer, Writer("q", "r", batch, "h"), folder, None, RETAINED)
         if bucket.read(scanned) != expected[batch]:
             os._exit(WRONG)
         new = replace(bucket.commit(buffer_of(CHANGES[batch], folder)), batch=batch)
@@ -158,7 +159,9 @@ def run(folder: Path, protocol: str) -> None:
     clean_up(files, committed(folder), folder)
     for place in ("local", "empty"):
         final = LocalStore(folder / place, SCHEMA) if place == "empty" else store
-        bucket = Bucket(final, files, committed(folder), Writer("q", "r", BATCHES, "h"), folder, None, RETAINED)
+        bucket = Bucket(
+            final, sole_place(files, folder), committed(folder), Writer("q", "r", BATCHES, "h"), folder, None, RETAINED
+        )
         if bucket.read(scanned) != expected[BATCHES]:
             os._exit(WRONG)
 

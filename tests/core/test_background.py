@@ -15,6 +15,7 @@ from arrow_schemas import Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext import background as background_module
 from spark_state_ext import lineage as lineage_module
+from spark_state_ext.backends.files import sole_place
 from spark_state_ext.background import Background
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.errors import StorageError
@@ -138,7 +139,7 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i), KEYS[(i + 5) % 9]: Row(-i, "x")}
         started_s = time.monotonic()
-        bucket = Bucket(store, files, pointers[-1], WRITER, tmp_path, background)
+        bucket = Bucket(store, sole_place(files, tmp_path), pointers[-1], WRITER, tmp_path, background)
         pointers.append(bucket.commit(buffer_of(changes, tmp_path)))
         slowest_s = max(slowest_s, time.monotonic() - started_s)
         models.append(changed(models[-1], changes))
@@ -155,7 +156,7 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for pointer, model in zip(pointers, models, strict=True):
         if pointer.ref in arrived:
             new = LocalStore(tmp_path / str(pointer.version), SCHEMA)
-            bucket = Bucket(new, files, pointer, WRITER, tmp_path)
+            bucket = Bucket(new, sole_place(files, tmp_path), pointer, WRITER, tmp_path)
             assert state_at(new, files, pointer, tmp_path) == model
             new.close()
     assert store._environment.read(lambda txn: list(txn.items(b"pins"))) == [], "every pin was released"
@@ -190,7 +191,9 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     counts: list[int] = []
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i)}
-        pointer = Bucket(store, files, pointer, WRITER, tmp_path, Idle(takes=True)).commit(buffer_of(changes, tmp_path))
+        pointer = Bucket(store, sole_place(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=True)).commit(
+            buffer_of(changes, tmp_path)
+        )
         model = changed(model, changes)
         counts.append(len([n for n in files.names() if n.endswith("snapshot.arrow")]))
     # Presumed at 3, 5 (one missed) and 7 (two missed, so written); and so on.
@@ -216,7 +219,7 @@ def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
     lengths = []
     for i in range(12):
         changes = {KEYS[i % 9]: Row(i)}
-        pointer = Bucket(store, files, pointer, WRITER, tmp_path, Idle(takes=False)).commit(
+        pointer = Bucket(store, sole_place(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=False)).commit(
             buffer_of(changes, tmp_path)
         )
         lengths.append(len(pointer.lineage))

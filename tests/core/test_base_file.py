@@ -16,6 +16,7 @@ from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, R
 from arrow_schemas.blocks import BLOCK_BYTES
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from spark_state_ext import checkpoint as checkpoint_module
+from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import write_checkpoint
 from spark_state_ext.errors import CorruptFileError
@@ -65,7 +66,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
 
 
 def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Bucket:
-    return Bucket(store, files, pointer, WRITER, scratch)
+    return Bucket(store, sole_place(files, scratch), pointer, WRITER, scratch)
 
 
 def values_at(view: View, keys: np.ndarray) -> list[int | None]:

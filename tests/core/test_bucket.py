@@ -28,12 +28,14 @@ from core_support import (
 
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
-from spark_state_ext import bucket as bucket_module
 from spark_state_ext import lineage as lineage_module
+from spark_state_ext import sealed as sealed_module
+from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import BATCHES_RETAINED, Bucket
 from spark_state_ext.checkpoint import read_header
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, StorageError
 from spark_state_ext.folder import Folder
+from spark_state_ext.sealed import seal
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import LocalStore
 
@@ -139,7 +141,7 @@ def test_a_quiet_bucket_is_renewed_once_in_so_many_beats(place: Place) -> None:
 
 def test_calls_for_timeouts_only_are_no_beats(place: Place) -> None:
     pointers, _ = place.history(1)
-    bucket = Bucket(place.machine(), place.files, pointers[1], WRITER, place.local)
+    bucket = Bucket(place.machine(), sole_place(place.files, place.local), pointers[1], WRITER, place.local)
     after = bucket.commit(buffer_of({KEYS[0]: Row(5)}, place.local), heartbeat=False)
     assert (after.calls, after.beats, after.lineage[-1].beat) == (2, 1, 1)
 
@@ -268,7 +270,8 @@ def test_a_snapshot_stands_in_for_a_lost_delta(place: Place, monkeypatch: pytest
     bucket = bucket_on(place.machine(), place.files, pointers[3], place.local)
     assert pointers[4].ref is not None
     view = place.machine().view(pointers[4].ref)
-    bucket._publish(bucket._header(pointers[4].ref, SNAPSHOT), view.scan())
+    sealed = seal(bucket._header(pointers[4].ref, SNAPSHOT), SCHEMA, view.scan(), place.local)
+    bucket.committer.send(pointers[4].ref, sealed, ["files"])
     place.remove(place.name(pointers[4], DELTA))
     assert place.state(pointers[4], "fresh") == models[4]
 
@@ -395,14 +398,14 @@ def test_pruning_by_another_process_in_the_middle_of_a_read(place: Place) -> Non
 
 
 def test_large_changes_pass_through_a_local_file(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_module, "_IN_MEMORY_BYTES_MAX", 10)
+    monkeypatch.setattr(sealed_module, "MEMORY_BYTES_MAX", 10)
     pointers, models = place.history(3)
     assert place.state(pointers[3], "fresh") == models[3]
     assert not [p for p in place.local.iterdir() if p.is_file()]
 
 
 def test_a_scratch_folder_that_is_gone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_module, "_IN_MEMORY_BYTES_MAX", 10)
+    monkeypatch.setattr(sealed_module, "MEMORY_BYTES_MAX", 10)
     pointers, models = place.history(1)
     bucket = bucket_on(place.machine(), place.files, pointers[1], place.local / "gone")
     with pytest.raises(StorageError, match="gone"):

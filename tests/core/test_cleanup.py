@@ -18,6 +18,7 @@ from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, W
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from spark_state_ext import cleanup as cleanup_module
 from spark_state_ext import lineage as lineage_module
+from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.cleanup import Decision, FileHeaders, Origin, classify, clean_up, clean_up_due, is_crowded
 from spark_state_ext.errors import CorruptFileError, LiveRunError
@@ -154,7 +155,7 @@ def test_two_snapshots_must_be_there(present: list[int]) -> None:
 
 
 def test_where_a_part_of_the_line_is_gone_all_below_stays() -> None:
-    assert decided([*(name for name in LINEAR if name not in (*deltas(32), *snapshots(35)))]) == Decision()
+    assert decided([*(name for name in LINEAR if name not in (*deltas(32), *snapshots(35)))]) == Decision(lost=True)
 
 
 def test_a_damaged_snapshot_is_not_leaned_on() -> None:
@@ -319,9 +320,9 @@ class Scene:
             self.batch(batch)
 
     def batch(self, batch: int) -> None:
-        bucket = Bucket(
-            self.store, self.files, self.pointers[-1], Writer("q", "r", batch, "h"), self.local, None, RETAINED
-        )
+        places = sole_place(self.files, self.local)
+        writer = Writer("q", "r", batch, "h")
+        bucket = Bucket(self.store, places, self.pointers[-1], writer, self.local, None, RETAINED)
         changes = {KEYS[batch % 9]: Row(batch), KEYS[(batch + 4) % 9]: None if batch % 4 == 3 else Row(-batch, "n")}
         self.pointers.append(replace(bucket.commit(buffer_of(changes, self.local)), batch=batch))
         self.models.append(changed(self.models[-1], changes))

@@ -25,6 +25,7 @@ from core_support import KEYS, SCHEMA, WRITER, Refs, Row, run_of
 
 from arrow_schemas import LineageEntry, LineageHeader, OperatorFile, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
+from arrow_schemas.pointer import InlineDelta, Standing
 from spark_state_ext import checkpoint
 from spark_state_ext.checkpoint import read_checkpoint, read_header, verify_checkpoint, write_checkpoint
 from spark_state_ext.errors import StateError
@@ -128,8 +129,10 @@ def _pointer() -> Kind:
         calls=40,
         beats=30,
         snapshots_missed=1,
-        markers={"backend": {"store": "marker"}},
-        inline={"7_a.delta": b"\x00\xff" * 5},
+        standings={"files": Standing(lineage[0].ref), "west": Standing(lineage[0].ref, lineage[0].ref)},
+        markers={"files": {"state": "marker"}},
+        inline=(InlineDelta(lineage[1].ref, b"\x00\xff" * 5, 1_700_000_000_000),),
+        spread=("run-2", 8),
     )
     return Kind(pointer.encode(), Pointer.decode)
 

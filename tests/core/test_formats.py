@@ -31,9 +31,12 @@ from arrow_schemas.lineage import (
     file_name,
     parse_file_name,
 )
+from arrow_schemas.pointer import BOTH, V1, InlineDelta, Standing
 
 _IDS = st.text("0123456789abcdef", min_size=32, max_size=32)
 _REFS = st.builds(CheckpointRef, st.integers(1, 2**63 - 1), _IDS)
+_BYTES = st.binary(max_size=40)
+_TIMES = st.integers(0, 2**50)
 
 
 def _lineages(below: int = 2**63) -> st.SearchStrategy[tuple[CheckpointRef, ...]]:
@@ -67,13 +70,18 @@ _BARE_POINTERS = st.builds(
     timeout_floor_ms=st.integers(0, 2**50),
     timeout_floor_version=st.integers(0, 2**50),
     earliest_timeout_ms=st.none() | st.integers(0, 2**50),
+    standings=st.dictionaries(st.text(), st.builds(Standing, _REFS, st.none() | _REFS), max_size=2),
     markers=st.dictionaries(st.text(), st.dictionaries(st.text(), st.text(), max_size=2), max_size=2),
-    inline=st.dictionaries(st.text(), st.binary(max_size=40), max_size=3),
+    inline=_lineages().flatmap(
+        lambda refs: st.tuples(*(st.builds(InlineDelta, st.just(ref), _BYTES, _TIMES) for ref in refs))
+    ),
+    spread=st.none() | st.tuples(st.text(), st.integers(1, 2**31)),
 )
 _POINTERS = st.builds(_with_lineage, _BARE_POINTERS, _lineages(), st.booleans())
 _REF = CheckpointRef(7, "0" * 31 + "7")
+_INLINE = InlineDelta(_REF, b"\x00\xff" * 5, 1_700_000_000_000)
 _POINTER = Pointer(
-    "counts", 3, 8, 0, 41, 5_000, lineage=(LineageEntry(_REF, 99),), rows=12, inline={"7_a.delta": b"\x00\xff" * 5}
+    "counts", 3, 8, 0, 41, 5_000, lineage=(LineageEntry(_REF, 99, 6),), rows=12, beats=6, inline=(_INLINE,)
 )
 
 
@@ -118,9 +126,44 @@ def test_any_other_bytes_are_no_pointer(data: bytes, magic: bool) -> None:
 
 def test_a_pointer_of_a_newer_release_is_not_called_damaged() -> None:
     data = bytearray(_POINTER.encode())
-    data[4:6] = struct.pack("<H", 4)
-    with pytest.raises(VersionSkewError, match="format 4"):
+    data[4:6] = struct.pack("<H", 5)
+    with pytest.raises(VersionSkewError, match="format 5"):
         Pointer.decode(bytes(data))
+
+
+@given(pointer=_POINTERS)
+@settings(max_examples=100, deadline=None)
+def test_a_pointer_is_written_in_the_old_format_and_in_both(pointer: Pointer) -> None:
+    pointer = replace(pointer, inline=())
+    old, both = pointer.encode(V1), pointer.encode(BOTH)
+    assert [int.from_bytes(data[4:6], "little") for data in (old, both, pointer.encode())] == [1, 1, 4]
+    assert Pointer.decode(both) == pointer
+    # A release that knows format 1 only sees the same in both.
+    assert Pointer.decode(both, V1) == Pointer.decode(old, V1) == Pointer.decode(old)
+    refs = [entry.ref for entry in pointer.lineage]
+    assert Pointer.decode(old) == Pointer(
+        operator=pointer.operator,
+        bucket=pointer.bucket,
+        buckets=pointer.buckets,
+        schema_id=pointer.schema_id,
+        batch=pointer.batch,
+        watermark_ms=pointer.watermark_ms,
+        home=pointer.home,
+        lineage=tuple(replace(entry, beat=0) for entry in pointer.lineage),
+        rows=pointer.rows,
+        timeout_floor_ms=pointer.timeout_floor_ms,
+        timeout_floor_version=pointer.timeout_floor_version,
+        earliest_timeout_ms=pointer.earliest_timeout_ms,
+        parent=refs[-2] if len(refs) > 1 else None,
+    )
+
+
+def test_what_the_old_format_has_no_place_for_is_refused() -> None:
+    for write in (V1, BOTH):
+        with pytest.raises(ValueError, match="inline"):
+            _POINTER.encode(write)
+    with pytest.raises(VersionSkewError, match=r"pointer_read='v1'.*Read 'v2', and write 'v1' or 'both'"):
+        Pointer.decode(_POINTER.encode(), V1)
 
 
 # -- lineage header ---------------------------------------------------------------------------------

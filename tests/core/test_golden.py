@@ -13,6 +13,7 @@ from core_support import WRITER
 from arrow_schemas import OperatorFile, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import POINTER_FORMAT
+from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import read_checkpoint, read_header
 from spark_state_ext.folder import Folder
@@ -49,9 +50,9 @@ def _same(found: object, expected: object) -> bool:
 
 
 def test_there_is_a_set_of_the_present_format() -> None:
-    assert [path.name for path in _FORMATS] == ["format-1", "format-2", "format-3"]
+    assert [path.name for path in _FORMATS] == ["format-1", "format-2", "format-3", "format-4"]
     written = [int.from_bytes((path / "pointer.bin").read_bytes()[4:6], "little") for path in _FORMATS]
-    assert written == [1, 2, 3]
+    assert written == [1, 2, 3, 4]
     assert written[-1] == POINTER_FORMAT
     assert {
         read_header(Folder(str(path / "3")), *parsed).package_version
@@ -73,13 +74,14 @@ def test_state_at_the_pointer(golden: Path, tmp_path: Path, snapshot: str) -> No
     if snapshot == "lost":
         (golden / "3" / file_name(pointer.lineage[0].ref, SNAPSHOT)).unlink()
     store = LocalStore(tmp_path / "local", _operator(golden).row_schema())
-    bucket = Bucket(store, Folder(str(golden)).child("3"), pointer, WRITER, tmp_path)
+    files = Folder(str(golden)).child("3")
+    bucket = Bucket(store, sole_place(files, tmp_path), pointer, WRITER, tmp_path)
     batches = bucket.read(lambda view: list(view.scan()))
     known = int.from_bytes((golden / "pointer.bin").read_bytes()[4:6], "little") > 2
     # Clean-up goes by these; what older formats do not tell is long ago.
     assert (pointer.calls, pointer.beats, pointer.lineage[-1].beat) == ((6, 5, 4) if known else (0, 0, 0))
-    writer = read_header(bucket.files, pointer.lineage[-1].ref, DELTA).writer
-    assert writer.beat == (4 if known else 0)
+    writer = read_header(files, pointer.lineage[-2].ref, DELTA).writer
+    assert writer.beat == (3 if known else 0)
     assert (pointer.retained, pointer.retained_beat) == ((100, 5) if known else (0, 0))
     store.close()
     assert bucket.fetched_files == (3 if snapshot == "whole" else 4)
@@ -99,7 +101,10 @@ def test_each_file_and_any_arrow_reader(golden: Path, tmp_path: Path) -> None:
         with pa.ipc.open_file(golden / "3" / name) as reader:
             assert _same(_as_json(list(found.batches)), _as_json(reader.read_all().to_batches()))
         kinds.append(kind)
-    assert sorted(kinds) == [DELTA, DELTA, DELTA, DELTA, SNAPSHOT]
+    # Since format 4, a delta may be in the pointer only.
+    pointer = Pointer.decode((golden / "pointer.bin").read_bytes())
+    assert len(pointer.inline) == (pointer.standings != {})
+    assert sorted(kinds) == [*[DELTA] * (4 - len(pointer.inline)), SNAPSHOT]
 
 
 def test_the_expected_rows_are_of_every_kind(golden: Path) -> None:

@@ -27,9 +27,9 @@ from core_support import (
 )
 
 from arrow_schemas import Pointer
-from spark_state_ext import bucket as bucket_module
 from spark_state_ext import lineage as lineage_module
 from spark_state_ext import loading as loading_module
+from spark_state_ext import sealed as sealed_module
 from spark_state_ext.errors import StorageError
 from spark_state_ext.folder import Folder
 from spark_state_ext.store import LocalStore
@@ -166,7 +166,7 @@ def test_every_fault_of_a_call(
         monkeypatch.setattr(lineage_module, "DELTAS_MIN", 5)
         monkeypatch.setattr(lineage_module, "DELTAS_MAX", 5)
     if scenario == "large":
-        monkeypatch.setattr(bucket_module, "_IN_MEMORY_BYTES_MAX", 1)
+        monkeypatch.setattr(sealed_module, "MEMORY_BYTES_MAX", 1)
     failures: list[str] = []
     for n in range(_FAULTS_MAX):
         scene = Scene(tmp_path / str(n), disk)

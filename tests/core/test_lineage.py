@@ -16,6 +16,7 @@ from core_support import KEYS, SCHEMA, WRITER, Changes, Model, Row, changed, fir
 
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
+from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import write_checkpoint
 from spark_state_ext.errors import CorruptFileError, CorruptPointerError, LineageError, MissingCheckpointError
@@ -94,7 +95,9 @@ class SeedFiles:
             first_pointer(), lineage=entries, parent=parents.get(parent) if parent is None else ref(parent), rows=99
         )
         try:
-            return Bucket(store, self.files, pointer, WRITER, self.path).read(scanned), store.applied
+            return Bucket(store, sole_place(self.files, self.path), pointer, WRITER, self.path).read(
+                scanned
+            ), store.applied
         finally:
             store.close()
 
@@ -263,7 +266,7 @@ def test_the_local_store_must_agree_with_the_pointer(folder: SeedFiles) -> None:
         first_pointer(), lineage=(LineageEntry(ref("21_f4d05ac9"), 1),), parent=CheckpointRef(20, "b" * 32), rows=9
     )
     with pytest.raises(LineageError, match=f"was built on {ref('20_d8e2ca47')}; its pointer says 20_b"):
-        Bucket(store, folder.files, pointer, WRITER, folder.path).read(scanned)
+        Bucket(store, sole_place(folder.files, folder.path), pointer, WRITER, folder.path).read(scanned)
     store.close()
 
 

@@ -15,7 +15,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -36,7 +36,7 @@ from arrow_schemas.lineage import (
     parse_file_name,
 )
 from arrow_schemas.operator import OperatorFile
-from arrow_schemas.pointer import LineageEntry, Pointer
+from arrow_schemas.pointer import BOTH, V1, V2, InlineDelta, LineageEntry, Pointer, Standing
 from arrow_schemas.row import RowSchema
 from spark_state_ext.checkpoint import read_checkpoint, read_header, write_checkpoint
 from spark_state_ext.errors import StateError
@@ -113,9 +113,11 @@ def _pointers() -> list[bytes]:
     made = [
         Pointer("counts", 0, 1, 0, -1, None),
         Pointer("counts", 3, 8, 1, 4, 5_000, "home", lineage[2:], 9, 1, 2, 3, _REFS[2], 9, 8, 1),
-        Pointer("c", 3, 8, 1, 4, None, lineage=lineage, markers={"a": {"b": "c"}}, inline={"x": b"12", "y": b""}),
+        Pointer("c", 3, 8, 1, 4, None, lineage=lineage, standings={"a": Standing(_REFS[1], _REFS[0])}, spread=("r", 2)),
     ]
-    return [*_golden("pointer.bin"), *(pointer.encode() for pointer in made)]
+    inline = replace(made[-1], markers={"a": {"b": "c"}}, inline=tuple(InlineDelta(ref, b"12", 9) for ref in _REFS[1:]))
+    both = [pointer.encode(write) for pointer in made for write in (V1, BOTH, V2)]
+    return [*_golden("pointer.bin"), inline.encode(), *both]
 
 
 # -- checkpoint files -------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, LineageHeader, file_name
+from arrow_schemas.pointer import InlineDelta, Standing
 from spark_state_ext.checkpoint import write_checkpoint
 from spark_state_ext.folder import Folder
 from spark_state_ext.store import LocalStore
@@ -113,7 +114,10 @@ def main(folder: Path) -> None:
                 path = Path(scratch) / "file"
                 with path.open("wb") as file:
                     write_checkpoint(file, replace(header, kind=kind), schema, batches)
-                bucket.put_file(file_name(ref, kind), path)
+                if i == 3:  # not sent yet when its pointer was made
+                    inline = (InlineDelta(ref, path.read_bytes(), 1_700_000_000_000),)
+                else:
+                    bucket.put_file(file_name(ref, kind), path)
                 if kind == SNAPSHOT:
                     entries = entries[-1:]
                 else:
@@ -136,6 +140,10 @@ def main(folder: Path) -> None:
             rows=25,
             timeout_floor_ms=1_690_000_000_000,
             timeout_floor_version=2,
+            standings={"files": Standing(refs[2]), "west": Standing(refs[2], refs[1])},
+            markers={"files": {"state": file_name(refs[2], DELTA)}, "west": {"state": file_name(refs[2], DELTA)}},
+            inline=inline,
+            spread=("golden run", 4),
         )
         files.put("pointer.bin", pointer.encode())
         expected = [row for batch in store.view(refs[-1]).scan() for row in batch.to_pylist()]
@@ -145,4 +153,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-3"))
+    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-4"))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext import cleanup
+from spark_state_ext.backends.files import FilesBackup
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint
 from spark_state_ext.cleanup import Decision, Headers
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
-from spark_state_ext.folder import Entry
+from spark_state_ext.folder import Entry, Folder
 from spark_state_ext.lineage import Chain, Fetch
 from spark_state_ext.loading import Failure, Loader
 from spark_state_ext.spill import SpillBuffer
@@ -49,16 +50,20 @@ class DeltaOnASibling(Bucket):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._loader = _ByVersion(self._store, self.files, self.pointer.operator, self.pointer.bucket, self._scratch)
+        loader = _ByVersion(self._store, self._sources, self.pointer.operator, self.pointer.bucket, self._scratch)
+        loader.folders = [place.backup.folder for place in self._places if isinstance(place.backup, FilesBackup)]
+        self._loader = loader
 
 
 class _ByVersion(Loader):
+    folders: Sequence[Folder] = ()
+
     def _read(self, fetch: Fetch) -> CheckpointFile | Failure:
-        for name in self._files.names():
+        for files, name in [(folder, name) for folder in self.folders for name in folder.names()]:
             parsed = parse_file_name(name)
             if parsed is not None and (parsed[0].version, parsed[1]) == (fetch.ref.version, fetch.kind):
                 try:
-                    return read_checkpoint(self._files, parsed[0], fetch.kind, self._store.schema, self._scratch)
+                    return read_checkpoint(files, parsed[0], fetch.kind, self._store.schema, self._scratch)
                 except (CorruptFileError, LineageError, MissingCheckpointError) as error:
                     return error
         return MissingCheckpointError(f"no {fetch.kind} of version {fetch.ref.version}")
@@ -138,8 +143,8 @@ def clean_up_unverified(*args: Any) -> Decision:
 class EveryCallABeat(Bucket):
     """Calls are counted whatever they are for."""
 
-    def commit(self, rows: SpillBuffer, heartbeat: bool = True) -> Pointer:
-        return super().commit(rows)
+    def commit(self, rows: SpillBuffer, heartbeat: bool = True, **kwargs: Any) -> Pointer:
+        return super().commit(rows, **kwargs)
 
 
 class NeverRenewed(Bucket):

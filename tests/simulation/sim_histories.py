@@ -24,8 +24,11 @@ def histories(kinds: Sequence[str] = STEPS, **fixed: Any) -> st.SearchStrategy[H
     fixed
         Fields of the configuration that are the same in all.
     """
-    drawn = dict.fromkeys(("checkpoint_v2", "last_wins", "adopts", "one_disk", "ends_calmly"), st.booleans())
-    drawn |= {"retained": st.integers(1, 3)} | {name: st.just(value) for name, value in fixed.items()}
+    drawn: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
+        ("checkpoint_v2", "last_wins", "adopts", "one_disk", "ends_calmly", "journal", "patient"), st.booleans()
+    )
+    drawn |= {"retained": st.integers(1, 3), "inline_bytes_max": st.sampled_from([0, 8_000, 1 << 20])}
+    drawn |= {name: st.just(value) for name, value in fixed.items()}
     step = st.tuples(
         st.sampled_from([STEPS.index(kind) for kind in kinds]), st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES)
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from spark_state_ext.folder import Folder
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.uploads import Upload, WorkerUploads
 
 __all__ = [
     "Attempt",
@@ -43,6 +45,7 @@ SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 KEYS = 6
 # A background that does not keep up takes no more.
 WAITING_MAX = 6
+UPLOAD = "upload"
 
 Model = dict[int, int]
 Changes = dict[int, "int | None"]
@@ -54,8 +57,8 @@ class WrongStateError(AssertionError):
     """The state that a pointer gave is not the one its writer had, or is gone though Spark may hand it out."""
 
 
-class DiedError(Exception):
-    """The process dies at this line."""
+class DiedError(BaseException):
+    """The process dies at this line; nothing in it can catch that."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,12 @@ class Config:
         Two of the executors are on one machine.
     ends_calmly
         At the end nothing goes wrong for a while, after which there must be few files.
+    journal
+        Deltas may go inline, and uploads take their time.
+    inline_bytes_max
+        How many.
+    patient
+        Commits go on however long uploads take.
     """
 
     checkpoint_v2: bool
@@ -85,6 +94,9 @@ class Config:
     adopts: bool
     one_disk: bool = False
     ends_calmly: bool = False
+    journal: bool = False
+    inline_bytes_max: int = 1 << 20
+    patient: bool = True
 
 
 @dataclass(frozen=True)
@@ -121,16 +133,57 @@ class Machine:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+class LateUploads(WorkerUploads):
+    """Uploads that begin when their executor gets to them.
+
+    Parameters
+    ----------
+    executor
+        The executor.
+    world
+        All of them, as one may wait for what another has under way.
+    """
+
+    def __init__(self, executor: Executor, world: list[Executor]) -> None:
+        super().__init__()
+        self.owner = uuid.uuid4().hex
+        self._executor = executor
+        self._world = world
+
+    def _begin(self, upload: Upload) -> None:
+        self._executor.waiting.append((UPLOAD, lambda: super(LateUploads, self)._begin(upload)))
+
+    def is_alive(self, owner: str) -> bool:
+        return any(executor.uploads.owner == owner for executor in self._world)
+
+    def pause(self, uploads: Iterable[Upload], timeout_s: float) -> None:
+        """Everybody gets to uploads, in whatever order they wait in."""
+        for executor in self._world:
+            while any(name == UPLOAD for name, _ in executor.waiting):
+                at = next(at for at, (name, _) in enumerate(executor.waiting) if name == UPLOAD)
+                try:
+                    executor.waiting.pop(at)[1]()
+                except DiedError:
+                    executor.die()
+        if self._executor.uploads is not self:
+            # The process that waits died in the middle of something else.
+            raise DiedError
+
+
 @dataclass
 class Executor:
     """What Spark has loaded in its memory, by batch, and what waits in its workers' background."""
 
     machine: Machine
+    world: list[Executor] = field(default_factory=list)
     loaded: dict[int, Pointer] = field(default_factory=dict)
     waiting: list[tuple[str, Work]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.uploads = LateUploads(self, self.world)
+
     def submit(self, name: str, work: Work) -> bool:
-        if len(self.waiting) >= WAITING_MAX:
+        if sum(waiting != UPLOAD for waiting, _ in self.waiting) >= WAITING_MAX:
             return False
         self.waiting.append((name, work))
         return True
@@ -147,6 +200,7 @@ class Executor:
     def die(self) -> None:
         self.loaded.clear()
         self.waiting.clear()
+        self.uploads = LateUploads(self, self.world)
 
 
 class Fault:
@@ -191,7 +245,7 @@ class FaultyFolder:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._real, name)
-        if name in ("where", "root", "child"):
+        if name in ("where", "root", "child", "is_local"):
             return found
 
         def call(*args: Any) -> Any:

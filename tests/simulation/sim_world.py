@@ -42,13 +42,23 @@ from sim_parts import (
     scanned,
 )
 
-from arrow_schemas import Pointer, Writer
-from arrow_schemas.lineage import SNAPSHOT, parse_file_name
+from arrow_schemas import CheckpointRef, Pointer, Writer
+from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
+from arrow_schemas.pointer import Standing
 from spark_state_ext import bucket as bucket_module
 from spark_state_ext import checkpoint, cleanup, loading
 from spark_state_ext import lineage as lineage_module
+from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import Bucket
-from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, StateError, StorageError
+from spark_state_ext.commit import CommitOptions, Place, is_complete
+from spark_state_ext.errors import (
+    CorruptError,
+    LiveRunError,
+    LostFilesError,
+    MissingCheckpointError,
+    StateError,
+    StorageError,
+)
 from spark_state_ext.folder import Folder
 from spark_state_ext.lineage import Fetch
 from spark_state_ext.store import LocalStore
@@ -73,6 +83,8 @@ STEPS = (
     "lose disk",  # a machine loses its local disk
     "lose memory",  # an executor's processes die: what it had loaded and what waited is gone
     "damage",  # a snapshot is damaged
+    "switch",  # the query starts again, with other backends
+    "raid",  # somebody deletes all that lies in a backend
 )
 
 
@@ -96,12 +108,18 @@ class World:
         self._bucket_class = bucket
         self._classify = classify
         self._name = uuid.uuid4().hex
-        self.files = Folder(f"memory://{self._name}/3")
+        # Two backends, of which one or both are configured.
+        self.folders = {name: Folder(f"memory://{self._name}/{name}/3") for name in ("a", "b")}
+        self.files = self.folders["a"]
+        self.configured = ["a"]
+        # Pointers that say of a backend what is not so any more, as somebody has deleted files.
+        self.false: dict[str, set[bytes]] = {name: set() for name in self.folders}
         self.folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=_fast_folder()))
         machines = [Machine(self.folder / str(i)) for i in range(EXECUTORS)]
         if config.one_disk:
             machines[1] = machines[0]
-        self.executors = [Executor(machine) for machine in machines]
+        self.executors: list[Executor] = []
+        self.executors += [Executor(machine, self.executors) for machine in machines]
         first = Pointer("simulated", 3, 8, 0, -1, None)
         self.batch = -1
         self.newest_ever = -1
@@ -256,16 +274,51 @@ class World:
 
     def _damage(self, numbers: Numbers) -> None:
         """Any snapshot that clean-up has not looked at yet, and one of those that it has."""
-        snapshots = [n for n in self.files.names() if (parse_file_name(n) or (None, ""))[1] == SNAPSHOT]
-        if self.damaged & {self.files.where(name) for name in snapshots} & cleanup._whole.keys():
-            snapshots = [name for name in snapshots if self.files.where(name) not in cleanup._whole]
+        files = self.folders[self.configured[numbers.below(len(self.configured))]]
+        snapshots = [n for n in files.names() if (parse_file_name(n) or (None, ""))[1] == SNAPSHOT]
+        if self.damaged & {files.where(name) for name in snapshots} & cleanup._whole.keys():
+            snapshots = [name for name in snapshots if files.where(name) not in cleanup._whole]
+        # A backend that was added later begins with its snapshot, and leans on it before clean-up looks at it.
+        snapshots = [name for name in snapshots if not self._is_first_of(files, name)]
         if not snapshots:
             return
         name = snapshots[numbers.below(len(snapshots))]
-        self.damaged.add(self.files.where(name))
-        data = bytearray(self.files.get(name))
+        self.damaged.add(files.where(name))
+        data = bytearray(files.get(name))
         data[numbers.below(len(data))] ^= 0xFF
-        self.files.put(name, bytes(data))
+        files.put(name, bytes(data))
+
+    def _is_first_of(self, files: Folder, name: str) -> bool:
+        """Whether nothing else in a folder leads to a snapshot's state."""
+        ref = (parse_file_name(name) or (None,))[0]
+        return ref is not None and not files.exists(file_name(ref, DELTA))
+
+    def _switch(self, numbers: Numbers) -> None:
+        """Another list of backends, such that one of them holds what Spark may hand out."""
+        self._restart(numbers)
+        wanted = (["a"], ["a", "b"], ["b", "a"], ["b"])[numbers.below(4)]
+        if any(all(self._holds(name, pointer) for pointer in self.reachable()) for name in wanted):
+            self.configured = wanted
+
+    def _holds(self, name: str, pointer: Pointer) -> bool:
+        """Whether a backend gives a pointer's state back, with what is inline."""
+        if pointer.ref is None:
+            return True
+        standings = pointer.standings or {"a": Standing(pointer.ref)}
+        return is_complete(standings.get(name)) and pointer.encode() not in self.false[name]
+
+    def _raid(self, numbers: Numbers) -> None:
+        """Only where another backend holds all that Spark may hand out, in which nothing is damaged."""
+        if len(self.configured) < 2:
+            return
+        lost = self.configured[numbers.below(2)]
+        kept = next(name for name in self.configured if name != lost)
+        whole = not any(self.folders[kept].where(name) in self.damaged for name in self.folders[kept].names())
+        if not whole or not all(self._holds(kept, pointer) for pointer in self.reachable()):
+            return
+        for name in self.folders[lost].names():
+            self.folders[lost].remove(name)
+        self.false[lost].update(self.models)
 
     # -- attempts ----------------------------------------------------------------------------------
 
@@ -284,15 +337,17 @@ class World:
         return Fault(numbers.below(8), kinds[numbers.below(3)], numbers.yes())
 
     def _surely(self, attempt: Attempt, numbers: Numbers) -> Pointer:
-        made = self._run(attempt, None, numbers)
-        assert made is not None, "nothing was made to fail"
-        return made
+        # An upload that was made to fail before may surface now, and is told once.
+        for _ in range(10):
+            made = self._run(attempt, None, numbers)
+            if made is not None:
+                return made
+        raise AssertionError("nothing was made to fail")
 
     def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> Pointer | None:
         """A task from its pointer to its new one; None when it failed."""
         executor = self.executors[attempt.executor]
-        files: Any = self.files if fault is None else FaultyFolder(self.files, fault)
-        bucket = self._bucket(executor.machine.store, files, attempt.pointer, attempt.batch, executor)
+        bucket = self._bucket(executor.machine.store, self._places(fault), attempt.pointer, attempt.batch, executor)
         expected = self.models[attempt.pointer.encode()]
         # What is so old that Spark does not retain it may be cleaned up; it must not be anything else.
         excused = zombie and attempt.batch <= self.newest_ever - self.config.retained
@@ -302,7 +357,10 @@ class World:
                 raise WrongStateError(
                     f"batch {attempt.batch} read {found}; {attempt.pointer.ref} was written as {expected}"
                 )
-            made = bucket.commit(rows_of(attempt.changes, self.folder), attempt.heartbeat)
+            may_defer = numbers.yes()
+            made = bucket.commit(rows_of(attempt.changes, self.folder), attempt.heartbeat, may_defer=may_defer)
+            # What the last call of the task does.
+            bucket.committer.await_all(bucket.committer.left)
         except DiedError:
             executor.die()
             return None
@@ -315,20 +373,54 @@ class World:
         made = replace(made, batch=attempt.batch)
         self.models[made.encode()] = changed(expected, attempt.changes)
         self.commits += 1
+        for name, standing in made.standings.items():
+            # What was false stays so, until the backend gets everything anew.
+            if attempt.pointer.encode() in self.false[name] and standing.since != made.ref:
+                self.false[name].add(made.encode())
         executor.load(attempt.batch, made)
         if attempt.cleans:
             self._submit_clean_up(executor, attempt.pointer, numbers)
         return made
 
-    def _bucket(self, store: LocalStore, files: Any, pointer: Pointer, batch: int, executor: Executor | None) -> Bucket:
+    def _places(self, fault: Fault | None = None, names: Sequence[str] = ()) -> list[Place]:
+        places: list[Place] = []
+        for name in names or self.configured:
+            folder: Any = self.folders[name] if fault is None else FaultyFolder(self.folders[name], fault)
+            places += [replace(place, root=name == "a") for place in sole_place(folder, self.folder, name)]
+        return places
+
+    def _bucket(
+        self, store: LocalStore, places: list[Place], pointer: Pointer, batch: int, executor: Executor | None
+    ) -> Bucket:
         writer = Writer("query", "run", batch, "simulated")
-        return self._bucket_class(store, files, pointer, writer, self.folder, executor, self.config.retained)
+        return self._bucket_class(
+            store,
+            places,
+            pointer,
+            writer,
+            self.folder,
+            executor,
+            self.config.retained,
+            uploads=None if executor is None else executor.uploads,
+            options=CommitOptions(
+                self.config.journal, 1 << 40 if self.config.patient else 0, 1 << 40, self.config.inline_bytes_max
+            ),
+        )
 
     def _submit_clean_up(self, executor: Executor, pointer: Pointer, numbers: Numbers) -> None:
-        """With the listing of now, to be used later."""
-        entries = self.files.entries()
+        """Of each backend that holds the pointer's state, with the listing of now, to be used later."""
+        for name in self.configured:
+            standings = pointer.standings or {"a": Standing(pointer.ref)}
+            if is_complete(standings.get(name)) and standings[name].through is not None:
+                self._submit_clean_up_of(name, standings[name].through, executor, pointer, numbers)
+
+    def _submit_clean_up_of(
+        self, of: str, head: CheckpointRef | None, executor: Executor, pointer: Pointer, numbers: Numbers
+    ) -> None:
+        entries = self.folders[of].entries()
         fault = self._fault(numbers) if numbers.below(4) == 0 else None
-        files: Any = self.files if fault is None else FaultyFolder(self.files, fault)
+        files: Any = self.folders[of] if fault is None else FaultyFolder(self.folders[of], fault)
+        committer = self._bucket(executor.machine.store, self._places(), pointer, self.batch, executor).committer
         # Files that may be deleted before another run takes the state over.
         left = numbers.below(6) if numbers.below(8) == 0 else 1 << 30
 
@@ -340,9 +432,13 @@ class World:
 
         def work() -> None:
             try:
-                cleanup.clean_up(files, pointer, self.config.retained, self.folder, still_ours, NOW_S, entries)
+                cleanup.clean_up(
+                    files, pointer, self.config.retained, self.folder, still_ours, NOW_S, entries, head=head
+                )
+            except LostFilesError:
+                committer.lose(of, pointer.beats)
             finally:
-                gone = {entry.name for entry in entries} - set(self.files.names())
+                gone = {entry.name for entry in entries} - set(self.folders[of].names())
                 self.deleted += len(gone)
                 if gone:
                     self.check()
@@ -370,9 +466,22 @@ class World:
             shutil.rmtree(folder)
 
     def _check(self, store: LocalStore, pointer: Pointer) -> None:
+        # All backends together, and on a disk of its own each that says to hold everything.
+        self._check_with(store, pointer, self.configured)
+        if len(self.configured) > 1:
+            for name in self.configured:
+                if self._holds(name, pointer):
+                    alone = LocalStore(self.folder / f"alone-{uuid.uuid4()}", SCHEMA, chunk_rows=4)
+                    try:
+                        self._check_with(alone, pointer, [name])
+                    finally:
+                        alone.close()
+                        shutil.rmtree(alone.folder)
+
+    def _check_with(self, store: LocalStore, pointer: Pointer, names: Sequence[str]) -> None:
         expected = self.models[pointer.encode()]
         try:
-            found = self._bucket(store, self.files, pointer, self.batch, None).read(scanned)
+            found = self._bucket(store, self._places(names=names), pointer, self.batch, None).read(scanned)
         except (CorruptError, MissingCheckpointError) as error:
             raise WrongStateError(f"{pointer.ref} of batch {pointer.batch} is lost: {error}") from error
         if found != expected:
@@ -386,21 +495,21 @@ class World:
         self.executors[0].machine.lose()
         executor, retained, numbers = self.executors[0], self.config.retained, Numbers(b"calm")
         for batch in range(self.batch + 1, self.batch + 4 * retained + 16):
-            attempt = Attempt(0, batch, self._handed_out(0, batch), changes_of(numbers), False)
+            attempt = Attempt(0, batch, self._handed_out(0, batch), changes_of(numbers), batch % 2 == 0)
             self._commit(batch, [self._surely(attempt, numbers)], numbers)
-            entries = self.files.entries()
             while executor.waiting:
                 self._work_off(executor, 0)
-            cleanup.clean_up(self.files, attempt.pointer, retained, self.folder, lambda: None, NOW_S, entries)
         self.check()
         self._check_little_is_left()
 
     def _check_little_is_left(self) -> None:
-        names = self.files.names()
-        # A header that cannot be read stops clean-up, for somebody to look at.
-        stopped = bool(self.damaged & {self.files.where(name) for name in names})
-        if not stopped and len(names) > 4 * self.config.retained + 20:
-            raise WrongStateError(f"{len(names)} files are left: {names}")
+        for backend in self.configured:
+            files = self.folders[backend]
+            names = files.names()
+            # A header that cannot be read stops clean-up, for somebody to look at.
+            stopped = bool(self.damaged & {files.where(name) for name in names})
+            if not stopped and len(names) > 4 * self.config.retained + 20:
+                raise WrongStateError(f"{len(names)} files are left in {backend}: {names}")
         runs = self.executors[0].machine.store.runs()
         if len(runs) > 12:
             raise WrongStateError(f"{len(runs)} runs are left in the local store")

@@ -1,0 +1,189 @@
+"""State backends: places that keep checkpoint files. (Samza's StateBackendFactory, SAMZA-2591, in our words.)
+
+A backend is made by a factory and has three sides: a backup manager, to which commits hand their files, a restore
+manager, and an admin. Two come with the package, ``fsspec`` and ``changelog``; other packages register theirs as entry
+points of the group ``spark_state_ext.backends``, and test them with `spark_state_ext.testing.backends`.
+
+One bucket of an operator has one store, `STATE`. Checkpoint files are immutable, and their names are unique for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from arrow_schemas.lineage import CheckpointRef
+from arrow_schemas.pointer import Pointer
+from spark_state_ext.folder import Readable
+from spark_state_ext.sealed import SealedFile
+
+__all__ = [
+    "STATE",
+    "BackendAdmin",
+    "BackendContext",
+    "BackendFactory",
+    "BackupManager",
+    "Checkpoint",
+    "CleanUp",
+    "Markers",
+    "RestoreManager",
+]
+
+# The one store of a bucket.
+STATE = "state"
+
+# What a backend says of a store's files in a checkpoint, by store: enough for it to find them again.
+Markers = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class BackendContext:
+    """What a backend is made for.
+
+    Parameters
+    ----------
+    name
+        The backend's name, unique within an operator; it is what pointers call it.
+    options
+        As configured: plain values.
+    operator, home
+        The operator, and the folder of its state below it.
+    bucket
+        The bucket; None for an admin, which is there for all.
+    executor
+        Where uploads run, beside batches.
+    scratch
+        Local folder for temporary files.
+    timeout_s
+        After this time nobody waits for an upload any more.
+    resources
+        Files that every backend keeps for the operator as a whole, by name; for an admin.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    operator: str
+    home: str
+    bucket: int | None
+    executor: Executor
+    scratch: Path
+    timeout_s: float
+    resources: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint, apart from Spark's input offsets (Samza's CheckpointV2).
+
+    Parameters
+    ----------
+    ref
+        The checkpoint.
+    markers
+        ``{backend: {store: marker}}``.
+    """
+
+    ref: CheckpointRef
+    markers: Mapping[str, Markers] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CleanUp:
+    """What a clean-up has to go by.
+
+    Parameters
+    ----------
+    pointer
+        The input pointer of a call: Spark has committed it for certain.
+    head
+        The newest checkpoint of its lineage that this backend has confirmed.
+    batches_retained
+        Spark's ``minBatchesToRetain`` now.
+    still_ours
+        Raises when another run has taken the state over.
+    deletes_max
+        How many files are deleted at most; the rest is left to another time.
+    """
+
+    pointer: Pointer
+    head: CheckpointRef
+    batches_retained: int
+    still_ours: Callable[[], None]
+    deletes_max: int | None = None
+
+
+class BackupManager(Protocol):
+    """Keeps the files of one bucket.
+
+    For each checkpoint, `snapshot` and then `upload` are called, one checkpoint after the other; `clean_up` only after
+    Spark has committed a pointer that has the markers.
+    """
+
+    def init(self, checkpoint: Checkpoint | None) -> None:
+        """Begin, after the last committed checkpoint; None when there is none."""
+        ...
+
+    def snapshot(self, ref: CheckpointRef, files: Mapping[str, SealedFile]) -> Markers:
+        """Take hold of a checkpoint's file of each store. No row is processed meanwhile, so it must be quick.
+
+        Returns
+        -------
+        dict
+            For `upload`.
+        """
+        ...
+
+    def upload(self, ref: CheckpointRef, markers: Markers) -> Future[Markers]:
+        """Store what `snapshot` took hold of, beside processing. When the future is done, it can be restored from
+        there, on any machine, for certain: what was stored has been compared with what was to be.
+        """
+        ...
+
+    def clean_up(self, request: CleanUp) -> Future[int]:
+        """Remove what no pointer needs that Spark may still hand out; how many files. May be repeated, and stopped."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything. Uploads that are under way may be given up."""
+        ...
+
+
+class RestoreManager(Protocol):
+    """Gives the files of one bucket back."""
+
+    def init(self, checkpoint: Checkpoint) -> None:
+        """Begin with the checkpoint that is to be restored."""
+        ...
+
+    def restore(self) -> Readable:
+        """The files. They are read from several threads, in any order, and not all of them."""
+        ...
+
+    def close(self) -> None:
+        """Have reads end soon with `InterruptedRestoreError`, those under way too; from any thread."""
+        ...
+
+
+class BackendAdmin(Protocol):
+    """Looks after what all buckets of an operator share."""
+
+    def create_resources(self) -> None:
+        """Make what is needed, unless it is there."""
+        ...
+
+    def validate_resources(self) -> None:
+        """Raise `StorageError` or `ChangedJobError` when what is needed is not there, or cannot be written."""
+        ...
+
+
+class BackendFactory(Protocol):
+    """Makes the sides of a backend. The class of an entry point, called without arguments."""
+
+    def backup_manager(self, context: BackendContext) -> BackupManager: ...
+
+    def restore_manager(self, context: BackendContext) -> RestoreManager: ...
+
+    def admin(self, context: BackendContext) -> BackendAdmin: ...

@@ -1,0 +1,265 @@
+"""The backend ``fsspec``: a folder of any fsspec file system.
+
+Files lie under ``<root>/<operator>/<home>/<bucket>/``, each under its own name, which is its marker. A file is
+confirmed when it has been read back and compared: a small one whole, of a large one the size, the head with the
+lineage and the tail with the body's checksum (which every later reader compares with the body).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+
+from arrow_schemas.lineage import CheckpointRef
+from spark_state_ext.backends import BackendContext, BackupManager, Checkpoint, CleanUp, Markers, RestoreManager
+from spark_state_ext.cleanup import clean_up, is_crowded
+from spark_state_ext.commit import Place
+from spark_state_ext.errors import (
+    ChangedJobError,
+    InterruptedRestoreError,
+    MissingCheckpointError,
+    StorageError,
+    UsageError,
+)
+from spark_state_ext.folder import Folder, Readable
+from spark_state_ext.pool import CallerExecutor
+from spark_state_ext.retry import retried
+from spark_state_ext.sealed import SealedFile
+
+__all__ = ["FilesAdmin", "FilesBackend", "FilesBackup", "FilesRestore", "sole_place"]
+
+T = TypeVar("T")
+
+# Files up to this size are read back whole.
+READ_BACK_BYTES_MAX = 8 << 20
+_ENDS_BYTES = 64 << 10
+# A restore tries for so long; then another backend is asked, or the task fails and Spark tries again.
+RESTORE_TIMEOUT_S_MAX = 60.0
+
+
+class FilesBackend:
+    """Factory of the backend ``fsspec``. Its options: ``root`` and ``storage_options``."""
+
+    def backup_manager(self, context: BackendContext) -> BackupManager:
+        return FilesBackup(_bucket_folder(context), context)
+
+    def restore_manager(self, context: BackendContext) -> RestoreManager:
+        return FilesRestore(_bucket_folder(context), min(context.timeout_s, RESTORE_TIMEOUT_S_MAX))
+
+    def admin(self, context: BackendContext) -> FilesAdmin:
+        return FilesAdmin(_home(context), context.resources)
+
+
+def _home(context: BackendContext) -> Folder:
+    options = dict(context.options)
+    root, storage_options = options.pop("root", None), options.pop("storage_options", None)
+    if not isinstance(root, str) or options:
+        raise UsageError(f"the backend {context.name!r} takes root and storage_options, not {sorted(context.options)}")
+    return Folder(root, storage_options).child(context.operator, context.home)
+
+
+def _bucket_folder(context: BackendContext) -> Folder:
+    assert context.bucket is not None, "managers are made for a bucket"
+    return _home(context).child(str(context.bucket))
+
+
+class FilesBackup:
+    """Puts files into a folder.
+
+    Parameters
+    ----------
+    folder
+        The bucket's.
+    context
+        Whose executor uploads run on.
+    """
+
+    def __init__(self, folder: Folder, context: BackendContext) -> None:
+        self.folder = folder
+        self._context = context
+        # By name, and as often as it was handed over: an upload that hangs may be begun once more.
+        self._held: dict[str, list[SealedFile]] = {}
+        self._closed = threading.Event()
+
+    def init(self, checkpoint: Checkpoint | None) -> None:
+        """Nothing to do: files do not depend on each other."""
+
+    def snapshot(self, ref: CheckpointRef, files: Mapping[str, SealedFile]) -> Markers:
+        for file in files.values():
+            self._held.setdefault(file.name, []).append(file)
+        return {store: file.name for store, file in files.items()}
+
+    def upload(self, ref: CheckpointRef, markers: Markers) -> Future[Markers]:
+        files = [self._held[name].pop() for name in markers.values()]
+        for name in markers.values():
+            if not self._held[name]:
+                del self._held[name]
+
+        def work() -> Markers:
+            for file in files:
+                retried(lambda file=file: self._put(file), self._context.timeout_s, self._closed.is_set)  # type: ignore[misc]
+            return markers
+
+        return self._context.executor.submit(work)
+
+    def clean_up(self, request: CleanUp) -> Future[int]:
+        def work() -> int:
+            return clean_up(
+                self.folder,
+                request.pointer,
+                request.batches_retained,
+                self._context.scratch,
+                request.still_ours,
+                deletes_max=request.deletes_max,
+                head=request.head,
+            )
+
+        return self._context.executor.submit(work)
+
+    def is_crowded(self, batches_retained: int) -> bool:
+        """Whether so much lies here that nobody can have cleaned up for long."""
+        return is_crowded(self.folder.entries(), batches_retained)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._held.clear()
+
+    def _put(self, file: SealedFile) -> None:
+        if file.data is not None:
+            self.folder.put(file.name, file.data)
+        else:
+            assert file.path is not None, "a sealed file has bytes or lies on the disk"
+            self.folder.put_file(file.name, file.path)
+        self._compare(file)
+
+    def _compare(self, file: SealedFile) -> None:
+        where = self.folder.where(file.name)
+        try:
+            if file.size_bytes <= READ_BACK_BYTES_MAX:
+                same = self.folder.get(file.name) == file.get_range(0, file.size_bytes)
+            else:
+                size = self.folder.size(file.name)
+                ends = [(0, _ENDS_BYTES), (size - _ENDS_BYTES, size)]
+                same = size == file.size_bytes and all(
+                    self.folder.get_range(file.name, *end) == file.get_range(*end) for end in ends
+                )
+        except MissingCheckpointError as error:
+            raise StorageError(f"{where} was written and is not there") from error
+        if not same:
+            raise StorageError(f"{where} was written and reads otherwise: the upload was torn or damaged on its way")
+
+
+class FilesRestore:
+    """Reads files of a folder.
+
+    Parameters
+    ----------
+    folder
+        The bucket's.
+    timeout_s
+        How long a read is tried again.
+    """
+
+    def __init__(self, folder: Folder, timeout_s: float) -> None:
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+
+    def init(self, checkpoint: Checkpoint) -> None:
+        """Nothing to do: files are found by their names."""
+
+    def restore(self) -> Readable:
+        return _Interruptible(self._folder, self._timeout_s, self._closed)
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+class _Interruptible:
+    """A folder of which reads are tried again, and end when they are told to."""
+
+    # A large file is fetched in pieces of this size, so that telling it to end takes no longer than one.
+    _PIECE_BYTES = 64 << 20
+
+    def __init__(self, folder: Folder, timeout_s: float, stop: threading.Event) -> None:
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._stop = stop
+
+    def where(self, name: str) -> str:
+        return self._folder.where(name)
+
+    def size(self, name: str) -> int:
+        return self._tried(lambda: self._folder.size(name))
+
+    def get(self, name: str) -> bytes:
+        return self._tried(lambda: self._folder.get(name))
+
+    def get_range(self, name: str, start: int, end: int) -> bytes:
+        return self._tried(lambda: self._folder.get_range(name, start, end))
+
+    def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
+        if self._folder.is_local:
+            self._tried(lambda: self._folder.get_file(name, local_path))
+            return
+        size = self.size(name)
+        with open(local_path, "wb") as file:
+            for at in range(0, size, self._PIECE_BYTES):
+                file.write(self.get_range(name, at, min(at + self._PIECE_BYTES, size)))
+
+    def open_local(self, name: str) -> pa.NativeFile | None:
+        return self._tried(lambda: self._folder.open_local(name))
+
+    def _tried(self, work: Callable[[], T]) -> T:
+        if self._stop.is_set():
+            raise InterruptedRestoreError(f"the restore from {self._folder.root} was told to stop")
+        return retried(work, self._timeout_s, self._stop.is_set)
+
+
+def sole_place(folder: Folder, scratch: Path, name: str = "files") -> list[Place]:
+    """A bucket's folder as its only backend, to which files are written at once and without trying again."""
+    context = BackendContext(name, {}, "", "", 0, CallerExecutor(), scratch, 0.0)
+    return [Place(name, FilesBackup(folder, context), FilesRestore(folder, 0.0), root=True)]
+
+
+class FilesAdmin:
+    """Looks after an operator's folder.
+
+    Parameters
+    ----------
+    home
+        The folder.
+    resources
+        What it has to hold, by name.
+    """
+
+    def __init__(self, home: Folder, resources: Mapping[str, bytes]) -> None:
+        self._home = home
+        self._resources = resources
+
+    def create_resources(self) -> None:
+        there = set(self._home.names())
+        for name, content in self._resources.items():
+            if name not in there:
+                self._home.put(name, content)
+
+    def validate_resources(self) -> None:
+        """See that what must be there is, and that the folder can be written to, read and deleted from."""
+        for name, content in self._resources.items():
+            if self._home.get(name) != content:
+                raise ChangedJobError(
+                    f"{self._home.where(name)} is not the operator file of this job: the folder belongs to another one"
+                )
+        probe, content = f"probe-{uuid.uuid4().hex}", b"spark_state_ext"
+        self._home.put(probe, content)
+        found = self._home.get(probe)
+        self._home.remove(probe)
+        if found != content:
+            raise StorageError(f"{self._home.where(probe)} reads otherwise than it was written")

@@ -1,0 +1,177 @@
+"""Commit phases of a bucket: what a pointer may claim, how long a commit goes on, waits, and gives up.
+
+A delta is sealed first. By the time Spark commits the pointer that names it, it is inline in that pointer, or every
+backend has confirmed it: within the call, or before the last call of the task ends (`docs/design/003`). The phases and
+their limits are those of Samza's asynchronous commit (SAMZA-2591): snapshot exclusive with processing, upload beside
+it; a commit that finds the one before still uploading goes on for a while, then waits, then fails.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
+from arrow_schemas.pointer import V2, InlineDelta, Pointer, Standing
+from spark_state_ext.backends import BackupManager, Markers, RestoreManager
+
+__all__ = [
+    "CommitOptions",
+    "How",
+    "Place",
+    "assured",
+    "decide",
+    "is_complete",
+    "pending",
+    "settled",
+    "taken_over",
+    "version_of",
+]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A backend as configured for a bucket.
+
+    Parameters
+    ----------
+    name
+        What pointers call it.
+    backup, restore
+        Its managers.
+    root
+        It is what pointers before format 4 mean, which do not name it.
+    """
+
+    name: str
+    backup: BackupManager
+    restore: RestoreManager
+    root: bool = False
+
+
+@dataclass(frozen=True)
+class CommitOptions:
+    """How commits are made.
+
+    Parameters
+    ----------
+    journal
+        The changelog is configured: deltas may go inline.
+    commit_delay_ms_max
+        How long an upload may be under way while commits go on, milliseconds.
+    commit_timeout_ms
+        How long it may be under way at all.
+    inline_bytes_max, task_inline_bytes_max
+        Most inline bytes of a bucket, and of all buckets of a task.
+    pointer_write
+        `V1`, `V2` or `BOTH`.
+    """
+
+    journal: bool = True
+    commit_delay_ms_max: int = 60_000
+    commit_timeout_ms: int = 600_000
+    inline_bytes_max: int = 256 << 10
+    task_inline_bytes_max: int = 4 << 20
+    pointer_write: str = V2
+
+    @property
+    def inline(self) -> bool:
+        """Whether deltas may go inline."""
+        return self.journal and self.pointer_write == V2
+
+
+class How(enum.Enum):
+    """What becomes of a new delta."""
+
+    INLINE = "goes into the pointer"
+    DEFERRED = "is confirmed before the task ends"
+    WAITED = "is confirmed within the call"
+
+
+def decide(size_bytes: int, inline_bytes: int, room_bytes: int, may_defer: bool, options: CommitOptions) -> How:
+    """What becomes of a new delta.
+
+    Parameters
+    ----------
+    size_bytes
+        Its size.
+    inline_bytes
+        What is inline in this bucket already.
+    room_bytes
+        What may still go inline in this task.
+    may_defer
+        Whether it is certain that a later call of the task will wait.
+    """
+    if not options.inline:
+        return How.WAITED
+    if inline_bytes + size_bytes <= options.inline_bytes_max and size_bytes <= room_bytes:
+        return How.INLINE
+    return How.DEFERRED if may_defer else How.WAITED
+
+
+def is_complete(standing: Standing | None) -> bool:
+    """Whether a backend holds a state as far as its standing says."""
+    return standing is not None and standing.since is None
+
+
+def taken_over(pointer: Pointer, places: Sequence[Place]) -> Pointer:
+    """An input pointer as the configured backends have to see it: those it does not know have nothing of it."""
+    names = [place.name for place in places]
+    if pointer.ref is None:
+        # There is nothing to hold yet, and everyone does.
+        return replace(pointer, standings={name: Standing(None) for name in names}, markers={})
+    standings = pointer.standings or {place.name: Standing(pointer.ref) for place in places if place.root}
+    standings = {name: standings[name] for name in names if name in standings}
+    return replace(pointer, standings=standings, markers={n: m for n, m in pointer.markers.items() if n in standings})
+
+
+def settled(pointer: Pointer, done: Mapping[tuple[str, str], Markers]) -> Pointer:
+    """The pointer with what backends have confirmed since it was made.
+
+    Parameters
+    ----------
+    pointer
+        Whose standings are of configured backends only.
+    done
+        What backends said of files that they have confirmed, by backend and file.
+    """
+    standings: dict[str, Standing] = {}
+    markers = {name: dict(said) for name, said in pointer.markers.items()}
+    for name, standing in pointer.standings.items():
+        through, since = standing.through, standing.since
+        for delta in pointer.inline:
+            if delta.ref.version <= version_of(through):
+                continue
+            said = done.get((name, delta.name))
+            if said is None:
+                break
+            through, markers[name] = delta.ref, dict(said)
+        if since is not None and (name, file_name(since, SNAPSHOT)) in done:
+            since = None
+        standings[name] = Standing(through, since)
+    # While nobody has anything, what is inline is all there is.
+    floor = min((version_of(standing.through) for standing in standings.values()), default=0)
+    inline = tuple(delta for delta in pointer.inline if delta.ref.version > floor)
+    return replace(pointer, standings=standings, markers=markers, inline=inline)
+
+
+def assured(pointer: Pointer, markers: Mapping[str, Markers]) -> Pointer:
+    """The pointer as it is when every backend with a standing has confirmed its checkpoint."""
+    standings = {name: Standing(pointer.ref, it.since) for name, it in pointer.standings.items()}
+    said = {name: dict(markers.get(name, pointer.markers.get(name, {}))) for name in standings}
+    return replace(pointer, standings=standings, markers=said, inline=())
+
+
+def version_of(ref: CheckpointRef | None) -> int:
+    return 0 if ref is None else ref.version
+
+
+def pending(pointer: Pointer) -> list[tuple[str, InlineDelta]]:
+    """Backends and the inline deltas that they have not confirmed, for each backend oldest first."""
+    return [
+        (name, delta)
+        for name, standing in pointer.standings.items()
+        for delta in pointer.inline
+        if delta.ref.version > version_of(standing.through)
+    ]

@@ -1,0 +1,476 @@
+"""The committer: takes a bucket's commit through its phases (`commit`), with uploads beside it and notes about them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
+from arrow_schemas.pointer import InlineDelta, Pointer, Standing
+from spark_state_ext.backends import STATE, Checkpoint, Markers
+from spark_state_ext.commit import (
+    CommitOptions,
+    How,
+    Place,
+    assured,
+    decide,
+    is_complete,
+    pending,
+    settled,
+    taken_over,
+    version_of,
+)
+from spark_state_ext.errors import CommitTimeoutError, MissingCheckpointError, StateError, UploadFailedError
+from spark_state_ext.lineage import recent_beats
+from spark_state_ext.sealed import SealedFile
+from spark_state_ext.store import LocalStore
+from spark_state_ext.uploads import DONE, FAILED, RUNNING, Note, Upload, Uploads, note_name
+
+__all__ = ["Committer", "HandedIn", "await_all"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# How often to look for what another process of this machine has uploaded.
+_POLL_S = 0.02
+# Checkpoints until a full snapshot that nobody here knows of is taken for lost.
+_PATIENCE_VERSIONS = 10
+# In the place of a file's name, in notes about a backend that lacks some.
+_LOST = "lost"
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """A delta on its way.
+
+    Parameters
+    ----------
+    how
+        What becomes of it.
+    sealed
+        The file.
+    uploads
+        Of it, to each backend that keeps up.
+    before
+        Uploads of earlier deltas which these come after, where they are to be waited for.
+    """
+
+    how: How
+    sealed: SealedFile
+    uploads: tuple[Upload, ...]
+    before: tuple[Upload, ...]
+
+
+class Committer:
+    """The commit of one bucket in one call.
+
+    Parameters
+    ----------
+    store
+        The bucket's local store, where notes are.
+    places
+        The configured backends, in the order of configuration.
+    uploads
+        Gets to uploads beside batches.
+    options
+        Limits.
+    batches_retained
+        Spark's ``minBatchesToRetain``.
+    clock_s
+        The machine's monotonic clock.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        places: Sequence[Place],
+        uploads: Uploads,
+        options: CommitOptions,
+        batches_retained: int,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._batches_retained = batches_retained
+        self._store = store
+        self._places = {place.name: place for place in places}
+        self._uploads = uploads
+        self._options = options
+        self._clock_s = clock_s
+        self._stale: list[str] = []
+        # What the last call of the task has to wait for.
+        self.left: list[Upload] = []
+        self.waited_s = 0.0
+
+    # -- what went before --------------------------------------------------------------------------
+
+    def begin(self, pointer: Pointer) -> Pointer:
+        """Settle what earlier commits left under way, and wait for it where it takes too long.
+
+        Parameters
+        ----------
+        pointer
+            The input pointer.
+
+        Returns
+        -------
+        Pointer
+            With what has been confirmed since it was made.
+
+        Raises
+        ------
+        UploadFailedError
+            When an upload of an earlier commit failed for good.
+        CommitTimeoutError
+            When one takes longer than ``commit_timeout_ms``.
+        """
+        for place in self._places.values():
+            place.backup.init(None if pointer.ref is None else Checkpoint(pointer.ref, pointer.markers))
+        pointer = self._looked_at(taken_over(pointer, list(self._places.values())))
+        self._resume(pointer)
+        if not pending(pointer):
+            return pointer
+        since_s = self._since_s(pointer)
+        late = self._clock_s() - since_s > self._options.commit_delay_ms_max / 1000
+        if late or not self._options.inline:
+            pointer = self._wait(pointer, since_s)
+        return pointer
+
+    def _looked_at(self, pointer: Pointer) -> Pointer:
+        notes = self._notes()
+        pointer = self._without_lost(pointer)
+        self._raise_failed(pointer, notes)
+        files = [(name, delta.name) for name, delta in pending(pointer)]
+        files += [(name, file_name(it.since, SNAPSHOT)) for name, it in pointer.standings.items() if it.since]
+        found = {(name, file): notes.get(note_name(name, file)) for name, file in files}
+        done = {key: note.markers for key, note in found.items() if note is not None and note.state == DONE}
+        oldest = min((delta.ref.version for delta in pointer.inline), default=version_of(pointer.ref))
+        self._stale = [name for name in notes if _version_in(name) < min(oldest, version_of(pointer.ref))]
+        return settled(pointer, done)
+
+    def lose(self, name: str, beats: int) -> None:
+        """Note that a backend cannot give back what it had confirmed, as a clean-up found.
+
+        Parameters
+        ----------
+        name
+            The backend.
+        beats
+            `Pointer.beats` of the clean-up's pointer.
+        """
+        self._store.note({note_name(name, _LOST): str(beats).encode()})
+
+    def _without_lost(self, pointer: Pointer) -> Pointer:
+        """The pointer without the standings of backends from which somebody has deleted files."""
+        notes = self._store.notes()
+        standings = dict(pointer.standings)
+        for name in pointer.standings:
+            value = notes.get(note_name(name, _LOST))
+            if value is None:
+                continue
+            self._store.note({}, [note_name(name, _LOST)])
+            # What a clean-up that came late missed may have been deleted rightly.
+            if int(value) >= pointer.beats - recent_beats(max(self._batches_retained, pointer.retained)):
+                _LOGGER.error("somebody has deleted files from %s: it gets a fresh full backup", name)
+                del standings[name]
+        return replace(pointer, standings=standings)
+
+    def _notes(self) -> dict[str, Note]:
+        found = {name: Note.decode(value) for name, value in self._store.notes().items()}
+        return {name: note for name, note in found.items() if note is not None}
+
+    def _raise_failed(self, pointer: Pointer, notes: Mapping[str, Note]) -> None:
+        for name, delta in pending(pointer):
+            note = notes.get(note_name(name, delta.name))
+            if note is not None and note.state == FAILED:
+                # Told once. Whoever tries again begins with a new upload.
+                self._store.note({}, [note_name(name, delta.name)])
+                raise UploadFailedError(
+                    f"the upload of {delta.name} to the backend {name} failed: {note.error}. It is in Spark's own "
+                    "state and not lost. Mend the cause and start again, or leave that backend out."
+                )
+
+    def _resume(self, pointer: Pointer, mine: bool = False) -> list[Upload]:
+        """Begin anew what no living process has under way; with `mine`, what this one does not.
+
+        Returns
+        -------
+        list of Upload
+            Those of this process.
+        """
+        if not pointer.inline:
+            return []
+        notes = self._notes()
+        own: list[Upload] = []
+        begun: list[Upload] = []
+        for name, delta in pending(pointer):
+            upload = self._uploads.find(self._store, name, delta.name)
+            note = notes.get(note_name(name, delta.name))
+            if upload is None:
+                if note is not None and (note.state == DONE or (self._elsewhere(note) and not mine)):
+                    continue
+                upload = self._upload(name, delta.ref, SealedFile.of(delta.name, delta.data))
+                begun.append(upload)
+            own.append(upload)
+        self._submit(begun)
+        return own
+
+    def _elsewhere(self, note: Note) -> bool:
+        """Whether another process is at it."""
+        return note.state == RUNNING and note.owner != self._uploads.owner and self._uploads.is_alive(note.owner)
+
+    def _since_s(self, pointer: Pointer) -> float:
+        """Since when the oldest upload has been under way, as far as this machine knows."""
+        notes = self._notes()
+        found = [notes.get(note_name(name, delta.name)) for name, delta in pending(pointer)]
+        running = [note.since_s for note in found if note is not None and note.state == RUNNING]
+        return min(running, default=self._clock_s())
+
+    def _wait(self, pointer: Pointer, since_s: float) -> Pointer:
+        """Wait until nothing of a pointer is under way."""
+        began_s = self._clock_s()
+        try:
+            while True:
+                pointer = self._looked_at(pointer)
+                if not pending(pointer):
+                    return pointer
+                left_s = since_s + self._options.commit_timeout_ms / 1000 - self._clock_s()
+                own = self._own(pointer)
+                if left_s <= 0:
+                    self._uploads.give_up(own)
+                    waiting = [(name, delta.name) for name, delta in pending(pointer)]
+                    raise _timed_out(waiting, self._clock_s() - since_s, self._options)
+                foreign = len(own) < len(pending(pointer))
+                self._uploads.pause(own, min(left_s, _POLL_S) if foreign else left_s)
+                self._resume(pointer)
+        finally:
+            self.waited_s += self._clock_s() - began_s
+
+    def _own(self, pointer: Pointer) -> list[Upload]:
+        """Uploads that a pointer waits for and this process has under way."""
+        found = [self._uploads.find(self._store, name, delta.name) for name, delta in pending(pointer)]
+        return [upload for upload in found if upload is not None]
+
+    # -- the new checkpoint ------------------------------------------------------------------------
+
+    def hand_in(self, pointer: Pointer, sealed: SealedFile, may_defer: bool, room_bytes: int) -> HandedIn:
+        """Have the delta of a new checkpoint uploaded to every backend that keeps up; `finish` comes next.
+
+        Parameters
+        ----------
+        pointer
+            With the new checkpoint as its last.
+        sealed
+            Its delta.
+        may_defer, room_bytes
+            As for `decide`.
+        """
+        assert pointer.ref is not None, "a delta has a checkpoint"
+        inline_bytes = sum(len(delta.data) for delta in pointer.inline)
+        how = decide(sealed.size_bytes, inline_bytes, room_bytes, may_defer, self._options)
+        # What is waited for must be in one queue, in order.
+        before = [] if how == How.INLINE else self._resume(pointer, mine=True)
+        uploads = [self._upload(name, pointer.ref, sealed) for name in pointer.standings]
+        for _ in uploads:
+            sealed.take()
+        try:
+            self._submit(uploads)
+        except BaseException:
+            for _ in uploads:
+                sealed.let_go()
+            raise
+        for upload in uploads:
+            upload.done.add_done_callback(lambda _: sealed.let_go())
+        return HandedIn(how, sealed, tuple(uploads), tuple(before))
+
+    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Pointer:
+        """The pointer to hand over; waits for uploads where it must.
+
+        Raises
+        ------
+        StorageError
+            When an upload that is waited for failed: what the backend raised.
+        CommitTimeoutError
+            When it takes longer than ``commit_timeout_ms``.
+        """
+        assert pointer.ref is not None, "a delta has a checkpoint"
+        sealed, uploads = handed_in.sealed, [*handed_in.before, *handed_in.uploads]
+        if handed_in.how == How.INLINE:
+            data = sealed.get_range(0, sealed.size_bytes)
+            return replace(pointer, inline=(*pointer.inline, InlineDelta(pointer.ref, data, int(time.time() * 1000))))
+        if handed_in.how == How.DEFERRED:
+            self.left += uploads
+        else:
+            self.await_all(uploads)
+        return assured(pointer, {upload.backend: upload.markers for upload in handed_in.uploads})
+
+    def await_all(self, uploads: Sequence[Upload]) -> None:
+        """Wait until uploads are confirmed.
+
+        Raises
+        ------
+        StorageError
+            When one failed: what the backend raised.
+        CommitTimeoutError
+            When it takes longer than ``commit_timeout_ms``.
+        """
+        began_s = self._clock_s()
+        try:
+            await_all(uploads, self._uploads, self._options, self._clock_s)
+        finally:
+            self.waited_s += self._clock_s() - began_s
+
+    # -- snapshots -----------------------------------------------------------------------------------
+
+    def behind(self, pointer: Pointer) -> list[str]:
+        """Backends that need a full snapshot of the next checkpoint: they have nothing, or the one they got is lost.
+
+        Where no backend holds everything, it is all of them.
+        """
+        if pointer.ref is None:
+            return []
+        if not any(is_complete(standing) for standing in pointer.standings.values()):
+            return list(self._places)
+        notes = self._notes()
+        return [
+            name
+            for name in self._places
+            if name not in pointer.standings or self._stalled(pointer, name, pointer.standings[name], notes)
+        ]
+
+    def _stalled(self, pointer: Pointer, name: str, standing: Standing, notes: Mapping[str, Note]) -> bool:
+        """Whether the full snapshot that a backend waits for will not come."""
+        if standing.since is None:
+            return False
+        file = file_name(standing.since, SNAPSHOT)
+        note = notes.get(note_name(name, file))
+        if note is not None and note.state == RUNNING:
+            return not (note.owner == self._uploads.owner or self._uploads.is_alive(note.owner))
+        if note is not None:
+            return note.state == FAILED
+        if self._has(name, file):
+            self._store.note({note_name(name, file): Note(DONE, self._uploads.owner, self._clock_s()).encode()})
+            return False
+        # Another machine may be at it.
+        return pointer.version >= standing.since.version + _PATIENCE_VERSIONS
+
+    def caught_up(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
+        """The pointer of which backends get a full snapshot.
+
+        Parameters
+        ----------
+        pointer
+            Whose last checkpoint it is of.
+        names
+            The backends.
+        known
+            They have confirmed it.
+        """
+        if not names:
+            return pointer
+        assert pointer.ref is not None, "there is a state to catch up with"
+        since = None if known else pointer.ref
+        file = file_name(pointer.ref, SNAPSHOT)
+        if not known:
+            note = Note(RUNNING, self._uploads.owner, self._clock_s()).encode()
+            self._store.note({note_name(name, file): note for name in names})
+        standings = {**pointer.standings, **{name: Standing(pointer.ref, since) for name in names}}
+        markers = {**pointer.markers, **{name: {STATE: file} for name in names}}
+        return settled(replace(pointer, standings=standings, markers=markers), {})
+
+    def send(self, ref: CheckpointRef, sealed: SealedFile, names: Sequence[str]) -> None:
+        """Have backends keep a snapshot, side by side.
+
+        Raises
+        ------
+        StorageError
+            When one of them failed, or took longer than ``commit_timeout_ms``; the others have it.
+        """
+        failure: Exception | None = None
+        futures: dict[str, Future[Markers]] = {}
+        for name in names:
+            manager = self._places[name].backup
+            futures[name] = manager.upload(ref, manager.snapshot(ref, {STATE: sealed}))
+        for name, future in futures.items():
+            state, error = DONE, ""
+            try:
+                future.result(self._options.commit_timeout_ms / 1000)
+            except Exception as raised:
+                failure, state, error = raised, FAILED, str(raised) or repr(raised)
+            note = Note(state, self._uploads.owner, self._clock_s(), error=error)
+            self._store.note({note_name(name, sealed.name): note.encode()})
+        if isinstance(failure, StateError):
+            raise failure
+        if failure is not None:
+            raise UploadFailedError(f"{sealed.name} could not be kept: {failure!r}") from failure
+
+    def has_snapshot(self, pointer: Pointer, ref: CheckpointRef) -> bool:
+        """Whether a backend that holds everything has the snapshot of a checkpoint."""
+        file = file_name(ref, SNAPSHOT)
+        names = [name for name, standing in pointer.standings.items() if is_complete(standing)]
+        notes = [Note.decode(value) for name in names if (value := self._store.notes().get(note_name(name, file)))]
+        if any(note is not None and note.state == DONE for note in notes):
+            return True
+        return any(self._has(name, file) for name in names)
+
+    def _has(self, name: str, file: str) -> bool:
+        try:
+            return self._places[name].restore.restore().size(file) > 0
+        except MissingCheckpointError:
+            return False
+
+    # -- uploads -------------------------------------------------------------------------------------
+
+    def _upload(self, name: str, ref: CheckpointRef, sealed: SealedFile) -> Upload:
+        manager = self._places[name].backup
+        markers = manager.snapshot(ref, {STATE: sealed})
+        return Upload(self._store, name, manager, ref, sealed.name, markers, self._clock_s(), sealed.size_bytes)
+
+    def _submit(self, uploads: Sequence[Upload]) -> None:
+        if not uploads:
+            return
+        notes: dict[str, bytes] = {}
+        for upload in uploads:
+            notes |= upload.note(RUNNING, self._uploads.owner)
+        self._store.note(notes, self._stale)
+        self._stale = []
+        self._uploads.submit(uploads)
+
+
+def await_all(
+    uploads: Sequence[Upload], runner: Uploads, options: CommitOptions, clock_s: Callable[[], float] = time.monotonic
+) -> None:
+    """Wait until uploads are confirmed; as `Committer.await_all`."""
+    while True:
+        for upload in uploads:
+            error = upload.done.exception() if upload.done.done() else None
+            if isinstance(error, StateError):
+                raise error
+            if error is not None:
+                raise UploadFailedError(
+                    f"the upload of {upload.file} to the backend {upload.backend} failed: {error!r}"
+                ) from error
+        waiting = [upload for upload in uploads if not upload.done.done()]
+        if not waiting:
+            return
+        under_way_s = clock_s() - min(upload.since_s for upload in waiting)
+        if under_way_s * 1000 >= options.commit_timeout_ms:
+            runner.give_up(waiting)
+            raise _timed_out(((it.backend, it.file) for it in waiting), under_way_s, options)
+        runner.pause(waiting, options.commit_timeout_ms / 1000 - under_way_s)
+
+
+def _timed_out(waiting: Iterable[tuple[str, str]], under_way_s: float, options: CommitOptions) -> CommitTimeoutError:
+    by_backend: dict[str, list[str]] = {}
+    for name, file in waiting:
+        by_backend.setdefault(name, []).append(file)
+    what = "; ".join(f"{name}: {', '.join(files[:3])}" for name, files in by_backend.items())
+    return CommitTimeoutError(
+        f"a backend has not confirmed in {under_way_s:.1f} s what it was sent ({what}); commit_timeout_ms is "
+        f"{options.commit_timeout_ms}. See to the backend, or leave it out, and start again: no state is lost."
+    )
+
+
+def _version_in(note: str) -> int:
+    """The version in the file name that a note is about."""
+    parsed = parse_file_name(note.rpartition(" ")[2])
+    return 0 if parsed is None else parsed[0].version

@@ -1,0 +1,90 @@
+"""Executors: threads that do not keep a process from ending, and none at all."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+from spark_state_ext.errors import StorageError
+
+__all__ = ["CallerExecutor", "DaemonPool"]
+
+_IDLE_S = 60.0
+
+
+class DaemonPool(Executor):
+    """Threads that do not keep a process from ending, made when there is work and gone when there is none for long.
+
+    Parameters
+    ----------
+    name
+        Of its threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._forget()
+        # As many as there are buckets, up to `THREADS_MAX`, and one for each that hangs.
+        self.threads_max = 1
+
+    def _forget(self) -> None:
+        self._pid = os.getpid()
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._threads = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if self._pid != os.getpid():
+            # Threads do not survive a fork.
+            self._forget()
+        future: Future[Any] = Future()
+        self._work.put((future, lambda: fn(*args, **kwargs)))
+        with self._lock:
+            if self._idle < self._work.qsize() and self._threads < self.threads_max:
+                try:
+                    threading.Thread(target=self._loop, name=f"spark_state_ext {self._name}", daemon=True).start()
+                    self._threads += 1
+                except RuntimeError as error:  # no address space for its stack
+                    if not self._threads:
+                        raise StorageError(f"no thread can be made for uploads: {error}") from error
+        return future
+
+    def _loop(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            try:
+                found = self._work.get(timeout=_IDLE_S)
+            except queue.Empty:
+                found = None
+            with self._lock:
+                self._idle -= 1
+                if found is None:
+                    if not self._work.empty():
+                        continue
+                    self._threads -= 1
+                    return
+            future, work = found
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+class CallerExecutor(Executor):
+    """Runs work at once, in the caller's thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future

@@ -1,0 +1,38 @@
+"""Who a process is, so that others on the machine can tell whether it still lives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["is_alive", "start_of", "token"]
+
+
+def start_of(pid: int) -> str:
+    """Start time of a process in clock ticks since boot, so that a reused pid is not taken for the old process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def token() -> str:
+    """This process, in words that `is_alive` of another process on the same machine understands."""
+    return f"{os.getpid()} {start_of(os.getpid())}"
+
+
+def is_alive(token: str) -> bool:
+    """Whether the process of a token still runs."""
+    pid, _, start = token.partition(" ")
+    # Without /proc it has to be taken for alive as long as there is any process of that number.
+    return start_of(int(pid)) == start if start else _exists(int(pid))
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

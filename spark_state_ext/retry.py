@@ -1,0 +1,102 @@
+"""Trying again, only where that can help.
+
+Clients of object stores have classes of errors of their own, which this package must not import. So an error is judged
+by what they have in common: builtin classes, error numbers, and the status that an HTTP server answered with.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import tenacity
+
+from spark_state_ext.errors import InterruptedRestoreError, MissingError, StateError, StorageError, StoreFullError
+
+__all__ = ["is_retriable", "retried"]
+
+T = TypeVar("T")
+
+_WAIT_S_MIN = 0.1
+_WAIT_S_MAX = 10.0
+# Requests that the server may take another time; everything else from 400 to 499 it will refuse again.
+_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_HOPELESS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+_HOPELESS_NUMBERS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
+
+
+def is_retriable(error: BaseException) -> bool:
+    """Whether doing the same once more may go well: connections, timeouts, and servers that are busy or failed."""
+    if isinstance(error, StateError):
+        if not isinstance(error, StorageError) or isinstance(error, (StoreFullError, MissingError)):
+            return False
+        # Ours wrap what a file system raised. One of our own making, as of a torn upload, may go well another time.
+        return error.__cause__ is None or is_retriable(error.__cause__)
+    for cause in _chain(error):
+        status = _status_of(cause)
+        if status is not None:
+            return status in _STATUS
+        if isinstance(cause, _HOPELESS):
+            return False
+        if isinstance(cause, OSError) and cause.errno in _HOPELESS_NUMBERS:
+            return False
+        if isinstance(cause, (TimeoutError, ConnectionError)):
+            return True
+    # Clients name what they cannot find a connection for in many ways, nearly all of them derived from OSError.
+    return isinstance(error, OSError)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _status_of(error: BaseException) -> int | None:
+    """The HTTP status in an error of botocore, azure-core, aiohttp, google-auth or requests."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        response = response.get("ResponseMetadata", {})
+        found = response.get("HTTPStatusCode")
+        return found if isinstance(found, int) else None
+    for holder in (error, response):
+        for name in ("status_code", "status", "code"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int) and 100 <= value < 600:
+                return value
+    return None
+
+
+def retried(work: Callable[[], T], timeout_s: float, given_up: Callable[[], bool] = lambda: False) -> T:
+    """Run `work`, again after an error that is retriable, at random intervals that grow.
+
+    Parameters
+    ----------
+    work
+        What to do; repeatable.
+    timeout_s
+        After this time it is not tried again.
+    given_up
+        Whether to stop trying.
+
+    Raises
+    ------
+    InterruptedRestoreError
+        When `given_up` says so.
+    """
+
+    def once() -> T:
+        if given_up():
+            raise InterruptedRestoreError("told to stop")
+        return work()
+
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_retriable),
+        wait=tenacity.wait_random_exponential(multiplier=_WAIT_S_MIN, max=_WAIT_S_MAX),
+        stop=tenacity.stop_after_delay(timeout_s),
+        reraise=True,
+    )(once)

@@ -1,0 +1,156 @@
+"""What a call does besides its bucket's work, now and then: clean-up of files, of spill files, and of local stores."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import ClassVar
+
+from arrow_schemas.pointer import Pointer
+from spark_state_ext.backends import CleanUp
+from spark_state_ext.backends.files import FilesBackup
+from spark_state_ext.background import Background
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.cleanup import clean_up_due
+from spark_state_ext.commit import Place, is_complete, taken_over
+from spark_state_ext.errors import CleanUpFailedError, LostFilesError, OwnershipError, StateError, StorageError
+from spark_state_ext.folder import Folder
+from spark_state_ext.retry import is_retriable
+from spark_state_ext.spark.payload import spill_is_stale
+from spark_state_ext.spark.places import Leases
+from spark_state_ext.spark.task import TaskInfo
+from spark_state_ext.store.reclaim import reclaim
+
+__all__ = ["CleanUps", "drop_spill_files", "reclaim_in_turn"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# Within a call, which has something else to do.
+_DELETES_MAX = 500
+# What is this old when its turn comes, because its process slept, is not to be believed where it misses files.
+_LATE_S = 600.0
+_RECLAIM_EVERY_S = 3_600.0
+_reclaim_at_s = 0.0
+
+
+class CleanUps:
+    """Clean-ups of a bucket's backends.
+
+    Parameters
+    ----------
+    bucket
+        The bucket.
+    places
+        Its backends.
+    leases
+        The run's.
+    batches_retained
+        Spark's ``minBatchesToRetain``.
+    """
+
+    # Of earlier turns, by bucket and backend; told by the next commit.
+    _failed: ClassVar[dict[tuple[str, str], Exception]] = {}
+
+    def __init__(self, bucket: Bucket, places: list[Place], leases: Leases, batches_retained: int, key: str) -> None:
+        self._bucket = bucket
+        self._places = places
+        self._leases = leases
+        self._batches_retained = batches_retained
+        self._key = key
+
+    def raise_failed(self) -> None:
+        """Tell of a clean-up that failed since.
+
+        Raises
+        ------
+        CleanUpFailedError
+            When one did, and trying again does not help.
+        """
+        for place in self._places:
+            failed = self._failed.pop((self._key, place.name), None)
+            if failed is not None:
+                raise CleanUpFailedError(
+                    f"old files in the backend {place.name} cannot be deleted: {failed}. The state is as it should be. "
+                    "Mend the cause, or plan with clean_up=False and delete nothing."
+                ) from failed
+
+    def in_turn(self, committed: Pointer, calls: int) -> None:
+        """Have what no pointer leads to any more deleted, when it is this bucket's turn.
+
+        Parameters
+        ----------
+        committed
+            The input pointer.
+        calls
+            `Pointer.calls` of the new one.
+        """
+        if not clean_up_due(calls, committed.bucket, self._batches_retained):
+            return
+        background = Background.shared()
+        known = taken_over(committed, self._places)
+        for place in self._places:
+            standing = known.standings.get(place.name)
+            if standing is None or not is_complete(standing) or standing.through is None:
+                continue
+            request = CleanUp(committed, standing.through, self._batches_retained, self._leases.check)
+            asked_s = time.monotonic()
+            # Workers that do not live long enough never get to it in the background.
+            if background.finished == 0 and self._is_crowded(place):
+                request = CleanUp(committed, standing.through, self._batches_retained, self._leases.hold, _DELETES_MAX)
+                self._clean_up(place, request, asked_s)
+                continue
+            background.submit(
+                f"clean-up of {self._key} in {place.name}",
+                lambda place=place, request=request, asked_s=asked_s: self._clean_up(place, request, asked_s),  # type: ignore[misc]
+            )
+
+    def _is_crowded(self, place: Place) -> bool:
+        try:
+            return isinstance(place.backup, FilesBackup) and place.backup.is_crowded(self._batches_retained)
+        except StorageError as error:
+            _LOGGER.warning("%s cannot be listed: %s", place.name, error)
+            return False
+
+    def _clean_up(self, place: Place, request: CleanUp, asked_s: float) -> None:
+        try:
+            place.backup.clean_up(request).result()
+        except LostFilesError as error:
+            if time.monotonic() - asked_s < _LATE_S:
+                _LOGGER.error("%s", error)
+                self._bucket.committer.lose(place.name, request.pointer.beats)
+        except OwnershipError:
+            raise
+        except StateError as error:
+            if isinstance(error, StorageError) and not is_retriable(error):
+                self._failed[self._key, place.name] = error
+            # Of no harm to a batch.
+            _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", place.name, error)
+
+
+def drop_spill_files(folder: Folder, task: TaskInfo) -> None:
+    """Remove earlier batches' spill files.
+
+    Parameters
+    ----------
+    folder
+        The operator's folder; spill files lie with the query that tasks are told of, which may not be the state's home.
+    task
+        What the task was told.
+    """
+    spills = folder.child(task.query_id, "spill")
+    try:
+        for name in spills.names():
+            if spill_is_stale(name, task.batch, time.time()):
+                spills.remove_tree(name)
+    except StorageError as error:
+        # Of no harm to this batch; a late attempt at an old one may be writing there.
+        _LOGGER.warning("old spill files are left to the next batch: %s", error)
+
+
+def reclaim_in_turn(stores: Path, scratch: Path, keep_s: float) -> None:
+    """Have local stores removed that no task has used for long; each process looks once an hour."""
+    global _reclaim_at_s
+    now_s = time.monotonic()
+    if now_s >= _reclaim_at_s:
+        _reclaim_at_s = now_s + _RECLAIM_EVERY_S
+        Background.shared().submit("reclaiming local stores", lambda: reclaim(stores, scratch, keep_s))

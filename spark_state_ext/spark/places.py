@@ -1,0 +1,143 @@
+"""The backends of a job, as an executor has them: managers kept from call to call, their leases and operator files."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from arrow_schemas.operator import operator_file_name, parse_operator_file_name
+from spark_state_ext.backends import BackendContext
+from spark_state_ext.backends.registry import FSSPEC, Backend, factory_of
+from spark_state_ext.commit import Place
+from spark_state_ext.folder import Folder
+from spark_state_ext.lease import Lease
+from spark_state_ext.spark.job import Job
+from spark_state_ext.spark.task import TaskInfo
+from spark_state_ext.uploads import WorkerUploads
+
+__all__ = ["Leases", "places_of", "prepare"]
+
+_BUCKETS_MAX = 1_024
+_kept: OrderedDict[tuple[str, str, int], list[Place]] = OrderedDict()
+_prepared: set[tuple[str, str, str]] = set()
+_prepared_lock = threading.Lock()
+
+
+def places_of(job: Job, home: str, bucket: int, scratch: Path) -> list[Place]:
+    """The managers of a bucket's backends.
+
+    Raises
+    ------
+    ExecutorPackageError
+        When no package of this Python has a backend of the kind asked for.
+    """
+    key = (job.plan_id, home, bucket)
+    # Taken out and put in again: in the order of their last use.
+    places = _kept.pop(key, None)
+    if places is None:
+        places = []
+        for backend in job.backends:
+            factory, context = factory_of(backend.kind), _context(job, backend, home, bucket, scratch)
+            backup, restore = factory.backup_manager(context), factory.restore_manager(context)
+            places.append(Place(backend.name, backup, restore, _is_root(job, backend)))
+    _kept[key] = places
+    if len(_kept) > _BUCKETS_MAX:
+        # Of queries that stopped, most likely.
+        for place in _kept.pop(next(iter(_kept))):
+            place.restore.close()
+    return places
+
+
+def _is_root(job: Job, backend: Backend) -> bool:
+    return backend.kind == FSSPEC and backend.root == (job.root.rstrip("/") or job.root)
+
+
+def _context(job: Job, backend: Backend, home: str, bucket: int | None, scratch: Path) -> BackendContext:
+    return BackendContext(
+        name=backend.name,
+        options=backend.factory_options,
+        operator=job.operator,
+        home=home,
+        bucket=bucket,
+        executor=WorkerUploads.shared().pool(backend.name),
+        scratch=scratch,
+        timeout_s=job.commit.commit_timeout_ms / 1000,
+    )
+
+
+@dataclass(frozen=True)
+class Leases:
+    """A run's claim to its state, wherever it writes it.
+
+    Parameters
+    ----------
+    leases
+        One for each folder.
+    """
+
+    leases: tuple[Lease, ...]
+
+    @staticmethod
+    def of(job: Job, task: TaskInfo, root: Folder, home: str) -> Leases:
+        """Those of a task's run.
+
+        Parameters
+        ----------
+        job, task
+            The job, and what the task was told.
+        root
+            The operator's folder at the job's root, where `home` lies.
+        """
+        folders = {root.root: root.child(home)}
+        for backend in job.backends:
+            if backend.kind == FSSPEC:
+                folder = Folder(backend.root, backend.storage_options).child(job.operator)
+                folders.setdefault(folder.root, folder.child(home))
+        # Where tasks are not told their run, the plan stands in for it, and may be started again.
+        once = task.batch is not None
+        return Leases(
+            tuple(
+                Lease.of(folder, task.run_id, job.application_id, job.lease_ms, once=once)
+                for folder in folders.values()
+            )
+        )
+
+    def hold(self) -> None:
+        """As `Lease.hold`."""
+        for lease in self.leases:
+            lease.hold()
+
+    def check(self) -> None:
+        """As `Lease.check`."""
+        for lease in self.leases:
+            lease.check()
+
+
+def prepare(job: Job, root: Folder, home: str, scratch: Path, schema_id: int) -> None:
+    """Have every backend keep what is there for the operator as a whole; once a process, home and schema.
+
+    Parameters
+    ----------
+    job, root, home
+        As for `Leases.of`.
+    scratch
+        Local folder for temporary files.
+    schema_id
+        Number of the operator file in force, which the root has.
+    """
+    others = [backend for backend in job.backends if not _is_root(job, backend)]
+    with _prepared_lock:
+        missing = [it for it in others if (it.name, home, f"{job.operator} {schema_id}") not in _prepared]
+        if not missing:
+            return
+        files = root.child(home)
+        names = [name for name in files.names() if parse_operator_file_name(name) is not None]
+        names.sort(key=lambda name: name == operator_file_name(schema_id))
+        resources = {name: files.get(name) for name in names}
+        for backend in missing:
+            context = _context(job, backend, home, None, scratch)
+            admin = factory_of(backend.kind).admin(BackendContext(**{**context.__dict__, "resources": resources}))
+            admin.create_resources()
+            _prepared.add((backend.name, home, f"{job.operator} {schema_id}"))

@@ -1,0 +1,1 @@
+"""What packages that extend this one test themselves with. Needs pytest."""

@@ -1,0 +1,288 @@
+"""The contract of a state backend, as tests.
+
+A package with a backend subclasses `BackendContract`, says how to make its factory and its options, and runs pytest::
+
+    class TestMine(BackendContract):
+        @pytest.fixture
+        def factory(self):
+            return MyBackend()
+
+        @pytest.fixture
+        def options(self):
+            return {"url": "…"}
+
+Each test begins with a home of its own, so what another one left is not seen.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from arrow_schemas import Pointer, RowSchema, Writer
+from arrow_schemas.lineage import DELTA, CheckpointRef, file_name, new_checkpoint_id
+from spark_state_ext.backends import STATE, BackendContext, BackendFactory, Checkpoint, CleanUp
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.commit import CommitOptions, Place
+from spark_state_ext.errors import InterruptedRestoreError, MissingCheckpointError, StateError
+from spark_state_ext.folder import Readable
+from spark_state_ext.pool import DaemonPool
+from spark_state_ext.sealed import SealedFile
+from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.store import LocalStore, View
+from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.uploads import WorkerUploads
+
+__all__ = ["BackendContract"]
+
+WAIT_S = 120.0
+SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
+_LARGE_BYTES = 20 << 20
+_RETAINED = 2
+
+
+class BackendContract:
+    """Tests of one backend."""
+
+    @pytest.fixture
+    def factory(self) -> BackendFactory:
+        """The factory under test."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def options(self) -> Mapping[str, Any]:
+        """Its options."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def context(self, options: Mapping[str, Any], tmp_path: Path) -> BackendContext:
+        """A context of a bucket that nobody has used."""
+        executor = DaemonPool("contract")
+        executor.threads_max = 4
+        return BackendContext("mine", options, "counts", uuid.uuid4().hex, 3, executor, tmp_path, WAIT_S)
+
+    # -- files ---------------------------------------------------------------------------------------
+
+    def test_what_was_uploaded_is_given_back(self, factory: BackendFactory, context: BackendContext) -> None:
+        ref, content = _ref(1), b"Arrow \x00\xff" * 1_000
+        markers = _uploaded(factory, context, ref, content)
+        assert set(markers) == {STATE}
+        assert all(isinstance(marker, str) for marker in markers.values())
+        # By a manager that knows nothing but the markers, as on another machine.
+        files, name = _files(factory, context, ref, markers), file_name(ref, DELTA)
+        assert files.size(name) == len(content)
+        assert files.get(name) == content
+        assert files.get_range(name, 5, 500) == content[5:500]
+        assert files.get_range(name, len(content) - 3, len(content) + 9) == content[-3:]
+        target = context.scratch / "copy"
+        files.get_file(name, target)
+        assert target.read_bytes() == content
+        assert name in files.where(name)
+
+    def test_a_large_file(self, factory: BackendFactory, context: BackendContext) -> None:
+        """Larger than what is sent in one request."""
+        ref = _ref(1)
+        path = context.scratch / "large"
+        content = bytes(range(256)) * (_LARGE_BYTES // 256)
+        path.write_bytes(content)
+        backup = factory.backup_manager(context)
+        backup.init(None)
+        sealed = SealedFile(file_name(ref, DELTA), len(content), None, path)
+        markers = backup.upload(ref, backup.snapshot(ref, {STATE: sealed})).result(WAIT_S)
+        target = context.scratch / "copy"
+        _files(factory, context, ref, markers).get_file(file_name(ref, DELTA), target)
+        assert target.read_bytes() == content
+        backup.close()
+
+    def test_what_is_not_there_is_missing(self, factory: BackendFactory, context: BackendContext) -> None:
+        ref = _ref(1)
+        files = _files(factory, context, ref, _uploaded(factory, context, ref, b"x"))
+        other = file_name(_ref(2), DELTA)
+        for read in (files.size, files.get, lambda name: files.get_range(name, 0, 5)):
+            with pytest.raises(MissingCheckpointError):
+                read(other)
+        with pytest.raises(MissingCheckpointError):
+            files.get_file(other, context.scratch / "copy")
+
+    def test_the_same_file_twice(self, factory: BackendFactory, context: BackendContext) -> None:
+        """A process dies after an upload, before it could say so; the next one uploads again."""
+        ref = _ref(1)
+        first, second = (_uploaded(factory, context, ref, b"same") for _ in range(2))
+        for markers in (first, second):
+            assert _files(factory, context, ref, markers).get(file_name(ref, DELTA)) == b"same"
+
+    def test_buckets_and_homes_do_not_see_each_other(self, factory: BackendFactory, context: BackendContext) -> None:
+        ref = _ref(1)
+        contexts = [context, replace(context, bucket=4), replace(context, home=uuid.uuid4().hex)]
+        contexts += [replace(context, operator="others")]
+        markers = [_uploaded(factory, it, ref, b"%d" % at) for at, it in enumerate(contexts)]
+        for at, (it, said) in enumerate(zip(contexts, markers, strict=True)):
+            assert _files(factory, it, ref, said).get(file_name(ref, DELTA)) == b"%d" % at
+
+    def test_checkpoints_side_by_side(self, factory: BackendFactory, context: BackendContext) -> None:
+        """Uploads of several buckets at once, and reads from several threads."""
+        refs = [_ref(version) for version in range(1, 9)]
+        managers = [factory.backup_manager(replace(context, bucket=bucket)) for bucket in range(8)]
+        futures = []
+        for ref, manager in zip(refs, managers, strict=True):
+            manager.init(None)
+            sealed = SealedFile.of(file_name(ref, DELTA), ref.id.encode() * 5_000)
+            futures.append(manager.upload(ref, manager.snapshot(ref, {STATE: sealed})))
+        markers = [future.result(WAIT_S) for future in futures]
+        found: dict[int, bytes] = {}
+
+        def read(bucket: int) -> None:
+            files = _files(factory, replace(context, bucket=bucket), refs[bucket], markers[bucket])
+            found[bucket] = files.get(file_name(refs[bucket], DELTA))
+
+        threads = [threading.Thread(target=read, args=(bucket,)) for bucket in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert found == {bucket: ref.id.encode() * 5_000 for bucket, ref in enumerate(refs)}
+
+    def test_a_restore_that_is_told_to_end(self, factory: BackendFactory, context: BackendContext) -> None:
+        ref = _ref(1)
+        markers = _uploaded(factory, context, ref, b"x")
+        restore = factory.restore_manager(context)
+        restore.init(Checkpoint(ref, {context.name: markers}))
+        files = restore.restore()
+        assert files.get(file_name(ref, DELTA)) == b"x"
+        restore.close()
+        with pytest.raises(InterruptedRestoreError):
+            files.get(file_name(ref, DELTA))
+
+    # -- resources -----------------------------------------------------------------------------------
+
+    def test_resources_are_made_once_and_seen(self, factory: BackendFactory, context: BackendContext) -> None:
+        admin = factory.admin(replace(context, bucket=None, resources={"operator_0.json": b"{}"}))
+        with pytest.raises(StateError):
+            admin.validate_resources()
+        for _ in range(2):
+            admin.create_resources()
+            admin.validate_resources()
+
+    # -- a bucket's life -----------------------------------------------------------------------------
+
+    def test_a_history_is_restored_at_every_checkpoint(self, factory: BackendFactory, context: BackendContext) -> None:
+        with _Life(factory, context) as life:
+            for batch in range(12):
+                life.batch({batch % 5: batch, (batch + 2) % 5: None if batch % 4 == 3 else -batch})
+            life.check(range(len(life.pointers)))
+
+    def test_clean_up_leaves_what_is_needed(self, factory: BackendFactory, context: BackendContext) -> None:
+        """It may delete or not; what a pointer may still lead to stays, also when it is done again."""
+        with _Life(factory, context) as life:
+            for batch in range(60):
+                life.batch({batch % 5: batch})
+            deleted = [life.clean_up() for _ in range(2)]
+            assert deleted[1] == 0, "a second time there is nothing to do"
+            life.check(range(len(life.pointers) - 1 - _RETAINED, len(life.pointers)))
+            for batch in range(20):
+                life.batch({batch % 5: batch})
+            life.check(range(len(life.pointers) - 1 - _RETAINED, len(life.pointers)))
+
+
+def _ref(version: int) -> CheckpointRef:
+    return CheckpointRef(version, new_checkpoint_id())
+
+
+def _uploaded(factory: BackendFactory, context: BackendContext, ref: CheckpointRef, content: bytes) -> dict[str, str]:
+    manager = factory.backup_manager(context)
+    manager.init(None)
+    prepared = manager.snapshot(ref, {STATE: SealedFile.of(file_name(ref, DELTA), content)})
+    markers = manager.upload(ref, prepared).result(WAIT_S)
+    manager.close()
+    return dict(markers)
+
+
+def _files(
+    factory: BackendFactory, context: BackendContext, ref: CheckpointRef, markers: Mapping[str, str]
+) -> Readable:
+    restore = factory.restore_manager(context)
+    restore.init(Checkpoint(ref, {context.name: markers}))
+    return restore.restore()
+
+
+class _Life:
+    """A bucket that lives in a backend, with the changelog as its journal."""
+
+    def __init__(self, factory: BackendFactory, context: BackendContext) -> None:
+        self._factory = factory
+        self._context = context
+        self._uploads = WorkerUploads()
+        self._store = LocalStore(context.scratch / "store", SCHEMA)
+        self._stores = 0
+        self.pointers = [Pointer("counts", 3, 8, 0, -1, None, home=context.home)]
+        self.models: list[dict[int, int]] = [{}]
+
+    def __enter__(self) -> _Life:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._store.close()
+
+    def _places(self) -> list[Place]:
+        backup, restore = self._factory.backup_manager(self._context), self._factory.restore_manager(self._context)
+        return [Place(self._context.name, backup, restore)]
+
+    def _bucket(self, store: LocalStore, pointer: Pointer) -> Bucket:
+        writer = Writer("query", "run", len(self.pointers), "host")
+        options = CommitOptions(inline_bytes_max=6_000)
+        scratch = self._context.scratch
+        return Bucket(
+            store, self._places(), pointer, writer, scratch, None, _RETAINED, uploads=self._uploads, options=options
+        )
+
+    def batch(self, changes: Mapping[int, int | None]) -> None:
+        rows = SpillBuffer(self._context.scratch, 1 << 20)
+        keys, values = list(changes), list(changes.values())
+        gone = [value is None for value in values]
+        columns = [
+            pa.array([key * 0x9E3779B97F4A7C15 % 2**64 for key in keys], pa.uint64()),
+            pa.array(keys, pa.int64()),
+            pa.array(values, pa.int64()),
+            pa.nulls(len(keys), pa.int64()),
+            pa.array([not it for it in gone]),
+            pa.array(gone),
+        ]
+        rows.append(sorted_run(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
+        self.pointers.append(self._bucket(self._store, self.pointers[-1]).commit(rows))
+        after = {**self.models[-1], **{key: value for key, value in changes.items() if value is not None}}
+        self.models.append({key: value for key, value in after.items() if changes.get(key, value) is not None})
+
+    def clean_up(self) -> int:
+        """As of the last but one pointer, which is committed."""
+        pointer = self.pointers[-2]
+        head = pointer.standings[self._context.name].through
+        assert head is not None, "a backend has confirmed something by now"
+        (place,) = self._places()
+        return place.backup.clean_up(CleanUp(pointer, head, _RETAINED, lambda: None)).result(WAIT_S)
+
+    def check(self, which: range) -> None:
+        """Pointers give the state of their time, each on an empty disk."""
+        for at in which:
+            if self.pointers[at].ref is None:
+                continue
+            self._stores += 1
+            store = LocalStore(self._context.scratch / f"fresh-{self._stores}", SCHEMA)
+            try:
+                assert self._bucket(store, self.pointers[at]).read(_scanned) == self.models[at]
+            finally:
+                store.close()
+
+
+def _scanned(view: View) -> dict[int, int]:
+    return {
+        key: value
+        for batch in view.scan()
+        for key, value in zip(batch.column(1).to_pylist(), batch.column(2).to_pylist(), strict=True)
+    }

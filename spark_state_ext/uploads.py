@@ -1,0 +1,283 @@
+"""Uploads beside batches: for each bucket and backend one after the other, for all buckets of a process side by side.
+
+A process may die at any line. What it had under way is in a pointer, and the next call, wherever that is, begins it
+anew (`commit`). What was begun and confirmed is noted in the bucket's local store, so that other processes of the
+machine know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from arrow_schemas.lineage import CheckpointRef
+from spark_state_ext import process
+from spark_state_ext.backends import BackupManager, Markers
+from spark_state_ext.errors import StateError, StorageError
+from spark_state_ext.pool import DaemonPool
+from spark_state_ext.store import LocalStore
+
+__all__ = [
+    "DONE",
+    "FAILED",
+    "RUNNING",
+    "Note",
+    "Upload",
+    "Uploads",
+    "WorkerUploads",
+    "note_name",
+]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# As in the reference: threads mostly wait, but each takes memory and a connection.
+THREADS_MAX = 64
+
+RUNNING, DONE, FAILED = "running", "done", "failed"
+
+
+@dataclass(frozen=True)
+class Note:
+    """What is known on this machine of the upload of a checkpoint's file to a backend.
+
+    Parameters
+    ----------
+    state
+        `RUNNING`, `DONE` or `FAILED`.
+    owner
+        The process that took it on.
+    since_s
+        When: seconds of the machine's monotonic clock.
+    markers
+        What the backend said, when it is done.
+    error
+        What failed.
+    """
+
+    state: str
+    owner: str
+    since_s: float
+    markers: Markers = field(default_factory=dict)
+    error: str = ""
+
+    def encode(self) -> bytes:
+        """The note's value."""
+        return json.dumps([self.state, self.owner, self.since_s, dict(self.markers), self.error]).encode()
+
+    @staticmethod
+    def decode(value: bytes) -> Note | None:
+        """Inverse of `encode`; None for a value that is none of ours."""
+        try:
+            state, owner, since_s, markers, error = json.loads(value)
+            return Note(state, owner, since_s, markers, error)
+        except (ValueError, TypeError):
+            return None
+
+
+def note_name(backend: str, file: str) -> str:
+    """Name of the note about a file in a backend."""
+    # Backends may have long names, and LMDB's keys are short.
+    return f"{hashlib.blake2b(backend.encode(), digest_size=8).hexdigest()} {file}"
+
+
+@dataclass(eq=False)
+class Upload:
+    """One file of one checkpoint on its way to one backend.
+
+    Parameters
+    ----------
+    store
+        The bucket's local store, for notes.
+    backend
+        Name of the backend.
+    manager
+        Which has taken hold of the file.
+    ref, file, markers
+        The checkpoint, the file's name, and what `BackupManager.snapshot` returned.
+    since_s
+        When it was taken on, monotonic.
+    size_bytes
+        The file's size.
+    """
+
+    store: LocalStore
+    backend: str
+    manager: BackupManager
+    ref: CheckpointRef
+    file: str
+    markers: Markers
+    since_s: float
+    size_bytes: int = 0
+    # Done when the file is confirmed or has failed, and that is noted.
+    done: Future[Markers] = field(default_factory=Future)
+
+    def note(self, state: str, owner: str, **also: Any) -> dict[str, bytes]:
+        """A note of how it stands."""
+        return {note_name(self.backend, self.file): Note(state, owner, self.since_s, **also).encode()}
+
+
+class Uploads(Protocol):
+    """Something that gets to uploads sooner or later."""
+
+    owner: str
+
+    def submit(self, uploads: Iterable[Upload]) -> None:
+        """Take uploads on: those of a bucket to a backend one after the other."""
+        ...
+
+    def find(self, store: LocalStore, backend: str, file: str) -> Upload | None:
+        """The upload of a file that this process has taken on and not finished."""
+        ...
+
+    def is_alive(self, owner: str) -> bool:
+        """Whether the process that took an upload on still runs."""
+        ...
+
+    def pause(self, uploads: Iterable[Upload], timeout_s: float) -> None:
+        """Wait until all of these are done, or one has failed; at most so long."""
+        ...
+
+    def give_up(self, uploads: Iterable[Upload]) -> None:
+        """Do not wait for these any more: what comes after them goes its own way."""
+        ...
+
+
+class WorkerUploads:
+    """The uploads of a worker process."""
+
+    _shared: ClassVar[WorkerUploads | None] = None
+    _shared_lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.owner = process.token()
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        # By bucket and backend; the first of each is under way.
+        self._waiting: dict[tuple[str, str], deque[Upload]] = {}
+        self._buckets: dict[str, set[str]] = {}
+        self._pools: dict[str, DaemonPool] = {}
+        # By bucket: how many were confirmed, in how many seconds, with how many bytes.
+        self._sent: dict[str, tuple[int, float, int]] = {}
+
+    @classmethod
+    def shared(cls) -> WorkerUploads:
+        """The one of this process."""
+        with cls._shared_lock:
+            # Threads do not survive a fork.
+            if cls._shared is None or cls._shared._pid != os.getpid():
+                cls._shared = cls()
+            return cls._shared
+
+    def pool(self, backend: str) -> DaemonPool:
+        """The threads for a backend: each has its own, so that one that hangs does not hold up the others."""
+        with self._lock:
+            if backend not in self._pools:
+                self._pools[backend] = DaemonPool(f"uploads to {backend}")
+            return self._pools[backend]
+
+    def submit(self, uploads: Iterable[Upload]) -> None:
+        for upload in uploads:
+            key = _key(upload)
+            with self._lock:
+                known = self._buckets.setdefault(upload.backend, set())
+                if key[0] not in known:
+                    known.add(key[0])
+                    pool = self.pool(upload.backend)
+                    pool.threads_max = min(pool.threads_max + (len(known) > 1), THREADS_MAX)
+                waiting = self._waiting.setdefault(key, deque())
+                waiting.append(upload)
+                first = len(waiting) == 1
+            if first:
+                self._begin(upload)
+
+    def sent(self, store: LocalStore) -> tuple[int, float, int]:
+        """Of a bucket's uploads that were confirmed since this was asked last: their number, seconds and bytes."""
+        with self._lock:
+            return self._sent.pop(str(store.folder), (0, 0.0, 0))
+
+    def find(self, store: LocalStore, backend: str, file: str) -> Upload | None:
+        with self._lock:
+            waiting = self._waiting.get((str(store.folder), backend), ())
+            return next((upload for upload in waiting if upload.file == file), None)
+
+    def is_alive(self, owner: str) -> bool:
+        return process.is_alive(owner)
+
+    def pause(self, uploads: Iterable[Upload], timeout_s: float) -> None:
+        futures = [upload.done for upload in uploads]
+        if futures:
+            wait(futures, timeout_s, return_when="FIRST_EXCEPTION")
+        else:
+            time.sleep(timeout_s)
+
+    def give_up(self, uploads: Iterable[Upload]) -> None:
+        for upload in uploads:
+            with self._lock:
+                waiting = self._waiting.get(_key(upload))
+                if waiting is None or upload not in waiting:
+                    continue
+                # The thread may come back some day. Until then another one does its work.
+                del self._waiting[_key(upload)]
+                pool = self.pool(upload.backend)
+                pool.threads_max = min(pool.threads_max + 1, 2 * THREADS_MAX)
+
+    def _begin(self, upload: Upload) -> None:
+        try:
+            future = upload.manager.upload(upload.ref, upload.markers)
+        except Exception as error:
+            future = Future()
+            future.set_exception(error)
+        future.add_done_callback(lambda done: self._finish(upload, done))
+
+    def _finish(self, upload: Upload, done: Future[Markers]) -> None:
+        error = done.exception()
+        key = _key(upload)
+        with self._lock:
+            waiting = self._waiting.get(key)
+            mine = waiting is not None and upload in waiting
+            # What comes after a file that failed is not sent, so that a backend has no gaps; the next call sees to it.
+            dropped = list(waiting)[1:] if mine and waiting is not None and error is not None else []
+            following = None
+            if mine and waiting is not None:
+                waiting.popleft()
+                if error is not None or not waiting:
+                    del self._waiting[key]
+                else:
+                    following = waiting[0]
+        if error is None:
+            with self._lock:
+                sent, took_s, size = self._sent.get(key[0], (0, 0.0, 0))
+                took_s += time.monotonic() - upload.since_s
+                self._sent[key[0]] = sent + 1, took_s, size + upload.size_bytes
+            self._note(upload.store, upload.note(DONE, self.owner, markers=dict(done.result())))
+            upload.done.set_result(done.result())
+        else:
+            _LOGGER.error("the upload of %s to %s failed: %s", upload.file, upload.backend, error)
+            text = str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}"
+            names = [note_name(later.backend, later.file) for later in dropped]
+            self._note(upload.store, upload.note(FAILED, self.owner, error=text), names)
+            upload.done.set_exception(error)
+            for later in dropped:
+                later.done.set_exception(StorageError(f"{later.file} was not sent, as {upload.file} before it failed"))
+        if following is not None:
+            self._begin(following)
+
+    @staticmethod
+    def _note(store: LocalStore, notes: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
+        try:
+            store.note(notes, tuple(removed))
+        except StateError as error:
+            # Somebody will have another look at the file.
+            _LOGGER.warning("an upload could not be noted: %s", error)
+
+
+def _key(upload: Upload) -> tuple[str, str]:
+    return str(upload.store.folder), upload.backend

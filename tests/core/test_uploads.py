@@ -1,0 +1,228 @@
+"""Uploads beside batches: order, failures, processes that die, and threads that hang."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
+from pathlib import Path
+
+import pytest
+from core_support import SCHEMA, Refs
+
+from arrow_schemas import CheckpointRef
+from spark_state_ext import process
+from spark_state_ext.backends import STATE, Checkpoint, CleanUp, Markers
+from spark_state_ext.commit import CommitOptions
+from spark_state_ext.committer import await_all
+from spark_state_ext.errors import CommitTimeoutError, StorageError, UploadFailedError
+from spark_state_ext.pool import DaemonPool
+from spark_state_ext.sealed import SealedFile
+from spark_state_ext.store import LocalStore
+from spark_state_ext.uploads import DONE, FAILED, RUNNING, THREADS_MAX, Note, Upload, WorkerUploads, note_name
+
+WAIT_S = 30.0
+
+
+class Manager:
+    """A backend that does what a test tells it to."""
+
+    def __init__(self, executor: Executor, work: Callable[[str], None] = lambda name: None) -> None:
+        self.executor = executor
+        self.work = work
+        self.kept: list[str] = []
+        self.threads: set[str] = set()
+
+    def init(self, checkpoint: Checkpoint | None) -> None: ...
+
+    def snapshot(self, ref: CheckpointRef, files: Mapping[str, SealedFile]) -> Markers:
+        return {store: f"marker of {file.name}" for store, file in files.items()}
+
+    def upload(self, ref: CheckpointRef, markers: Markers) -> Future[Markers]:
+        def send() -> Markers:
+            self.threads.add(threading.current_thread().name)
+            self.work(markers[STATE])
+            self.kept.append(markers[STATE])
+            return markers
+
+        return self.executor.submit(send)
+
+    def clean_up(self, request: CleanUp) -> Future[int]:
+        raise NotImplementedError
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    opened = LocalStore(tmp_path / "store", SCHEMA)
+    yield opened
+    opened.close()
+
+
+def _upload(store: LocalStore, manager: Manager, ref: CheckpointRef, backend: str = "a") -> Upload:
+    sealed = SealedFile.of(f"{ref}.delta.arrow", b"x")
+    markers = manager.snapshot(ref, {STATE: sealed})
+    return Upload(store, backend, manager, ref, sealed.name, markers, time.monotonic())
+
+
+def _noted(store: LocalStore, upload: Upload) -> Note | None:
+    value = store.notes().get(note_name(upload.backend, upload.file))
+    return None if value is None else Note.decode(value)
+
+
+def test_files_of_a_bucket_go_one_after_the_other_and_are_noted(store: LocalStore) -> None:
+    uploads, refs, under_way = WorkerUploads(), Refs(), []
+
+    def alone(name: str) -> None:
+        under_way.append(name)
+        assert len(under_way) == 1
+        time.sleep(0.01)
+        under_way.pop()
+
+    manager = Manager(uploads.pool("a"), alone)
+    mine = [_upload(store, manager, refs.next(version)) for version in range(1, 9)]
+    uploads.submit(mine)
+    assert uploads.find(store, "a", mine[-1].file) is mine[-1]
+    await_all(mine, uploads, CommitOptions())
+    assert manager.kept == [upload.markers[STATE] for upload in mine]
+    for upload in mine:
+        assert uploads.find(store, "a", upload.file) is None
+        note = _noted(store, upload)
+        assert note is not None
+        assert (note.state, note.markers, note.owner) == (DONE, upload.markers, process.token())
+
+
+def test_buckets_go_side_by_side_on_a_bounded_number_of_threads(tmp_path: Path) -> None:
+    uploads, together, most = WorkerUploads(), [0], [0]
+    lock = threading.Lock()
+
+    def counted(name: str) -> None:
+        with lock:
+            together[0] += 1
+            most[0] = max(most[0], together[0])
+        time.sleep(0.05)
+        with lock:
+            together[0] -= 1
+
+    manager = Manager(uploads.pool("a"), counted)
+    stores = [LocalStore(tmp_path / str(bucket), SCHEMA) for bucket in range(THREADS_MAX + 16)]
+    mine = [_upload(store, manager, Refs().next(1)) for store in stores]
+    started_s = time.monotonic()
+    uploads.submit(mine)
+    await_all(mine, uploads, CommitOptions())
+    assert time.monotonic() - started_s < 0.05 * len(stores) / 4
+    assert 8 < most[0] <= THREADS_MAX
+    assert len(manager.threads) == 1, "all have the name of their pool"
+    for store in stores:
+        store.close()
+
+
+def test_what_comes_after_a_failure_is_not_sent(store: LocalStore) -> None:
+    uploads, refs = WorkerUploads(), Refs()
+
+    def third_fails(name: str) -> None:
+        if name.startswith("marker of 3_"):
+            raise PermissionError("not yours")
+
+    manager = Manager(uploads.pool("a"), third_fails)
+    mine = [_upload(store, manager, refs.next(version)) for version in range(1, 6)]
+    notes: dict[str, bytes] = {}
+    for upload in mine:
+        notes |= upload.note(RUNNING, uploads.owner)
+    store.note(notes)
+    uploads.submit(mine)
+    with pytest.raises(UploadFailedError, match=r"3_\w+\.delta\.arrow to the backend a failed: PermissionError"):
+        await_all(mine, uploads, CommitOptions())
+    assert len(manager.kept) == 2
+    states = [None if (note := _noted(store, upload)) is None else note.state for upload in mine]
+    # The last two were never begun, so the next call finds nothing of them and begins them anew.
+    assert states == [DONE, DONE, FAILED, None, None]
+    with pytest.raises(StorageError, match="was not sent, as"):
+        mine[-1].done.result(WAIT_S)
+    later = _upload(store, manager, refs.next(6))
+    uploads.submit([later])
+    await_all([later], uploads, CommitOptions())
+
+
+def test_one_backend_that_hangs_does_not_hold_up_another(store: LocalStore) -> None:
+    uploads, gate, ref = WorkerUploads(), threading.Event(), Refs().next(1)
+    hangs = Manager(uploads.pool("west"), lambda name: (gate.wait(WAIT_S), None)[1])
+    stuck, quick = _upload(store, hangs, ref, "west"), _upload(store, Manager(uploads.pool("a")), ref)
+    uploads.submit([stuck, quick])
+    await_all([quick], uploads, CommitOptions())
+    with pytest.raises(CommitTimeoutError, match=r"west: 1_\w+.*commit_timeout_ms is 300") as raised:
+        await_all([stuck, quick], uploads, CommitOptions(commit_timeout_ms=300))
+    assert isinstance(raised.value, TimeoutError)
+    assert 0.3 <= time.monotonic() - stuck.since_s < 1
+    # Given up: the next one has a thread of its own, and is not behind it.
+    assert uploads.find(store, "west", stuck.file) is None
+    hangs.work = lambda name: None
+    following = _upload(store, hangs, Refs().next(2), "west")
+    uploads.submit([following])
+    await_all([following], uploads, CommitOptions())
+    gate.set()
+    assert stuck.done.result(WAIT_S) == stuck.markers
+
+
+def test_a_note_tells_whether_its_process_lives(store: LocalStore) -> None:
+    uploads = WorkerUploads()
+    assert uploads.is_alive(uploads.owner)
+    script = "from spark_state_ext import process; print(process.token(), flush=True); input()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert child.stdout is not None
+    owner = child.stdout.readline().strip()
+    assert uploads.is_alive(owner)
+    child.kill()
+    child.communicate()
+    assert not uploads.is_alive(owner)
+    # A number that another process has now is no sign of life.
+    pid, start = owner.split()
+    assert not uploads.is_alive(f"{os.getpid()} {start}")
+    assert pid
+
+
+def test_threads_end_when_there_is_no_work_and_do_not_keep_a_process(tmp_path: Path) -> None:
+    script = (
+        "import time\nfrom spark_state_ext.pool import DaemonPool\npool = DaemonPool('p')\n"
+        "pool.submit(time.sleep, 3600)\nprint('over')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout == "over\n"
+
+
+def test_a_pool_gives_results_and_errors_on() -> None:
+    pool = DaemonPool("p")
+    pool.threads_max = 4
+    assert [future.result(WAIT_S) for future in [pool.submit(pow, 2, n) for n in range(50)]] == [
+        2**n for n in range(50)
+    ]
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(lambda: 1 // 0).result(WAIT_S)
+
+
+def test_a_value_that_is_no_note_is_passed_over(store: LocalStore) -> None:
+    for value in (b"", b"{}", b"[1]", b"7", b"\xff"):
+        assert Note.decode(value) is None
+    note = Note(DONE, "1 2", 3.5, {"state": "m"}, "")
+    assert Note.decode(note.encode()) == note
+    store.note({"a": note.encode(), "b": b"x"})
+    store.note({"c": b"y"}, ["b", "not there"])
+    assert store.notes() == {"a": note.encode(), "c": b"y"}
