@@ -311,6 +311,13 @@ def _standing(values: list[Any]) -> Standing:
     return Standing(_ref(through), _ref(since))
 
 
+def _spread(values: list[Any] | None) -> tuple[str, int] | None:
+    if values is None:
+        return None
+    run, partitions = values
+    return str(run), int(partitions)
+
+
 def _inline(announced: list[list[Any]], blobs: bytes) -> tuple[InlineDelta, ...]:
     found: list[InlineDelta] = []
     offset = 0
@@ -355,5 +362,5 @@ def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer
         markers=fields["markers"],
         # Up to format 3 it is empty.
         inline=_inline(fields["inline"], blobs),
-        spread=None if fields.get("spread") is None else (str(fields["spread"][0]), int(fields["spread"][1])),
+        spread=_spread(fields.get("spread")),
     )

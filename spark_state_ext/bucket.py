@@ -149,7 +149,7 @@ class Bucket:
         pointer = counted(self.committer.begin(self.pointer), heartbeat, self._batches_retained)
         behind = self.committer.behind(pointer)
         if rows.rows == 0 and not behind and not self._renewal_due(pointer):
-            return pointer
+            return self._in_old_terms(pointer)
         self._writer = replace(self._writer, beat=pointer.beats)
         parent = self.pointer.ref
         ref = self._next_ref()
@@ -218,14 +218,16 @@ class Bucket:
             self._write_now(new, names)
             return self.committer.caught_up(replace(presuming_snapshot(new), snapshots_missed=0), behind, known=True)
         view, pin = self._pinned(new)
+        # Before the work begins, which notes its end.
+        awaiting = self.committer.caught_up(new, behind)
         if not self._runner.submit(
             self._snapshot_work(header.ref), lambda: self._write_snapshot(header, view, pin, names)
         ):
             self._unpin(pin)
             return new
         if due and self._options.pointer_write == V2:
-            new = replace(presuming_snapshot(new), snapshots_missed=missed)
-        return self.committer.caught_up(new, behind)
+            return replace(presuming_snapshot(awaiting), snapshots_missed=missed)
+        return awaiting
 
     def _write_now(self, new: Pointer, names: Sequence[str]) -> None:
         self._write_snapshot(self._header(new.lineage[-1].ref, SNAPSHOT), *self._pinned(new), names)
@@ -235,7 +237,7 @@ class Bucket:
 
     def _in_old_terms(self, new: Pointer) -> Pointer:
         """The pointer as format 1 has it, where that is written: its lineage begins with a snapshot that is there."""
-        if self._options.pointer_write == V2:
+        if self._options.pointer_write == V2 or not new.lineage:
             return new
         for at in range(len(new.lineage) - 1, -1, -1):
             ref = new.lineage[at].ref

@@ -34,6 +34,7 @@ __all__ = ["Committer", "HandedIn", "await_all"]
 _LOGGER = logging.getLogger("spark_state_ext")
 # How often to look for what another process of this machine has uploaded.
 _POLL_S = 0.02
+_SLICE_S = 1.0
 # Checkpoints until a full snapshot that nobody here knows of is taken for lost.
 _PATIENCE_VERSIONS = 10
 # In the place of a file's name, in notes about a backend that lacks some.
@@ -97,6 +98,8 @@ class Committer:
         self._options = options
         self._clock_s = clock_s
         self._stale: list[str] = []
+        # Called about once a second while something is waited for.
+        self.while_waiting: Callable[[], None] = lambda: None
         # What the last call of the task has to wait for.
         self.left: list[Upload] = []
         self.waited_s = 0.0
@@ -144,7 +147,9 @@ class Committer:
         found = {(name, file): notes.get(note_name(name, file)) for name, file in files}
         done = {key: note.markers for key, note in found.items() if note is not None and note.state == DONE}
         oldest = min((delta.ref.version for delta in pointer.inline), default=version_of(pointer.ref))
-        self._stale = [name for name in notes if _version_in(name) < min(oldest, version_of(pointer.ref))]
+        awaited = {note_name(name, file_name(it.since, SNAPSHOT)) for name, it in pointer.standings.items() if it.since}
+        old = min(oldest, version_of(pointer.ref))
+        self._stale = [name for name in notes if _version_in(name) < old and name not in awaited]
         return settled(pointer, done)
 
     def lose(self, name: str, beats: int) -> None:
@@ -237,10 +242,13 @@ class Committer:
                 own = self._own(pointer)
                 if left_s <= 0:
                     self._uploads.give_up(own)
+                    # Who tries again, here or in another process, begins anew.
+                    self._store.note({}, [note_name(name, delta.name) for name, delta in pending(pointer)])
                     waiting = [(name, delta.name) for name, delta in pending(pointer)]
                     raise _timed_out(waiting, self._clock_s() - since_s, self._options)
                 foreign = len(own) < len(pending(pointer))
-                self._uploads.pause(own, min(left_s, _POLL_S) if foreign else left_s)
+                self._uploads.pause(own, min(left_s, _POLL_S if foreign else _SLICE_S))
+                self.while_waiting()
                 self._resume(pointer)
         finally:
             self.waited_s += self._clock_s() - began_s
@@ -315,7 +323,7 @@ class Committer:
         """
         began_s = self._clock_s()
         try:
-            await_all(uploads, self._uploads, self._options, self._clock_s)
+            await_all(uploads, self._uploads, self._options, self._clock_s, self.while_waiting)
         finally:
             self.waited_s += self._clock_s() - began_s
 
@@ -437,7 +445,11 @@ class Committer:
 
 
 def await_all(
-    uploads: Sequence[Upload], runner: Uploads, options: CommitOptions, clock_s: Callable[[], float] = time.monotonic
+    uploads: Sequence[Upload],
+    runner: Uploads,
+    options: CommitOptions,
+    clock_s: Callable[[], float] = time.monotonic,
+    while_waiting: Callable[[], None] = lambda: None,
 ) -> None:
     """Wait until uploads are confirmed; as `Committer.await_all`."""
     while True:
@@ -455,8 +467,11 @@ def await_all(
         under_way_s = clock_s() - min(upload.since_s for upload in waiting)
         if under_way_s * 1000 >= options.commit_timeout_ms:
             runner.give_up(waiting)
+            for upload in waiting:
+                upload.store.note({}, [note_name(upload.backend, upload.file)])
             raise _timed_out(((it.backend, it.file) for it in waiting), under_way_s, options)
-        runner.pause(waiting, options.commit_timeout_ms / 1000 - under_way_s)
+        runner.pause(waiting, min(_SLICE_S, options.commit_timeout_ms / 1000 - under_way_s))
+        while_waiting()
 
 
 def _timed_out(waiting: Iterable[tuple[str, str]], under_way_s: float, options: CommitOptions) -> CommitTimeoutError:

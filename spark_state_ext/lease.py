@@ -26,6 +26,7 @@ from spark_state_ext.errors import (
     LiveRunError,
     MissingCheckpointError,
     StateError,
+    StorageError,
     UsageError,
     VersionSkewError,
 )
@@ -206,14 +207,36 @@ class Lease:
                 self._renewing = True
                 self._beside.submit(self._renew_beside)
             return
-        with self._holding:
+        # When it is being renewed beside, that will do.
+        if not self._holding.acquire(blocking=not self._seen):
+            return
+        try:
             if time.monotonic() >= self._check_at_s:
-                self._renew()
+                self._renew_if_possible()
+        finally:
+            self._holding.release()
+
+    def _renew_if_possible(self) -> None:
+        """Renew it; that a store does not answer is no reason to stop a run that holds it. (Clean-up looks itself.)"""
+        try:
+            self._renew()
+        except LiveRunError:
+            raise
+        except StorageError as error:
+            if not self._seen:
+                raise
+            self._check_at_s = time.monotonic() + self._lease_ms / 6000
+            _LOGGER.warning("the lease of %s could not be renewed yet: %s", self._files.root, error)
+
+    def _is_replaced_here(self) -> bool:
+        """Whether this process works for another run on the same folder by now."""
+        return any(it is not self and it._files.root == self._files.root for it in list(self._held.values()))
 
     def _renew_beside(self) -> None:
         try:
             with self._holding:
-                if time.monotonic() >= self._check_at_s:
+                # Not after its run: the next one may have taken it.
+                if time.monotonic() >= self._check_at_s and not self._is_replaced_here():
                     self._renew()
         except LiveRunError as error:
             self._lost = error

@@ -91,6 +91,7 @@ class Sources:
         if name in self._inline:
             return work(self._inline)
         failures: list[StateError] = []
+        does_without = False
         for source in self._opened():
             try:
                 return work(source.files)
@@ -100,7 +101,9 @@ class Sources:
                     self._tell(source.name, str(error))
                 if kind == SNAPSHOT and is_complete(source.standing) and not isinstance(error, StorageError):
                     # It holds everything without this one; no need to wait for a backend that cannot be reached.
-                    failures = [failure for failure in failures if not isinstance(failure, StorageError)]
+                    does_without = True
+        if does_without:
+            failures = [failure for failure in failures if not isinstance(failure, StorageError)]
         for kinds in (StorageError, CorruptError, MissingCheckpointError):
             for failure in failures:
                 if isinstance(failure, kinds):

@@ -191,7 +191,8 @@ class WorkerUploads:
                 if key[0] not in known:
                     known.add(key[0])
                     pool = self.pool(upload.backend)
-                    pool.threads_max = min(pool.threads_max + (len(known) > 1), THREADS_MAX)
+                    # And one for clean-up.
+                    pool.threads_max = min(pool.threads_max + 1, THREADS_MAX)
                 waiting = self._waiting.setdefault(key, deque())
                 waiting.append(upload)
                 first = len(waiting) == 1
@@ -263,7 +264,9 @@ class WorkerUploads:
             _LOGGER.error("the upload of %s to %s failed: %s", upload.file, upload.backend, error)
             text = str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}"
             names = [note_name(later.backend, later.file) for later in dropped]
-            self._note(upload.store, upload.note(FAILED, self.owner, error=text), names)
+            # One that was given up says nothing of the one that was begun in its place.
+            if mine:
+                self._note(upload.store, upload.note(FAILED, self.owner, error=text), names)
             upload.done.set_exception(error)
             for later in dropped:
                 later.done.set_exception(StorageError(f"{later.file} was not sent, as {upload.file} before it failed"))
@@ -274,8 +277,8 @@ class WorkerUploads:
     def _note(store: LocalStore, notes: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
         try:
             store.note(notes, tuple(removed))
-        except StateError as error:
-            # Somebody will have another look at the file.
+        except Exception as error:
+            # Whatever it is, who waits for the upload must not wait for ever; somebody will have another look at it.
             _LOGGER.warning("an upload could not be noted: %s", error)
 
 

@@ -84,27 +84,25 @@ class FilesBackup:
     def __init__(self, folder: Folder, context: BackendContext) -> None:
         self.folder = folder
         self._context = context
-        # By name, and as often as it was handed over: an upload that hangs may be begun once more.
-        self._held: dict[str, list[SealedFile]] = {}
+        # By name, until it is there: an upload that hangs may be begun once more.
+        self._held: dict[str, SealedFile] = {}
         self._closed = threading.Event()
 
     def init(self, checkpoint: Checkpoint | None) -> None:
         """Nothing to do: files do not depend on each other."""
 
     def snapshot(self, ref: CheckpointRef, files: Mapping[str, SealedFile]) -> Markers:
-        for file in files.values():
-            self._held.setdefault(file.name, []).append(file)
+        self._held.update({file.name: file for file in files.values()})
         return {store: file.name for store, file in files.items()}
 
     def upload(self, ref: CheckpointRef, markers: Markers) -> Future[Markers]:
-        files = [self._held[name].pop() for name in markers.values()]
-        for name in markers.values():
-            if not self._held[name]:
-                del self._held[name]
-
         def work() -> Markers:
-            for file in files:
-                retried(lambda file=file: self._put(file), self._context.timeout_s, self._closed.is_set)  # type: ignore[misc]
+            for name in markers.values():
+                # One that is not held any more has been confirmed by another upload of the same.
+                file = self._held.get(name)
+                if file is not None:
+                    retried(lambda file=file: self._put(file), self._context.timeout_s, self._closed.is_set)  # type: ignore[misc]
+                    self._held.pop(name, None)
             return markers
 
         return self._context.executor.submit(work)

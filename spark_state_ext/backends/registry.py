@@ -43,8 +43,9 @@ class Backend:
     root: str = ""
     name: str = ""
     kind: str = FSSPEC
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    # They may hold secrets, and messages show backends.
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.kind == CHANGELOG:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import ClassVar
 
@@ -29,6 +30,8 @@ _LOGGER = logging.getLogger("spark_state_ext")
 _DELETES_MAX = 500
 # What is this old when its turn comes, because its process slept, is not to be believed where it misses files.
 _LATE_S = 600.0
+# Nobody waits longer for a clean-up: it may wait behind an upload that hangs.
+_CLEAN_UP_S_MAX = 300.0
 _RECLAIM_EVERY_S = 3_600.0
 _reclaim_at_s = 0.0
 
@@ -113,7 +116,9 @@ class CleanUps:
 
     def _clean_up(self, place: Place, request: CleanUp, asked_s: float) -> None:
         try:
-            place.backup.clean_up(request).result()
+            place.backup.clean_up(request).result(_CLEAN_UP_S_MAX)
+        except FutureTimeoutError:
+            _LOGGER.warning("the clean-up in %s takes long; it is left to itself", place.name)
         except LostFilesError as error:
             if time.monotonic() - asked_s < _LATE_S:
                 _LOGGER.error("%s", error)

@@ -155,8 +155,11 @@ class ArrowState:
         if pointer_read == V1 and pointer_write == V2:
             raise UsageError("pointer_read='v1' cannot read what pointer_write='v2' writes: write 'v1' or 'both'")
         journal, self.backends = configured(backends, root, storage_options or {}, restore_from)
-        if pointer_write != V2 and FSSPEC not in backends:
-            raise UsageError("pointer_write='v1' and 'both' mean the state at the root: name 'fsspec' among backends")
+        if pointer_write != V2 and [backend.name for backend in self.backends] != [Backend(root).name]:
+            raise UsageError(
+                "the first pointer format knows one place only, the root: with pointer_write='v1' or 'both' backends "
+                "may be 'changelog' and 'fsspec'"
+            )
         Folder(root, storage_options)  # an unknown protocol is refused now
         for backend in self.backends:
             if backend.kind == FSSPEC:

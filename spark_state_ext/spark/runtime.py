@@ -206,9 +206,11 @@ class _BucketCall:
         expected = self._spread.expected(self._pointer, self._files) if self._heartbeat else frozenset[int]()
         may_defer = end.may_leave(bucket, expected)
         room_bytes = self._job.commit.task_inline_bytes_max - end.inline_bytes
+        self._bucket.committer.while_waiting = self._leases.hold
         pointer = self._bucket.commit(rows, self._heartbeat, may_defer=may_defer, room_bytes=room_bytes)
         end.inline_bytes += sum(len(delta.data) for delta in pointer.inline)
-        end.over(bucket, self._bucket.committer.left, expected, self._uploads, self._job.commit)
+        left, hold = self._bucket.committer.left, self._leases.hold
+        end.over(bucket, left, expected, self._uploads, self._job.commit, hold)
         if self._heartbeat:
             pointer = replace(pointer, spread=self._spread.noted(bucket, self._files))
         return self._stamped(pointer)

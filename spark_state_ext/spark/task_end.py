@@ -12,6 +12,7 @@ leaves a file where it did not. A batch that was committed without such a file w
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -65,7 +66,7 @@ class Spread:
             return None
         if self.agrees(bucket):
             return self.run_id, self.partitions
-        if not self._unlike.get(f"{home.root} {self.run_id}"):
+        if not self._unlike.get(self._key(home)):
             home.put(self._file, f"bucket {bucket} is in partition {self.partition} of {self.partitions}".encode())
             self._remember(home, True)
         return None
@@ -82,10 +83,10 @@ class Spread:
         """
         if not self.told or self.partitions is None or pointer.spread != (self.run_id, self.partitions):
             return frozenset()
-        key = f"{home.root} {self.run_id}"
-        if key not in self._unlike:
+        # Remembered for the number that was told: with another one, others may have found a difference since.
+        if self._key(home) not in self._unlike:
             self._remember(home, home.exists(self._file))
-        if self._unlike[key]:
+        if self._unlike[self._key(home)]:
             return frozenset()
         return frozenset(range(self.partition, self.buckets, self.partitions))
 
@@ -93,8 +94,11 @@ class Spread:
     def _file(self) -> str:
         return f"spread-{self.run_id}"
 
+    def _key(self, home: Folder) -> str:
+        return f"{home.root} {self.run_id} {self.partitions}"
+
     def _remember(self, home: Folder, unlike: bool) -> None:
-        self._unlike[f"{home.root} {self.run_id}"] = unlike
+        self._unlike[self._key(home)] = unlike
         if len(self._unlike) > _RUNS_MAX:
             self._unlike.popitem(last=False)
 
@@ -135,7 +139,13 @@ class TaskEnd:
         return bucket in expected and bool(expected - self.called - {bucket})
 
     def over(
-        self, bucket: int, left: list[Upload], expected: frozenset[int], uploads: Uploads, options: CommitOptions
+        self,
+        bucket: int,
+        left: list[Upload],
+        expected: frozenset[int],
+        uploads: Uploads,
+        options: CommitOptions,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         """A call is over: wait, where no later one will.
 
@@ -148,4 +158,4 @@ class TaskEnd:
         self.called.add(bucket)
         if self.left and not (bucket in expected and expected - self.called):
             waiting, self.left = self.left, []
-            await_all(waiting, uploads, options)
+            await_all(waiting, uploads, options, while_waiting=while_waiting)

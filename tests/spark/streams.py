@@ -37,7 +37,7 @@ def using(session: Any, operator: str, folder: Path, **options: Any) -> Iterator
         yield
         return
     options = {"buckets": 3, "lease_ms": 1_000, "local_dir": str(folder / "local"), **options}
-    enable(session, ArrowState(str(folder / "root"), "tested", **options))
+    enable(session, ArrowState(options.pop("root", str(folder / "root")), "tested", **options))
     try:
         yield
     finally:

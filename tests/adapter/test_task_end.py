@@ -1,0 +1,109 @@
+"""Which call of a task waits for the uploads of all."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arrow_schemas import Pointer
+from spark_state_ext.commit import CommitOptions
+from spark_state_ext.errors import StorageError
+from spark_state_ext.folder import Folder
+from spark_state_ext.spark import task_end
+from spark_state_ext.spark.task_end import Spread, TaskEnd
+
+BUCKETS = 7
+RUN = "run-1"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Folder:
+    return Folder(str(tmp_path / "home"))
+
+
+def _pointer(bucket: int, spread: tuple[str, int] | None = None) -> Pointer:
+    return Pointer("counts", bucket, BUCKETS, 0, 3, None, spread=spread)
+
+
+@pytest.mark.parametrize("told", [1, 2, 3, 4, 6, 7, 8, 200])
+@pytest.mark.parametrize("real", [1, 2, 3, 4, 6, 7, 8, 200])
+def test_what_is_expected_is_what_is_called_or_nothing_is_expected(told: int, real: int, home: Folder) -> None:
+    """Whatever number tasks are told, right or wrong."""
+    run = f"run-{uuid.uuid4()}"
+    tasks = {partition: [b for b in range(BUCKETS) if b % real == partition] for partition in range(real)}
+    # A batch in which everyone compares, and then another.
+    noted = {
+        bucket: Spread(run, told, partition, BUCKETS).noted(bucket, home)
+        for partition, buckets in tasks.items()
+        for bucket in buckets
+    }
+    right = all(bucket % told == bucket % real for bucket in range(BUCKETS))
+    assert ("spread-" + run in home.names()) == (not right)
+    for partition, buckets in tasks.items():
+        for bucket in buckets:
+            # In another process than the one that found a difference.
+            Spread._unlike.clear()
+            expected = Spread(run, told, partition, BUCKETS).expected(_pointer(bucket, noted[bucket]), home)
+            assert expected == (frozenset(buckets) if right else frozenset())
+
+
+def test_nothing_is_expected_before_a_batch_has_compared(home: Folder) -> None:
+    spread = Spread(RUN, 2, 0, BUCKETS)
+    assert spread.expected(_pointer(0), home) == frozenset()
+    assert spread.expected(_pointer(0, ("another run", 2)), home) == frozenset()
+    assert spread.expected(_pointer(0, (RUN, 3)), home) == frozenset()
+    assert spread.expected(_pointer(0, (RUN, 2)), home) == {0, 2, 4, 6}
+    # Where tasks are not told their run, or the number, there is nothing to go by.
+    for nothing in (replace(spread, run_id=""), replace(spread, partitions=None)):
+        assert nothing.noted(0, home) is None
+        assert nothing.expected(_pointer(0, (RUN, 2)), home) == frozenset()
+    assert home.names() == []
+
+
+class _Waits:
+    """Notes what is waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Any] = []
+
+
+def test_the_last_call_waits_for_what_the_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[list[str]] = []
+    monkeypatch.setattr(task_end, "await_all", lambda left, *args, **kwargs: waited.append(list(left)))
+    uploads: Any = _Waits()
+    expected = frozenset({1, 3, 5})
+    end = TaskEnd.of(4711)
+    left: Any
+    for bucket, left in ((1, ["a"]), (3, [])):
+        assert end.may_leave(bucket, expected)
+        end.over(bucket, left, expected, uploads, CommitOptions())
+        assert waited == []
+        assert TaskEnd.of(4711) is end
+    assert not end.may_leave(5, expected), "nobody comes after it"
+    end.over(5, ["b"], expected, uploads, CommitOptions())  # type: ignore[list-item]
+    assert waited == [["a", "b"]]
+    # A call that was not expected waits by itself, and for the others.
+    other = TaskEnd.of(4712)
+    other.over(1, ["c"], expected, uploads, CommitOptions())  # type: ignore[list-item]
+    assert not other.may_leave(2, expected)
+    other.over(2, ["d"], frozenset(), uploads, CommitOptions())  # type: ignore[list-item]
+    assert waited[1:] == [["c", "d"]]
+    # Attempts do not see each other, and where a task is not told its own, none is kept.
+    assert TaskEnd.of(4713).left == []
+    assert TaskEnd.of(None) is not TaskEnd.of(None)
+
+
+def test_what_was_left_and_failed_fails_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise StorageError("the upload of bucket 1 failed")
+
+    monkeypatch.setattr(task_end, "await_all", fails)
+    uploads: Any = _Waits()
+    end = TaskEnd()
+    end.over(1, ["a"], frozenset({1, 2}), uploads, CommitOptions())  # type: ignore[list-item]
+    with pytest.raises(StorageError, match="of bucket 1"):
+        end.over(2, [], frozenset({1, 2}), uploads, CommitOptions())
