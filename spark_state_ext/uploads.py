@@ -243,30 +243,38 @@ class WorkerUploads:
         key = _key(upload)
         with self._lock:
             waiting = self._waiting.get(key)
+            # One that was given up says nothing of the one that was begun in its place.
             mine = waiting is not None and upload in waiting
             # What comes after a file that failed is not sent, so that a backend has no gaps; the next call sees to it.
             dropped = list(waiting)[1:] if mine and waiting is not None and error is not None else []
-            following = None
-            if mine and waiting is not None:
-                waiting.popleft()
-                if error is not None or not waiting:
-                    del self._waiting[key]
-                else:
-                    following = waiting[0]
-        if error is None:
-            with self._lock:
+            if error is None:
                 sent, took_s, size = self._sent.get(key[0], (0, 0.0, 0))
                 took_s += time.monotonic() - upload.since_s
                 self._sent[key[0]] = sent + 1, took_s, size + upload.size_bytes
+        # Noted before it is no longer found here, so that nobody takes it for lost in between.
+        if error is None:
             self._note(upload.store, upload.note(DONE, self.owner, markers=dict(done.result())))
-            upload.done.set_result(done.result())
         else:
             _LOGGER.error("the upload of %s to %s failed: %s", upload.file, upload.backend, error)
             text = str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}"
-            names = [note_name(later.backend, later.file) for later in dropped]
-            # One that was given up says nothing of the one that was begun in its place.
             if mine:
+                names = [note_name(later.backend, later.file) for later in dropped]
                 self._note(upload.store, upload.note(FAILED, self.owner, error=text), names)
+        following = None
+        with self._lock:
+            waiting = self._waiting.get(key)
+            if waiting is not None and upload in waiting:
+                waiting.popleft()
+                if error is None:
+                    following = waiting[0] if waiting else None
+                else:
+                    # With what was added meanwhile.
+                    dropped = list(waiting)
+                if following is None:
+                    del self._waiting[key]
+        if error is None:
+            upload.done.set_result(done.result())
+        else:
             upload.done.set_exception(error)
             for later in dropped:
                 later.done.set_exception(StorageError(f"{later.file} was not sent, as {upload.file} before it failed"))

@@ -43,7 +43,7 @@ from sim_parts import (
 )
 
 from arrow_schemas import CheckpointRef, Pointer, Writer
-from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
+from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from arrow_schemas.pointer import Standing
 from spark_state_ext import bucket as bucket_module
 from spark_state_ext import checkpoint, cleanup, loading
@@ -112,6 +112,7 @@ class World:
         self.folders = {name: Folder(f"memory://{self._name}/{name}/3") for name in ("a", "b")}
         self.files = self.folders["a"]
         self.configured = ["a"]
+        self.switched = False
         # Pointers that say of a backend what is not so any more, as somebody has deleted files.
         self.false: dict[str, set[bytes]] = {name: set() for name in self.folders}
         self.folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=_fast_folder()))
@@ -273,13 +274,16 @@ class World:
         self.executors[numbers.below(EXECUTORS)].die()
 
     def _damage(self, numbers: Numbers) -> None:
-        """Any snapshot that clean-up has not looked at yet, and one of those that it has."""
+        """Any snapshot that clean-up has not looked at yet, and one of those that it has.
+
+        Not where backends came and went: what joins late begins with a snapshot, and has nothing below it.
+        """
+        if self.switched:
+            return
         files = self.folders[self.configured[numbers.below(len(self.configured))]]
         snapshots = [n for n in files.names() if (parse_file_name(n) or (None, ""))[1] == SNAPSHOT]
         if self.damaged & {files.where(name) for name in snapshots} & cleanup._whole.keys():
             snapshots = [name for name in snapshots if files.where(name) not in cleanup._whole]
-        # A backend that was added later begins with its snapshot, and leans on it before clean-up looks at it.
-        snapshots = [name for name in snapshots if not self._is_first_of(files, name)]
         if not snapshots:
             return
         name = snapshots[numbers.below(len(snapshots))]
@@ -288,16 +292,12 @@ class World:
         data[numbers.below(len(data))] ^= 0xFF
         files.put(name, bytes(data))
 
-    def _is_first_of(self, files: Folder, name: str) -> bool:
-        """Whether nothing else in a folder leads to a snapshot's state."""
-        ref = (parse_file_name(name) or (None,))[0]
-        return ref is not None and not files.exists(file_name(ref, DELTA))
-
     def _switch(self, numbers: Numbers) -> None:
         """Another list of backends, such that one of them holds what Spark may hand out."""
         self._restart(numbers)
         wanted = (["a"], ["a", "b"], ["b", "a"], ["b"])[numbers.below(4)]
         if any(all(self._holds(name, pointer) for pointer in self.reachable()) for name in wanted):
+            self.switched = self.switched or wanted != self.configured
             self.configured = wanted
 
     def _holds(self, name: str, pointer: Pointer) -> bool:
