@@ -139,17 +139,17 @@ class Committer:
         return pointer
 
     def _looked_at(self, pointer: Pointer) -> Pointer:
-        notes = self._notes()
         pointer = self._without_lost(pointer)
+        notes = self._notes()
         self._raise_failed(pointer, notes)
         files = [(name, delta.name) for name, delta in pending(pointer)]
         files += [(name, file_name(it.since, SNAPSHOT)) for name, it in pointer.standings.items() if it.since]
-        found = {(name, file): notes.get(note_name(name, file)) for name, file in files}
+        awaited = {(name, file): note_name(name, file) for name, file in files}
+        found = {key: notes.get(name) for key, name in awaited.items()}
         done = {key: note.markers for key, note in found.items() if note is not None and note.state == DONE}
-        oldest = min((delta.ref.version for delta in pointer.inline), default=version_of(pointer.ref))
-        awaited = {note_name(name, file_name(it.since, SNAPSHOT)) for name, it in pointer.standings.items() if it.since}
-        old = min(oldest, version_of(pointer.ref))
-        self._stale = [name for name in notes if _version_in(name) < old and name not in awaited]
+        oldest = pointer.inline[0].ref if pointer.inline else pointer.ref
+        names = set(awaited.values())
+        self._stale = [name for name in notes if _version_in(name) < version_of(oldest) and name not in names]
         return settled(pointer, done)
 
     def lose(self, name: str, beats: int) -> None:
@@ -242,9 +242,9 @@ class Committer:
                 own = self._own(pointer)
                 if left_s <= 0:
                     self._uploads.give_up(own)
-                    # Who tries again, here or in another process, begins anew.
-                    self._store.note({}, [note_name(name, delta.name) for name, delta in pending(pointer)])
                     waiting = [(name, delta.name) for name, delta in pending(pointer)]
+                    # Who tries again, here or in another process, begins anew.
+                    self._store.note({}, [note_name(*it) for it in waiting])
                     raise _timed_out(waiting, self._clock_s() - since_s, self._options)
                 foreign = len(own) < len(pending(pointer))
                 self._uploads.pause(own, min(left_s, _POLL_S if foreign else _SLICE_S))
@@ -415,10 +415,11 @@ class Committer:
         """Whether a backend that holds everything has the snapshot of a checkpoint."""
         file = file_name(ref, SNAPSHOT)
         names = [name for name, standing in pointer.standings.items() if is_complete(standing)]
-        notes = [Note.decode(value) for name in names if (value := self._store.notes().get(note_name(name, file)))]
-        if any(note is not None and note.state == DONE for note in notes):
-            return True
-        return any(self._has(name, file) for name in names)
+        notes = self._notes()
+        found = [notes.get(note_name(name, file)) for name in names]
+        return any(note is not None and note.state == DONE for note in found) or any(
+            self._has(name, file) for name in names
+        )
 
     def _has(self, name: str, file: str) -> bool:
         try:

@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, StoreFullError, UsageError
 
-__all__ = ["Folder", "Entry", "is_temporary"]
+__all__ = ["Entry", "Folder", "Readable", "is_temporary"]
 
 # Object stores: a PUT is seen whole or not at all, and "rename" would be a copy.
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory", "r2"})

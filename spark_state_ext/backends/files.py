@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -101,7 +102,7 @@ class FilesBackup:
                 # One that is not held any more has been confirmed by another upload of the same.
                 file = self._held.get(name)
                 if file is not None:
-                    retried(lambda file=file: self._put(file), self._context.timeout_s, self._closed.is_set)  # type: ignore[misc]
+                    retried(partial(self._put, file), self._context.timeout_s, self._closed.is_set)
                     self._held.pop(name, None)
             return markers
 

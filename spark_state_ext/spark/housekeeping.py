@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -104,7 +105,7 @@ class CleanUps:
                 continue
             background.submit(
                 f"clean-up of {self._key} in {place.name}",
-                lambda place=place, request=request, asked_s=asked_s: self._clean_up(place, request, asked_s),  # type: ignore[misc]
+                partial(self._clean_up, place, request, asked_s),
             )
 
     def _is_crowded(self, place: Place) -> bool:

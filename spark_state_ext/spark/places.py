@@ -44,7 +44,7 @@ def places_of(job: Job, home: str, bucket: int, scratch: Path) -> list[Place]:
             places.append(Place(backend.name, backup, restore, _is_root(job, backend)))
     _kept[key] = places
     if len(_kept) > _BUCKETS_MAX:
-        # Of queries that stopped, most likely.
+        # Of queries that stopped, most likely. (Not the backups: they may have uploads under way.)
         for place in _kept.pop(next(iter(_kept))):
             place.restore.close()
     return places
@@ -90,18 +90,14 @@ class Leases:
         root
             The operator's folder at the job's root, where `home` lies.
         """
-        folders = {root.root: root.child(home)}
+        folders = [root.child(home)]
         for backend in job.backends:
-            if backend.kind == FSSPEC:
-                folder = Folder(backend.root, backend.storage_options).child(job.operator)
-                folders.setdefault(folder.root, folder.child(home))
+            if backend.kind == FSSPEC and not _is_root(job, backend):
+                folders.append(Folder(backend.root, backend.storage_options).child(job.operator, home))
         # Where tasks are not told their run, the plan stands in for it, and may be started again.
         once = task.batch is not None
         return Leases(
-            tuple(
-                Lease.of(folder, task.run_id, job.application_id, job.lease_ms, once=once)
-                for folder in folders.values()
-            )
+            tuple(Lease.of(folder, task.run_id, job.application_id, job.lease_ms, once=once) for folder in folders)
         )
 
     def hold(self) -> None:

@@ -86,9 +86,9 @@ class ArrowState:
         Most bytes that a bucket, and a task, keep in Spark's own state. Larger deltas upload while the task's other
         buckets are worked on, and are waited for before it ends.
     pointer_write, pointer_read
-        ``"v2"``: pointers of the present format. ``pointer_write="v1"`` writes the first format, which every release
-        reads, and ``"both"`` both side by side; commits are synchronous then. ``pointer_read="v1"`` reads the first
-        only.
+        ``"v2"``: pointers of the present format. ``pointer_write="v1"`` writes the first format, and ``"both"`` both
+        side by side; commits are synchronous then. ``pointer_read="v1"`` reads the first only. (Checkpoint files have
+        formats of their own, which this does not change.)
     clean_up
         Whether files that nothing needs any more are deleted.
 

@@ -54,12 +54,12 @@ class BackendContract:
     @pytest.fixture
     def factory(self) -> BackendFactory:
         """The factory under test."""
-        raise NotImplementedError
+        raise NotImplementedError("a subclass says which factory it tests")
 
     @pytest.fixture
     def options(self) -> Mapping[str, Any]:
         """Its options."""
-        raise NotImplementedError
+        raise NotImplementedError("a subclass says which options its factory takes")
 
     @pytest.fixture
     def context(self, options: Mapping[str, Any], tmp_path: Path) -> BackendContext:

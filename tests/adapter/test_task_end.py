@@ -84,13 +84,16 @@ def test_the_last_call_waits_for_what_the_others_left(monkeypatch: pytest.Monkey
         assert waited == []
         assert TaskEnd.of(4711) is end
     assert not end.may_leave(5, expected), "nobody comes after it"
-    end.over(5, ["b"], expected, uploads, CommitOptions())  # type: ignore[list-item]
+    left = ["b"]
+    end.over(5, left, expected, uploads, CommitOptions())
     assert waited == [["a", "b"]]
     # A call that was not expected waits by itself, and for the others.
     other = TaskEnd.of(4712)
-    other.over(1, ["c"], expected, uploads, CommitOptions())  # type: ignore[list-item]
+    left = ["c"]
+    other.over(1, left, expected, uploads, CommitOptions())
     assert not other.may_leave(2, expected)
-    other.over(2, ["d"], frozenset(), uploads, CommitOptions())  # type: ignore[list-item]
+    left = ["d"]
+    other.over(2, left, frozenset(), uploads, CommitOptions())
     assert waited[1:] == [["c", "d"]]
     # Attempts do not see each other, and where a task is not told its own, none is kept.
     assert TaskEnd.of(4713).left == []
@@ -104,6 +107,7 @@ def test_what_was_left_and_failed_fails_the_last_call(monkeypatch: pytest.Monkey
     monkeypatch.setattr(task_end, "await_all", fails)
     uploads: Any = _Waits()
     end = TaskEnd()
-    end.over(1, ["a"], frozenset({1, 2}), uploads, CommitOptions())  # type: ignore[list-item]
+    left: Any = ["a"]
+    end.over(1, left, frozenset({1, 2}), uploads, CommitOptions())
     with pytest.raises(StorageError, match="of bucket 1"):
         end.over(2, [], frozenset({1, 2}), uploads, CommitOptions())

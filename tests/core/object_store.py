@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = ["Azure", "S3", "azure_server", "s3_server"]
 
@@ -26,7 +26,7 @@ _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOt
 
 
 @dataclass(frozen=True)
-class S3:
+class Server:
     """Where a server is.
 
     Parameters
@@ -36,10 +36,17 @@ class S3:
     """
 
     endpoint: str
+    protocol: ClassVar[str]
 
     def root(self, name: str) -> str:
-        """URL of a folder in its bucket."""
-        return f"s3://{_BUCKET}/{name}"
+        """URL of a folder in its bucket or container."""
+        return f"{self.protocol}://{_BUCKET}/{name}"
+
+
+class S3(Server):
+    """An S3 server."""
+
+    protocol = "s3"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -63,21 +70,10 @@ class S3:
         }
 
 
-@dataclass(frozen=True)
-class Azure:
-    """Where a server is.
+class Azure(Server):
+    """A server of Azure Blob Storage."""
 
-    Parameters
-    ----------
-    endpoint
-        Its URL.
-    """
-
-    endpoint: str
-
-    def root(self, name: str) -> str:
-        """URL of a folder in its container."""
-        return f"az://{_BUCKET}/{name}"
+    protocol = "az"
 
     @property
     def options(self) -> dict[str, Any]:

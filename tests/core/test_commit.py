@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from core_support import Refs, first_pointer
@@ -31,7 +32,7 @@ SAID = {"state": "there"}
 def _places(*names: str) -> list[Place]:
     found: list[Place] = []
     for name in names:
-        (place,) = sole_place(Folder(f"memory://{name}"), None, name)  # type: ignore[arg-type]
+        (place,) = sole_place(Folder(f"memory://{name}"), Path("nothing is written"), name)
         found.append(replace(place, root=name == "a"))
     return found
 

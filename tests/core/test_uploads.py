@@ -52,7 +52,7 @@ class Manager:
         return self.executor.submit(send)
 
     def clean_up(self, request: CleanUp) -> Future[int]:
-        raise NotImplementedError
+        raise NotImplementedError("these tests only upload")
 
     def close(self) -> None: ...
 

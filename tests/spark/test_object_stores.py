@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,22 @@ def test_from_one_root_to_another_while_the_job_runs(spark: Any, tmp_path: Path)
         for at in range(4):
             fed = LETTERS[at:]
             counted.total.update(fed)
-            done = query.lastProgress["batchId"] if query.lastProgress else -1
+            done = _batches(query)
             job.feed(keyed(*fed))
-            eventually(lambda done=done: (query.lastProgress or {"batchId": -1})["batchId"] > done)  # type: ignore[misc]
+            eventually(partial(_is_past, query, done))
     counted.run(root=b, backends=["changelog", "fsspec"])
     shutil.rmtree(a)
     for _ in range(2):
         counted.run()
+
+
+def _batches(query: Any) -> int:
+    """Number of its last batch; -1 before the first."""
+    return int(query.lastProgress["batchId"]) if query.lastProgress else -1
+
+
+def _is_past(query: Any, batch: int) -> bool:
+    return _batches(query) > batch
 
 
 def test_metrics_tell_what_the_batches_did(spark: Any, tmp_path: Path) -> None:
