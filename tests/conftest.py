@@ -116,3 +116,17 @@ def operator(request: pytest.FixtureRequest) -> str:
     """Whose operator runs the job: Spark's own or ours."""
     kind: str = request.param
     return kind
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Iterator[Any]:
+    """A bucket that lives from batch to batch."""
+    from life import Life
+
+    made = Life(tmp_path)
+    yield made
+    for manager in made.managers.values():
+        manager.gate.set()
+    made.settle()
+    for store in made.stores:
+        store.close()

@@ -1,0 +1,143 @@
+"""A bucket that lives from batch to batch, with backends that tell what they are asked, and hang or fail when told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from core_support import KEYS, SCHEMA, WRITER, Changes, Model, Row, buffer_of, changed, first_pointer, scanned
+
+from arrow_schemas import CheckpointRef, Pointer
+from arrow_schemas.lineage import parse_file_name
+from spark_state_ext.backends import BackendContext, Checkpoint, CleanUp, Markers
+from spark_state_ext.backends.files import FilesBackup, FilesRestore
+from spark_state_ext.background import Background
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.commit import CommitOptions, Place
+from spark_state_ext.folder import Folder
+from spark_state_ext.sealed import SealedFile
+from spark_state_ext.store import LocalStore
+from spark_state_ext.uploads import WorkerUploads
+
+RETAINED = 2
+WAIT_S = 30.0
+
+
+class Watched(FilesBackup):
+    """A backup manager that tells what it is asked, and hangs or fails when told to."""
+
+    def __init__(self, name: str, folder: Folder, context: BackendContext, told: list[str]) -> None:
+        super().__init__(folder, context)
+        self.name = name
+        self.told = told
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails_with: Exception | None = None
+
+    def init(self, checkpoint: Checkpoint | None) -> None:
+        self.told.append(f"{self.name} init")
+        super().init(checkpoint)
+
+    def snapshot(self, ref: CheckpointRef, files: Mapping[str, SealedFile]) -> Markers:
+        self.told.append(f"{self.name} snapshot {ref.version}")
+        return super().snapshot(ref, files)
+
+    def _put(self, file: SealedFile) -> None:
+        assert self.gate.wait(WAIT_S)
+        if self.fails_with is not None:
+            raise self.fails_with
+        super()._put(file)
+        self.told.append(f"{self.name} has {file.name.split('_')[0]}.{file.name.split('.')[1]}")
+
+    def clean_up(self, request: CleanUp) -> Future[int]:
+        self.told.append(f"{self.name} clean-up at {request.head.version}")
+        return super().clean_up(request)
+
+
+@dataclass
+class Life:
+    """A bucket from batch to batch."""
+
+    local: Path
+    options: CommitOptions = field(default_factory=CommitOptions)
+    names: tuple[str, ...] = ("a",)
+    restore_from: str | None = None
+    uploads: WorkerUploads = field(default_factory=WorkerUploads)
+    background: Background = field(default_factory=Background)
+    told: list[str] = field(default_factory=list)
+    pointers: list[Pointer] = field(default_factory=lambda: [first_pointer()])
+    models: list[Model] = field(default_factory=lambda: [{}])
+
+    def __post_init__(self) -> None:
+        self.store = LocalStore(self.local / "store", SCHEMA)
+        self.managers: dict[str, Watched] = {}
+        self.stores: list[LocalStore] = [self.store]
+
+    def folder(self, name: str) -> Folder:
+        return Folder(str(self.local / name)).child("3")
+
+    def manager(self, name: str) -> Watched:
+        if name not in self.managers:
+            context = BackendContext(name, {}, "counts", "", 3, self.uploads.pool(name), self.local, 0.0)
+            self.managers[name] = Watched(name, self.folder(name), context, self.told)
+        return self.managers[name]
+
+    def places(self, *names: str) -> list[Place]:
+        return [
+            Place(name, self.manager(name), FilesRestore(self.folder(name), 0.0), root=name == "a")
+            for name in names or self.names
+        ]
+
+    def bucket(self, pointer: Pointer | None = None, store: LocalStore | None = None, *names: str) -> Bucket:
+        return Bucket(
+            store or self.store,
+            self.places(*names),
+            pointer or self.pointers[-1],
+            WRITER,
+            self.local,
+            self.background,
+            RETAINED,
+            uploads=self.uploads,
+            options=self.options,
+            restore_from=self.restore_from,
+        )
+
+    def batch(self, changes: Changes | None = None, *, may_defer: bool = False) -> Pointer:
+        at = len(self.pointers)
+        changes = {KEYS[at % 9]: Row(at), KEYS[(at + 4) % 9]: Row(-at, "n")} if changes is None else changes
+        bucket = self.bucket()
+        pointer = bucket.commit(buffer_of(changes, self.local), may_defer=may_defer)
+        self.left = bucket.committer.left
+        self.pointers.append(pointer)
+        self.models.append(changed(self.models[-1], changes))
+        return pointer
+
+    def history(self, batches: int) -> None:
+        """So many batches, all of which have arrived, and a pointer that says so."""
+        self.options = replace(self.options, commit_delay_ms_max=0)
+        for _ in range(batches):
+            self.batch()
+        self.settle()
+        self.batch({})
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way."""
+        deadline_s = time.monotonic() + WAIT_S
+        while self.uploads._waiting:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.005)
+        assert self.background.wait(WAIT_S)
+
+    def restored(self, pointer: Pointer, *names: str) -> Model:
+        """The state on an empty disk."""
+        store = LocalStore(self.local / f"fresh-{len(self.stores)}", SCHEMA)
+        self.stores.append(store)
+        return self.bucket(pointer, store, *names).read(scanned)
+
+    def files(self, name: str, kind: str) -> list[int]:
+        found = [parsed for it in self.folder(name).names() if (parsed := parse_file_name(it))]
+        return sorted(parsed[0].version for parsed in found if parsed[1] == kind)

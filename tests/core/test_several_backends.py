@@ -1,0 +1,157 @@
+"""Several backends at once, added, left out and preferred; and the five steps of a migration to another pointer format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from life import Life
+
+from arrow_schemas import Pointer
+from arrow_schemas.lineage import DELTA, SNAPSHOT
+from arrow_schemas.pointer import BOTH, V1, V2, Standing
+from spark_state_ext import lineage as lineage_module
+from spark_state_ext.errors import (
+    CorruptError,
+    MissingCheckpointError,
+    StateError,
+)
+
+# -- several backends ------------------------------------------------------------------------------
+
+
+def test_a_backend_that_is_added_catches_up(life: Life) -> None:
+    for _ in range(4):
+        life.batch()
+    life.names = ("a", "b")
+    pointer = life.batch()
+    assert pointer.standings["b"] == Standing(pointer.ref, since=pointer.ref)
+    life.batch()
+    life.settle()
+    pointer = life.batch({})
+    assert pointer.standings == {"a": Standing(pointer.ref), "b": Standing(pointer.ref)}
+    assert (life.files("b", SNAPSHOT), life.files("b", DELTA)) == ([5], [6])
+    for name in ("a", "b"):
+        assert life.restored(pointer, name) == life.models[-1]
+
+
+def test_a_quiet_bucket_is_copied_too(life: Life) -> None:
+    life.batch()
+    life.names = ("a", "b")
+    for _ in range(2):
+        life.batch({})
+        life.settle()
+    pointer = life.batch({})
+    assert life.restored(pointer, "b") == life.models[-1]
+
+
+def test_a_backend_that_is_left_out_is_forgotten_and_its_files_stay(life: Life) -> None:
+    life.names = ("a", "b")
+    for _ in range(3):
+        life.batch()
+    life.settle()
+    life.batch({})
+    before = life.folder("a").names()
+    life.names = ("b",)
+    for _ in range(30):
+        life.batch()
+    life.settle()
+    assert life.folder("a").names() == before
+    assert "a" not in life.pointers[-1].standings
+    life.names = ("a", "b")
+    pointer = life.batch()
+    assert pointer.standings["a"].since == pointer.ref
+
+
+def test_one_place_for_another_at_once(life: Life) -> None:
+    """Without a time in which both are kept: the local store has the state, so it is written in full within the call."""
+    for _ in range(3):
+        life.batch()
+    life.settle()
+    life.names = ("b",)
+    pointer = life.batch()
+    assert pointer.standings == {"b": Standing(pointer.ref)}
+    assert life.restored(pointer, "b") == life.models[-1]
+
+
+def test_a_state_that_lies_elsewhere_says_where(life: Life) -> None:
+    life.history(3)
+    with pytest.raises(MissingCheckpointError, match="The state lies in a, which the job does not name"):
+        life.restored(life.pointers[-1], "b")
+
+
+def test_the_preferred_backend_is_asked_first_and_the_next_one_where_it_fails(
+    life: Life, caplog: pytest.LogCaptureFixture
+) -> None:
+    life.names, life.restore_from = ("a", "b"), "b"
+    life.history(4)
+    assert life.restored(life.pointers[-1]) == life.models[-1]
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    name = life.folder("b").names()[-1]
+    content = bytearray(life.folder("b").get(name))
+    content[len(content) // 2] ^= 0xFF
+    life.folder("b").put(name, bytes(content))
+    assert life.restored(life.pointers[-1]) == life.models[-1]
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "cannot be restored from the backend b" in record.getMessage()
+    # And one that has no marker at all.
+    caplog.clear()
+    life.restore_from = "c"
+    life.names = ("a", "c")
+    assert life.restored(life.pointers[-1]) == life.models[-1]
+    assert "the backend c: it has no marker" in caplog.text
+
+
+def test_what_neither_backend_has_whole_is_put_together_from_both(life: Life) -> None:
+    life.names = ("a", "b")
+    life.history(4)
+    for at, name in enumerate(life.folder("a").names()):
+        life.folder("a" if at % 2 else "b").remove(name)
+    assert life.restored(life.pointers[-1]) == life.models[-1]
+    for name in ("a", "b"):
+        with pytest.raises(StateError):
+            life.restored(life.pointers[-1], name)
+
+
+# -- the five steps of a migration -------------------------------------------------------------------
+
+
+def _old_release(data: bytes) -> Pointer:
+    """What a release that knows format 1 only makes of a pointer: it looks at none of the other fields."""
+    return Pointer.decode(data, V1)
+
+
+def test_the_five_steps_of_the_reference(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write both, read the old; read the new; stop writing the old. And back again, up to the last step."""
+    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 3)
+    monkeypatch.setattr(lineage_module, "DELTAS_MAX", 4)
+    stages: list[tuple[str, Callable[[bytes], Pointer], int]] = [
+        (V1, _old_release, 8),  # as it always was
+        (BOTH, _old_release, 8),  # 1, 2: both are written, the old one is read
+        (BOTH, Pointer.decode, 8),  # 3: the new one is read
+        (V1, _old_release, 5),  # and back, as nothing new was needed
+        (BOTH, Pointer.decode, 8),  # 4: is it stable?
+        (V2, Pointer.decode, 8),  # 5: the old one is written no more
+        (V1, Pointer.decode, 3),  # by configuration there is a way back even so
+        (V1, _old_release, 8),
+        (V2, Pointer.decode, 3),
+    ]
+    for write, read, batches in stages:
+        life.options = replace(life.options, pointer_write=write)
+        for _ in range(batches):
+            pointer = life.batch()
+            data = pointer.encode(write)
+            life.pointers[-1] = read(data)
+            if write != V2:
+                old = _old_release(data)
+                life.settle()
+                # What old releases rely on: files at the root, and a lineage that begins with a snapshot that is there.
+                first = old.lineage[0].ref
+                assert first.version == 1 or first.version in life.files("a", SNAPSHOT)
+                assert {entry.ref.version for entry in old.lineage[1:]} <= set(life.files("a", DELTA))
+            assert life.restored(life.pointers[-1]) == life.models[-1]
+    assert life.pointers[-1].version == sum(batches for *_, batches in stages)
+    with pytest.raises(CorruptError):
+        Pointer.decode(b"SSEP\x01\x00")
