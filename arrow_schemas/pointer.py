@@ -67,11 +67,14 @@ class InlineDelta:
         The file's bytes.
     made_ms
         When it was made: wall-clock time, milliseconds since 1970.
+    beat
+        `Pointer.beats` of the pointer that its call made.
     """
 
     ref: CheckpointRef
     data: bytes
     made_ms: int
+    beat: int
 
     @property
     def name(self) -> str:
@@ -226,7 +229,7 @@ class Pointer:
             "snapshots_missed": self.snapshots_missed,
             "standings": {name: [_pair(it.through), _pair(it.since)] for name, it in self.standings.items()},
             "markers": self.markers,
-            "inline": [[d.ref.version, d.ref.id, len(d.data), d.made_ms] for d in self.inline],
+            "inline": [[d.ref.version, d.ref.id, len(d.data), d.made_ms, d.beat] for d in self.inline],
             "spread": None if self.spread is None else list(self.spread),
         }
 
@@ -321,10 +324,11 @@ def _spread(values: list[Any] | None) -> tuple[str, int] | None:
 def _inline(announced: list[list[Any]], blobs: bytes) -> tuple[InlineDelta, ...]:
     found: list[InlineDelta] = []
     offset = 0
-    for version, checkpoint_id, size, made_ms in announced:
+    for version, checkpoint_id, size, made_ms, beat in announced:
         if size < 0:
             raise CorruptPointerError(f"a pointer announces an inline delta of {size} bytes")
-        found.append(InlineDelta(CheckpointRef(version, checkpoint_id), blobs[offset : offset + size], int(made_ms)))
+        ref = CheckpointRef(version, checkpoint_id)
+        found.append(InlineDelta(ref, blobs[offset : offset + size], int(made_ms), int(beat)))
         offset += size
     if offset != len(blobs):
         raise CorruptPointerError(f"a pointer announces {offset} bytes of inline deltas and holds {len(blobs)}")

@@ -88,7 +88,7 @@ def clean_up_due(calls: int, bucket: int, batches_retained: int) -> bool:
 def is_crowded(entries: Sequence[Entry], batches_retained: int) -> bool:
     """Whether there are more files than there are where clean-up runs, and not so many that reading them takes long.
 
-    It keeps two snapshots with what lies between them, what was made within twice the batches retained, and a few
+    It keeps two snapshots with what lies between them, what was made within three times the batches retained, and a few
     siblings of each.
     """
     usual = 8 * (DELTAS_MAX + batches_retained)

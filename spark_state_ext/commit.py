@@ -23,6 +23,7 @@ __all__ = [
     "assured",
     "decide",
     "is_complete",
+    "lags",
     "pending",
     "settled",
     "taken_over",
@@ -165,6 +166,22 @@ def assured(pointer: Pointer, markers: Mapping[str, Markers]) -> Pointer:
 
 def version_of(ref: CheckpointRef | None) -> int:
     return 0 if ref is None else ref.version
+
+
+def lags(pointer: Pointer, batches_retained: int) -> bool:
+    """Whether a delta that not every backend has would, with the call that begins, be too old for clean-up to rely on.
+
+    What a pointer that Spark may hand out needs of a backend's files ends below its oldest inline delta. Clean-up keeps
+    that for so many beats.
+
+    Parameters
+    ----------
+    pointer
+        The input pointer.
+    batches_retained
+        Spark's ``minBatchesToRetain``.
+    """
+    return any(delta.beat + batches_retained <= pointer.beats for _, delta in pending(pointer))
 
 
 def pending(pointer: Pointer) -> list[tuple[str, InlineDelta]]:

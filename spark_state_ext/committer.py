@@ -18,6 +18,7 @@ from spark_state_ext.commit import (
     assured,
     decide,
     is_complete,
+    lags,
     pending,
     settled,
     taken_over,
@@ -134,7 +135,7 @@ class Committer:
             return pointer
         since_s = self._since_s(pointer)
         late = self._clock_s() - since_s > self._options.commit_delay_ms_max / 1000
-        if late or not self._options.inline:
+        if late or lags(pointer, self._batches_retained) or not self._options.inline:
             pointer = self._wait(pointer, since_s)
         return pointer
 
@@ -304,7 +305,8 @@ class Committer:
         sealed, uploads = handed_in.sealed, [*handed_in.before, *handed_in.uploads]
         if handed_in.how == How.INLINE:
             data = sealed.get_range(0, sealed.size_bytes)
-            return replace(pointer, inline=(*pointer.inline, InlineDelta(pointer.ref, data, int(time.time() * 1000))))
+            delta = InlineDelta(pointer.ref, data, int(time.time() * 1000), pointer.beats)
+            return replace(pointer, inline=(*pointer.inline, delta))
         if handed_in.how == How.DEFERRED:
             self.left += uploads
         else:

@@ -56,7 +56,7 @@ def counted(pointer: Pointer, heartbeat: bool, batches_retained: int) -> Pointer
     """The pointer with one more call counted.
 
     Clean-up goes by the most batches that Spark was told to retain, until every pointer which Spark may hand out was
-    made under the smaller number: twice as many beats later, for checkpoints are renewed once in so many.
+    made under the smaller number: so many beats later as a checkpoint may be old that one names.
 
     Parameters
     ----------
@@ -77,10 +77,12 @@ def counted(pointer: Pointer, heartbeat: bool, batches_retained: int) -> Pointer
 def recent_beats(batches_retained: int) -> int:
     """How many beats old a checkpoint may be that is named by a pointer which Spark may still hand out.
 
-    Those pointers are so many batches old at most, and one more where a late attempt at the oldest of these batches
-    is still at work. Their checkpoints were made, or renewed, as many beats before at most.
+    Of those that are in files: what the pointer holds inline is no file yet. The pointers are so many batches old at
+    most, and one more where a late attempt at the oldest of these batches is still at work. Their oldest inline delta was
+    made as many beats before at most (`commit.lags`), and the checkpoint before that, or the pointer's own where nothing
+    is inline, was made or renewed as many and one before.
     """
-    return 2 * batches_retained + 1
+    return 3 * batches_retained + 2
 
 
 def presuming_snapshot(pointer: Pointer) -> Pointer:

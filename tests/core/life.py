@@ -66,6 +66,7 @@ class Life:
     options: CommitOptions = field(default_factory=CommitOptions)
     names: tuple[str, ...] = ("a",)
     restore_from: str | None = None
+    batches_retained: int = RETAINED
     uploads: WorkerUploads = field(default_factory=WorkerUploads)
     background: Background = field(default_factory=Background)
     told: list[str] = field(default_factory=list)
@@ -100,7 +101,7 @@ class Life:
             WRITER,
             self.local,
             self.background,
-            RETAINED,
+            self.batches_retained,
             uploads=self.uploads,
             options=self.options,
             restore_from=self.restore_from,

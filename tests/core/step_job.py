@@ -34,8 +34,9 @@ from spark_state_ext.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
 
-# This driver hands out the last pointer only, so that clean-up has something to do within five batches.
-BATCHES, RETAINED = 5, 0
+# This driver hands out the last pointer only, so that clean-up has something to do within five batches, where two went
+# before.
+BEFORE, BATCHES, RETAINED = 2, 7, 0
 FAILED, WRONG, UNHIT = 1, 3, 0
 OPERATIONS = ("open", "pipe_file", "put_file", "cat_file", "get_file", "info", "exists", "ls", "rm_file", "makedirs")
 CHANGES: list[Changes] = [
@@ -141,12 +142,10 @@ def committed(folder: Path) -> Pointer:
     return Pointer.decode(path.read_bytes()) if path.exists() else first_pointer()
 
 
-def run(folder: Path, protocol: str) -> None:
-    """The rest of the job, from the committed pointer on; exits with WRONG when any state is not what it must be."""
-    files = Folder(f"{protocol}://{folder}/root").child("3")
+def go_on(folder: Path, files: Folder, store: LocalStore, until: int) -> None:
+    """From the committed pointer on; exits with WRONG when any state is not what it must be."""
     expected = models()
-    store = LocalStore(folder / "local", SCHEMA)
-    while (pointer := committed(folder)).batch + 1 < BATCHES:
+    while (pointer := committed(folder)).batch + 1 < until:
         batch = pointer.batch + 1
         bucket = Bucket(store, sole_place(files, folder), pointer, Writer("q", "r", batch, "h"), folder, None, RETAINED)
         if bucket.read(scanned) != expected[batch]:
@@ -155,6 +154,19 @@ def run(folder: Path, protocol: str) -> None:
         (folder / "pointer.new").write_bytes(new.encode())
         (folder / "pointer.new").rename(folder / "pointer")
         clean_up(files, pointer, folder)
+
+
+def begin(folder: Path, protocol: str) -> None:
+    """What comes before the five batches."""
+    folder.mkdir()
+    go_on(folder, Folder(f"{protocol}://{folder}/root").child("3"), LocalStore(folder / "local", SCHEMA), BEFORE)
+
+
+def run(folder: Path, protocol: str) -> None:
+    """The rest of the job."""
+    files = Folder(f"{protocol}://{folder}/root").child("3")
+    store = LocalStore(folder / "local", SCHEMA)
+    go_on(folder, files, store, BATCHES)
     # As the next batch would.
     clean_up(files, committed(folder), folder)
     for place in ("local", "empty"):
@@ -162,7 +174,7 @@ def run(folder: Path, protocol: str) -> None:
         bucket = Bucket(
             final, sole_place(files, folder), committed(folder), Writer("q", "r", BATCHES, "h"), folder, None, RETAINED
         )
-        if bucket.read(scanned) != expected[BATCHES]:
+        if bucket.read(scanned) != models()[BATCHES]:
             os._exit(WRONG)
 
 
@@ -200,9 +212,10 @@ def main(base: Path, protocol: str, fate: str, when: str, share: int, shares: in
     _count(Environment, "write")
     Steps.kills, Steps.after = fate == "kill", when == "after"
     failed: list[str] = []
+    assert in_a_child(partial(begin, base / f"begun-{share}", protocol)) == UNHIT
     for n in range(share, 1_000, shares):
         folder = base / str(n)
-        folder.mkdir()
+        shutil.copytree(base / f"begun-{share}", folder)
         Steps.note = folder / "failed"
         Steps.left = n
         job = partial(run, folder, protocol)

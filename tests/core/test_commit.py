@@ -41,13 +41,13 @@ def _pointer(inline: range, **standings: Standing) -> Pointer:
     return replace(
         first_pointer(),
         lineage=tuple(LineageEntry(ref, 10) for ref in _REFS),
-        inline=tuple(InlineDelta(_REFS[version - 1], b"%d" % version, version) for version in inline),
+        inline=tuple(InlineDelta(_REFS[version - 1], b"%d" % version, version, version) for version in inline),
         standings=standings,
     )
 
 
 def _done(*confirmed: tuple[str, int]) -> dict[tuple[str, str], dict[str, str]]:
-    return {(name, InlineDelta(_REFS[version - 1], b"", 0).name): SAID for name, version in confirmed}
+    return {(name, InlineDelta(_REFS[version - 1], b"", 0, 0).name): SAID for name, version in confirmed}
 
 
 def _versions(pointer: Pointer) -> list[int]:

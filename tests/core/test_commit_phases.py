@@ -95,6 +95,7 @@ def test_another_process_that_lives_is_waited_for(life: Life) -> None:
 def test_a_commit_goes_on_then_waits_then_fails(life: Life) -> None:
     life.names = ("a", "b")
     life.options = CommitOptions(commit_delay_ms_max=1_500, commit_timeout_ms=4_000)
+    life.batches_retained = 100
     life.batch()
     life.settle()
     hung = life.manager("b")
@@ -124,6 +125,19 @@ def test_a_commit_goes_on_then_waits_then_fails(life: Life) -> None:
     life.settle()
     assert life.batch({}).inline == ()
     assert life.restored(life.pointers[-1], "b") == life.models[-1]
+
+
+def test_a_commit_waits_where_clean_up_would_not_know_of_what_is_late(life: Life) -> None:
+    """However patient it is: what is in Spark's own state only is as many batches old as Spark retains at most."""
+    life.batches_retained = 3
+    life.manager("a").gate.clear()
+    for _ in range(4):
+        life.batch()
+    assert [delta.beat for delta in life.pointers[-1].inline] == [1, 2, 3, 4]
+    threading.Timer(0.4, life.manager("a").gate.set).start()
+    started_s = time.monotonic()
+    assert [delta.beat for delta in life.batch().inline] == [5]
+    assert time.monotonic() - started_s >= 0.39
 
 
 def test_a_commit_waits_no_longer_than_the_upload_takes(life: Life) -> None:

@@ -131,7 +131,7 @@ def _pointer() -> Kind:
         snapshots_missed=1,
         standings={"files": Standing(lineage[0].ref), "west": Standing(lineage[0].ref, lineage[0].ref)},
         markers={"files": {"state": "marker"}},
-        inline=(InlineDelta(lineage[1].ref, b"\x00\xff" * 5, 1_700_000_000_000),),
+        inline=(InlineDelta(lineage[1].ref, b"\x00\xff" * 5, 1_700_000_000_000, 4),),
         spread=("run-2", 8),
     )
     return Kind(pointer.encode(), Pointer.decode)

@@ -79,7 +79,7 @@ _BARE_POINTERS = st.builds(
 )
 _POINTERS = st.builds(_with_lineage, _BARE_POINTERS, _lineages(), st.booleans())
 _REF = CheckpointRef(7, "0" * 31 + "7")
-_INLINE = InlineDelta(_REF, b"\x00\xff" * 5, 1_700_000_000_000)
+_INLINE = InlineDelta(_REF, b"\x00\xff" * 5, 1_700_000_000_000, 7)
 _POINTER = Pointer(
     "counts", 3, 8, 0, 41, 5_000, lineage=(LineageEntry(_REF, 99, 6),), rows=12, beats=6, inline=(_INLINE,)
 )

@@ -115,7 +115,7 @@ def main(folder: Path) -> None:
                 with path.open("wb") as file:
                     write_checkpoint(file, replace(header, kind=kind), schema, batches)
                 if i == 3:  # not sent yet when its pointer was made
-                    inline = (InlineDelta(ref, path.read_bytes(), 1_700_000_000_000),)
+                    inline = (InlineDelta(ref, path.read_bytes(), 1_700_000_000_000, writer.beat),)
                 else:
                     bucket.put_file(file_name(ref, kind), path)
                 if kind == SNAPSHOT:
