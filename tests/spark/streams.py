@@ -23,10 +23,12 @@ def write_batches(folder: Path, batches: Sequence[pa.Table]) -> str:
     folder.mkdir(exist_ok=True)
     first = len(list(folder.glob("*.parquet")))
     for at, table in enumerate(batches, first):
-        path = folder / f"{at:04}.parquet"
-        pq.write_table(table, path)
-        # The file source goes by age; seconds apart, in the past.
-        os.utime(path, (1_000_000 + at, 1_000_000 + at))
+        hidden = folder / f".{at:04}"
+        pq.write_table(table, hidden)
+        # The file source goes by age; seconds apart, in the past. A query that runs already must not see a file that is
+        # of today or half written: what is a week older than the newest file is passed over.
+        os.utime(hidden, (1_000_000 + at, 1_000_000 + at))
+        hidden.rename(folder / f"{at:04}.parquet")
     return str(folder)
 
 
