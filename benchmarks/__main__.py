@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import big_bucket, keyed_count, restore, store
+from benchmarks import async_commit, big_bucket, keyed_count, restore, store
 from benchmarks.report import RESULTS, BenchmarkError, Report
 
 
@@ -29,6 +29,11 @@ _BENCHMARKS = {
     "store": _Benchmark("the local store against one LMDB entry per key", store.add_arguments, store.run),
     "restore": _Benchmark(
         "from an empty disk to the first lookup, beside cp and Spark's RocksDB", restore.add_arguments, restore.run
+    ),
+    "async_commit": _Benchmark(
+        "a job with its state on a slow object store against a local root, and with a store that hangs",
+        async_commit.add_arguments,
+        async_commit.run,
     ),
     "big_bucket": _Benchmark(
         "gigabytes into one bucket in one batch, and the memory that takes", big_bucket.add_arguments, big_bucket.run

@@ -159,10 +159,8 @@ def classify(
     gone = {ref for ref in line if settled and ref.version < settled[-1].version}
     beside = sorted(kinds.keys() - line.keys())
     origins = dict(zip(beside, headers.origins(beside), strict=True))
-    # What the pointer holds inline, or names above what is known to be here, may have arrived since.
-    above = {delta.ref for delta in pointer.inline}
-    above.update(entry.ref for entry in pointer.lineage if entry.ref.version > head.version)
-    gone.update(ref for ref in beside if origins[ref].beat < recent and ref not in young and ref not in above)
+    # What the pointer holds inline may have arrived since, and is recent.
+    gone.update(ref for ref in beside if origins[ref].beat < recent and ref not in young)
     lean_on = list(settled)
     for ref in beside:
         if ref in gone or _meets(origins[ref].parent, line, settled):

@@ -78,9 +78,9 @@ def recent_beats(batches_retained: int) -> int:
     """How many beats old a checkpoint may be that is named by a pointer which Spark may still hand out.
 
     Of those that are in files: what the pointer holds inline is no file yet. The pointers are so many batches old at
-    most, and one more where a late attempt at the oldest of these batches is still at work. Their oldest inline delta was
-    made as many beats before at most (`commit.lags`), and the checkpoint before that, or the pointer's own where nothing
-    is inline, was made or renewed as many and one before.
+    most, and one more where a late attempt at the oldest of these batches is still at work. Their oldest inline delta
+    was made as many beats before at most (`commit.lags`). And the checkpoint before that one, or the pointer's own
+    where nothing is inline, was made or renewed as many and one before.
     """
     return 3 * batches_retained + 2
 

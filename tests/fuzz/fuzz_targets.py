@@ -115,7 +115,9 @@ def _pointers() -> list[bytes]:
         Pointer("counts", 3, 8, 1, 4, 5_000, "home", lineage[2:], 9, 1, 2, 3, _REFS[2], 9, 8, 1),
         Pointer("c", 3, 8, 1, 4, None, lineage=lineage, standings={"a": Standing(_REFS[1], _REFS[0])}, spread=("r", 2)),
     ]
-    inline = replace(made[-1], markers={"a": {"b": "c"}}, inline=tuple(InlineDelta(ref, b"12", 9, 3) for ref in _REFS[1:]))
+    inline = replace(
+        made[-1], markers={"a": {"b": "c"}}, inline=tuple(InlineDelta(ref, b"12", 9, 3) for ref in _REFS[1:])
+    )
     both = [pointer.encode(write) for pointer in made for write in (V1, BOTH, V2)]
     return [*_golden("pointer.bin"), inline.encode(), *both]
 

@@ -14,12 +14,15 @@ from spark_state_ext.backends.files import FilesBackup
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint
 from spark_state_ext.cleanup import Decision, Headers
+from spark_state_ext.commit import How, assured, settled
+from spark_state_ext.committer import Committer, HandedIn
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.folder import Entry, Folder
 from spark_state_ext.lineage import Chain, Fetch
 from spark_state_ext.loading import Failure, Loader
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import View
+from spark_state_ext.uploads import DONE, Upload, note_name
 
 T = TypeVar("T")
 
@@ -161,6 +164,79 @@ class LeakedPins(Bucket):
         return
 
 
+class DroppedAtOnce(Committer):
+    """A delta counts as confirmed once its upload has begun."""
+
+    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Pointer:
+        if handed_in.how == How.INLINE:
+            return assured(pointer, {})
+        return super().finish(pointer, handed_in)
+
+
+class NotedAtOnce(Committer):
+    """The note that an upload is done is made before it is."""
+
+    def _submit(self, uploads: Sequence[Upload]) -> None:
+        super()._submit(uploads)
+        for upload in uploads:
+            upload.store.note(upload.note(DONE, self._uploads.owner, markers={}))
+
+
+class LeftAlone(Committer):
+    """What the last call of a task has to wait for is forgotten."""
+
+    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Pointer:
+        made = super().finish(pointer, handed_in)
+        self.left.clear()
+        return made
+
+
+class NobodyBefore(Committer):
+    """A delta that is waited for is waited for without those before it that another process has under way."""
+
+    def _resume(self, pointer: Pointer, mine: bool = False) -> list[Upload]:
+        return super()._resume(pointer)
+
+
+class GapPassedBy(Committer):
+    """A backend is taken to have everything before the newest delta that it has confirmed."""
+
+    def _looked_at(self, pointer: Pointer) -> Pointer:
+        notes = self._notes()
+        found = super()._looked_at(pointer)
+        standings = dict(found.standings)
+        for delta in pointer.inline:
+            for name, standing in standings.items():
+                note = notes.get(note_name(name, delta.name))
+                if note is not None and note.state == DONE:
+                    standings[name] = replace(standing, through=delta.ref)
+        return settled(replace(found, standings=standings), {})
+
+
+class CaughtUpAtOnce(Committer):
+    """A backend that is added counts as whole when its full snapshot is under way."""
+
+    def caught_up(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
+        return super().caught_up(pointer, names, known=True)
+
+
+class NeverLate(Committer):
+    """Commits go on however many batches uploads lag behind."""
+
+    def begin(self, pointer: Pointer) -> Pointer:
+        self._batches_retained = 1 << 30
+        return super().begin(pointer)
+
+
+def _committing(kind: type[Committer]) -> type[Bucket]:
+    class Committing(Bucket):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.committer = kind(self._store, self._places, self._uploads, self._options, self._batches_retained)
+
+    return Committing
+
+
 # Name, class of the bucket, decision of the clean-up.
 BROKEN: list[tuple[str, type[Bucket], Callable[..., Decision]]] = [
     ("identity from the batch", IdentityFromBatch, cleanup.classify),
@@ -176,6 +252,13 @@ BROKEN: list[tuple[str, type[Bucket], Callable[..., Decision]]] = [
     ("every call counted as a beat", EveryCallABeat, cleanup.classify),
     ("no renewal", NeverRenewed, cleanup.classify),
     ("leaked pins", LeakedPins, cleanup.classify),
+    ("inline copies dropped at once", _committing(DroppedAtOnce), cleanup.classify),
+    ("uploads noted before they are done", _committing(NotedAtOnce), cleanup.classify),
+    ("deferred uploads left alone", _committing(LeftAlone), cleanup.classify),
+    ("uploads before forgotten", _committing(NobodyBefore), cleanup.classify),
+    ("a gap passed by", _committing(GapPassedBy), cleanup.classify),
+    ("caught up at once", _committing(CaughtUpAtOnce), cleanup.classify),
+    ("never late", _committing(NeverLate), cleanup.classify),
 ]
 
 __all__ = ["BROKEN"]

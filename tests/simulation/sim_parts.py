@@ -23,6 +23,7 @@ from spark_state_ext.store.runs import sorted_run
 from spark_state_ext.uploads import Upload, WorkerUploads
 
 __all__ = [
+    "UPLOAD",
     "Attempt",
     "Changes",
     "Config",
@@ -157,8 +158,8 @@ class LateUploads(WorkerUploads):
         return any(executor.uploads.owner == owner for executor in self._world)
 
     def pause(self, uploads: Iterable[Upload], timeout_s: float) -> None:
-        """Everybody gets to uploads, in whatever order they wait in."""
-        for executor in self._world:
+        """Who is waited for gets to uploads, in whatever order they wait in: this executor, or else everybody."""
+        for executor in [self._executor] if list(uploads) else self._world:
             while any(name == UPLOAD for name, _ in executor.waiting):
                 at = next(at for at, (name, _) in enumerate(executor.waiting) if name == UPLOAD)
                 try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from sim_parts import Attempt, Changes, Config, Numbers
+from sim_parts import UPLOAD, Attempt, Changes, Config, Numbers
 from sim_world import NOW_S, World, small
 
 from arrow_schemas import Pointer
@@ -50,13 +51,24 @@ class Scene:
     def commit(self, *made: Pointer) -> None:
         """The batch is over, and everybody gets to what waits."""
         self.world._commit(self.world.batch + 1, made, _NUMBERS)
-        for executor in self.world.executors:
-            while executor.waiting:
-                self.world._work_off(executor, 0)
+        for executor in range(len(self.world.executors)):
+            self.finish(executor)
+
+    def finish(self, executor: int) -> None:
+        """An executor gets to all that waits."""
+        while self.world.executors[executor].waiting:
+            self.world._work_off(self.world.executors[executor], 0)
+
+    def send(self, executor: int) -> None:
+        """An executor gets to its uploads, and not to snapshots."""
+        waiting = self.world.executors[executor].waiting
+        while any(name == UPLOAD for name, _ in waiting):
+            self.world._work_off(self.world.executors[executor], [name for name, _ in waiting].index(UPLOAD))
 
     def clean(self, pointer: Pointer) -> None:
         """A clean-up, and what every pointer gives after it."""
-        cleanup.clean_up(self.world.files, pointer, RETAINED, self.world.folder, lambda: None, NOW_S)
+        retained = self.world.config.retained
+        cleanup.clean_up(self.world.files, pointer, retained, self.world.folder, lambda: None, NOW_S)
         self.world.check()
 
     def alone(self, batches: int, cleans: bool = True) -> None:
@@ -126,6 +138,32 @@ def back_to_the_oldest_batch(scene: Scene) -> None:
             executor.machine.lose()
 
 
+def uploads_that_lag(scene: Scene) -> None:
+    """One executor's uploads do not get on, however long; the other one's files are cleaned up."""
+    world = scene.world
+    world.config = replace(world.config, journal=True, retained=1)
+    scene.alone(6)
+    for at in range(20):
+        made = [scene.task(executor, {at % 6: at}, cleans=executor == 0) for executor in (0, 2)]
+        world._commit(world.batch + 1, made, _NUMBERS)
+        scene.finish(0)
+
+
+def one_upload_hangs(scene: Scene) -> None:
+    """And what another process of the same machine sends after it arrives; that hands deltas inline, then waits for them."""
+    world = scene.world
+    world.executors[1].machine = world.executors[0].machine
+    for inline_bytes_max in (1 << 20, 0):
+        world.config = replace(world.config, journal=True)
+        scene.alone(2, cleans=False)
+        world._commit(world.batch + 1, [scene.task(0, {1: 1})], _NUMBERS)
+        world.config = replace(world.config, inline_bytes_max=inline_bytes_max)
+        for at in range(3):
+            world._commit(world.batch + 1, [scene.task(1, {2: at})], _NUMBERS)
+            scene.send(1)
+            world.check()
+
+
 def played(script: Callable[[Scene], None], bucket: type[Bucket], classify: Callable[..., Any]) -> None:
     """Play a scene; raises `WrongStateError` when anything is."""
     scene = Scene(bucket, classify)
@@ -143,4 +181,6 @@ SCENES: list[Callable[[Scene], None]] = [
     no_version_twice,
     damaged_before_anything_leans_on_them,
     back_to_the_oldest_batch,
+    uploads_that_lag,
+    one_upload_hangs,
 ]

@@ -456,29 +456,24 @@ class World:
 
     def check(self) -> None:
         """Each of them gives its writer's state on an empty disk. (Attempts check what executors have.)"""
-        folder = self.folder / f"fresh-{uuid.uuid4()}"
-        fresh = LocalStore(folder, SCHEMA, chunk_rows=4)
+        for pointer in self.reachable():
+            # All backends together, and each that says to hold everything.
+            self._check_with(pointer, self.configured)
+            if len(self.configured) > 1:
+                for name in self.configured:
+                    if self._holds(name, pointer):
+                        self._check_with(pointer, [name])
+
+    def _check_with(self, pointer: Pointer, names: Sequence[str]) -> None:
+        # A disk for each, as what one needs may be inline in another.
+        store = LocalStore(self.folder / f"fresh-{uuid.uuid4()}", SCHEMA, chunk_rows=4)
         try:
-            for pointer in self.reachable():
-                self._check(fresh, pointer)
+            self._check_on(store, pointer, names)
         finally:
-            fresh.close()
-            shutil.rmtree(folder)
+            store.close()
+            shutil.rmtree(store.folder)
 
-    def _check(self, store: LocalStore, pointer: Pointer) -> None:
-        # All backends together, and on a disk of its own each that says to hold everything.
-        self._check_with(store, pointer, self.configured)
-        if len(self.configured) > 1:
-            for name in self.configured:
-                if self._holds(name, pointer):
-                    alone = LocalStore(self.folder / f"alone-{uuid.uuid4()}", SCHEMA, chunk_rows=4)
-                    try:
-                        self._check_with(alone, pointer, [name])
-                    finally:
-                        alone.close()
-                        shutil.rmtree(alone.folder)
-
-    def _check_with(self, store: LocalStore, pointer: Pointer, names: Sequence[str]) -> None:
+    def _check_on(self, store: LocalStore, pointer: Pointer, names: Sequence[str]) -> None:
         expected = self.models[pointer.encode()]
         try:
             found = self._bucket(store, self._places(names=names), pointer, self.batch, None).read(scanned)
@@ -494,7 +489,7 @@ class World:
         # What was pinned by processes that died stays so for an hour.
         self.executors[0].machine.lose()
         executor, retained, numbers = self.executors[0], self.config.retained, Numbers(b"calm")
-        for batch in range(self.batch + 1, self.batch + 4 * retained + 16):
+        for batch in range(self.batch + 1, self.batch + 5 * retained + 16):
             attempt = Attempt(0, batch, self._handed_out(0, batch), changes_of(numbers), batch % 2 == 0)
             self._commit(batch, [self._surely(attempt, numbers)], numbers)
             while executor.waiting:
@@ -508,7 +503,7 @@ class World:
             names = files.names()
             # A header that cannot be read stops clean-up, for somebody to look at.
             stopped = bool(self.damaged & {files.where(name) for name in names})
-            if not stopped and len(names) > 4 * self.config.retained + 20:
+            if not stopped and len(names) > 6 * self.config.retained + 30:
                 raise WrongStateError(f"{len(names)} files are left in {backend}: {names}")
         runs = self.executors[0].machine.store.runs()
         if len(runs) > 12:
