@@ -150,6 +150,10 @@ class Committer:
         done = {key: note.markers for key, note in found.items() if note is not None and note.state == DONE}
         oldest = pointer.inline[0].ref if pointer.inline else pointer.ref
         names = set(awaited.values())
+        if pointer.lineage:
+            # When the next snapshot is due, that of the one before is asked for.
+            presumed = file_name(pointer.lineage[0].ref, SNAPSHOT)
+            names |= {note_name(name, presumed) for name in self._places}
         self._stale = [name for name in notes if _version_in(name) < version_of(oldest) and name not in names]
         return settled(pointer, done)
 

@@ -43,6 +43,7 @@ _LEASE_FORMAT = 2
 _POLL_S = 0.2
 _REPLACED_MAX = 100
 TAKE, WAIT = "take", "wait"
+_STOP_ONE = ", which started later. Stop one of the two, and give a copied checkpoint a root of its own."
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,8 @@ class Lease:
     def hold(self) -> None:
         """Take or renew the lease when that is due; cheap otherwise.
 
-        A lease that this process holds is renewed beside what it does, so that nobody waits for a slow store; when that
-        did not come to pass, within the call.
+        A lease that this process holds is renewed beside what it does, so that nobody waits for a slow store. Only
+        where that did not come to pass for long, as batches are far between, does a call see first that it is held.
 
         Raises
         ------
@@ -202,31 +203,27 @@ class Lease:
             raise lost
         if now_s < self._check_at_s:
             return
-        if self._seen and now_s < self._check_at_s + self._lease_ms / 3000:
-            if not self._renewing:
-                self._renewing = True
-                self._beside.submit(self._renew_beside)
+        if not self._seen:
+            with self._holding:
+                if time.monotonic() >= self._check_at_s:
+                    self._renew()
             return
-        # When it is being renewed beside, that will do.
-        if not self._holding.acquire(blocking=not self._seen):
+        if self._renewing:
             return
-        try:
-            if time.monotonic() >= self._check_at_s:
-                self._renew_if_possible()
-        finally:
-            self._holding.release()
+        if now_s >= self._check_at_s + self._lease_ms / 3000:
+            self._check_if_possible()
+        self._renewing = True
+        self._beside.submit(self._renew_beside)
 
-    def _renew_if_possible(self) -> None:
-        """Renew it; that a store does not answer is no reason to stop a run that holds it. (Clean-up looks itself.)"""
+    def _check_if_possible(self) -> None:
+        """Look; that a store does not answer is no reason to stop a run that holds it. (Clean-up looks itself.)"""
         try:
-            self._renew()
-        except LiveRunError:
-            raise
+            found = self._read()
         except StorageError as error:
-            if not self._seen:
-                raise
-            self._check_at_s = time.monotonic() + self._lease_ms / 6000
-            _LOGGER.warning("the lease of %s could not be renewed yet: %s", self._files.root, error)
+            _LOGGER.warning("the lease of %s could not be read: %s", self._files.root, error)
+            return
+        if found is not None and found.owner.run_id != self._me.run_id:
+            raise self._lost_to(found.owner, _STOP_ONE)
 
     def _is_replaced_here(self) -> bool:
         """Whether this process works for another run on the same folder by now."""
@@ -266,10 +263,7 @@ class Lease:
         if found is not None and found.owner.run_id != self._me.run_id:
             # A run whose workers are new, and a late task of a run that is over, know it from the record only.
             if self._seen or (self._once and self._me.run_id in replaced):
-                raise self._lost_to(
-                    found.owner,
-                    ", which started later. Stop one of the two, and give a copied checkpoint a root of its own.",
-                )
+                raise self._lost_to(found.owner, _STOP_ONE)
             self._wait_for_end(found)
             replaced = (*replaced, found.owner.run_id)[-_REPLACED_MAX:]
         self._files.put(_FILE, LeaseRecord(self._me, int(time.time() * 1000), replaced).encode())

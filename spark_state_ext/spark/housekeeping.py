@@ -134,7 +134,7 @@ class CleanUps:
 
 
 def drop_spill_files(folder: Folder, task: TaskInfo) -> None:
-    """Remove earlier batches' spill files.
+    """Have earlier batches' spill files removed; at once where workers do not live long enough for that.
 
     Parameters
     ----------
@@ -143,10 +143,17 @@ def drop_spill_files(folder: Folder, task: TaskInfo) -> None:
     task
         What the task was told.
     """
-    spills = folder.child(task.query_id, "spill")
+    background, spills = Background.shared(), folder.child(task.query_id, "spill")
+    if background.finished == 0:
+        _drop_stale(spills, task.batch)
+    else:
+        background.submit(f"spill files in {spills.root}", partial(_drop_stale, spills, task.batch))
+
+
+def _drop_stale(spills: Folder, batch: int | None) -> None:
     try:
         for name in spills.names():
-            if spill_is_stale(name, task.batch, time.time()):
+            if spill_is_stale(name, batch, time.time()):
                 spills.remove_tree(name)
     except StorageError as error:
         # Of no harm to this batch; a late attempt at an old one may be writing there.
