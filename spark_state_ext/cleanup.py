@@ -21,7 +21,7 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader,
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.checkpoint import read_header, verify_checkpoint
 from spark_state_ext.errors import CorruptError, LostFilesError, MissingCheckpointError
-from spark_state_ext.folder import Entry, Folder, is_temporary
+from spark_state_ext.folder import Entry, Listed, is_temporary
 from spark_state_ext.lineage import DELTAS_MAX, recent_beats
 
 __all__ = ["Decision", "FileHeaders", "Headers", "classify", "clean_up", "clean_up_due", "is_crowded"]
@@ -248,7 +248,7 @@ def _needs_of(
 
 
 def clean_up(
-    files: Folder,
+    files: Listed,
     pointer: Pointer,
     batches_retained: int,
     scratch: Path,
@@ -263,7 +263,7 @@ def clean_up(
     Parameters
     ----------
     files
-        The bucket's folder.
+        The bucket's files.
     pointer
         The input pointer of the call.
     batches_retained
@@ -335,7 +335,7 @@ class FileHeaders:
     _origins: ClassVar[OrderedDict[str, dict[CheckpointRef, Origin]]] = OrderedDict()
     _headers: ClassVar[OrderedDict[str, LineageHeader]] = OrderedDict()
 
-    def __init__(self, files: Folder, names: Collection[str]) -> None:
+    def __init__(self, files: Listed, names: Collection[str]) -> None:
         self._files = files
         self._names = names
         listed = {parsed[0] for name in names if (parsed := parse_file_name(name))}
@@ -372,7 +372,7 @@ _whole: OrderedDict[str, None] = OrderedDict()
 _WHOLE_MAX = 4_096
 
 
-def _is_whole(files: Folder, ref: CheckpointRef, scratch: Path) -> bool:
+def _is_whole(files: Listed, ref: CheckpointRef, scratch: Path) -> bool:
     """Whether a snapshot has the checksum that it announces; each worker process reads it once."""
     where = files.where(file_name(ref, SNAPSHOT))
     if where in _whole:

@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, StoreFullError, UsageError
 
-__all__ = ["Entry", "Folder", "Readable", "is_temporary"]
+__all__ = ["Entry", "Folder", "Listed", "Readable", "is_temporary"]
 
 # Object stores: a PUT is seen whole or not at all, and "rename" would be a copy.
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory", "r2"})
@@ -76,6 +76,21 @@ class Readable(Protocol):
 
     def open_local(self, name: str) -> pa.NativeFile | None:
         """A file opened where it lies; None when it does not lie on a local disk."""
+        ...
+
+
+class Listed(Readable, Protocol):
+    """A bucket's files, as clean-up sees them."""
+
+    root: str
+    """Names the bucket and where it lies: what is known of the files is remembered under it."""
+
+    def entries(self) -> list[Entry]:
+        """All that is there."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Delete a file; it may be gone already."""
         ...
 
 

@@ -168,6 +168,8 @@ class Lease:
         self._lease_ms = lease_ms
         self._once = once
         self._check_at_s = 0.0
+        # After a store did not answer.
+        self._not_before_s = 0.0
         self._checked_at_s = -math.inf
         self._seen = False
         self._holding = threading.Lock()
@@ -201,7 +203,7 @@ class Lease:
         if self._lost is not None:
             lost, self._lost = self._lost, None
             raise lost
-        if now_s < self._check_at_s:
+        if now_s < max(self._check_at_s, self._not_before_s):
             return
         if not self._seen:
             with self._holding:
@@ -220,7 +222,7 @@ class Lease:
         try:
             found = self._read()
         except StorageError as error:
-            _LOGGER.warning("the lease of %s could not be read: %s", self._files.root, error)
+            self._not_answered(error)
             return
         if found is not None and found.owner.run_id != self._me.run_id:
             raise self._lost_to(found.owner, _STOP_ONE)
@@ -238,9 +240,13 @@ class Lease:
         except LiveRunError as error:
             self._lost = error
         except StateError as error:
-            _LOGGER.warning("the lease of %s could not be renewed yet: %s", self._files.root, error)
+            self._not_answered(error)
         finally:
             self._renewing = False
+
+    def _not_answered(self, error: StateError) -> None:
+        self._not_before_s = time.monotonic() + self._lease_ms / 6000
+        _LOGGER.warning("the lease of %s could not be renewed yet: %s", self._files.root, error)
 
     def check(self) -> None:
         """See that nobody has taken the lease over; for work after the run's last task, which must not renew it.

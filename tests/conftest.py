@@ -13,7 +13,7 @@ import pytest
 HERE = Path(__file__).parent
 # What executors import besides the package: helper modules of the tests, pickled by reference.
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(HERE.parent), str(HERE / "spark"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    [str(HERE.parent), str(HERE / "spark"), str(HERE / "third_party"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
 # For every JVM that tests start. Their queries are short, and so most of a JVM's time would go into compiling well what runs
@@ -33,11 +33,13 @@ CONF = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in two processes, all that share a Spark session run in one of them."""
+    """Where tests run in two processes, all that share a Spark session run in one of them, and so does the fuzzer."""
     alone = ("test_sampling.py", "test_worker_kill.py")
     for item in items:
         if item.path.is_relative_to(HERE / "spark") and item.path.name not in alone:
             item.add_marker(pytest.mark.xdist_group("spark"))
+        elif item.path.is_relative_to(HERE / "fuzz"):
+            item.add_marker(pytest.mark.xdist_group("fuzz"))
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,8 @@ _LATE_S = 600.0
 # Nobody waits longer for a clean-up: it may wait behind an upload that hangs.
 _CLEAN_UP_S_MAX = 300.0
 _RECLAIM_EVERY_S = 3_600.0
+_SPILL_EVERY_CALLS = 10
+_SPILL_LATE_S = 60.0
 _reclaim_at_s = 0.0
 
 
@@ -133,8 +135,8 @@ class CleanUps:
             _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", place.name, error)
 
 
-def drop_spill_files(folder: Folder, task: TaskInfo) -> None:
-    """Have earlier batches' spill files removed; at once where workers do not live long enough for that.
+def drop_spill_files(folder: Folder, task: TaskInfo, calls: int) -> None:
+    """Have earlier batches' spill files removed beside the batch; now and then at once, where no worker gets to that.
 
     Parameters
     ----------
@@ -142,15 +144,20 @@ def drop_spill_files(folder: Folder, task: TaskInfo) -> None:
         The operator's folder; spill files lie with the query that tasks are told of, which may not be the state's home.
     task
         What the task was told.
+    calls
+        Calls of the bucket so far.
     """
     background, spills = Background.shared(), folder.child(task.query_id, "spill")
-    if background.finished == 0:
-        _drop_stale(spills, task.batch)
+    work = partial(_drop_stale, spills, task.batch, time.monotonic())
+    if background.finished == 0 and calls % _SPILL_EVERY_CALLS == 0:
+        work()
     else:
-        background.submit(f"spill files in {spills.root}", partial(_drop_stale, spills, task.batch))
+        background.submit(f"spill files in {spills.root}", work)
 
 
-def _drop_stale(spills: Folder, batch: int | None) -> None:
+def _drop_stale(spills: Folder, batch: int | None, asked_s: float) -> None:
+    if time.monotonic() - asked_s > _SPILL_LATE_S:
+        return  # the query may have gone back to an earlier batch since
     try:
         for name in spills.names():
             if spill_is_stale(name, batch, time.time()):

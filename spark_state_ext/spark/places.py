@@ -136,4 +136,5 @@ def prepare(job: Job, root: Folder, home: str, scratch: Path, schema_id: int) ->
             context = _context(job, backend, home, None, scratch)
             admin = factory_of(backend.kind).admin(BackendContext(**{**context.__dict__, "resources": resources}))
             admin.create_resources()
+            admin.validate_resources()
             _prepared.add((backend.name, home, f"{job.operator} {schema_id}"))

@@ -34,6 +34,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.metrics import CallMetrics, MetricsLog, timed, timing
 from spark_state_ext.operator_folder import admit
+from spark_state_ext.retry import retried
 from spark_state_ext.spark.group_state import watermark_of
 from spark_state_ext.spark.housekeeping import CleanUps, drop_spill_files, reclaim_in_turn
 from spark_state_ext.spark.job import Job
@@ -121,12 +122,15 @@ class _BucketCall:
         self._files = self._operator_folder.child(self._home)
         once = self._task.batch is not None
         self._leases = Leases.of(job, self._task, self._operator_folder, self._home)
-        self._leases.hold()
-        self._operator = self._admitted(pointer)
+        # What a new worker asks a store first is tried again for as long as a commit may take.
+        timeout_s = job.commit.commit_timeout_ms / 1000
+        retried(self._leases.hold, timeout_s)
+        self._operator = retried(lambda: self._admitted(pointer), timeout_s)
         self._schema = self._operator.row_schema()
         self._pointer = pointer if pointer is not None else self._first_pointer()
         self._scratch = scratch_folder(job.local_dir)
-        prepare(job, self._operator_folder, self._home, self._scratch, self._operator.schema_id)
+        schema_id = self._operator.schema_id
+        retried(lambda: prepare(job, self._operator_folder, self._home, self._scratch, schema_id), timeout_s)
         self._places = places_of(job, self._home, bucket, self._scratch)
         self._uploads = WorkerUploads.shared()
         self._bucket = self._opened()
@@ -175,7 +179,7 @@ class _BucketCall:
         with timing(self._call, "commit_ms"):
             pointer = self._committed(rows)
         if self._bucket_number == 0:
-            drop_spill_files(self._operator_folder, self._task)
+            drop_spill_files(self._operator_folder, self._task, pointer.calls)
         if self._job.clean_up:
             self._clean_ups.in_turn(self._pointer, pointer.calls)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
@@ -191,7 +195,7 @@ class _BucketCall:
         uploads, upload_s, uploaded_bytes = self._uploads.sent(self._bucket.store)
         call.uploads, call.upload_ms, call.uploaded_bytes = uploads, 1000 * upload_s, uploaded_bytes
         call.ended_ms, call.changed_rows, call.state_rows = now_ms, rows.rows, pointer.rows
-        call.wait_ms = 1000 * self._bucket.committer.waited_s
+        call.wait_ms += 1000 * self._bucket.committer.waited_s
         call.delta_bytes = pointer.lineage[-1].size_bytes if pointer.ref != self._pointer.ref else 0
         call.inline_bytes = sum(len(delta.data) for delta in pointer.inline)
         call.oldest_inline_ms = max((now_ms - delta.made_ms for delta in pointer.inline), default=0)
@@ -210,7 +214,7 @@ class _BucketCall:
         pointer = self._bucket.commit(rows, self._heartbeat, may_defer=may_defer, room_bytes=room_bytes)
         end.inline_bytes += sum(len(delta.data) for delta in pointer.inline)
         left, hold = self._bucket.committer.left, self._leases.hold
-        end.over(bucket, left, expected, self._uploads, self._job.commit, hold)
+        self._call.wait_ms = 1000 * end.over(bucket, left, expected, self._uploads, self._job.commit, hold)
         if self._heartbeat:
             pointer = replace(pointer, spread=self._spread.noted(bucket, self._files))
         return self._stamped(pointer)

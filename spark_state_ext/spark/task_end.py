@@ -11,6 +11,7 @@ leaves a file where it did not. A batch that was committed without such a file w
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -146,8 +147,8 @@ class TaskEnd:
         uploads: Uploads,
         options: CommitOptions,
         while_waiting: Callable[[], None] = lambda: None,
-    ) -> None:
-        """A call is over: wait, where no later one will.
+    ) -> float:
+        """A call is over: wait, where no later one will; returns how long, in seconds.
 
         Raises
         ------
@@ -156,6 +157,9 @@ class TaskEnd:
         """
         self.left += left
         self.called.add(bucket)
-        if self.left and not (bucket in expected and expected - self.called):
-            waiting, self.left = self.left, []
-            await_all(waiting, uploads, options, while_waiting=while_waiting)
+        if not self.left or (bucket in expected and expected - self.called):
+            return 0.0
+        waiting, self.left = self.left, []
+        began_s = time.monotonic()
+        await_all(waiting, uploads, options, while_waiting=while_waiting)
+        return time.monotonic() - began_s

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
+from spark_state_ext import Backend
 from spark_state_ext.backends import BackendFactory
 from spark_state_ext.backends.files import FilesBackend
+from spark_state_ext.backends.registry import factory_of
+from spark_state_ext.errors import ExecutorPackageError
 from spark_state_ext.testing.backends import BackendContract
 
 
@@ -57,3 +60,22 @@ class TestAzure(FilesContract):
     @pytest.fixture
     def options(self, azure: Any) -> Mapping[str, Any]:
         return {"root": azure.root("contract"), "storage_options": azure.options}
+
+
+class TestAnotherPackage(BackendContract):
+    """A backend that another package has registered by entry point."""
+
+    @pytest.fixture
+    def factory(self) -> BackendFactory:
+        return factory_of("sqlite")
+
+    @pytest.fixture
+    def options(self, tmp_path: Path) -> Mapping[str, Any]:
+        return {"path": str(tmp_path / "states.sqlite")}
+
+
+def test_a_kind_that_no_package_has() -> None:
+    with pytest.raises(ExecutorPackageError, match="no installed package has a backend of kind 'tape'"):
+        factory_of("tape")
+    assert factory_of("fsspec") is factory_of("fsspec")
+    assert Backend(kind="tape", name="t").factory_options == {}

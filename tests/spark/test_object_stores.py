@@ -120,6 +120,22 @@ def test_from_one_root_to_another_while_the_job_runs(spark: Any, tmp_path: Path)
         counted.run()
 
 
+def test_beside_a_backend_of_another_package(spark: Any, tmp_path: Path) -> None:
+    """Registered by entry point; then the root is lost."""
+    root = tmp_path / "root"
+    other = Backend(name="other", kind="sqlite", options={"path": str(tmp_path / "states.sqlite")})
+    counted = Counted(spark, tmp_path, root=str(root), backends=["changelog", "fsspec", other])
+    for _ in range(3):
+        counted.run()
+    # Synchronously once, so that both have everything.
+    counted.run(backends=["fsspec", other])
+    homes = [home for home in (root / "tested").iterdir() if home.is_dir()]
+    for home in homes:
+        for bucket in home.glob("[0-9]*"):
+            shutil.rmtree(bucket)
+    counted.run(backends=["changelog", "fsspec", other], restore_from="other")
+
+
 def _batches(query: Any) -> int:
     """Number of its last batch; -1 before the first."""
     return int(query.lastProgress["batchId"]) if query.lastProgress else -1

@@ -1,0 +1,115 @@
+"""What a call does besides its bucket's work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from life import Life
+
+from spark_state_ext.background import Background
+from spark_state_ext.errors import CleanUpFailedError, LiveRunError, StorageError
+from spark_state_ext.folder import Folder
+from spark_state_ext.spark import housekeeping
+from spark_state_ext.spark.housekeeping import CleanUps, drop_spill_files
+from spark_state_ext.spark.payload import spill_folder
+from spark_state_ext.spark.places import Leases
+from spark_state_ext.spark.task import TaskInfo
+
+DUE = 10
+
+
+@pytest.fixture(autouse=True)
+def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
+    """A worker process of its own."""
+    made = Background()
+    monkeypatch.setattr(Background, "_shared", made)
+    monkeypatch.setattr(made, "_pid", Background.shared()._pid)
+    yield made
+    assert made.wait(30.0)
+
+
+def _clean_ups(life: Life) -> CleanUps:
+    return CleanUps(life.bucket(), life.places(), Leases(()), life.batches_retained, str(life.local))
+
+
+def _denied(*args: object, **kwargs: object) -> None:
+    raise StorageError("403") from PermissionError("may not delete")
+
+
+def test_a_clean_up_that_is_refused_is_told_by_the_next_commit(
+    life: Life, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life.history(40)
+    pointer, before = life.pointers[-1], life.files("a", "delta")
+    monkeypatch.setattr(Folder, "remove", _denied)
+    _clean_ups(life).in_turn(pointer, DUE - pointer.bucket)
+    assert background.wait(30.0)
+    with pytest.raises(CleanUpFailedError, match=r"backend a cannot be deleted: 403.*clean_up=False"):
+        _clean_ups(life).raise_failed()
+    # Told once; and nothing was harmed.
+    _clean_ups(life).raise_failed()
+    assert life.files("a", "delta") == before
+    monkeypatch.undo()
+    monkeypatch.setattr(Background, "_shared", background)
+    _clean_ups(life).in_turn(pointer, DUE - pointer.bucket)
+    assert background.wait(30.0)
+    assert len(life.files("a", "delta")) < len(before)
+    _clean_ups(life).raise_failed()
+
+
+def test_a_clean_up_that_may_go_better_another_time_is_not_told(
+    life: Life, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*args: object) -> None:
+        raise StorageError("503") from ConnectionError("busy")
+
+    life.history(40)
+    pointer = life.pointers[-1]
+    monkeypatch.setattr(Folder, "remove", busy)
+    _clean_ups(life).in_turn(pointer, DUE - pointer.bucket)
+    assert background.wait(30.0)
+    _clean_ups(life).raise_failed()
+
+
+def test_a_run_that_was_replaced_deletes_nothing(
+    life: Life, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(self: Leases) -> None:
+        raise LiveRunError("another run has it")
+
+    life.history(40)
+    pointer, before = life.pointers[-1], life.files("a", "delta")
+    monkeypatch.setattr(Leases, "check", lost)
+    _clean_ups(life).in_turn(pointer, DUE - pointer.bucket)
+    assert background.wait(30.0)
+    assert life.files("a", "delta") == before
+    _clean_ups(life).raise_failed()
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_spill_files_of_earlier_batches_go(finished: int, background: Background, tmp_path: Path) -> None:
+    """Beside the batch; where nobody ever gets to that, now and then within it."""
+    background.finished = finished
+    task, folder = TaskInfo("query", "run", 7), Folder(str(tmp_path))
+    for batch in (3, 7):
+        folder.child("query", spill_folder(batch, time.time())).put("x.payloads", b"rows")
+    for calls in (5, housekeeping._SPILL_EVERY_CALLS):
+        drop_spill_files(folder, task, calls)
+        assert background.wait(30.0)
+    assert folder.child("query", "spill").names() == ["7"]
+
+
+def test_spill_files_are_left_when_their_turn_comes_late(
+    background: Background, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query that went back to an earlier batch may be writing there."""
+    monkeypatch.setattr(housekeeping, "_SPILL_LATE_S", 0.0)
+    background.finished = 1
+    folder = Folder(str(tmp_path))
+    folder.child("query", spill_folder(3, time.time())).put("x.payloads", b"rows")
+    drop_spill_files(folder, TaskInfo("query", "run", 7), 5)
+    assert background.wait(30.0)
+    assert folder.child("query", "spill").names() == ["3"]

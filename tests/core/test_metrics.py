@@ -1,0 +1,130 @@
+"""What calls tell of themselves: on disk, summed up by batch, and through OpenTelemetry."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from spark_state_ext import metrics
+from spark_state_ext.metrics import CallMetrics, MetricsLog, by_batch, main, read
+
+
+def _call(batch: int, bucket: int, **values: Any) -> CallMetrics:
+    return CallMetrics("query", "run", batch, "counts", bucket, ended_ms=1_000 * batch + bucket, **values)
+
+
+def _log(folder: Path, *calls: CallMetrics) -> None:
+    log = MetricsLog(folder)
+    for call in calls:
+        log.add(call)
+    log.flush()
+
+
+def test_calls_are_read_back_and_summed_up(tmp_path: Path) -> None:
+    _log(
+        tmp_path,
+        _call(1, 0, rows=5, wait_ms=1.5, oldest_inline_ms=7, cache_hit=False, restored_files=3),
+        _call(1, 1, rows=2, wait_ms=2.0, oldest_inline_ms=9),
+        _call(2, 0, rows=1),
+    )
+    # Another worker, which worked for bucket 1 of the next batch.
+    _log(tmp_path / "below", _call(2, 1, rows=10))
+    calls = read(tmp_path)
+    assert calls.column("rows").to_pylist() == [5, 2, 1, 10]
+    assert calls.schema == metrics.SCHEMA
+    first, second = by_batch(calls).to_pylist()
+    assert (first["batch"], first["rows"], first["wait_ms"], first["buckets"]) == (1, 7, 3.5, 2)
+    assert (first["cache_hits"], first["restored_files"], first["oldest_inline_ms"]) == (1, 3, 9)
+    assert first["ended_ms"] == 1_001
+    assert (second["batch"], second["rows"], second["cache_hits"]) == (2, 11, 2)
+
+
+def test_of_calls_that_were_made_again_the_last_one_counts(tmp_path: Path) -> None:
+    again = replace(_call(1, 0, rows=6), ended_ms=5_000)
+    _log(tmp_path, _call(1, 0, rows=5), again, _call(1, 1, rows=1))
+    (row,) = by_batch(read(tmp_path)).to_pylist()
+    assert (row["rows"], row["buckets"]) == (7, 2)
+
+
+def test_a_file_that_ends_in_the_middle_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    """A worker was killed while it wrote; and one file is of another release."""
+    log = MetricsLog(tmp_path)
+    for bucket in range(3):
+        log.add(_call(1, bucket, rows=1))
+        log.flush()
+    (path,) = tmp_path.glob("*.arrows")
+    whole = path.read_bytes()
+    with pa.OSFile(str(tmp_path / "other.arrows"), "w") as file, pa.ipc.new_stream(file, pa.schema([("x", pa.int8())])):
+        pass
+    found = set()
+    for length in [*range(0, len(whole), 7), len(whole)]:
+        path.write_bytes(whole[:length])
+        found.add(read(tmp_path).num_rows)
+    assert found == {0, 1, 2, 3}
+
+
+def test_files_of_processes_that_ended_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_FILES_MAX", 3)
+    for batch in range(6):
+        _log(tmp_path, _call(batch, 0))
+    assert read(tmp_path).column("batch").to_pylist() == [3, 4, 5]
+
+
+def test_where_nothing_can_be_written_that_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics").write_text("a file is in the way")
+    with caplog.at_level(logging.WARNING, "spark_state_ext"):
+        for batch in range(3):
+            _log(tmp_path / "metrics", _call(batch, 0))
+    assert len([it for it in caplog.messages if "metrics are not written" in it]) == 1
+
+
+def test_the_command_prints_batches_and_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _log(tmp_path, _call(1, 0, rows=5, wait_ms=1.25), _call(1, 1, rows=2))
+    assert main([str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "batch=1" in line
+    assert "rows=7" in line
+    assert "wait_ms=1.2" in line
+    assert main([str(tmp_path), "--calls"]) == 0
+    assert [("bucket=0" in it, "rows=5" in it) for it in capsys.readouterr().out.splitlines()] == [
+        (True, True),
+        (False, False),
+    ]
+
+
+@pytest.fixture
+def exported() -> Iterator[Any]:
+    """What OpenTelemetry's SDK has got, as the worker's process would set it up."""
+    api = pytest.importorskip("opentelemetry.metrics", reason="the SDK of OpenTelemetry is not installed")
+    sdk = pytest.importorskip("opentelemetry.sdk.metrics", reason="the SDK of OpenTelemetry is not installed")
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+    reader = InMemoryMetricReader()
+    # A process has one provider for good; no other test has one.
+    api.set_meter_provider(sdk.MeterProvider(metric_readers=[reader]))
+    metrics._instruments.cache_clear()
+    yield reader
+    metrics._instruments.cache_clear()
+
+
+def test_calls_go_to_open_telemetry(exported: Any, tmp_path: Path) -> None:
+    _log(
+        tmp_path,
+        _call(1, 0, rows=5, wait_ms=4.0, uploaded_bytes=100),
+        _call(1, 1, rows=2, wait_ms=2.0, cache_hit=False),
+    )
+    (resource,) = exported.get_metrics_data().resource_metrics
+    (scope,) = resource.scope_metrics
+    assert scope.scope.name == "spark_state_ext"
+    found = {metric.name.removeprefix("spark_state_ext."): metric for metric in scope.metrics}
+    (rows,), (hits,), (sent,) = (found[name].data.data_points for name in ("rows", "cache_hits", "uploaded_bytes"))
+    assert (rows.value, hits.value, sent.value) == (7, 1, 100)
+    assert dict(rows.attributes) == {"operator": "counts", "query_id": "query"}
+    (waited,) = found["wait_ms"].data.data_points
+    assert (waited.sum, waited.count, found["wait_ms"].unit, found["uploaded_bytes"].unit) == (6.0, 2, "ms", "By")

@@ -1,0 +1,139 @@
+"""What batches wait for where a store is slow, or away for a while."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from jobs import Job, emitted, eventually, keyed
+from streams import finish
+from watched_store import STORE
+
+from spark_state_ext.metrics import read as read_metrics
+
+pytestmark = pytest.mark.spark
+
+LETTERS = "abcdefghijklmnop"
+BUCKETS = 8
+PUT_MS = 200
+# Batches until every worker process has done everything once.
+WARM = 12
+
+
+def count(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
+    n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
+    state.update((n,))
+    yield pd.DataFrame({"key": [key[0]], "n": [n]})
+
+
+def _job(session: Any, folder: Path, *, partitions: int = 1, buckets: int = BUCKETS, **options: Any) -> Job:
+    store = {"implementation": STORE, **options.pop("store", {})}
+    options = {"buckets": buckets, "storage_options": store, **options}
+    conf = {"spark.sql.shuffle.partitions": str(partitions)}
+    return Job(session, "arrow", folder, count, "key string, n bigint", options=options, conf=conf)
+
+
+def _is_done(job: Job, batches: int) -> bool:
+    return len(emitted(job.sink)) >= batches
+
+
+def _counted(batches: list[list[str]]) -> list[dict[str, int]]:
+    total: Counter[str] = Counter()
+    found = []
+    for letters in batches:
+        total.update(letters)
+        found.append({letter: total[letter] for letter in set(letters)})
+    return found
+
+
+def _right(job: Job, fed: list[list[str]]) -> bool:
+    return [dict(rows) for rows in emitted(job.sink).values()] == _counted(fed)
+
+
+def test_a_warm_batch_asks_the_store_for_nothing(spark: Any, tmp_path: Path) -> None:
+    """Snapshots, leases, clean-up and confirmations included: all that is beside it."""
+    log = tmp_path / "asked"
+    job = _job(spark, tmp_path, buckets=2, lease_ms=3_000, store={"log": str(log)})
+    fed: list[list[str]] = []
+    job.feed()
+    with job.running() as query:
+        for batch in range(WARM + 14):
+            if batch == WARM:
+                assert "lease" in log.read_text()
+                log.unlink()
+            fed.append(list(LETTERS[batch % 3 : 8]))
+            job.feed(keyed(*fed[-1]))
+            eventually(partial(_is_done, job, len(fed)))
+        assert query.exception() is None
+    assert not log.exists(), log.read_text()
+    assert _right(job, fed)
+
+
+def _waits(job: Job) -> dict[int, list[float]]:
+    """How long each bucket's call waited, by batch."""
+    calls = read_metrics(job.folder / "local").sort_by([("batch", "ascending"), ("ended_ms", "ascending")])
+    waits: dict[int, list[float]] = {}
+    for row in calls.select(["batch", "wait_ms"]).to_pylist():
+        waits.setdefault(row["batch"], []).append(row["wait_ms"])
+    return waits
+
+
+def test_large_deltas_are_waited_for_once_a_task(spark: Any, tmp_path: Path) -> None:
+    """Nothing fits inline, and all buckets are in one task: its last call waits for all PUTs, which go side by side."""
+    job = _job(spark, tmp_path, store={"put_ms": PUT_MS}, inline_bytes_max=0)
+    fed = [list(LETTERS[at:]) for at in range(5)]
+    job.run(*(keyed(*letters) for letters in fed))
+    assert _right(job, fed)
+    eventually(lambda: read_metrics(job.folder / "local").num_rows >= 5 * BUCKETS)
+    first, *later = _waits(job).values()
+    # In the first batch of a run nobody knows yet which call is the last. (A bucket without keys has no delta.)
+    assert all(wait == 0 or wait >= PUT_MS for wait in first)
+    assert sum(wait > 0 for wait in first) >= BUCKETS - 1
+    for waits in later[1:]:
+        assert len(waits) == BUCKETS
+        assert waits[-1] >= PUT_MS
+        assert all(wait < PUT_MS / 4 for wait in waits[:-1])
+
+
+def test_foreach_batch_that_sets_another_number_of_partitions(spark: Any, tmp_path: Path) -> None:
+    """Tasks are told a number that is not theirs: then every call waits for itself, and nothing is lost."""
+    job = _job(spark, tmp_path, partitions=2, store={"put_ms": 20}, inline_bytes_max=0)
+    total: Counter[str] = Counter()
+    found: dict[str, int] = {}
+
+    def save(df: Any, batch: int) -> None:
+        df.sparkSession.conf.set("spark.sql.shuffle.partitions", str(1 + batch % 3))
+        found.update({row.key: row.n for row in df.collect()})
+
+    for start in range(2):
+        # Each on a disk of its own: the state comes from the store.
+        job.options["local_dir"] = str(tmp_path / f"local-{start}")
+        fed = [list(LETTERS[at:]) * 2 for at in range(4)]
+        job.feed(*(keyed(*letters) for letters in fed))
+        total.update(letter for letters in fed for letter in letters)
+        with job.configured():
+            writer = job.planned().writeStream.foreachBatch(save).outputMode("append")
+            finish(writer.option("checkpointLocation", str(job.checkpoint)).trigger(availableNow=True).start())
+        assert found == total
+
+
+def test_a_store_that_is_away_when_a_worker_begins(spark: Any, tmp_path: Path) -> None:
+    """What is asked first (the lease, the operator's file) is tried again too."""
+    away = tmp_path / "away"
+    job = _job(spark, tmp_path, buckets=2, store={"away": str(away)})
+    job.feed()
+    with job.running() as query:
+        away.touch()
+        back = threading.Timer(2.0, away.unlink)
+        back.start()
+        job.feed(keyed("a", "b", "a"))
+        eventually(lambda: _is_done(job, 1) or query.exception() is not None)
+        back.join()
+        assert query.exception() is None
+    assert _right(job, [["a", "b", "a"]])
