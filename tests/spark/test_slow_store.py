@@ -97,7 +97,8 @@ def test_large_deltas_are_waited_for_once_a_task(spark: Any, tmp_path: Path) -> 
     assert sum(wait > 0 for wait in first) >= BUCKETS - 1
     for waits in later[1:]:
         assert len(waits) == BUCKETS
-        assert waits[-1] >= PUT_MS
+        # Counted from the last delta on, which was sent a moment before.
+        assert waits[-1] > PUT_MS / 2
         assert all(wait < PUT_MS / 4 for wait in waits[:-1])
 
 
