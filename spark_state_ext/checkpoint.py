@@ -44,6 +44,7 @@ _TAIL = struct.Struct("<i6s")
 # A ranged read of this size holds the header of any ordinary schema and lineage; a longer one tells its length.
 _HEAD_BYTES = 16 << 10
 _IN_MEMORY_BYTES_MAX = 64 << 20
+_THREADS_BYTES_MIN = 1 << 20
 # Thousands of columns, and a lineage as long as they get.
 _HEADER_BYTES_MAX = 64 << 20
 _CHECKING_THREADS = 4
@@ -115,7 +116,8 @@ def write_checkpoint(
     """
     sink = _HashingSink(target, header.digest)
     rows = tombstones = written = 0
-    options = pa.ipc.IpcWriteOptions(compression="lz4" if header.digest == BLAKE2B else None)
+    # Columns are compressed one after the other: each core has its task, and most deltas are small.
+    options = pa.ipc.IpcWriteOptions(compression="lz4" if header.digest == BLAKE2B else None, use_threads=False)
     if header.digest == BLOCKCRC:
         batches = cut(batches, CHUNK_ROWS)
     arrow_schema = schema.arrow.with_metadata(header.encode())
@@ -201,7 +203,10 @@ def read_checkpoint(
         record, blocks = _verified(file, where)
         # The file as a stream, up to where the checksum reaches: Arrow sees no unchecked byte, nor the footer's
         # offsets.
-        reader = pa.ipc.open_stream(file.get_stream(len(_PADDED_MAGIC), record.length - len(_PADDED_MAGIC)))
+        body = file.get_stream(len(_PADDED_MAGIC), record.length - len(_PADDED_MAGIC))
+        # Handing a small file's columns to threads takes longer than reading them.
+        options = pa.ipc.IpcReadOptions(use_threads=record.length >= _THREADS_BYTES_MIN)
+        reader = pa.ipc.open_stream(body, options=options)
         header = LineageHeader.decode(reader.schema.metadata, where)
     except StateError:
         raise

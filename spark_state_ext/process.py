@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -18,7 +19,12 @@ def start_of(pid: int) -> str:
 
 def token() -> str:
     """This process, in words that `is_alive` of another process on the same machine understands."""
-    return f"{os.getpid()} {start_of(os.getpid())}"
+    return _token(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _token(pid: int) -> str:
+    return f"{pid} {start_of(pid)}"
 
 
 def is_alive(token: str) -> bool:

@@ -33,7 +33,8 @@ PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp"
 _INLINE, _SPILLED, HEARTBEAT = b"A", b"S", b"H"
 _STALE_AFTER_S = 86_400
 _CRC = struct.Struct("<I")
-_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
+_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+_READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
 
 
 def payload_bytes_max(records_per_batch: int) -> int:
@@ -84,7 +85,7 @@ def decode(payload: bytes, load: Callable[[str, int, int], bytes]) -> Iterator[p
     if payload == HEARTBEAT:
         return
     body = stored_payload(payload, load) if payload[:1] == _SPILLED else payload
-    with pa.ipc.open_stream(_checked(body, _INLINE)) as reader:
+    with pa.ipc.open_stream(_checked(body, _INLINE), options=_READ_OPTIONS) as reader:
         yield from reader
 
 

@@ -128,9 +128,11 @@ def clean_up_without_retention(entries: Iterable[Entry], pointer: Pointer, retai
     return _CLASSIFY(entries, replace(pointer, retained=0), 0, *args)
 
 
-def clean_up_after_one_renewal(entries: Iterable[Entry], pointer: Pointer, retained: int, *args: Any) -> Decision:
+def clean_up_after_the_batches_retained(
+    entries: Iterable[Entry], pointer: Pointer, retained: int, *args: Any
+) -> Decision:
     """A checkpoint from before the retained batches is taken for one that no pointer names."""
-    return _CLASSIFY(entries, replace(pointer, beats=pointer.beats + retained), retained, *args)
+    return _CLASSIFY(entries, replace(pointer, beats=pointer.beats + 2 * retained), retained, *args)
 
 
 def clean_up_by_calls(entries: Iterable[Entry], pointer: Pointer, *args: Any) -> Decision:
@@ -246,7 +248,7 @@ BROKEN: list[tuple[str, type[Bucket], Callable[..., Decision]]] = [
     ("clean-up blind to parallel lineages", Bucket, clean_up_trusting_the_lineage),
     ("clean-up looking aside where versions repeat", Bucket, clean_up_where_versions_repeat),
     ("clean-up without retention", Bucket, clean_up_without_retention),
-    ("clean-up after one renewal", Bucket, clean_up_after_one_renewal),
+    ("clean-up after the batches retained", Bucket, clean_up_after_the_batches_retained),
     ("clean-up leaning on what it did not verify", Bucket, clean_up_unverified),
     ("clean-up by calls", Bucket, clean_up_by_calls),
     ("every call counted as a beat", EveryCallABeat, cleanup.classify),

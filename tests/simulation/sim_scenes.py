@@ -97,7 +97,7 @@ def called_by_timeouts_only(scene: Scene) -> None:
     """One lineage is called in many batches without data, the other in none of them; then it is what is committed."""
     scene.alone(6)
     scene.commit(scene.task(0, {1: 50}), scene.task(2, {}))
-    for at in range(3 * RETAINED):
+    for at in range(5 * RETAINED):
         scene.commit(scene.task(0, {2: at}, heartbeat=False, cleans=True), scene.idle(2))
     scene.commit(scene.task(0, {3: 1}, cleans=True), scene.task(2, {4: 7}))
     scene.world.check()
@@ -164,6 +164,16 @@ def one_upload_hangs(scene: Scene) -> None:
             world.check()
 
 
+def dead_when_the_task_is_over(scene: Scene) -> None:
+    """Nothing goes inline, so that at the end of its task everything must have arrived."""
+    world = scene.world
+    world.config = replace(world.config, journal=True, inline_bytes_max=0)
+    for at in range(8):
+        world._commit(world.batch + 1, [scene.task(0, {at % 6: at})], _NUMBERS)
+        world.executors[0].die()
+        world.check()
+
+
 def played(script: Callable[[Scene], None], bucket: type[Bucket], classify: Callable[..., Any]) -> None:
     """Play a scene; raises `WrongStateError` when anything is."""
     scene = Scene(bucket, classify)
@@ -183,4 +193,5 @@ SCENES: list[Callable[[Scene], None]] = [
     back_to_the_oldest_batch,
     uploads_that_lag,
     one_upload_hangs,
+    dead_when_the_task_is_over,
 ]

@@ -131,6 +131,7 @@ class World:
         self.damaged: set[str] = set()
         self.deleted = 0
         self.commits = 0
+        self._calm = False
 
     def close(self) -> None:
         """Remove everything."""
@@ -440,7 +441,8 @@ class World:
             finally:
                 gone = {entry.name for entry in entries} - set(self.folders[of].names())
                 self.deleted += len(gone)
-                if gone:
+                # Where nothing goes wrong any more, it is enough to look at the end.
+                if gone and not self._calm:
                     self.check()
 
         executor.submit(f"clean-up {uuid.uuid4()}", work)
@@ -457,12 +459,10 @@ class World:
     def check(self) -> None:
         """Each of them gives its writer's state on an empty disk. (Attempts check what executors have.)"""
         for pointer in self.reachable():
-            # All backends together, and each that says to hold everything.
-            self._check_with(pointer, self.configured)
-            if len(self.configured) > 1:
-                for name in self.configured:
-                    if self._holds(name, pointer):
-                        self._check_with(pointer, [name])
+            # Each backend that says to hold everything, and where none does, all together.
+            holding = [[name] for name in self.configured if self._holds(name, pointer)]
+            for names in holding or [self.configured]:
+                self._check_with(pointer, names)
 
     def _check_with(self, pointer: Pointer, names: Sequence[str]) -> None:
         # A disk for each, as what one needs may be inline in another.
@@ -484,6 +484,7 @@ class World:
 
     def calm(self) -> None:
         """Nothing goes wrong for a while; then little must be left of what did."""
+        self._calm = True
         self._restart(Numbers(b"\0"))
         self.sleeping.clear()
         # What was pinned by processes that died stays so for an hour.
