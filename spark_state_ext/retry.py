@@ -94,6 +94,8 @@ def retried(work: Callable[[], T], timeout_s: float, given_up: Callable[[], bool
             raise InterruptedRestoreError("told to stop")
         return work()
 
+    if timeout_s <= 0:
+        return once()
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_retriable),
         wait=tenacity.wait_random_exponential(multiplier=_WAIT_S_MIN, max=_WAIT_S_MAX),

@@ -24,6 +24,11 @@ def test_half_an_hour_of_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     try:
         driver.run(MINUTES)
         seen = driver.seen
+        # On a busy machine less happens in that time.
+        for _ in range(5):
+            if seen.batches > 20 and seen.kills > 4 and seen.disks_lost > 0:
+                break
+            driver.run(MINUTES / 3)
         print(seen)
         assert seen.batches > 20
         assert seen.kills > 4

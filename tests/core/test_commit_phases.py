@@ -134,8 +134,8 @@ def test_a_commit_waits_where_clean_up_would_not_know_of_what_is_late(life: Life
     for _ in range(4):
         life.batch()
     assert [delta.beat for delta in life.pointers[-1].inline] == [1, 2, 3, 4]
-    threading.Timer(0.4, life.manager("a").gate.set).start()
     started_s = time.monotonic()
+    threading.Timer(0.4, life.manager("a").gate.set).start()
     assert [delta.beat for delta in life.batch().inline] == [5]
     assert time.monotonic() - started_s >= 0.39
 
@@ -145,8 +145,8 @@ def test_a_commit_waits_no_longer_than_the_upload_takes(life: Life) -> None:
     life.manager("a").gate.clear()
     life.batch()
     time.sleep(0.15)
-    threading.Timer(0.4, life.manager("a").gate.set).start()
     started_s = time.monotonic()
+    threading.Timer(0.4, life.manager("a").gate.set).start()
     pointer = life.batch()
     assert 0.2 < time.monotonic() - started_s < 5
     # What went before is confirmed, and only the new one is inline.

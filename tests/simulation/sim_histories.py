@@ -10,7 +10,7 @@ from sim_parts import Config, History
 from sim_world import STEPS
 
 # Long enough for snapshots to be leaned on, and shorter ones for what goes wrong early.
-STEPS_MAX = 60
+STEPS_MAX = 48
 STEP_BYTES = 16
 
 
@@ -32,6 +32,6 @@ def histories(kinds: Sequence[str] = STEPS, **fixed: Any) -> st.SearchStrategy[H
     step = st.tuples(
         st.sampled_from([STEPS.index(kind) for kind in kinds]), st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES)
     )
-    lengths = st.sampled_from([10, 20, 40, STEPS_MAX])
+    lengths = st.sampled_from([8, 16, 32, STEPS_MAX])
     steps = lengths.flatmap(lambda n: st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=n, max_size=n))
     return st.builds(History, st.builds(Config, **drawn), steps.map(tuple))

@@ -54,7 +54,7 @@ def test_no_history_gives_a_wrong_state() -> None:
     seen = json.loads(done.stdout.splitlines()[-1])
     # The histories are of the kind that matters.
     assert seen["histories"] >= HISTORIES
-    assert seen["commits"] > 30 * HISTORIES
+    assert seen["commits"] > 20 * HISTORIES
     assert seen["histories_with_clean_up"] > HISTORIES / 3
 
 
