@@ -327,11 +327,7 @@ class Committer:
         CommitTimeoutError
             When it takes longer than ``commit_timeout_ms``.
         """
-        began_s = self._clock_s()
-        try:
-            await_all(uploads, self._uploads, self._options, self._clock_s, self.while_waiting)
-        finally:
-            self.waited_s += self._clock_s() - began_s
+        self.waited_s += await_all(uploads, self._uploads, self._options, self._clock_s, self.while_waiting)
 
     # -- snapshots -----------------------------------------------------------------------------------
 
@@ -457,8 +453,9 @@ def await_all(
     options: CommitOptions,
     clock_s: Callable[[], float] = time.monotonic,
     while_waiting: Callable[[], None] = lambda: None,
-) -> None:
-    """Wait until uploads are confirmed; as `Committer.await_all`."""
+) -> float:
+    """Wait until uploads are confirmed, as `Committer.await_all`; returns how long, in seconds."""
+    began_s = clock_s()
     while True:
         for upload in uploads:
             error = upload.done.exception() if upload.done.done() else None
@@ -470,7 +467,7 @@ def await_all(
                 ) from error
         waiting = [upload for upload in uploads if not upload.done.done()]
         if not waiting:
-            return
+            return clock_s() - began_s
         under_way_s = clock_s() - min(upload.since_s for upload in waiting)
         if under_way_s * 1000 >= options.commit_timeout_ms:
             runner.give_up(waiting)

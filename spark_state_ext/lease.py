@@ -220,12 +220,14 @@ class Lease:
     def _check_if_possible(self) -> None:
         """Look; that a store does not answer is no reason to stop a run that holds it. (Clean-up looks itself.)"""
         try:
-            found = self._read()
+            self._look(_STOP_ONE)
         except StorageError as error:
             self._not_answered(error)
-            return
+
+    def _look(self, and_so: str) -> None:
+        found = self._read()
         if found is not None and found.owner.run_id != self._me.run_id:
-            raise self._lost_to(found.owner, _STOP_ONE)
+            raise self._lost_to(found.owner, and_so)
 
     def _is_replaced_here(self) -> bool:
         """Whether this process works for another run on the same folder by now."""
@@ -258,9 +260,7 @@ class Lease:
         """
         if time.monotonic() < max(self._check_at_s, self._checked_at_s + self._lease_ms / 3000):
             return
-        found = self._read()
-        if found is not None and found.owner.run_id != self._me.run_id:
-            raise self._lost_to(found.owner, "; what it had left to do in the background is not done.")
+        self._look("; what it had left to do in the background is not done.")
         self._checked_at_s = time.monotonic()
 
     def _renew(self) -> None:

@@ -94,7 +94,7 @@ def retried(work: Callable[[], T], timeout_s: float, given_up: Callable[[], bool
             raise InterruptedRestoreError("told to stop")
         return work()
 
-    if timeout_s <= 0:
+    if timeout_s <= 0:  # the same, without what tenacity keeps account of
         return once()
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_retriable),

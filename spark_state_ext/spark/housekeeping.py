@@ -34,7 +34,9 @@ _LATE_S = 600.0
 # Nobody waits longer for a clean-up: it may wait behind an upload that hangs.
 _CLEAN_UP_S_MAX = 300.0
 _RECLAIM_EVERY_S = 3_600.0
+# A listing takes a while where the store is far away.
 _SPILL_EVERY_CALLS = 10
+# Whoever goes back to an earlier batch by hand takes longer to stop and start a query.
 _SPILL_LATE_S = 60.0
 _reclaim_at_s = 0.0
 

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,14 @@ class _BucketCall:
         once = self._task.batch is not None
         self._leases = Leases.of(job, self._task, self._operator_folder, self._home)
         # What a new worker asks a store first is tried again for as long as a commit may take.
-        timeout_s = job.commit.commit_timeout_ms / 1000
-        retried(self._leases.hold, timeout_s)
-        self._operator = retried(lambda: self._admitted(pointer), timeout_s)
+        tried = partial(retried, timeout_s=job.commit.commit_timeout_ms / 1000)
+        tried(self._leases.hold)
+        self._operator = tried(lambda: self._admitted(pointer))
         self._schema = self._operator.row_schema()
         self._pointer = pointer if pointer is not None else self._first_pointer()
         self._scratch = scratch_folder(job.local_dir)
         schema_id = self._operator.schema_id
-        retried(lambda: prepare(job, self._operator_folder, self._home, self._scratch, schema_id), timeout_s)
+        tried(lambda: prepare(job, self._operator_folder, self._home, self._scratch, schema_id))
         self._places = places_of(job, self._home, bucket, self._scratch)
         self._uploads = WorkerUploads.shared()
         self._bucket = self._opened()

@@ -11,7 +11,6 @@ leaves a file where it did not. A batch that was committed without such a file w
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -160,6 +159,4 @@ class TaskEnd:
         if not self.left or (bucket in expected and expected - self.called):
             return 0.0
         waiting, self.left = self.left, []
-        began_s = time.monotonic()
-        await_all(waiting, uploads, options, while_waiting=while_waiting)
-        return time.monotonic() - began_s
+        return await_all(waiting, uploads, options, while_waiting=while_waiting)

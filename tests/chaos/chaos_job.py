@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from fsspec.implementations.local import LocalFileSystem
 
 from arrow_schemas import Pointer, RowSchema, Writer
+from benchmarks.slow import ObjectDisk
 from spark_state_ext.backends import BackendContext, CleanUp
 from spark_state_ext.backends.files import FilesBackend, sole_place
 from spark_state_ext.background import Background
@@ -52,17 +52,11 @@ OPTIONS = CommitOptions(
 Model = dict[int, int]
 
 
-class ChaosStore(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
+class ChaosStore(ObjectDisk):
     """An object store on which every request may fail, be slow, be torn, or hang."""
 
     protocol = ("chaos", "memory")
     cachable = False
-
-    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
-        self._put(Path(path), value)
-
-    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
-        self._put(Path(rpath), Path(lpath).read_bytes())
 
     def cat_file(self, path: str, **kwargs: Any) -> Any:
         if random.random() < 0.02:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pyspark
@@ -20,6 +21,7 @@ from streams import finish, read, using, write_batches
 
 __all__ = [
     "CLASSIC",
+    "COUNTS",
     "EVERYWHERE",
     "KEYED",
     "SPARK",
@@ -27,6 +29,7 @@ __all__ = [
     "Batches",
     "Job",
     "configured",
+    "count",
     "ddl",
     "emitted",
     "event_rows",
@@ -69,6 +72,16 @@ _NAMES = {
     pa.timestamp("us", "UTC"): "timestamp",
     pa.timestamp("us"): "timestamp_ntz",
 }
+
+
+COUNTS = "key string, n bigint"
+
+
+def count(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
+    """How many rows a key has had; its output is `COUNTS`."""
+    n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
+    state.update((n,))
+    yield pd.DataFrame({"key": [key[0]], "n": [n]})
 
 
 def ddl(schema: Any) -> str:

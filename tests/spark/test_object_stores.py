@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
-from jobs import Job, eventually, keyed
+from jobs import COUNTS, Job, count, eventually, keyed
 
 from spark_state_ext import Backend
 from spark_state_ext.folder import Folder
@@ -20,21 +18,14 @@ from spark_state_ext.metrics import read as read_metrics
 
 pytestmark = pytest.mark.spark
 
-OUTPUT = "key string, n bigint"
 LETTERS = "abcdefghij"
-
-
-def count(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
-    state.update((n,))
-    yield pd.DataFrame({"key": [key[0]], "n": [n]})
 
 
 class Counted:
     """A job that counts letters, from start to start, and what it must have counted."""
 
     def __init__(self, session: Any, folder: Path, **options: Any) -> None:
-        self.job = Job(session, "arrow", folder, count, OUTPUT, options={"buckets": 4, **options})
+        self.job = Job(session, "arrow", folder, count, COUNTS, options={"buckets": 4, **options})
         self.total: Counter[str] = Counter()
         self.starts = 0
 

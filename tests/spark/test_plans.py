@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from jobs import CLASSIC, EVERYWHERE, SPARK, TIMED, Job, emitted, event_rows, keyed
+from jobs import CLASSIC, COUNTS, EVERYWHERE, SPARK, TIMED, Job, count, emitted, event_rows, keyed
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
 from streams import collect, finish
@@ -19,13 +19,6 @@ from spark_state_ext import ArrowState
 pytestmark = pytest.mark.spark
 
 PROVIDERS = "org.apache.spark.sql.execution.streaming.state."
-COUNTS = "key string, n bigint"
-
-
-def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-    n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
-    state.update((n,))
-    yield pd.DataFrame({"key": [key[0]], "n": [n]})
 
 
 @EVERYWHERE

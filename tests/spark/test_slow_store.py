@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
-from jobs import Job, emitted, eventually, keyed
+from jobs import COUNTS, Job, count, emitted, eventually, keyed
 from streams import finish
 from watched_store import STORE
 
@@ -26,17 +24,11 @@ PUT_MS = 200
 WARM = 12
 
 
-def count(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
-    state.update((n,))
-    yield pd.DataFrame({"key": [key[0]], "n": [n]})
-
-
 def _job(session: Any, folder: Path, *, partitions: int = 1, buckets: int = BUCKETS, **options: Any) -> Job:
     store = {"implementation": STORE, **options.pop("store", {})}
     options = {"buckets": buckets, "storage_options": store, **options}
     conf = {"spark.sql.shuffle.partitions": str(partitions)}
-    return Job(session, "arrow", folder, count, "key string, n bigint", options=options, conf=conf)
+    return Job(session, "arrow", folder, count, COUNTS, options=options, conf=conf)
 
 
 def _is_done(job: Job, batches: int) -> bool:

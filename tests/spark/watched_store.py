@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsspec.implementations.local import LocalFileSystem
+from benchmarks.slow import ObjectDisk
 
 __all__ = ["STORE", "WatchedStore"]
 
 STORE = "watched_store.WatchedStore"
 
 
-class WatchedStore(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
-    """A disk under an object store's rules: a PUT is atomic, and there are no folders to make.
+class WatchedStore(ObjectDisk):
+    """A store that tells what it is asked.
 
     Parameters
     ----------
@@ -36,17 +36,10 @@ class WatchedStore(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
         self._put_s = put_ms / 1000
         self._away = away
 
-    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
-        """One PUT."""
-        self._asked("pipe_file", path)
+    def _put(self, path: Path, value: bytes) -> None:
+        self._asked("put", str(path))
         time.sleep(self._put_s)
-        _put(Path(path), value)
-
-    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
-        """One PUT of a file."""
-        self._asked("put_file", rpath)
-        time.sleep(self._put_s)
-        _put(Path(rpath), Path(lpath).read_bytes())
+        super()._put(path, value)
 
     def _asked(self, what: str, path: str) -> None:
         if self._log and threading.current_thread() is threading.main_thread():
@@ -56,15 +49,8 @@ class WatchedStore(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
             raise ConnectionError("the store is away")
 
 
-def _put(path: Path, value: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    hidden = path.parent / f".tmp-{time.monotonic_ns()}-{path.name}"
-    hidden.write_bytes(value)
-    hidden.rename(path)
-
-
 def _watched(name: str) -> Callable[..., Any]:
-    real = getattr(LocalFileSystem, name)
+    real = getattr(ObjectDisk, name)
 
     def call(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
         self._asked(name, path)
