@@ -22,15 +22,29 @@ from arrow_schemas.errors import (
     VersionSkewError,
 )
 from arrow_schemas.evolution import state_change
-from arrow_schemas.row import RowSchema
+from arrow_schemas.row import EXPIRES_MS, RowSchema
 from arrow_schemas.spark_types import key_fields, state_fields
 
-__all__ = ["HASH_NAME", "OPERATOR_FORMAT", "OperatorFile", "operator_file_name", "parse_operator_file_name"]
+__all__ = [
+    "HASH_NAME",
+    "OPERATOR_FORMAT",
+    "OperatorFile",
+    "operator_file_name",
+    "parse_operator_file_name",
+    "with_expiry",
+]
 
 OPERATOR_FORMAT = 1
 # Spark's xxhash64 with its seed of 42 over the normalised keys; bucket = (high 32 bits * buckets) >> 32.
 HASH_NAME = "spark-xxhash64-42/high32-multiply"
 _NAME = re.compile(r"operator_(0|[1-9][0-9]{0,8})\.json")
+
+
+def with_expiry(state_schema: str) -> str:
+    """A state schema with the hidden column for a time to live behind its own."""
+    parsed = json.loads(state_schema)
+    hidden = {"name": EXPIRES_MS, "type": "long", "nullable": True, "metadata": {}}
+    return json.dumps({**parsed, "fields": [*parsed["fields"], hidden]})
 
 
 def operator_file_name(schema_id: int) -> str:
@@ -73,6 +87,10 @@ class OperatorFile:
     def row_schema(self) -> RowSchema:
         """Schema of the rows written under this file."""
         return RowSchema(key_fields(self.key_schema), state_fields(self.state_schema))
+
+    def with_expiry(self) -> OperatorFile:
+        """The same with the hidden column for a time to live behind the state's."""
+        return replace(self, state_schema=with_expiry(self.state_schema))
 
     def encode(self) -> bytes:
         """The file's bytes; equal contents give equal bytes."""
@@ -146,6 +164,10 @@ class OperatorFile:
                 f"set buckets={self.buckets}, or start from a new checkpoint location."
             )
         stored, asked = self.row_schema(), wanted.row_schema()
+        if stored.expires and not asked.expires:
+            # The job no longer has a time to live; the rows keep their place for it.
+            wanted = wanted.with_expiry()
+            asked = wanted.row_schema()
         _same_keys(self.operator, stored.keys, asked.keys)
         changed = state_change(self.operator, stored.state, asked.state)
         return replace(wanted, schema_id=self.schema_id + 1) if changed else self

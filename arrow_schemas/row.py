@@ -23,12 +23,15 @@ import pyarrow.compute as pc
 
 from arrow_schemas.spark_types import normal_type
 
-__all__ = ["DEFINED", "DELETED", "KEY_HASH", "TIMEOUT_MS", "RowSchema"]
+__all__ = ["DEFINED", "DELETED", "EXPIRES_MS", "KEY_HASH", "TIMEOUT_MS", "RowSchema"]
 
 KEY_HASH = "key_hash"
 TIMEOUT_MS = "timeout_ms"
 DEFINED = "defined"
 DELETED = "deleted"
+# The last state column of operators whose state has a time to live, hidden from functions: when the row expires,
+# milliseconds since 1970 by the clock of the time to live, or NULL for never.
+EXPIRES_MS = "__expires_ms"
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,15 @@ class RowSchema:
             pa.field(DELETED, pa.bool_(), nullable=False),
         ]
         return pa.schema(fields)
+
+    @property
+    def expires(self) -> bool:
+        """Whether rows have the hidden column `EXPIRES_MS`."""
+        return bool(self.state) and self.state[-1].name == EXPIRES_MS
+
+    def without_expiry(self) -> RowSchema:
+        """The schema without the hidden column."""
+        return RowSchema(self.keys, self.state[:-1]) if self.expires else self
 
     @cached_property
     def key_slice(self) -> slice:

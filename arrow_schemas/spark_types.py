@@ -58,15 +58,22 @@ def key_fields(schema_json: str) -> tuple[pa.Field, ...]:
     return fields
 
 
-def state_fields(schema_json: str) -> tuple[pa.Field, ...]:
-    """Arrow fields of the state columns; all types of `key_fields`, and maps.
+def state_fields(schema_json: str, role: str = "state") -> tuple[pa.Field, ...]:
+    """Arrow fields of the state columns; all types of `key_fields`, and maps. Those of input and output alike.
+
+    Parameters
+    ----------
+    schema_json
+        `StructType.json()` of the columns.
+    role
+        What they are, for the error.
 
     Raises
     ------
     UnsupportedTypeError
         For a type without a stable Arrow form.
     """
-    return _struct(json.loads(schema_json), role="state", maps=True)
+    return _struct(json.loads(schema_json), role=role, maps=True)
 
 
 def normal_type(data_type: pa.DataType) -> pa.DataType:

@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from spark_state_ext.spark.chain import Step, chain
     from spark_state_ext.spark.plan import ArrowState
     from spark_state_ext.spark.session import disable, enable
+    from spark_state_ext.state_batch import StateBatch
+    from spark_state_ext.ttl import Ttl
 
-__all__ = ["ArrowState", "Backend", "Step", "__version__", "chain", "disable", "enable"]
+__all__ = ["ArrowState", "Backend", "StateBatch", "Step", "Ttl", "__version__", "chain", "disable", "enable"]
 
 _LAZY = {
     "ArrowState": "spark_state_ext.spark.plan",
     "Backend": "spark_state_ext.backends.registry",
+    "StateBatch": "spark_state_ext.state_batch",
     "Step": "spark_state_ext.spark.chain",
+    "Ttl": "spark_state_ext.ttl",
     "chain": "spark_state_ext.spark.chain",
     "disable": "spark_state_ext.spark.session",
     "enable": "spark_state_ext.spark.session",

@@ -8,7 +8,7 @@ pointer names. Snapshots are written in the background; pointers only presume th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -122,6 +122,14 @@ class Bucket:
             When neither the local store nor any checkpoint file has a part of the lineage, or they contradict it.
         """
         return self._reconciled(self.pointer, work)
+
+    def scan(self) -> Iterator[pa.RecordBatch]:
+        """All live rows at the pointer, ascending by hash; each batch is read when it is asked for."""
+        after = -1
+        while after < 2**64 - 1:
+            after, rows = self.read(lambda view, after=after: view.piece(after))  # type: ignore[misc]
+            if rows.num_rows:
+                yield rows
 
     def commit(
         self, rows: SpillBuffer, heartbeat: bool = True, *, may_defer: bool = False, room_bytes: int = 1 << 62

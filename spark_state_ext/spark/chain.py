@@ -18,7 +18,7 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from pyspark.sql.types import LongType, StructField, StructType
 
 from spark_state_ext.errors import UsageError
-from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState, watermark_of
+from spark_state_ext.spark.group_state import NO_TIMEOUT, Clock, KeyState, watermark_of
 
 __all__ = ["Chain", "Step", "chain"]
 
@@ -152,12 +152,14 @@ class _Run:
         watermark_ms, present = watermark_of(outer)
         inner = KeyState(
             None if value is None else tuple(value),
-            outer.getCurrentProcessingTimeMs(),
-            watermark_ms,
-            _timeout_conf(outer),
-            timed_out,
-            present,
-            step.stateStructType,
+            Clock(
+                outer.getCurrentProcessingTimeMs(),
+                watermark_ms,
+                _timeout_conf(outer),
+                timed_out,
+                present,
+                step.stateStructType,
+            ),
         )
         yield from step.func(self._key, frames, inner)
         if inner.touched or inner.timeout_ms != NO_TIMEOUT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,38 @@ from pyspark.sql.types import StructType, TimestampType
 
 from spark_state_ext.errors import StateValueError
 
-__all__ = ["NO_TIMEOUT", "KeyState", "watermark_of"]
+__all__ = ["NO_TIMEOUT", "Clock", "KeyState", "watermark_of"]
 
 # Spark's own value for "no timeout".
 NO_TIMEOUT = -1
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 _KNOWN = _PLAIN | {np.float64, np.int64, np.float32, np.int32, np.bool_}
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What is the same for the states of all keys that are called together.
+
+    Parameters
+    ----------
+    processing_time_ms, watermark_ms
+        Milliseconds since 1970.
+    timeout_conf
+        Spark's name of the timeout kind.
+    timed_out
+        Whether they are called because their timeouts are over.
+    watermark_present
+        Whether the query has a watermark.
+    schema
+        Spark's type of the state.
+    """
+
+    processing_time_ms: int
+    watermark_ms: int
+    timeout_conf: str
+    timed_out: bool
+    watermark_present: bool
+    schema: StructType
 
 
 class KeyState(GroupState):
@@ -36,34 +63,42 @@ class KeyState(GroupState):
         `update` that sets none clears the old.
     """
 
-    def __init__(
-        self,
-        value: tuple[Any, ...] | None,
-        processing_time_ms: int,
-        watermark_ms: int,
-        timeout_conf: str,
-        timed_out: bool,
-        watermark_present: bool,
-        schema: StructType,
-    ) -> None:
+    # Spark's own constructor takes longer than many a function, so it waits until something needs it (`__getattr__`).
+    def __init__(self, value: tuple[Any, ...] | None, clock: Clock) -> None:
+        self.value = self.before = value
+        self.clock = clock
+        self.touched = False
+        self.timeout_ms = NO_TIMEOUT
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not there yet comes here: what Spark's constructor sets.
+        if self._made() or not name.startswith("_") or name.startswith("__"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._make()
+        return getattr(self, name)
+
+    def _made(self) -> bool:
+        return "spark_made" in self.__dict__
+
+    def _make(self) -> None:
+        if self._made():
+            return
+        self.spark_made = True
+        clock, before = self.clock, self.before
         super().__init__(
-            optionalValue=value,  # type: ignore[arg-type]  # a tuple serves as the Row it is declared as
-            batchProcessingTimeMs=processing_time_ms,
-            eventTimeWatermarkMs=watermark_ms,
-            timeoutConf=timeout_conf,
-            hasTimedOut=timed_out,
-            watermarkPresent=watermark_present,
-            defined=value is not None,
+            optionalValue=before,  # type: ignore[arg-type]  # a tuple serves as the Row it is declared as
+            batchProcessingTimeMs=clock.processing_time_ms,
+            eventTimeWatermarkMs=clock.watermark_ms,
+            timeoutConf=clock.timeout_conf,
+            hasTimedOut=clock.timed_out,
+            watermarkPresent=clock.watermark_present,
+            defined=before is not None,
             updated=False,
             removed=False,
             timeoutTimestamp=NO_TIMEOUT,
             keyAsUnsafe=b"",
-            valueSchema=schema,
+            valueSchema=clock.schema,
         )
-        self.value = value
-        self._columns = schema.names
-        self.touched = False
-        self.timeout_ms = NO_TIMEOUT
 
     @property
     def exists(self) -> bool:
@@ -85,25 +120,28 @@ class KeyState(GroupState):
         elif type(newValue) is tuple and _KNOWN.issuperset(map(type, newValue)):
             value = tuple([v.tolist() if isinstance(v, np.generic) else v for v in newValue])
         else:
+            self._make()
             super().update(newValue)
             before = self.value
             self.value = ()  # it exists now, says `exists`, and so the base class gives what it converted
             value = super().getOption
             self.value = before
-        if value is None or len(value) != len(self._columns):
+        if value is None or len(value) != len(self.clock.schema.names):
             raise StateValueError(
-                f"update() was given {value!r} and the state has the columns {', '.join(self._columns)}: "
+                f"update() was given {value!r} and the state has the columns {', '.join(self.clock.schema.names)}: "
                 "give a tuple of one value each"
             )
         self.value = value
         self.touched = True
 
     def remove(self) -> None:
+        self._make()
         super().remove()
         self.value = None
         self.touched = True
 
     def json(self) -> str:
+        self._make()
         if self.touched and self.value is not None:
             super().update(self.value)
         return super().json()

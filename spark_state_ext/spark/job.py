@@ -9,9 +9,13 @@ from arrow_schemas.operator import OperatorFile
 from spark_state_ext.backends.registry import Backend
 from spark_state_ext.commit import CommitOptions
 from spark_state_ext.errors import VersionSkewError
+from spark_state_ext.ttl import Ttl
 from spark_state_ext.version import __version__
 
-__all__ = ["Job"]
+__all__ = ["ARROW", "PANDAS", "ROWS", "Job"]
+
+# Function of (key, frames, state), of (key, rows, state), and of a batch.
+PANDAS, ROWS, ARROW = "pandas", "rows", "arrow"
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,12 @@ class Job:
         Spark's application.
     batches_retained
         ``spark.sql.streaming.minBatchesToRetain``.
+    api
+        How the function is called: `PANDAS`, `ROWS` or `ARROW`.
+    input_schema, output_schema
+        `StructType.json()` of the input's columns and of the output.
+    ttl
+        As given to `ArrowState`.
     plan_id
         A fresh id of this plan: stands in for query and run where a task is not told them (`task`).
     package_version
@@ -81,6 +91,10 @@ class Job:
     restore_from: str | None
     pointer_read: str
     clean_up: bool
+    api: str
+    input_schema: str
+    output_schema: str
+    ttl: Ttl | None = None
     storage_options: dict[str, Any] = field(default_factory=dict)
     package_version: str = __version__
 
@@ -110,9 +124,11 @@ class Job:
                 "key_positions": tuple(plain["key_positions"]),
                 "backends": tuple(Backend(**backend) for backend in plain["backends"]),
                 "commit": CommitOptions(**plain["commit"]),
+                "ttl": None if plain["ttl"] is None else Ttl(**plain["ttl"]),
             }
         )
 
     def operator_file(self, home: str) -> OperatorFile:
         """The operator file this job asks for, for state in the folder `home`."""
-        return OperatorFile(self.operator, home, self.buckets, self.key_schema, self.state_schema)
+        asked = OperatorFile(self.operator, home, self.buckets, self.key_schema, self.state_schema)
+        return asked if self.ttl is None else asked.with_expiry()

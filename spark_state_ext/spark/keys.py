@@ -1,12 +1,8 @@
-"""Calling the user's function once per key, over rows and state that are handled in bulk.
-
-All that costs time per key is in one loop here; everything around it is vectorised.
-"""
+"""Calling the user's function once per key, with pandas frames, as Spark does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,123 +11,33 @@ import pandas as pd
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from arrow_schemas.equality import BoolArray, HashArray, IndexArray, group_by_key
+from arrow_schemas.equality import IndexArray
 from arrow_schemas.row import RowSchema
-from spark_state_ext.errors import StateError, StateValueError, StorageError, UserFunctionError
+from spark_state_ext.errors import StateValueError
 from spark_state_ext.spark.compat import SPARK_VERSION, udf_return_type_error
 from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
+from spark_state_ext.spark.groups import CallContext, Groups
 from spark_state_ext.spark.pandas_values import (
     empty_frame,
     key_scalars,
     null_flags,
     table_to_frame,
 )
-from spark_state_ext.spark.state_values import column_to_values, values_to_column
-from spark_state_ext.store import Lookup
+from spark_state_ext.spark.per_key import Call, Changes, PerKeyCaller, failure
 
-__all__ = ["CallContext", "Changes", "Groups", "KeyCaller"]
+__all__ = ["KeyCaller"]
 
-UserFunction = Callable[[tuple[Any, ...], Iterable[pd.DataFrame], KeyState], Iterable[pd.DataFrame]]
-# Position, key, frames, state before.
-_Call = tuple[int, tuple[Any, ...], Iterable[pd.DataFrame], tuple[Any, ...] | None]
+UserFunction = Callable[[tuple[Any, ...], Iterable[pd.DataFrame], KeyState], Iterable[Any]]
 
 # Keys whose frames are made, and joined, together. Spark would join thousands of frames; few are still in the cache.
 _PORTION_KEYS = 32
 # Rows of one key beyond this come in several frames, as they would from Spark.
 _FRAME_BYTES_MAX = 1 << 30
+# Rows of a frame made of tuples.
+_TUPLES_MAX = 10_000
 
 
-@dataclass(frozen=True)
-class CallContext:
-    """What is the same for all keys of a bucket in a batch; `after_key` is called after each of them."""
-
-    bucket: int
-    batch: int
-    processing_time_ms: int
-    watermark_ms: int
-    watermark_present: bool
-    timeout_conf: str
-    after_key: Callable[[], None] = lambda: None
-
-
-@dataclass
-class Changes:
-    """Outcome of calls: which keys changed, and to what. Lists of one length, a place a changed key."""
-
-    positions: list[int] = field(default_factory=list)
-    values: list[tuple[Any, ...] | None] = field(default_factory=list)
-    timeouts: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Groups:
-    """Rows of a hash range, by key.
-
-    Parameters
-    ----------
-    rows
-        Input columns, rows of a key adjacent, ascending by hash.
-    starts
-        Where each key's rows begin, int64 (number of keys,).
-    hashes
-        Each key's hash, uint64 (number of keys,).
-    raw_keys
-        Key columns as they came, one row a key.
-    keys
-        The same normalised.
-    """
-
-    rows: pa.Table
-    starts: IndexArray
-    hashes: HashArray
-    raw_keys: list[pa.Array]
-    keys: list[pa.Array]
-
-    @staticmethod
-    def of(table: pa.Table, hashes: HashArray, key_positions: Sequence[int], columns: int, schema: RowSchema) -> Groups:
-        """Group the rows of a table; its first `columns` columns are the input's."""
-        raw = [_flat(table.column(position)) for position in key_positions]
-        normal = schema.normalise_keys(raw)
-        order, starts = group_by_key(hashes, normal)
-        firsts = pa.array(order[starts])
-        rows = table.select(list(range(columns)))
-        if len(starts) > 1:  # else they are in order, and may be more than Arrow can copy at once
-            try:
-                rows = rows.take(pa.array(order))
-            except pa.ArrowInvalid as error:
-                raise StorageError(
-                    "the rows of a batch that are handled together have more than 2 GiB in one column: set a smaller "
-                    "memory_bytes_max, or let the source give smaller batches"
-                ) from error
-        return Groups(
-            rows,
-            starts,
-            hashes[order[starts]],
-            [k.take(firsts) for k in raw],
-            [k.take(firsts) for k in normal],
-        )
-
-    @property
-    def count(self) -> int:
-        """Number of keys."""
-        return len(self.starts)
-
-    def without(self, other_hashes: HashArray, other_keys: list[pa.Array], positions: Sequence[int]) -> BoolArray:
-        """Which of some other keys (each given once) are not the keys at these positions; bool (number of others,)."""
-        keep: BoolArray = np.ones(len(other_hashes), dtype=np.bool_)
-        if len(positions) and len(other_hashes):
-            at = np.asarray(positions, dtype=np.int64)
-            both = np.concatenate([self.hashes[at], other_hashes])
-            mine = [key.take(pa.array(at)) for key in self.keys]
-            keys = [pa.concat_arrays([a, b]) for a, b in zip(mine, other_keys, strict=True)]
-            order, starts = group_by_key(both, keys)
-            sizes = np.diff(np.append(starts, len(order)))
-            # Stable order: of two rows of one key the second is the other's.
-            keep[order[starts[sizes > 1] + 1] - len(at)] = False
-        return keep
-
-
-class KeyCaller:
+class KeyCaller(PerKeyCaller):
     """Calls a user's function for many keys.
 
     Parameters
@@ -144,6 +50,8 @@ class KeyCaller:
         Spark's type of the state.
     columns
         Names of the input's columns.
+    outputs
+        Names of the output's columns.
     timezone
         The session's time zone.
     frame_rows_max
@@ -156,130 +64,58 @@ class KeyCaller:
         schema: RowSchema,
         state_type: StructType,
         columns: Sequence[str],
+        outputs: Sequence[str],
         timezone: str,
         frame_rows_max: int,
     ) -> None:
-        self._function = function
-        self._schema = schema
-        self._state_type = state_type
+        super().__init__(function, schema, state_type)
         self._columns = list(columns)
+        self._outputs = list(outputs)
         self._timezone = timezone
         self._rows_max = frame_rows_max
 
-    def data(self, groups: Groups, found: Lookup, context: CallContext, changes: Changes) -> Iterator[pd.DataFrame]:
-        """Call for keys with rows; yields their output, notes changes by position in `groups`."""
-        values = self._state_tuples(found)
-        before = [None if at < 0 else values[at] for at in found.index.tolist()]
+    # -- calling -----------------------------------------------------------------------------------
+
+    def _data_calls(self, groups: Groups, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
         keys = self._key_tuples(groups.raw_keys)
-        frames = self._frames(groups)
-        return self._call(((at, keys[at], pdfs, before[at]) for at, pdfs in frames), False, context, changes)
+        return ((at, keys[at], pdfs, before[at]) for at, pdfs in self._frames(groups))
 
-    def timeouts(self, expired: pa.RecordBatch, context: CallContext, changes: Changes) -> Iterator[pd.DataFrame]:
-        """Call for keys whose time is up; yields their output, notes changes by row of `expired`."""
-        index = np.arange(expired.num_rows, dtype=np.int64)
-        values = self._state_tuples(Lookup(index, expired))
+    def _timeout_calls(self, expired: pa.RecordBatch, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
         keys = self._key_tuples(self._schema.key_columns(expired))
-        calls = ((at, keys[at], [empty_frame(self._columns)], values[at]) for at in range(expired.num_rows))
-        return self._call(calls, True, context, changes)
-
-    def changed_rows(self, changes: Changes, hashes: HashArray, keys: list[pa.Array]) -> pa.RecordBatch:
-        """The changed keys as rows of a run (not yet in run order).
-
-        Raises
-        ------
-        StateValueError
-            When a value does not fit the state schema.
-        """
-        if not changes.positions:
-            return self._schema.empty()
-        at = pa.array(np.asarray(changes.positions, dtype=np.int64))
-        defined = np.fromiter((v is not None for v in changes.values), dtype=np.bool_, count=len(changes.values))
-        timeouts = np.asarray(changes.timeouts, dtype=np.int64)
-        unset = timeouts == NO_TIMEOUT
-        fields = self._state_type.fields
-        nothing = (None,) * len(fields)
-        by_column: Iterable[tuple[Any, ...]] = zip(
-            *(v if v is not None else nothing for v in changes.values), strict=True
-        )
-
-        def whose(row: int) -> str:
-            return f" (key {_shown(tuple(key[changes.positions[row]].as_py() for key in keys))})"
-
-        columns = [
-            values_to_column(values, spark.dataType, arrow.type, arrow.name, whose)
-            for values, spark, arrow in zip(by_column, fields, self._schema.state, strict=True)
-        ]
-        return pa.RecordBatch.from_arrays(
-            [
-                pa.array(hashes).take(at),
-                *(key.take(at) for key in keys),
-                *columns,
-                pa.array(timeouts, mask=unset),
-                pa.array(defined),
-                pa.array(~defined & unset),
-            ],
-            schema=self._schema.arrow,
-        )
-
-    # -- inside ------------------------------------------------------------------------------------
+        return ((at, keys[at], [empty_frame(self._columns)], before[at]) for at in range(expired.num_rows))
 
     def _call(
-        self,
-        calls: Iterable[_Call],
-        timed_out: bool,
-        context: CallContext,
-        changes: Changes,
+        self, calls: Iterable[Call], timed_out: bool, context: CallContext, changes: Changes
     ) -> Iterator[pd.DataFrame]:
-        function, outputs = self._function, _Outputs()
-        now_ms, watermark_ms = context.processing_time_ms, context.watermark_ms
-        conf, present, state_type = context.timeout_conf, context.watermark_present, self._state_type
+        function, outputs = self._function, _Outputs(self._outputs)
+        clock, after_key = self._clock(context, timed_out, self._state_type), context.after_key
         note_position, note_value = changes.positions.append, changes.values.append
         note_timeout = changes.timeouts.append
         for position, key, pdfs, before in _in_portions(calls):
-            state = KeyState(before, now_ms, watermark_ms, conf, timed_out, present, state_type)
+            state = KeyState(before, clock)
             try:
-                for frame in _checked(function(key, pdfs, state)):
-                    if type(frame) is pd.DataFrame and len(frame):
-                        if outputs.frames and len(frame.columns) != outputs.width:
+                for item in _checked(function(key, pdfs, state)):
+                    if type(item) is pd.DataFrame and len(item):
+                        if outputs.frames and len(item.columns) != outputs.width:
                             yield from outputs.joined()
-                        if outputs.add(frame):
+                        if outputs.add(item):
                             yield from outputs.joined()
-                    elif not (isinstance(frame, pd.DataFrame) and not len(frame)) or len(frame.columns):
+                    elif isinstance(item, (tuple, list, Mapping)):
+                        if outputs.add_rows(item):
+                            yield from outputs.joined()
+                    elif not (isinstance(item, pd.DataFrame) and not len(item)) or len(item.columns):
                         # Not what Spark wants, or at least odd: Spark shall judge it, and raise its own error.
-                        yield frame
-            except StateValueError as error:
-                raise StateValueError(
-                    f"{error} (key {_shown(key)}, bucket {context.bucket}, batch {context.batch})"
-                ).with_traceback(error.__traceback__) from error
-            except StateError:
-                raise
+                        yield item
             except Exception as error:
-                # With its traceback: Spark shows that of the last exception only, and the mistake is to be found.
-                raise UserFunctionError(
-                    f"the function failed for key {_shown(key)} (bucket {context.bucket}, batch {context.batch}"
-                    f"{', timed out' if timed_out else ''}): {type(error).__name__}: {error}"
-                ).with_traceback(error.__traceback__) from error
-            context.after_key()
+                raise failure(error, key, context, timed_out) from error
+            after_key()
             if state.touched or state.timeout_ms != NO_TIMEOUT:
                 note_position(position)
                 note_value(state.value)
                 note_timeout(state.timeout_ms)
-        if outputs.frames:
-            yield from outputs.joined()
+        yield from outputs.joined()
 
-    def _state_tuples(self, found: Lookup) -> list[tuple[Any, ...] | None]:
-        rows = found.rows
-        columns = [
-            column_to_values(column, spark.dataType)
-            for column, spark in zip(self._schema.state_columns(rows), self._state_type.fields, strict=True)
-        ]
-        tuples: list[tuple[Any, ...] | None] = list(zip(*columns, strict=True))
-        defined = rows.column("defined")
-        if defined.true_count != rows.num_rows:
-            return [
-                value if is_defined else None for value, is_defined in zip(tuples, defined.to_pylist(), strict=True)
-            ]
-        return tuples
+    # -- frames ------------------------------------------------------------------------------------
 
     def _key_tuples(self, keys: Sequence[pa.Array]) -> list[tuple[Any, ...]]:
         return list(zip(*(key_scalars(key, self._timezone, SPARK_VERSION) for key in keys), strict=True))
@@ -331,7 +167,7 @@ class KeyCaller:
             yield table_to_frame(piece, self._columns, self._timezone, SPARK_VERSION)
 
 
-def _in_portions(calls: Iterable[_Call]) -> Iterator[_Call]:
+def _in_portions(calls: Iterable[Call]) -> Iterator[Call]:
     """The calls, prepared a portion at a time: making frames, calling and joining each go faster in a row."""
     calls = iter(calls)
     while portion := list(islice(calls, _PORTION_KEYS)):
@@ -339,12 +175,20 @@ def _in_portions(calls: Iterable[_Call]) -> Iterator[_Call]:
 
 
 class _Outputs:
-    """Frames waiting to be joined."""
+    """Frames and rows waiting to be joined.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    names
+        The output's columns.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
         self.frames: list[pd.DataFrame] = []
         self.width = 0
         self._rows = 0
+        self._tuples: list[tuple[Any, ...]] = []
 
     def add(self, frame: pd.DataFrame) -> bool:
         """Take a frame with as many columns as those that wait; True when it is time for `joined`."""
@@ -354,25 +198,54 @@ class _Outputs:
         self._rows += len(frame)
         return len(self.frames) >= _PORTION_KEYS or self._rows >= 10_000
 
+    def add_rows(self, item: tuple[Any, ...] | list[Any] | Mapping[str, Any]) -> bool:
+        """Take a row as tuple, several as a list of tuples, or a dict of columns; True when it is time for `joined`."""
+        if isinstance(item, tuple):
+            self._tuples.append(self._row(item))
+        elif isinstance(item, list):
+            self._tuples += [self._row(row) for row in item]
+        else:
+            if sorted(item) != sorted(self._names):
+                raise StateValueError(
+                    f"the function gave the columns {', '.join(map(str, item))}; expected {', '.join(self._names)}"
+                )
+            self._tuples += zip(*(item[name] for name in self._names), strict=True)
+        return len(self._tuples) >= _TUPLES_MAX
+
     def joined(self) -> list[pd.DataFrame]:
         """The frames that wait as one; each alone where their columns differ, as Spark judges each alone."""
         frames, self.frames, self._rows = self.frames, [], 0
-        if len(frames) == 1:
-            return frames
-        together = pd.concat(frames, ignore_index=True)
-        return [together] if len(together.columns) == self.width else frames
+        if len(frames) > 1:
+            together = pd.concat(frames, ignore_index=True)
+            frames = [together] if len(together.columns) == self.width else frames
+        if self._tuples:
+            tuples, self._tuples = self._tuples, []
+            frames.append(_frame_of(tuples, self._names))
+        return frames
+
+    def _row(self, row: Any) -> tuple[Any, ...]:
+        if not isinstance(row, tuple) or len(row) != len(self._names):
+            raise StateValueError(f"the function gave {row!r} for a row; expected a tuple of {', '.join(self._names)}")
+        return row
 
 
-def _shown(key: tuple[Any, ...]) -> str:
-    """A key in a message: ``(4,)`` rather than ``(np.int64(4),)``."""
-    return repr(tuple(part.item() if isinstance(part, np.generic) else part for part in key))
+def _frame_of(tuples: list[tuple[Any, ...]], names: list[str]) -> pd.DataFrame:
+    """Rows as a frame of Python values: Spark converts these by its own rules, and makes objects of numbers anyway."""
+    columns = {
+        at: np.fromiter(values, dtype=object, count=len(tuples)) for at, values in enumerate(zip(*tuples, strict=True))
+    }
+    frame = pd.DataFrame(columns, index=pd.RangeIndex(len(tuples)), copy=False)
+    frame.columns = pd.Index(names)
+    return frame
 
 
 def _checked(result: Any) -> Iterable[Any]:
-    """What the user's function returned, if Spark would take it."""
+    """What the user's function returned, if Spark would take it; and, which Spark would not, a dict of columns."""
     items: Iterable[Any]
     if isinstance(result, pd.DataFrame):
         raise udf_return_type_error(result, "iterable of pandas.DataFrame")
+    if isinstance(result, Mapping):
+        return (result,)
     try:
         items = iter(result)
     except TypeError:
@@ -392,7 +265,3 @@ def _null_patterns(rows: pa.Table, starts: IndexArray) -> IndexArray:
                 # Renumbered at each column, so that any number of columns fits.
                 patterns = np.unique(patterns * 2 + bits, return_inverse=True)[1].astype(np.int64)
     return patterns
-
-
-def _flat(column: pa.ChunkedArray) -> pa.Array:
-    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)

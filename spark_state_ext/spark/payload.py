@@ -3,7 +3,8 @@
 Packing keeps every value as it is; Spark's own path to pandas would turn a bucket's nullable integers into floats. A
 payload is ``b"A"`` and an LZ4-compressed Arrow IPC stream, or ``b"S"`` and JSON naming a spill file, its offset and
 length, with the CRC-32 of these in between: damaged Arrow bytes can crash a process. Or it is
-``b"H"``: the heartbeat that makes Spark call every bucket in every batch with data.
+``b"H"``: the heartbeat that makes Spark call every bucket in every batch with data. Output of functions that give Arrow
+goes on as ``b"O"``, checksum and an Arrow IPC stream (`output`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ __all__ = [
     "HASH_COLUMN",
     "HEARTBEAT",
     "decode",
+    "decode_output",
     "encode",
+    "encode_output",
     "payload_bytes_max",
     "spilled",
     "stored_payload",
@@ -30,7 +33,7 @@ __all__ = [
 
 HASH_COLUMN = "__hash"
 PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp"
-_INLINE, _SPILLED, HEARTBEAT = b"A", b"S", b"H"
+_INLINE, _SPILLED, _OUTPUT, HEARTBEAT = b"A", b"S", b"O", b"H"
 _STALE_AFTER_S = 86_400
 _CRC = struct.Struct("<I")
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
@@ -89,6 +92,26 @@ def decode(payload: bytes, load: Callable[[str, int, int], bytes]) -> Iterator[p
         yield from reader
 
 
+def encode_output(table: pa.Table) -> bytes:
+    """Output rows as bytes, for the next stage on this machine: not compressed."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return _signed(_OUTPUT, memoryview(sink.getvalue()))
+
+
+def decode_output(payload: pa.Buffer) -> Iterator[pa.RecordBatch]:
+    """Inverse of `encode_output`; the rows are views of the payload.
+
+    Raises
+    ------
+    CorruptFileError
+        When it is damaged.
+    """
+    with pa.ipc.open_stream(_checked(payload, _OUTPUT), options=_READ_OPTIONS) as reader:
+        yield from reader
+
+
 def stored_payload(payload: bytes, load: Callable[[str, int, int], bytes]) -> bytes:
     """The inline payload that a spilled one refers to."""
     name, offset, length = json.loads(_checked(payload, _SPILLED).to_pybytes())
@@ -102,12 +125,15 @@ def _signed(kind: bytes, body: bytes | memoryview) -> bytes:
     return b"".join([kind, _CRC.pack(zlib.crc32(body)), body])
 
 
-def _checked(payload: bytes, kind: bytes) -> pa.Buffer:
+def _checked(payload: bytes | pa.Buffer, kind: bytes) -> pa.Buffer:
     """What follows the checksum."""
     start = len(kind) + _CRC.size
-    if payload[: len(kind)] != kind or len(payload) < start:
-        raise CorruptFileError(f"a payload of kind {payload[:1]!r} arrived; client and executors need the same release")
-    body = pa.py_buffer(payload).slice(start)
-    if _CRC.unpack_from(payload, len(kind)) != (zlib.crc32(body),):
+    view = memoryview(payload)
+    if bytes(view[: len(kind)]) != kind or len(view) < start:
+        raise CorruptFileError(
+            f"a payload of kind {bytes(view[:1])!r} arrived; client and executors need the same release"
+        )
+    body = pa.py_buffer(view[start:])
+    if _CRC.unpack_from(view, len(kind)) != (zlib.crc32(body),):
         raise CorruptFileError("a payload fails its checksum: it was damaged on its way, or its spill file is")
     return body

@@ -9,36 +9,44 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
-from pyspark.sql import functions as F
-from pyspark.sql.streaming.state import GroupStateTimeout
-from pyspark.sql.types import DoubleType, FloatType, StructField, StructType
+from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
+from pyspark.sql.types import StructType
 
 from arrow_schemas.pointer import BOTH, V1, V2
+from arrow_schemas.row import EXPIRES_MS
 from arrow_schemas.spark_types import key_fields, state_fields
 from spark_state_ext.backends.registry import CHANGELOG, FSSPEC, Backend, configured
 from spark_state_ext.commit import CommitOptions
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.folder import Folder
-from spark_state_ext.spark.job import Job
-from spark_state_ext.spark.payload import HASH_COLUMN, PAYLOAD_SCHEMA
+from spark_state_ext.spark.columns import (
+    WATERMARK_KEY,
+    KeyLike,
+    event_time_of,
+    packable,
+    resolve_keys,
+    struct_of,
+)
+from spark_state_ext.spark.job import ARROW, PANDAS, ROWS, Job
+from spark_state_ext.spark.output import OUTPUT_SCHEMA
+from spark_state_ext.spark.payload import PAYLOAD_SCHEMA
 from spark_state_ext.spark.session import unpatched
-from spark_state_ext.spark.shim import bucket_entry, pack_entry
+from spark_state_ext.spark.shim import bucket_entry, pack_entry, unpack_entry
+from spark_state_ext.state_batch import StateBatch
+from spark_state_ext.ttl import Ttl
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
 
 __all__ = ["ArrowState"]
-
-KeyLike = Union[str, "Column"]
 
 _OPERATOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 BUCKETS_MAX = 1 << 15
 MEMORY_BYTES_MIN = 1 << 20
 # Arrow cannot copy more than 2 GiB of a column at once.
 MEMORY_BYTES_MAX = 1 << 30
-_WATERMARK_KEY = "spark.watermarkDelayMs"
 _TIMEOUT_CONFS = (
     GroupStateTimeout.NoTimeout,
     GroupStateTimeout.ProcessingTimeTimeout,
@@ -47,7 +55,7 @@ _TIMEOUT_CONFS = (
 
 
 class ArrowState:
-    """Arrow state under `applyInPandasWithState`.
+    """Arrow state for streaming queries: under `applyInPandasWithState`, and for functions over Arrow tables or rows.
 
     Parameters
     ----------
@@ -91,6 +99,9 @@ class ArrowState:
         formats of their own, which this does not change.)
     clean_up
         Whether files that nothing needs any more are deleted.
+    ttl
+        How long state lives that nobody writes; None: for ever. It may be set, changed and dropped from one start of a
+        query to the next.
 
     Raises
     ------
@@ -119,6 +130,7 @@ class ArrowState:
         pointer_write: str = V2,
         pointer_read: str = V2,
         clean_up: bool = True,
+        ttl: Ttl | None = None,
     ) -> None:
         root = os.fspath(root)
         local_dir = None if local_dir is None else os.fspath(local_dir)
@@ -147,6 +159,8 @@ class ArrowState:
             )
         if inline_bytes_max < 0 or task_inline_bytes_max < 0:
             raise UsageError("inline_bytes_max and task_inline_bytes_max must not be negative")
+        if ttl is not None and not isinstance(ttl, Ttl):
+            raise UsageError(f"ttl must be a Ttl, such as Ttl(duration_ms=86_400_000), not {ttl!r}")
         if pointer_write not in (V1, V2, BOTH) or pointer_read not in (V1, V2):
             raise UsageError(
                 "pointer_write must be 'v1', 'v2' or 'both' and pointer_read 'v1' or 'v2', not "
@@ -179,6 +193,7 @@ class ArrowState:
         )
         self.pointer_read = pointer_read
         self.clean_up = clean_up
+        self.ttl = ttl
 
     def __repr__(self) -> str:
         return f"ArrowState({self.root!r}, operator={self.operator!r}, buckets={self.buckets})"
@@ -213,21 +228,122 @@ class ArrowState:
         UsageError
             When an argument cannot work.
         """
+        return self._planned(
+            PANDAS, df, keys, func, outputStructType, stateStructType, outputMode, timeoutConf, "applyInPandasWithState"
+        )
+
+    def apply_in_arrow_with_state(
+        self,
+        df: DataFrame,
+        keys: KeyLike | Sequence[KeyLike],
+        func: Callable[[StateBatch], Any],
+        output_schema: StructType | str,
+        state_schema: StructType | str,
+        output_mode: str = "update",
+        timeout_conf: str = GroupStateTimeout.NoTimeout,
+    ) -> DataFrame:
+        """Call a function over Arrow tables, once for a bucket's keys in a batch, with their state as a table.
+
+        Parameters
+        ----------
+        df
+            A streaming DataFrame.
+        keys
+            Grouping columns, as for `DataFrame.groupBy`.
+        func
+            ``func(batch)`` with a `StateBatch`. It returns a table, an iterable of tables, or None; a table is
+            PyArrow's, a mapping of columns, or anything with Arrow's C stream, such as a polars DataFrame or a DuckDB
+            relation.
+        output_schema
+            What it returns; columns are found by name.
+        state_schema
+            The state columns.
+        output_mode
+            ``"update"`` or ``"append"``, as for `GroupedData.applyInPandasWithState`.
+        timeout_conf
+            ``"NoTimeout"``, ``"ProcessingTimeTimeout"`` or ``"EventTimeTimeout"``.
+
+        Raises
+        ------
+        UnsupportedTypeError
+            When a column of keys, state, input or output has a type without a stable Arrow form.
+        UnsupportedPlanError
+            When `df` is not streaming, or has several event-time columns.
+        UsageError
+            When an argument cannot work.
+        """
+        return self._planned(
+            ARROW, df, keys, func, output_schema, state_schema, output_mode, timeout_conf, "apply_in_arrow_with_state"
+        )
+
+    def apply_rows_with_state(
+        self,
+        df: DataFrame,
+        keys: KeyLike | Sequence[KeyLike],
+        func: Callable[[Any, list[Any], GroupState], Iterable[tuple[Any, ...]] | None],
+        output_schema: StructType | str,
+        state_schema: StructType | str,
+        output_mode: str = "update",
+        timeout_conf: str = GroupStateTimeout.NoTimeout,
+    ) -> DataFrame:
+        """Call a function once per key with plain Python rows: for logic that cannot be vectorised.
+
+        Parameters
+        ----------
+        df, keys, output_schema, state_schema, output_mode, timeout_conf
+            As for `apply_in_arrow_with_state`.
+        func
+            ``func(key, rows, state)``: `key` is a named tuple of the grouping columns, `rows` a list of named tuples of
+            the input's columns (empty when the key timed out), `state` a `GroupState` as Spark's. It returns, or
+            yields, one tuple for each output row, or returns None. Values are Python's: None for NULL, `int`,
+            `datetime`, `Decimal`, ….
+
+        Raises
+        ------
+        UnsupportedTypeError, UnsupportedPlanError, UsageError
+            As for `apply_in_arrow_with_state`.
+        """
+        return self._planned(
+            ROWS, df, keys, func, output_schema, state_schema, output_mode, timeout_conf, "apply_rows_with_state"
+        )
+
+    def _planned(
+        self,
+        api: str,
+        df: DataFrame,
+        keys: KeyLike | Sequence[KeyLike],
+        func: Callable[..., Any],
+        output: StructType | str,
+        state: StructType | str,
+        output_mode: str,
+        timeout_conf: str,
+        name: str,
+    ) -> DataFrame:
         if not df.isStreaming:
             raise UnsupportedPlanError(
-                "applyInPandasWithState is not supported with a batch DataFrame: state lives from micro-batch to "
+                f"{name} is not supported with a batch DataFrame: state lives from micro-batch to "
                 "micro-batch. Use readStream for the input."
             )
-        if timeoutConf not in _TIMEOUT_CONFS:
-            raise UsageError(f"timeoutConf must be one of {', '.join(_TIMEOUT_CONFS)}, not {timeoutConf!r}")
+        if timeout_conf not in _TIMEOUT_CONFS:
+            raise UsageError(f"the timeout must be one of {', '.join(_TIMEOUT_CONFS)}, not {timeout_conf!r}")
         spark = df.sparkSession
         key_list: list[Any] = list(keys) if isinstance(keys, (list, tuple)) else [keys]
-        state_type = _struct(stateStructType, spark, "stateStructType")
+        state_type, output_type = (
+            struct_of(state, spark, "the state schema"),
+            struct_of(output, spark, "the output schema"),
+        )
         input_type = df.schema
-        key_type, positions, extra_keys = _resolve_keys(df, input_type, key_list)
+        key_type, positions, extra_keys = resolve_keys(df, input_type, key_list)
         key_fields(key_type.json())
         state_fields(state_type.json())
-        event_time = _event_time(input_type)
+        if api != PANDAS:
+            state_fields(output_type.json(), "output")
+            state_fields(input_type.json(), "input")
+        if EXPIRES_MS in state_type.names:
+            raise UsageError(f"no state column may be called {EXPIRES_MS!r}: that is where a time to live is kept")
+        event_time = event_time_of(input_type)
+        if self.ttl is not None and self.ttl.clock == "event" and event_time is None:
+            raise UnsupportedPlanError("a Ttl with clock='event' needs an input with a watermark: call withWatermark")
         job = Job(
             operator=self.operator,
             root=self.root,
@@ -236,7 +352,7 @@ class ArrowState:
             state_schema=state_type.json(),
             columns=tuple(input_type.names),
             key_positions=positions,
-            timeout_conf=timeoutConf,
+            timeout_conf=timeout_conf,
             event_time_position=-1 if event_time is None else event_time[0],
             event_time_is_window=event_time is not None and isinstance(input_type[event_time[0]].dataType, StructType),
             timezone=spark.conf.get("spark.sql.session.timeZone") or "UTC",
@@ -256,100 +372,23 @@ class ArrowState:
             restore_from=self.restore_from,
             pointer_read=self.pointer_read,
             clean_up=self.clean_up,
+            api=api,
+            input_schema=input_type.json(),
+            output_schema=output_type.json(),
+            ttl=self.ttl,
             storage_options=self.storage_options,
         ).to_plain()
-        packed = _packable(df, input_type, key_type, positions, extra_keys).mapInArrow(pack_entry(job), PAYLOAD_SCHEMA)
+        packed = packable(df, input_type, key_type, positions, extra_keys).mapInArrow(pack_entry(job), PAYLOAD_SCHEMA)
         if event_time is not None:
-            packed = packed.withMetadata("event_time", {_WATERMARK_KEY: event_time[1]})
+            packed = packed.withMetadata("event_time", {WATERMARK_KEY: event_time[1]})
+        given = output if api == PANDAS else OUTPUT_SCHEMA
         with unpatched():
-            return packed.groupBy("bucket").applyInPandasWithState(
-                bucket_entry(job, func), outputStructType, "pointer binary", outputMode, timeoutConf
+            result = packed.groupBy("bucket").applyInPandasWithState(
+                bucket_entry(job, func), given, "pointer binary", output_mode, timeout_conf
             )
-
-
-def _struct(given: StructType | str, spark: Any, name: str) -> StructType:
-    if isinstance(given, StructType):
-        return given
-    # A DDL string means what this session's parser makes of it; an empty frame of that schema tells.
-    parsed = spark.createDataFrame([], given).schema
-    if not isinstance(parsed, StructType):
-        raise UsageError(f"{name} must be a struct of named columns, not {given!r}")
-    return parsed
-
-
-def _resolve_keys(
-    df: DataFrame, input_type: StructType, keys: list[KeyLike]
-) -> tuple[StructType, tuple[int, ...], list[KeyLike]]:
-    """The key columns' type, their places among the packed columns, and those that are not input columns."""
-    selected = df.select(*keys).schema
-    positions: list[int] = []
-    extra: list[KeyLike] = []
-    for key, resolved in zip(keys, selected.fields, strict=True):
-        # An expression may be named like a column, so only a bare name is taken for that column.
-        bare = key if isinstance(key, str) else _bare_name(key)
-        if bare == resolved.name and input_type.names.count(bare) == 1:
-            positions.append(input_type.names.index(bare))
-        else:
-            positions.append(len(input_type) + len(extra))
-            extra.append(key)
-    fields = [StructField(f.name, f.dataType, f.nullable, _without_watermark(f.metadata)) for f in selected.fields]
-    return StructType(fields), tuple(positions), extra
-
-
-def _bare_name(column: Column) -> str | None:
-    """The name of a column that is nothing but a name; None for any other expression."""
-    match = re.fullmatch(r"Column<'(\w+)'>", str(column))
-    return match[1] if match else None
-
-
-def _without_watermark(metadata: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in (metadata or {}).items() if name != _WATERMARK_KEY}
-
-
-def _event_time(input_type: StructType) -> tuple[int, int] | None:
-    """Place and delay in milliseconds of the column that has the watermark."""
-    found = [
-        (at, int(field.metadata[_WATERMARK_KEY]))
-        for at, field in enumerate(input_type.fields)
-        if _WATERMARK_KEY in (field.metadata or {})
-    ]
-    if len(found) > 1:
-        raise UnsupportedPlanError(
-            "more than one event-time column reaches the stateful operator: "
-            f"{', '.join(input_type.names[at] for at, _ in found)}. Drop all but one (Spark refuses this too)."
-        )
-    return found[0] if found else None
+        return result if api == PANDAS else result.mapInArrow(unpack_entry(), output_type)
 
 
 def _frame_rows_max(text: str | None) -> int:
     rows = int(text or "10000")
     return rows if rows > 0 else 2**31 - 1
-
-
-def _packable(
-    df: DataFrame,
-    input_type: StructType,
-    key_type: StructType,
-    positions: tuple[int, ...],
-    extra: list[KeyLike],
-) -> DataFrame:
-    """Input columns, keys that are none of them, and the hash, under names that cannot clash."""
-    extra_columns = [F.col(key) if isinstance(key, str) else key for key in extra]
-    widened = df.select("*", *(column.alias(f"__key{i}") for i, column in enumerate(extra_columns)))
-    names = [f"c{i}" for i in range(len(input_type) + len(extra))]
-    named = widened.toDF(*names)
-    hashed = F.xxhash64(*(_hashable(names[at], field) for at, field in zip(positions, key_type.fields, strict=True)))
-    return named.select(*names, hashed.alias(HASH_COLUMN))
-
-
-def _hashable(name: str, field: StructField) -> Column:
-    """A key column such that equal keys hash alike: -0.0 as 0.0, each NaN as the same NaN."""
-    column = F.col(name)
-    if isinstance(field.dataType, (FloatType, DoubleType)):
-        zero = F.lit(0.0).cast(field.dataType)
-        return (
-            F.when(column == zero, zero)
-            .when(F.isnan(column), F.lit(float("nan")).cast(field.dataType))
-            .otherwise(column)
-        )
-    return column

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pyarrow as pa
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
-from pyspark.sql.types import StructType
 
-from arrow_schemas.equality import HashArray
 from arrow_schemas.labels import label_bucket
 from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
-from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
+from arrow_schemas.row import RowSchema
 from spark_state_ext.background import Background
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.errors import (
@@ -33,13 +29,12 @@ from spark_state_ext.errors import (
     MissingCheckpointError,
     OperatorChangedError,
 )
-from spark_state_ext.metrics import CallMetrics, MetricsLog, timed, timing
+from spark_state_ext.metrics import CallMetrics, MetricsLog, timing
 from spark_state_ext.operator_folder import admit
 from spark_state_ext.retry import retried
-from spark_state_ext.spark.group_state import watermark_of
 from spark_state_ext.spark.housekeeping import CleanUps, drop_spill_files, reclaim_in_turn
 from spark_state_ext.spark.job import Job
-from spark_state_ext.spark.keys import CallContext, Changes, Groups, KeyCaller, UserFunction
+from spark_state_ext.spark.key_work import KeyWork, Times
 from spark_state_ext.spark.pack import event_times
 from spark_state_ext.spark.payload import HASH_COLUMN, HEARTBEAT, decode
 from spark_state_ext.spark.places import Leases, places_of, prepare
@@ -53,9 +48,8 @@ from spark_state_ext.spark.task import (
 )
 from spark_state_ext.spark.task_end import Spread, TaskEnd
 from spark_state_ext.spill import HashSorter, SpillBuffer
-from spark_state_ext.store import LocalStore, Lookup
+from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import note_use
-from spark_state_ext.store.runs import hashes_of, joined, sorted_run
 from spark_state_ext.uploads import WorkerUploads
 
 __all__ = ["run_bucket"]
@@ -67,7 +61,7 @@ _stores: dict[str, LocalStore] = {}
 
 def run_bucket(
     plain: dict[str, Any],
-    function: UserFunction,
+    function: Callable[..., Any],
     key: tuple[Any, ...],
     frames: Iterable[pd.DataFrame],
     state: GroupState,
@@ -92,28 +86,14 @@ def run_bucket(
     yield from call.run(frames)
 
 
-@dataclass(frozen=True)
-class _Times:
-    """Clock of the batch."""
-
-    processing_ms: int
-    watermark_ms: int
-    watermark_present: bool
-
-    @staticmethod
-    def of(state: GroupState) -> _Times:
-        watermark, present = watermark_of(state)
-        return _Times(state.getCurrentProcessingTimeMs(), watermark, present)
-
-
 class _BucketCall:
-    def __init__(self, job: Job, function: UserFunction, bucket: int, state: GroupState) -> None:
+    def __init__(self, job: Job, function: Callable[..., Any], bucket: int, state: GroupState) -> None:
         self._job = job
         self._state = state
         self._bucket_number = bucket
         self._heartbeat = False
         self._task = TaskInfo.current(job)
-        self._times = _Times.of(state)
+        self._times = Times.of(state)
         stored = state.getOption
         pointer = Pointer.decode(bytes(stored[0]), job.pointer_read) if stored is not None else None
         # A query keeps the folder it began in, whatever later tasks are told of their query.
@@ -141,23 +121,8 @@ class _BucketCall:
         self._spread = Spread(run_id, self._task.partitions, self._task.partition, job.buckets)
         self._task_end = TaskEnd.of(self._task.attempt)
         self._call = CallMetrics(self._task.query_id, self._task.run_id, self._batch, job.operator, bucket)
-        self._caller = KeyCaller(
-            function,
-            self._schema,
-            StructType.fromJson(json.loads(job.state_schema)),
-            job.columns,
-            job.timezone,
-            job.frame_rows_max,
-        )
-        self._context = CallContext(
-            bucket=bucket,
-            batch=self._batch,
-            processing_time_ms=self._times.processing_ms,
-            watermark_ms=self._times.watermark_ms,
-            watermark_present=self._times.watermark_present,
-            timeout_conf=job.timeout_conf,
-            # However long the function takes, the lease stays renewed.
-            after_key=self._leases.hold,
+        self._work = KeyWork(
+            job, function, self._bucket, self._schema, self._times, self._batch, self._call, self._leases.hold
         )
 
     # -- the call ----------------------------------------------------------------------------------
@@ -172,11 +137,7 @@ class _BucketCall:
         # Also a bucket without rows is restored, so that no later batch has to wait for it.
         with timing(self._call, "read_ms"):
             self._bucket.read(lambda view: None)
-        borders = self._expired_borders()
-        after = -1
-        for upper, table in sorter.ranges():
-            yield from self._range(table, after, upper, borders, rows)
-            after = upper
+        yield from self._work.run(sorter.ranges(), rows)
         with timing(self._call, "commit_ms"):
             pointer = self._committed(rows)
         if self._bucket_number == 0:
@@ -184,7 +145,7 @@ class _BucketCall:
         if self._job.clean_up:
             self._clean_ups.in_turn(self._pointer, pointer.calls)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
-            pointer = replace(pointer, earliest_timeout_ms=self._earliest_timeout(rows))
+            pointer = replace(pointer, earliest_timeout_ms=self._work.earliest_timeout(rows))
         self._hand_over(pointer)
         stores = stores_folder(self._job.local_dir)
         reclaim_in_turn(stores, self._scratch, self._job.local_keep_s)
@@ -219,39 +180,6 @@ class _BucketCall:
         if self._heartbeat:
             pointer = replace(pointer, spread=self._spread.noted(bucket, self._files))
         return self._stamped(pointer)
-
-    def _range(
-        self, table: pa.Table | None, after: int, upper: int, borders: list[int], rows: SpillBuffer
-    ) -> Iterator[pd.DataFrame]:
-        """Call the function for the keys with a hash in (after, upper], data first, then timeouts, these piecemeal."""
-        job, changed, changes, groups = self._job, self._schema.empty(), Changes(), None
-        if table is not None:
-            hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
-            groups = Groups.of(table, hashes, job.key_positions, len(job.columns), self._schema)
-            with timing(self._call, "lookup_ms"):
-                found: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
-            self._call.keys += len(groups.hashes)
-            yield from timed(self._caller.data(groups, found, self._context, changes), self._call, "user_ms")
-            changed = sorted_run(self._caller.changed_rows(changes, groups.hashes, groups.keys))
-        for upto in [*(border for border in borders if after < border < upper), upper]:
-            due = self._expired(after, upto)
-            after = upto
-            if due.num_rows and groups is not None:
-                # As in Spark, a due timeout fires even for a key with rows, where the call for these changed nothing.
-                still = groups.without(hashes_of(due), self._schema.key_columns(due), changes.positions)
-                due = due.filter(pa.array(still))
-            mine, changed = _split_at(changed, upto)
-            pieces = [mine]
-            if due.num_rows:
-                timed_out = Changes()
-                self._call.timeouts += due.num_rows
-                yield from timed(self._caller.timeouts(due, self._context, timed_out), self._call, "user_ms")
-                pieces.append(self._caller.changed_rows(timed_out, hashes_of(due), self._schema.key_columns(due)))
-                pieces.append(_untouched(due, timed_out))
-            pieces = [piece for piece in pieces if piece.num_rows]
-            if pieces:
-                rows.append(sorted_run(joined(pieces)))
-            self._leases.hold()
 
     # -- input -------------------------------------------------------------------------------------
 
@@ -288,47 +216,6 @@ class _BucketCall:
         late = times.combine_chunks().fill_null(2**63 - 1).to_numpy(zero_copy_only=False) <= late_until_us
         return batch.filter(pa.array(~late)) if late.any() else batch
 
-    # -- timeouts ----------------------------------------------------------------------------------
-
-    def _expired_borders(self) -> list[int]:
-        """Hashes to stop at when due rows are fetched, so that these fit into memory; empty when all do at once."""
-        threshold_ms = self._threshold_ms()
-        if threshold_ms is None:
-            return []
-        floor = self._pointer.timeout_floor_ms, self._pointer.timeout_floor_version
-        bytes_max: int = self._bucket.read(lambda view: view.expired_bytes_max(threshold_ms, *floor))
-        if bytes_max <= self._job.memory_bytes_max // 4:
-            return []
-        borders: list[int] = self._bucket.read(lambda view: [upto for _, upto in view.ranges()])
-        return borders
-
-    def _expired(self, after: int, upto: int) -> pa.RecordBatch:
-        """Rows with a hash in (after, upto] whose time is up, in run order."""
-        threshold_ms = self._threshold_ms()
-        if threshold_ms is None:
-            return self._schema.empty()
-        floor = self._pointer.timeout_floor_ms, self._pointer.timeout_floor_version
-        found: pa.RecordBatch = self._bucket.read(lambda view: view.expired(threshold_ms, *floor, after, upto))
-        return sorted_run(found)
-
-    def _threshold_ms(self) -> int | None:
-        """Keys whose timeout is before this are called; None without timeouts."""
-        if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
-            return self._times.processing_ms
-        if self._job.timeout_conf == GroupStateTimeout.EventTimeTimeout:
-            return self._times.watermark_ms
-        return None
-
-    def _earliest_timeout(self, rows: SpillBuffer) -> int | None:
-        """Lower bound of the earliest timeout in the bucket, after this call's changes."""
-        bounds = [self._bucket.read(lambda view: view.earliest_timeout(self._times.processing_ms))]
-        for batch in rows:
-            set_ones = batch.column(TIMEOUT_MS).drop_null()
-            if len(set_ones):
-                bounds.append(int(set_ones.to_numpy().min()))
-        known = [bound for bound in bounds if bound is not None]
-        return min(known) if known else None
-
     # -- pointer -----------------------------------------------------------------------------------
 
     def _first_pointer(self) -> Pointer:
@@ -343,7 +230,7 @@ class _BucketCall:
         )
 
     def _stamped(self, pointer: Pointer) -> Pointer:
-        threshold_ms = self._threshold_ms()
+        threshold_ms = self._work.threshold_ms()
         watermark_ms = self._times.watermark_ms if self._times.watermark_present else None
         pointer = replace(pointer, batch=self._batch, watermark_ms=watermark_ms, schema_id=self._operator.schema_id)
         if threshold_ms is not None:
@@ -430,18 +317,3 @@ def _store(folder: str, schema: RowSchema) -> LocalStore:
         # Of queries that stopped, most likely; a worker outlives them, and each store holds two open files.
         _stores.pop(next(iter(_stores))).close()
     return store
-
-
-def _split_at(batch: pa.RecordBatch, upper: int) -> tuple[pa.RecordBatch, pa.RecordBatch]:
-    """Rows with a hash up to `upper`, and the others; the batch ascends by hash."""
-    hashes: HashArray = batch.column(KEY_HASH).to_numpy()
-    at = int(np.searchsorted(hashes, np.uint64(upper), side="right"))
-    return batch.slice(0, at), batch.slice(at)
-
-
-def _untouched(due: pa.RecordBatch, changes: Changes) -> pa.RecordBatch:
-    """Timed-out rows the function did not change: they fire again, and are written anew so that `expired` need look for
-    them only in recent runs."""
-    keep = np.ones(due.num_rows, dtype=np.bool_)
-    keep[np.asarray(changes.positions, dtype=np.int64)] = False
-    return due.filter(pa.array(keep))

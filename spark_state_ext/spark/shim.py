@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["bucket_entry", "pack_entry"]
+__all__ = ["bucket_entry", "pack_entry", "unpack_entry"]
 
 
 def pack_entry(plain: dict[str, Any]) -> Callable[[Any], Any]:
@@ -30,6 +30,16 @@ def bucket_entry(plain: dict[str, Any], function: Callable[..., Any]) -> Callabl
         return load("spark_state_ext.spark.runtime").run_bucket(plain, function, key, frames, state)
 
     return run_bucket
+
+
+def unpack_entry() -> Callable[[Any], Any]:
+    """Function for the `mapInArrow` behind operators that give Arrow."""
+    load = _loader()
+
+    def unpack_rows(batches: Any) -> Any:
+        return load("spark_state_ext.spark.output").unpack(batches)
+
+    return unpack_rows
 
 
 def _loader() -> Callable[[str], Any]:

@@ -64,7 +64,8 @@ def values_to_column(
     column: str,
     whose: Callable[[int], str] = lambda row: "",
 ) -> pa.Array:
-    """Values given to `GroupState.update` as a state column; `whose` says in an error whose value one is.
+    """Python values, such as were given to `GroupState.update`, as a column; `column` and `whose` are for the error:
+    what the column is called, and whose value one is.
 
     Raises
     ------
@@ -94,9 +95,7 @@ def values_to_column(
             # Spark's string columns take any value's text.
             return pa.array([None if v is None else str(v) for v in values], arrow_type)
         culprit = _culprit(values, spark_type, arrow_type, whose)
-        raise StateValueError(
-            f"state column {column!r} of type {spark_type.simpleString()} cannot hold {culprit}: {error}"
-        ) from error
+        raise StateValueError(f"{column} of type {spark_type.simpleString()} cannot hold {culprit}: {error}") from error
 
 
 def _whole(value: Any) -> int:

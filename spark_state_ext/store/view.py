@@ -112,6 +112,15 @@ class View:
                 if merged.num_rows:
                     yield merged
 
+    def piece(self, after: int) -> tuple[int, pa.RecordBatch]:
+        """Live rows with hashes beyond `after` up to some border, ascending by hash, and that border.
+
+        For a reader that takes its time: the next piece may be another view's of the same checkpoint.
+        """
+        upto = next((border for _, border in self.ranges() if border > after), 2**64 - 1)
+        pieces = self._copied(after, upto)
+        return upto, newest_wins(pieces, self._schema, drop_tombstones=True) if pieces else self._schema.empty()
+
     def _copied(self, after: int, upto: int) -> list[pa.RecordBatch]:
         """Copies of all rows with a hash in (after, upto], newest run first."""
         pieces: list[pa.RecordBatch] = []
@@ -157,21 +166,51 @@ class View:
         after, upto
             Only rows with a hash in (after, upto].
         """
+
+        def chunks(run: Run) -> Iterator[tuple[int, int]]:
+            low = _lowest(run, floor_ms, floor_version)
+            for i, chunk in enumerate(run.chunks):
+                if chunk.timeout_min < now_ms and chunk.timeout_max >= low:
+                    yield i, low
+
+        return self._before(TIMEOUT_MS, now_ms, chunks, after, upto)
+
+    def stale(self, column: str, until: int, after: int, upto: int) -> pa.RecordBatch:
+        """Live rows with a hash in (after, upto] in which a whole-number column is at most `until`."""
+        return self._before(column, until + 1, lambda run: ((i, -(2**63)) for i in range(len(run.chunks))), after, upto)
+
+    def _before(
+        self,
+        column: str,
+        limit: int,
+        chunks: Callable[[Run], Iterator[tuple[int, int]]],
+        after: int,
+        upto: int,
+    ) -> pa.RecordBatch:
+        """Live rows in a range of hashes in which a column is below a limit.
+
+        Parameters
+        ----------
+        column, limit
+            Rows with ``column < limit``.
+        chunks
+            For each run which chunks to look at, and from which value on; lower ones there are known to be void.
+        after, upto
+            Only rows with a hash in (after, upto].
+        """
         candidates: list[pa.RecordBatch] = []
 
         def work(open_chunk: OpenChunk) -> None:
             candidates.clear()
             for run in self.runs:
-                low = _lowest(run, floor_ms, floor_version)
-                for i, chunk in enumerate(run.chunks):
-                    if chunk.timeout_min >= now_ms or chunk.timeout_max < low:
-                        continue
+                for i, low in chunks(run):
+                    chunk = run.chunks[i]
                     if chunk.hash_max <= after or chunk.hash_min > upto:
                         continue
                     batch = open_chunk(run, i)
-                    # NULL becomes the largest value: never due.
-                    due = batch.column(TIMEOUT_MS).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
-                    wanted = (due < now_ms) & (due >= low)
+                    # NULL becomes the largest value: never below.
+                    values = batch.column(column).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
+                    wanted = (values < limit) & (values >= low)
                     if chunk.hash_min <= after or chunk.hash_max > upto:
                         hashes = hashes_of(batch)
                         wanted &= hashes <= np.uint64(upto)
@@ -185,10 +224,10 @@ class View:
         if not candidates:
             return self._schema.empty()
         newest = newest_wins(candidates, self._schema, drop_tombstones=True)
-        # A candidate may have been overwritten by a row that is not due: only the current row counts.
+        # A candidate may have been overwritten by a row that is not below: only the current row counts.
         current = self.lookup(hashes_of(newest), self._schema.key_columns(newest))
-        due = current.rows.column(TIMEOUT_MS).fill_null(2**63 - 1).to_numpy(zero_copy_only=False) < now_ms
-        return current.rows.filter(pa.array(due))
+        values = current.rows.column(column).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
+        return current.rows.filter(pa.array(values < limit))
 
     def earliest_timeout(self, now_ms: int) -> int | None:
         """Lower bound of the timeouts at or after `now_ms`; None when there are none. May be a row that is void."""

@@ -19,8 +19,9 @@ from pyspark.sql.types import LongType, StructField, StructType
 
 from arrow_schemas import RowSchema, key_fields, state_fields
 from spark_state_ext.errors import StateValueError, UserFunctionError
-from spark_state_ext.spark.group_state import KeyState
-from spark_state_ext.spark.keys import CallContext, Changes, Groups, KeyCaller
+from spark_state_ext.spark.group_state import Clock, KeyState
+from spark_state_ext.spark.groups import CallContext, Groups, Result
+from spark_state_ext.spark.keys import KeyCaller
 from spark_state_ext.spark.task import settle
 from spark_state_ext.store import Lookup
 
@@ -32,13 +33,19 @@ NOTHING = SCHEMA.empty()
 
 
 def caller(function: Any, rows_max: int = 10_000) -> KeyCaller:
-    return KeyCaller(function, SCHEMA, STATE, ["k", "v"], "UTC", rows_max)
+    return KeyCaller(function, SCHEMA, STATE, ["k", "v"], ["k", "n"], "UTC", rows_max)
 
 
 def grouped(keys: list[int | None], values: list[Any], bad_hash: bool = False) -> Groups:
     hashes = np.array([0 if bad_hash or k is None else (k * 2654435761) % 2**64 for k in keys], dtype=np.uint64)
     table = pa.table({"c0": pa.array(keys, pa.int64()), "c1": pa.array(values, pa.int64())})
     return Groups.of(table, hashes, [0], 2, SCHEMA)
+
+
+def called(
+    one: KeyCaller, groups: Groups, found: Lookup | None = None, result: Result | None = None
+) -> list[pd.DataFrame]:
+    return list(one.data(groups, found or nobody(groups), NOTHING, CONTEXT, result or Result()))
 
 
 def nobody(groups: Groups) -> Lookup:
@@ -69,7 +76,7 @@ def test_each_key_sees_what_it_would_see_alone(
         return iter(())
 
     groups = grouped([k for k, _ in rows], [v for _, v in rows], bad_hash)
-    list(caller(function, rows_max).data(groups, nobody(groups), CONTEXT, Changes()))
+    called(caller(function, rows_max), groups)
     assert set(seen) == {k for k, _ in rows}
     for key, frames in seen.items():
         values = [v for k, v in rows if k == key]
@@ -94,10 +101,11 @@ def test_changes_become_rows_of_a_run() -> None:
         return iter(())
 
     groups = grouped([1, 2, 3, 1], [0, 0, 0, 0])
-    one = caller(function)
-    changes = Changes()
-    list(one.data(groups, nobody(groups), CONTEXT, changes))
-    rows = one.changed_rows(changes, groups.hashes, groups.keys).to_pylist()
+    result = Result()
+    called(caller(function), groups, result=result)
+    assert result.data is not None
+    rows = result.data.rows.to_pylist()
+    assert [rows[i]["key.k"] for i in range(2)] == [groups.keys[0][at].as_py() for at in result.data.positions.tolist()]
     assert {r["key.k"]: (r["state.n"], r["defined"], r["deleted"], r["timeout_ms"]) for r in rows} == {
         1: (10, True, False, None),
         2: (None, False, True, None),
@@ -110,7 +118,7 @@ def test_an_exception_names_key_bucket_and_batch() -> None:
 
     groups = grouped([41], [0])
     with pytest.raises(UserFunctionError, match=r"key \(41,\) \(bucket 3, batch 7.*KeyError") as raised:
-        list(caller(function).data(groups, nobody(groups), CONTEXT, Changes()))
+        called(caller(function), groups)
     assert isinstance(raised.value.__cause__, KeyError)
     assert raised.traceback[-1].name == "function", (
         "Spark shows no cause, so the line must be in the error's own traceback"
@@ -130,7 +138,7 @@ def test_a_state_of_the_wrong_width_is_refused_where_it_is_given(value: Any) -> 
     before = pa.record_batch([[0], [41], [1], [None], [True], [False]], names=NOTHING.schema.names).cast(NOTHING.schema)
     found = Lookup(np.zeros(1, dtype=np.int64), before)
     with pytest.raises(StateValueError, match=r"columns n: .*\(key \(41,\), bucket 3, batch 7\)") as raised:
-        list(caller(function).data(groups, found, CONTEXT, Changes()))
+        called(caller(function), groups, found)
     assert "function" in [entry.name for entry in raised.traceback]
 
 
@@ -141,10 +149,8 @@ def test_a_value_that_does_not_fit_is_named_with_its_key() -> None:
         return iter(())
 
     groups = grouped([1, 2, 3], [0, 0, 0])
-    one, changes = caller(function), Changes()
-    list(one.data(groups, nobody(groups), CONTEXT, changes))
     with pytest.raises(StateValueError, match=r"'n' of type bigint cannot hold 'many' \(str\) \(key \(3,\)\)"):
-        one.changed_rows(changes, groups.hashes, groups.keys)
+        called(caller(function), groups)
 
 
 def test_output_frames_are_joined_and_none_is_lost() -> None:
@@ -154,19 +160,18 @@ def test_output_frames_are_joined_and_none_is_lost() -> None:
         yield pd.DataFrame({"k": [key[0], key[0]]})
 
     groups = grouped(list(range(500)), [0] * 500)
-    frames = list(caller(function).data(groups, nobody(groups), CONTEXT, Changes()))
+    frames = called(caller(function), groups)
     assert len(frames) < 50
     assert sorted(pd.concat(frames)["k"]) == sorted([*range(500)] * 3)
 
 
-def test_others_that_have_changed_are_told_apart_from_those_that_have_not() -> None:
+def test_other_keys_are_found_among_those_with_rows() -> None:
     groups = grouped([1, 2, 3], [0, 0, 0], bad_hash=True)
     others = pa.array([3, 4, 1, 9], pa.int64())
-    hashes = np.zeros(4, dtype=np.uint64)
-    assert groups.without(hashes, [others], [0, 1, 2]).tolist() == [False, True, False, True]
-    position_of_3 = groups.keys[0].to_pylist().index(3)
-    assert groups.without(hashes, [others], [position_of_3]).tolist() == [False, True, True, True]
-    assert groups.without(hashes, [others], []).all()
+    at = groups.positions_of(np.zeros(4, dtype=np.uint64), [others])
+    found = [None if i < 0 else groups.keys[0][i].as_py() for i in at.tolist()]
+    assert found == [3, None, 1, None]
+    assert groups.positions_of(np.empty(0, dtype=np.uint64), [others.slice(0, 0)]).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -195,7 +200,7 @@ def test_update_keeps_what_sparks_own_keeps(value: Any) -> None:
         "valueSchema": schema,
     }
     sparks = GroupState(optionalValue=None, **arguments)  # type: ignore[arg-type]
-    ours = KeyState(None, 1, 0, "NoTimeout", False, False, schema)
+    ours = KeyState(None, Clock(1, 0, "NoTimeout", False, False, schema))
     for state in (sparks, ours):
         assert not state.exists
         assert state.getOption is None
@@ -242,7 +247,7 @@ def test_frames_of_other_columns_are_not_joined() -> None:
         yield pd.DataFrame(frames[int(key[0]) % 4])
 
     groups = grouped(list(range(8)), [0] * 8)
-    frames = list(caller(function).data(groups, nobody(groups), CONTEXT, Changes()))
+    frames = called(caller(function), groups)
     assert sum(map(len, frames)) == 8
     assert all(not frame.isna().any().any() for frame in frames)
     assert {tuple(sorted(frame.columns)) for frame in frames} == {("k", "n"), ("k",), ("k", "other")}
@@ -259,5 +264,35 @@ def test_what_a_function_does_to_its_frames_index_stays_there() -> None:
         return iter(())
 
     groups = grouped([1, 2, 3], [0, 0, 0])
-    list(caller(function).data(groups, nobody(groups), CONTEXT, Changes()))
+    called(caller(function), groups)
     assert seen == [(None, ["k", "v"])] * 3
+
+
+@pytest.mark.parametrize("form", ["a list of tuples", "tuples", "lists of tuples", "a dict of columns", "dicts"])
+def test_output_may_be_rows_or_columns(form: str) -> None:
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Any:
+        rows = [(int(key[0]), None), (int(key[0]), 2**53 + 1)]
+        columns = dict(zip(("n", "k"), ([None, 2**53 + 1], [int(key[0])] * 2), strict=True))
+        return {
+            "a list of tuples": rows,
+            "tuples": iter(rows),
+            "lists of tuples": iter([rows[:1], rows[1:]]),
+            "a dict of columns": columns,
+            "dicts": iter([columns, {"k": [], "n": []}]),
+        }[form]
+
+    groups = grouped([1, 2], [0, 0])
+    frame = pd.concat(called(caller(function), groups))
+    assert list(frame.columns) == ["k", "n"]
+    assert sorted(zip(frame["k"], frame["n"].map(str), strict=True)) == [
+        (key, n) for key in (1, 2) for n in (str(2**53 + 1), "None")
+    ], "no number is rounded on its way"
+
+
+@pytest.mark.parametrize(
+    "row", [[(1,)], [(1, 2, 3)], [[1, 2]], [[(1, 2), 3]], {"k": [1]}, {"k": [1], "m": [1]}], ids=repr
+)
+def test_output_of_the_wrong_width_is_refused(row: Any) -> None:
+    groups = grouped([41], [0])
+    with pytest.raises(StateValueError, match=r"the function gave .* expected .*k, n .*key \(41,\)"):
+        called(caller(lambda key, pdfs, state: row), groups)

@@ -48,6 +48,9 @@ def job(root: Path) -> Job:
         restore_from=None,
         pointer_read="v2",
         clean_up=True,
+        api="pandas",
+        input_schema="",
+        output_schema="",
     )
 
 

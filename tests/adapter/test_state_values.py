@@ -131,5 +131,5 @@ def test_a_string_column_takes_any_values_text() -> None:
 )
 def test_a_value_that_does_not_fit_is_named(spark_type: DataType, value: Any) -> None:
     with pytest.raises(StateValueError, match="'total'") as raised:
-        values_to_column([None, value], spark_type, arrow_type(spark_type), "total")
+        values_to_column([None, value], spark_type, arrow_type(spark_type), "state column 'total'")
     assert repr(value) in str(raised.value)

@@ -17,7 +17,7 @@ from pyspark.sql.types import LongType, StructField, StructType
 
 from spark_state_ext import ArrowState, Step, chain
 from spark_state_ext.errors import UsageError
-from spark_state_ext.spark.group_state import KeyState
+from spark_state_ext.spark.group_state import Clock, KeyState
 
 pytestmark = pytest.mark.spark
 
@@ -110,7 +110,7 @@ def test_a_step_that_leaves_its_input_unread_loses_nothing_of_the_step_before() 
     steps = chain(Step(counts, RUNNING, RUNNING), Step(looks_at_one, PEAKS, PEAKS))
     stored: Any = None
     for expected_n in (3, 6):
-        state = KeyState(stored, 1, -1, "NoTimeout", False, False, steps.stateStructType)
+        state = KeyState(stored, Clock(1, -1, "NoTimeout", False, False, steps.stateStructType))
         frames = iter([pd.DataFrame({"value": [1]}), pd.DataFrame({"value": [1, 2]})])
         assert len(list(steps.func((1,), frames, state))) == 1
         stored = state.getOption

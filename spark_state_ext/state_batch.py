@@ -1,0 +1,384 @@
+"""`StateBatch`: what a vectorised function gets. Arrow tables in, Arrow tables out, no Spark and no pandas.
+
+Anything that speaks Arrow's C stream (PyArrow, polars, a DuckDB result) may be handed back, and takes what is here
+without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from arrow_schemas.equality import BoolArray, IndexArray
+from arrow_schemas.row import normal_array
+from arrow_schemas.tables import as_table, cast_column
+from spark_state_ext.errors import StateValueError, UsageError
+from spark_state_ext.key_match import key_positions
+
+__all__ = ["NO_TIMEOUT", "Outcome", "StateBatch"]
+
+# A key without a timeout; Spark's own value.
+NO_TIMEOUT = -1
+_GROUP = "__group"
+
+
+class Outcome:
+    """What a function did to the keys of its batch.
+
+    Attributes
+    ----------
+    touched
+        Keys that were updated, removed or given a timeout, bool (number of keys,).
+    source
+        For each key its row in `updates`; -1 where it has no state (any more), -2 where that did not change.
+    updates
+        Tables of state columns, one after the other.
+    timeouts_ms
+        Timeout of each key, milliseconds since 1970, or `NO_TIMEOUT`.
+    """
+
+    def __init__(self, keys: int) -> None:
+        self.touched: BoolArray = np.zeros(keys, dtype=np.bool_)
+        self.source: IndexArray = np.full(keys, -2, dtype=np.int64)
+        self.timeouts_ms: IndexArray = np.full(keys, NO_TIMEOUT, dtype=np.int64)
+        self.updates: list[pa.Table] = []
+        self._update_rows = 0
+
+    def put(self, positions: IndexArray | None, states: pa.Table) -> None:
+        """New state of some keys (None: of all, in their order)."""
+        at = slice(None) if positions is None else positions
+        self.touched[at] = True
+        self.source[at] = np.arange(self._update_rows, self._update_rows + states.num_rows)
+        self.updates.append(states)
+        self._update_rows += states.num_rows
+
+    def drop(self, positions: IndexArray) -> None:
+        """No state for some keys."""
+        self.touched[positions] = True
+        self.source[positions] = -1
+
+    def time_out(self, positions: IndexArray, times_ms: IndexArray) -> None:
+        """Timeouts of some keys."""
+        self.touched[positions] = True
+        self.timeouts_ms[positions] = times_ms
+
+
+class StateBatch:
+    """The rows of a bucket in a micro-batch, by key, and the state of these keys.
+
+    A function gets one for each bucket that has rows, or keys that time out. It may get several for a bucket, of
+    different keys, where one would take too much memory.
+
+    Attributes
+    ----------
+    rows : pyarrow.Table
+        The input rows, all columns. Rows of a key are adjacent, in the order in which they arrived at the bucket.
+        Timestamps are microseconds, with zone UTC or without zone.
+    keys : pyarrow.Table
+        The distinct keys, one row each: first those with rows, in the order of `rows`, then those that time out. Keys
+        are as they are stored: ``-0.0`` is ``0.0``.
+    state : pyarrow.Table
+        The state columns, one row a key; NULL where there is no state.
+    exists : pyarrow.BooleanArray
+        Which keys have state. (State may consist of NULLs.)
+    timed_out : pyarrow.BooleanArray
+        Which keys are here because their timeout is over; they have no rows.
+    group_ids : pyarrow.Int64Array
+        For each row its key's position in `keys`; ascending.
+    offsets : pyarrow.Int32Array
+        For each key where its rows begin, and the number of rows at the end, as in an Arrow list:
+        ``pa.ListArray.from_arrays(batch.offsets, column)`` has a key's values in a list.
+    watermark_ms : int or None
+        The batch's watermark, milliseconds since 1970; None for a query without one.
+    processing_time_ms : int
+        The batch's processing time, milliseconds since 1970; the same when the batch is run again.
+    bucket, batch_id : int
+        Which bucket this is, and Spark's number of the batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: pa.Table,
+        keys: pa.Table,
+        state: pa.Table,
+        exists: pa.BooleanArray,
+        starts: IndexArray,
+        watermark_ms: int | None,
+        processing_time_ms: int,
+        timeout_conf: str = "NoTimeout",
+        bucket: int = 0,
+        batch_id: int = 0,
+        scan: Callable[[], Iterator[pa.Table]] = lambda: iter(()),
+    ) -> None:
+        self.rows = rows
+        self.keys = keys
+        self.state = state
+        self.exists = exists
+        self.watermark_ms = watermark_ms
+        self.processing_time_ms = processing_time_ms
+        self.bucket = bucket
+        self.batch_id = batch_id
+        self._timeout_conf = timeout_conf
+        self._scan = scan
+        self._with_rows = len(starts)
+        ends = np.append(starts, rows.num_rows)
+        self._sizes: IndexArray = np.zeros(keys.num_rows, dtype=np.int64)
+        self._sizes[: len(starts)] = np.diff(ends)
+        self.offsets = pa.array(
+            np.concatenate([ends, np.full(keys.num_rows - len(starts), rows.num_rows)]).astype(np.int32)
+        )
+        self.timed_out = pa.array(np.arange(keys.num_rows) >= len(starts))
+        self.outcome = Outcome(keys.num_rows)
+        self._ids: pa.Array | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"StateBatch({self.rows.num_rows} rows of {self._with_rows} keys, "
+            f"{self.keys.num_rows - self._with_rows} keys timed out, bucket {self.bucket}, batch {self.batch_id})"
+        )
+
+    def __len__(self) -> int:
+        return int(self.keys.num_rows)
+
+    # -- looking -----------------------------------------------------------------------------------
+
+    @property
+    def group_ids(self) -> pa.Int64Array:
+        """For each row its key's position."""
+        if self._ids is None:
+            self._ids = pa.array(np.repeat(np.arange(len(self._sizes)), self._sizes))
+        return self._ids
+
+    @property
+    def counts(self) -> pa.Int64Array:
+        """Number of rows of each key; 0 for those that timed out."""
+        return pa.array(self._sizes)
+
+    def aggregate(self, aggregations: Sequence[Any]) -> pa.Table:
+        """Aggregate the rows of each key.
+
+        Parameters
+        ----------
+        aggregations
+            As for `pyarrow.TableGroupBy.aggregate`: ``[("value", "sum"), ("value", "max"), ([], "count_all")]``.
+
+        Returns
+        -------
+        pyarrow.Table
+            One row a key, in the order of `keys`; columns are named as PyArrow names them (``value_sum``). Keys that
+            timed out have what no rows give: NULL, and 0 for counts.
+        """
+        table = self.rows.append_column(_GROUP, self.group_ids)
+        # Ids ascend, so that one thread meets the groups in the order of `keys`.
+        found = pa.TableGroupBy(table, _GROUP, use_threads=False).aggregate(list(aggregations)).drop_columns([_GROUP])
+        missing = self.keys.num_rows - self._with_rows
+        if not missing:
+            return found
+        nothing = [
+            pa.array(np.zeros(missing, dtype=np.int64)) if "count" in name else pa.nulls(missing, column.type)
+            for name, column in zip(found.column_names, found.columns, strict=True)
+        ]
+        return pa.concat_tables([found, pa.table(nothing, schema=found.schema)])
+
+    def lists(self, column: str) -> pa.ListArray:
+        """The values of a column as one list a key, without a copy."""
+        values = self.rows.column(column).combine_chunks()
+        if isinstance(values, pa.ChunkedArray):
+            values = values.chunk(0) if values.num_chunks else pa.array([], values.type)
+        return pa.ListArray.from_arrays(self.offsets, values)
+
+    def with_state(self, columns: Mapping[str, Any] | None = None) -> pa.Table:
+        """The keys, their state, and more columns if wanted, side by side."""
+        names = [*self.keys.column_names, *self.state.column_names]
+        table = pa.table([*self.keys.columns, *self.state.columns], names=names)
+        for name, values in (columns or {}).items():
+            table = table.append_column(name, values)
+        return table
+
+    def scan(self) -> Iterator[pa.Table]:
+        """The whole bucket as it was before this batch, table after table; read while it is iterated.
+
+        Each table has the key columns and then the state columns; keys that have no state are left out. Memory stays
+        bounded however large the bucket is.
+        """
+        return self._scan()
+
+    # -- changing ----------------------------------------------------------------------------------
+
+    def update(self, states: Any, where: Any = None) -> None:
+        """Set the state of keys. As with Spark's `GroupState`, a timeout is cleared unless it is set anew.
+
+        Parameters
+        ----------
+        states
+            A table, record batch, mapping of columns, polars DataFrame or anything else with Arrow's C stream, in one
+            of three forms: one row for each key of the batch, in their order; with `where`, one row for each key or
+            one for each that is chosen; or, with the key columns beside the state columns, one row for any of the
+            batch's keys, in any order.
+        where
+            Mask over the keys: which of them to update. Default: all.
+
+        Raises
+        ------
+        StateValueError
+            When columns are missing or too many, a value does not fit its column, or a key is not of this batch.
+        """
+        table = as_table(states, "update()")
+        names = self.state.column_names
+        given = set(table.column_names)
+        by_key = given == {*names, *self.keys.column_names} and len(given) > len(names)
+        if not by_key and given != set(names):
+            raise StateValueError(
+                f"update() was given the columns {', '.join(table.column_names) or '(none)'}; it takes the state's "
+                f"({', '.join(names)}), or these and the keys' ({', '.join(self.keys.column_names)})"
+            )
+        positions = self._positions_of(table, "update()") if by_key else None
+        columns = [cast_column(table.column(field.name), field, "state column") for field in self.state.schema]
+        new = pa.table(columns, schema=self.state.schema)
+        if positions is None:
+            chosen = None if where is None else self._chosen(where)
+            positions, new = self._aligned(new, chosen)
+        elif where is not None:
+            keep = _mask(where, len(self))[positions]
+            positions, new = positions[keep], new.filter(pa.array(keep))
+        self.outcome.put(positions, new)
+
+    def remove(self, which: Any = True) -> None:
+        """Remove the state of keys.
+
+        Parameters
+        ----------
+        which
+            Mask over the keys, or a table of keys; True: all keys of the batch.
+        """
+        if which is True:
+            self.outcome.drop(np.arange(len(self)))
+        elif hasattr(which, "column_names") or isinstance(which, (Mapping, pa.RecordBatch)):
+            self.outcome.drop(self._positions_of(as_table(which, "remove()"), "remove()"))
+        else:
+            self.outcome.drop(np.flatnonzero(_mask(which, len(self))))
+
+    def set_timeout(self, *, timestamp_ms: Any = None, duration_ms: Any = None, where: Any = None) -> None:
+        """Have keys time out, unless they are touched before; then they are in a batch with `timed_out` set.
+
+        Parameters
+        ----------
+        timestamp_ms
+            Under EventTimeTimeout: when the watermark is past this, milliseconds since 1970.
+        duration_ms
+            Under ProcessingTimeTimeout: so many milliseconds from now.
+        where
+            Mask over the keys: for which. Default: all.
+
+        The times are one number, or an array of one for each key, or for each that `where` chooses; NULL for none.
+
+        Raises
+        ------
+        UsageError
+            When the query has another kind of timeout.
+        StateValueError
+            For a timestamp before the watermark, or a duration that is not positive; names the key.
+        """
+        event_time = self._timeout_conf == "EventTimeTimeout"
+        if self._timeout_conf == "NoTimeout" or (timestamp_ms is None) != (not event_time):
+            raise UsageError(
+                f"set_timeout() under {self._timeout_conf} takes "
+                + {"EventTimeTimeout": "timestamp_ms", "ProcessingTimeTimeout": "duration_ms"}.get(
+                    self._timeout_conf, "nothing: give timeout_conf='EventTimeTimeout' or 'ProcessingTimeTimeout'"
+                )
+            )
+        positions = np.arange(len(self)) if where is None else self._chosen(where)
+        times, is_set = self._times(timestamp_ms if event_time else duration_ms, positions)
+        least = max(self.watermark_ms or 0, 1) if event_time else 1
+        wrong = np.flatnonzero(is_set & (times < least))
+        if len(wrong):
+            key = self.keys.slice(int(positions[wrong[0]]), 1).to_pylist()[0]
+            raise StateValueError(
+                f"set_timeout() was given {int(times[wrong[0]])} for key {key}: "
+                + (f"that is before the watermark, {least}" if event_time else "a duration must be positive")
+            )
+        if not event_time:
+            times = times + self.processing_time_ms
+        self.outcome.time_out(positions, np.where(is_set, times, NO_TIMEOUT))
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _chosen(self, where: Any) -> IndexArray:
+        return np.flatnonzero(_mask(where, len(self)))
+
+    def _aligned(self, new: pa.Table, chosen: IndexArray | None) -> tuple[IndexArray | None, pa.Table]:
+        """Positions (None: all) and the rows for them."""
+        if chosen is None or len(chosen) == len(self):
+            if new.num_rows != len(self):
+                raise StateValueError(f"update() was given {new.num_rows} rows and the batch has {len(self)} keys")
+            return None, new
+        if new.num_rows == len(self):
+            return chosen, new.take(pa.array(chosen))
+        if new.num_rows != len(chosen):
+            raise StateValueError(
+                f"update() was given {new.num_rows} rows; the batch has {len(self)} keys, and `where` chooses "
+                f"{len(chosen)}"
+            )
+        return chosen, new
+
+    def _positions_of(self, table: pa.Table, call: str) -> IndexArray:
+        names = self.keys.column_names
+        if not set(names) <= set(table.column_names):
+            raise StateValueError(
+                f"{call} needs the key columns {', '.join(names)}, not {', '.join(table.column_names)}"
+            )
+        own = [_flat(column) for column in self.keys.columns]
+        given = [
+            normal_array(_flat(cast_column(table.column(field.name), field, "key column")), field.type)
+            for field in self.keys.schema
+        ]
+        if len(given[0]) == len(own[0]) and all(a.equals(b) for a, b in zip(own, given, strict=True)):
+            return np.arange(len(self))
+        positions = key_positions(own, given)
+        missing = np.flatnonzero(positions < 0)
+        if len(missing):
+            key = {name: column[int(missing[0])].as_py() for name, column in zip(names, given, strict=True)}
+            raise StateValueError(f"{call} was given the key {key}, which is not in this batch")
+        if len(np.unique(positions)) < len(positions):
+            raise StateValueError(f"{call} was given {len(positions)} rows in which a key is there more than once")
+        return positions
+
+    def _times(self, given: Any, positions: IndexArray) -> tuple[IndexArray, BoolArray]:
+        """Times of the chosen keys, and which of these are set."""
+        if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
+            return np.full(len(positions), int(given), dtype=np.int64), np.ones(len(positions), dtype=np.bool_)
+        column = given if isinstance(given, (pa.Array, pa.ChunkedArray)) else pa.array(given)
+        column = _flat(cast_column(column, pa.field("timeout", pa.int64()), "times of"))
+        if len(column) == len(self) != len(positions):
+            column = column.take(pa.array(positions))
+        if len(column) != len(positions):
+            raise StateValueError(f"set_timeout() was given {len(column)} times for {len(positions)} keys")
+        is_set: BoolArray = column.is_valid().to_numpy(zero_copy_only=False)
+        return pc.fill_null(column, 0).to_numpy(zero_copy_only=False), is_set
+
+
+def _mask(given: Any, length: int) -> BoolArray:
+    if isinstance(given, (pa.Array, pa.ChunkedArray)):
+        mask = pc.fill_null(given, False).to_numpy(zero_copy_only=False) if pa.types.is_boolean(given.type) else None
+    else:
+        mask = np.asarray(given)
+    if mask is None or mask.dtype != np.bool_ or mask.shape != (length,):
+        raise StateValueError(f"a mask must be {length} booleans, one for each key of the batch, not {given!r}")
+    chosen: BoolArray = mask
+    return chosen
+
+
+def _flat(column: Any) -> pa.Array:
+    if isinstance(column, pa.Array):
+        return column
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    joined = column.combine_chunks()
+    if isinstance(joined, pa.ChunkedArray):
+        return joined.chunk(0) if joined.num_chunks else pa.array([], column.type)
+    return joined
