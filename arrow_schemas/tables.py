@@ -10,18 +10,32 @@ import pyarrow.compute as pc
 
 from arrow_schemas.errors import StateValueError
 
-__all__ = ["as_table", "cast_column", "conformed"]
+__all__ = ["as_table", "cast_column", "conformed", "is_table", "refuse_nulls"]
 
 
-def as_table(given: Any, where: str) -> pa.Table:
+def is_table(given: Any) -> bool:
+    """Whether something is one table, and neither a column nor several tables."""
+    if isinstance(given, (pa.Table, pa.RecordBatch, Mapping)):
+        return True
+    # Columns of polars, pandas and PyArrow have the stream too, and a type.
+    if isinstance(given, (pa.Array, pa.ChunkedArray)) or hasattr(type(given), "dtype"):
+        return False
+    return hasattr(given, "__arrow_c_stream__") or hasattr(given, "to_arrow") or _is_pandas(given)
+
+
+def _is_pandas(given: Any) -> bool:
+    return hasattr(type(given), "iloc") and hasattr(type(given), "columns")
+
+
+def as_table(given: Any, who: str) -> pa.Table:
     """A table of what PyArrow, polars, DuckDB and others call one.
 
     Parameters
     ----------
     given
         `pyarrow.Table` or `RecordBatch`, a mapping of names to columns, or anything with Arrow's C stream.
-    where
-        Who gave it, for the error.
+    who
+        Who gave it, for the error: "update() was given", "the function gave".
 
     Raises
     ------
@@ -35,16 +49,20 @@ def as_table(given: Any, where: str) -> pa.Table:
     try:
         if isinstance(given, Mapping):
             return pa.table(dict(given))
-        if hasattr(given, "__arrow_c_stream__"):
+        if is_table(given):
+            if _is_pandas(given):
+                # A frame's index is no column.
+                return pa.Table.from_pandas(given, preserve_index=False)
+            if hasattr(given, "to_arrow"):
+                # Polars' stream has views of strings, which older releases of PyArrow cannot cast.
+                found = given.to_arrow()
+                return found if isinstance(found, pa.Table) else pa.Table.from_batches(found)
             return pa.table(given)
-        if hasattr(given, "to_arrow"):
-            found = given.to_arrow()
-            return found if isinstance(found, pa.Table) else pa.Table.from_batches(found)
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise StateValueError(f"{where} was given something that is no table: {error}") from error
+        raise StateValueError(f"{who} something that is no table: {error}") from error
     raise StateValueError(
-        f"{where} takes a pyarrow Table or RecordBatch, a mapping of columns, or anything with __arrow_c_stream__ "
-        f"(polars, DuckDB), not {type(given).__name__}"
+        f"{who} a value of type {type(given).__name__}: a table is a pyarrow Table or RecordBatch, a mapping of "
+        "columns, or anything with __arrow_c_stream__ (polars, DuckDB)"
     )
 
 
@@ -54,22 +72,62 @@ def cast_column(column: Any, field: pa.Field, role: str) -> Any:
     Raises
     ------
     StateValueError
-        When a value does not fit, or is NULL where none may be.
+        When a value does not fit.
     """
     if column.type != field.type:
         try:
-            column = column.cast(field.type)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+            if isinstance(column, pa.ChunkedArray):
+                return pa.chunked_array([_cast(chunk, field.type) for chunk in column.chunks], field.type)
+            return _cast(column, field.type)
+        except pa.ArrowException as error:
             raise StateValueError(
                 f"{role} {field.name!r} of type {field.type} cannot hold {column.type}: {error}"
             ) from error
-    if not field.nullable and column.null_count:
-        at = pc.index(pc.is_null(column), True).as_py()
-        raise StateValueError(f"{role} {field.name!r} is declared without NULLs and row {at} is NULL")
     return column
 
 
-def conformed(given: Any, fields: Sequence[pa.Field], where: str) -> pa.Table:
+def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """As Arrow casts; but fields of structs are neither left out nor made up, and may come in any order."""
+    types = pa.types
+    if types.is_struct(kind) and types.is_struct(column.type):
+        names, wanted = [field.name for field in column.type], [field.name for field in kind]
+        if sorted(names) != sorted(wanted) or len(set(names)) < len(names):
+            raise pa.ArrowInvalid(f"its fields are {', '.join(names)}")
+        parts = dict(zip(names, column.flatten(), strict=True))
+        children = [_cast(parts[field.name], field.type) for field in kind]
+        return pa.StructArray.from_arrays(children, fields=list(kind), mask=column.is_null())
+    lists = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
+    if types.is_list(kind) and types.is_nested(kind.value_type) and lists:
+        ends = pc.cumulative_sum(pc.fill_null(pc.list_value_length(column), 0)).cast(pa.int32())
+        offsets = pa.concat_arrays([pa.array([0], pa.int32()), ends])
+        values = _cast(pc.list_flatten(column), kind.value_type)
+        return pa.ListArray.from_arrays(offsets, values, type=kind, mask=column.is_null())
+    return column if column.type == kind else column.cast(kind)
+
+
+def refuse_nulls(column: Any, field: pa.Field, role: str) -> None:
+    """Raise a StateValueError when a column has NULLs where it was declared without, in lists and structs too."""
+    if not field.nullable and column.null_count:
+        at = pc.index(pc.is_null(column), True).as_py()
+        raise StateValueError(f"{role} {field.name!r} is declared without NULLs and row {at} is NULL")
+    if not _forbids_nulls(field.type):
+        return
+    if pa.types.is_list(field.type):
+        refuse_nulls(pc.list_flatten(column), field.type.value_field, f"{role} {field.name!r}: its")
+    else:
+        there = column.filter(pc.is_valid(column))
+        for child in field.type:
+            refuse_nulls(pc.struct_field(there, child.name), child, f"{role} {field.name!r}: its")
+
+
+def _forbids_nulls(kind: pa.DataType) -> bool:
+    """Whether some element or field of a type is declared without NULLs. (Of maps that is not asked.)"""
+    if pa.types.is_list(kind):
+        return not kind.value_field.nullable or _forbids_nulls(kind.value_type)
+    return pa.types.is_struct(kind) and any(not field.nullable or _forbids_nulls(field.type) for field in kind)
+
+
+def conformed(given: Any, fields: Sequence[pa.Field], who: str) -> pa.Table:
     """A table with exactly these columns, found by name, in this order and of these types.
 
     Raises
@@ -77,11 +135,15 @@ def conformed(given: Any, fields: Sequence[pa.Field], where: str) -> pa.Table:
     StateValueError
         When columns are missing or too many, or values do not fit.
     """
-    table = as_table(given, where)
+    table = as_table(given, who)
     names = [field.name for field in fields]
     if sorted(table.column_names) != sorted(names):
-        raise StateValueError(f"{where} gave the columns {', '.join(table.column_names)}; expected {', '.join(names)}")
+        raise StateValueError(
+            f"{who} the columns {', '.join(table.column_names) or '(none)'}; expected {', '.join(names)}"
+        )
     if table.column_names != names and len(set(names)) == len(names):
         table = table.select(names)
     columns = [cast_column(column, field, "output column") for column, field in zip(table.columns, fields, strict=True)]
+    for column, field in zip(columns, fields, strict=True):
+        refuse_nulls(column, field, "output column")
     return pa.table(columns, schema=pa.schema(fields))

@@ -9,8 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import async_commit, big_bucket, keyed_count, restore, store
+from benchmarks import async_commit, big_bucket, growth, keyed_count, restore, store, vectorised
+from benchmarks.nexmark import bench as nexmark
+from benchmarks.peers import compare as peers
 from benchmarks.report import RESULTS, BenchmarkError, Report
+from benchmarks.suite import run_all
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,24 @@ _BENCHMARKS = {
         "the same per-key pandas function on Spark's own state and on Arrow state",
         keyed_count.add_arguments,
         keyed_count.run,
+    ),
+    "vectorised": _Benchmark(
+        "keyed count and sum against Spark's own JVM aggregation, in two sizes, in every API",
+        vectorised.add_arguments,
+        vectorised.run,
+    ),
+    "growth": _Benchmark(
+        "batches of one size over ever more keys of state: time, memory, bytes written",
+        growth.add_arguments,
+        growth.run,
+    ),
+    "nexmark": _Benchmark(
+        "queries of the Nexmark benchmark, in our form and in those that Spark has", nexmark.add_arguments, nexmark.run
+    ),
+    "peers": _Benchmark(
+        "other stream processors with Python, and storage engines alone, on the keyed count",
+        peers.add_arguments,
+        peers.run,
     ),
     "store": _Benchmark("the local store against one LMDB entry per key", store.add_arguments, store.run),
     "restore": _Benchmark(
@@ -43,10 +64,14 @@ _BENCHMARKS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a benchmark; returns the exit status: 0 all bars met, 1 some not, 2 it failed."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["all"]:
+        return run_all(given[1:])
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measures speed and memory against the alternatives, in one run, on the same input, with equal "
-        "answers checked. Exit status: 0 when all bars are met, 1 when some are not, 2 when the benchmark failed.",
+        "answers checked; `all` runs them all. "
+        "Exit status: 0 when all bars are met, 1 when some are not, 2 when the benchmark failed.",
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="BENCHMARK")
     for name, benchmark in _BENCHMARKS.items():
@@ -61,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "--work-dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="folder for scratch files"
         )
         benchmark.add_arguments(command)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     options.work_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"benchmark-{options.name}-", dir=options.work_dir) as folder:
         try:

@@ -1,4 +1,4 @@
-"""The job that is measured: a running count and sum per key, written as anybody would write it."""
+"""The job that is measured: a running count and sum per key, written as anybody would write it, for each API."""
 
 from __future__ import annotations
 
@@ -7,9 +7,24 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
-__all__ = ["OUTPUT", "STATE", "count_and_sum", "event_batches", "expected"]
+__all__ = [
+    "INPUT",
+    "OUTPUT",
+    "STATE",
+    "count_and_sum",
+    "count_and_sum_in_arrow",
+    "count_and_sum_of_rows",
+    "count_and_sum_to_tuples",
+    "event_batches",
+    "every_key_once",
+    "expected",
+    "same_answer",
+]
 
+INPUT = "key bigint, value double"
 OUTPUT = "key bigint, n bigint, total double"
 STATE = "n bigint, total double"
 
@@ -22,6 +37,35 @@ def count_and_sum(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: Any
         total += pdf["value"].sum()
     state.update((n, total))
     yield pd.DataFrame({"key": [key[0]], "n": [n], "total": [total]})
+
+
+def count_and_sum_to_tuples(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: Any) -> list[tuple[Any, ...]]:
+    """The same function, with a tuple for its output in place of a frame."""
+    n, total = state.get if state.exists else (0, 0.0)
+    for pdf in pdfs:
+        n += len(pdf)
+        total += pdf["value"].sum()
+    state.update((n, total))
+    return [(key[0], n, total)]
+
+
+def count_and_sum_of_rows(key: Any, rows: list[Any], state: Any) -> list[tuple[Any, ...]]:
+    """The same over plain rows."""
+    n, total = state.get if state.exists else (0, 0.0)
+    n += len(rows)
+    for row in rows:
+        total += row.value
+    state.update((n, total))
+    return [(key.key, n, total)]
+
+
+def count_and_sum_in_arrow(batch: Any) -> pa.Table:
+    """The same for all keys at once."""
+    new = batch.aggregate([([], "count_all"), ("value", "sum")])
+    n = pc.add(pc.fill_null(batch.state["n"], 0), new["count_all"])
+    total = pc.add(pc.fill_null(batch.state["total"], 0.0), new["value_sum"])
+    batch.update({"n": n, "total": total})
+    return batch.keys.append_column("n", n).append_column("total", total)
 
 
 def event_batches(batches: int, events: int, keys: int, seed: int) -> list[pd.DataFrame]:
@@ -41,7 +85,21 @@ def event_batches(batches: int, events: int, keys: int, seed: int) -> list[pd.Da
     ]
 
 
+def every_key_once(batches: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """A batch with one event for each key of others: what comes out is the whole answer."""
+    keys = np.unique(np.concatenate([batch["key"].to_numpy() for batch in batches]))
+    return pd.DataFrame({"key": keys, "value": np.full(len(keys), 0.5)})
+
+
 def expected(batches: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """The final answer by plain pandas: ``key``, ``n``, ``total``, ascending by key."""
     grouped = pd.concat(batches).groupby("key")["value"]
     return pd.DataFrame({"n": grouped.size(), "total": grouped.sum()}).reset_index()
+
+
+def same_answer(answer: pd.DataFrame, right: pd.DataFrame) -> bool:
+    """Whether two answers are equal, exactly: the sums have no rounding in any order."""
+    answer = answer.sort_values("key")
+    return len(answer) == len(right) and all(
+        np.array_equal(answer[name].to_numpy(), right[name].to_numpy()) for name in ("key", "n", "total")
+    )

@@ -62,6 +62,11 @@ def _column_codes(column: pa.Array) -> HashArray:
             pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False).astype(np.uint64)
         )
         return lengths
+    if types.is_floating(column.type):
+        # Arrow's dictionaries go by the bits, and a NaN may have many. That NULL counts as one here is put right after.
+        values = column.to_numpy(zero_copy_only=False).astype(np.float64)
+        bits: HashArray = np.where(np.isnan(values), np.nan, values + 0.0).view(np.uint64)
+        return bits
     encoded = pc.dictionary_encode(column, null_encoding="encode")
     indices: HashArray = encoded.indices.to_numpy(zero_copy_only=False).astype(np.uint64)
     return indices

@@ -58,6 +58,9 @@ class CallMetrics:
         Milliseconds in which state was restored or opened; in which it was looked up; in which the user's function
         ran, conversions included; from sealing the delta to the new pointer, `wait_ms` included; in which uploads were
         waited for; and all.
+    cpu_ms
+        Processor time of the call's thread, milliseconds: with the user's function, without Spark's own work and
+        uploads.
     upload_ms, uploaded_bytes, uploads
         Milliseconds that uploads took which were confirmed since the bucket's call before in this process, beside
         batches; their bytes, and how many.
@@ -88,6 +91,7 @@ class CallMetrics:
     commit_ms: float = 0.0
     wait_ms: float = 0.0
     total_ms: float = 0.0
+    cpu_ms: float = 0.0
     upload_ms: float = 0.0
     uploaded_bytes: int = 0
     uploads: int = 0
@@ -109,7 +113,17 @@ SCHEMA = pa.schema(
 # How columns are summed up over the buckets of a batch.
 _SUMMED = (
     *("rows", "keys", "timeouts", "changed_rows", "state_rows", "read_ms", "lookup_ms", "user_ms", "commit_ms"),
-    *("wait_ms", "total_ms", "upload_ms", "uploaded_bytes", "uploads", "delta_bytes", "inline_bytes", "restored_files"),
+    *(
+        "wait_ms",
+        "total_ms",
+        "cpu_ms",
+        "upload_ms",
+        "uploaded_bytes",
+        "uploads",
+        "delta_bytes",
+        "inline_bytes",
+        "restored_files",
+    ),
 )
 _KEYS = ("query_id", "run_id", "operator", "batch")
 

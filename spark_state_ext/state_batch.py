@@ -6,6 +6,8 @@ without a copy.
 
 from __future__ import annotations
 
+import datetime
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ import pyarrow.compute as pc
 
 from arrow_schemas.equality import BoolArray, IndexArray
 from arrow_schemas.row import normal_array
-from arrow_schemas.tables import as_table, cast_column
+from arrow_schemas.tables import as_table, cast_column, is_table, refuse_nulls
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.key_match import key_positions
 
@@ -23,7 +25,8 @@ __all__ = ["NO_TIMEOUT", "Outcome", "StateBatch"]
 
 # A key without a timeout; Spark's own value.
 NO_TIMEOUT = -1
-_GROUP = "__group"
+# What is 0, and not NULL, where there are no rows.
+_COUNTS = frozenset({"count", "count_all", "count_distinct"})
 
 
 class Outcome:
@@ -117,12 +120,14 @@ class StateBatch:
     ) -> None:
         self.rows = rows
         self.keys = keys
-        self.state = state
-        self.exists = exists
+        # A key without state has NULL in every column, also where state may not be NULL.
+        self.state = pa.table(state.columns, schema=pa.schema([field.with_nullable(True) for field in state.schema]))
+        self.exists = exists if not exists.null_count else pc.fill_null(exists, False)
         self.watermark_ms = watermark_ms
         self.processing_time_ms = processing_time_ms
         self.bucket = bucket
         self.batch_id = batch_id
+        self._fields = list(state.schema)
         self._timeout_conf = timeout_conf
         self._scan = scan
         self._with_rows = len(starts)
@@ -173,31 +178,38 @@ class StateBatch:
             One row a key, in the order of `keys`; columns are named as PyArrow names them (``value_sum``). Keys that
             timed out have what no rows give: NULL, and 0 for counts.
         """
-        table = self.rows.append_column(_GROUP, self.group_ids)
-        # Ids ascend, so that one thread meets the groups in the order of `keys`.
-        found = pa.TableGroupBy(table, _GROUP, use_threads=False).aggregate(list(aggregations)).drop_columns([_GROUP])
+        asked, group = list(aggregations), "__group"
+        while group in self.rows.column_names:
+            group += "_"
+        table = self.rows.append_column(group, self.group_ids)
+        found = pa.TableGroupBy(table, group, use_threads=False).aggregate(asked)
+        # Arrow gives groups in the order in which it meets them, which is that of `keys`, but does not promise to.
+        ids = found.column(group).to_numpy()
+        if not (ids[1:] > ids[:-1]).all():
+            found = found.take(pa.array(np.argsort(ids)))
+        found = found.drop_columns([group])
         missing = self.keys.num_rows - self._with_rows
         if not missing:
             return found
         nothing = [
-            pa.array(np.zeros(missing, dtype=np.int64)) if "count" in name else pa.nulls(missing, column.type)
-            for name, column in zip(found.column_names, found.columns, strict=True)
+            pa.array(np.zeros(missing), column.type)
+            if aggregation[1].removeprefix("hash_") in _COUNTS
+            else pa.nulls(missing, column.type)
+            for aggregation, column in zip(asked, found.columns, strict=True)
         ]
         return pa.concat_tables([found, pa.table(nothing, schema=found.schema)])
 
     def lists(self, column: str) -> pa.ListArray:
         """The values of a column as one list a key, without a copy."""
-        values = self.rows.column(column).combine_chunks()
-        if isinstance(values, pa.ChunkedArray):
-            values = values.chunk(0) if values.num_chunks else pa.array([], values.type)
-        return pa.ListArray.from_arrays(self.offsets, values)
+        return pa.ListArray.from_arrays(self.offsets, _flat(self.rows.column(column)))
 
     def with_state(self, columns: Mapping[str, Any] | None = None) -> pa.Table:
         """The keys, their state, and more columns if wanted, side by side."""
         names = [*self.keys.column_names, *self.state.column_names]
         table = pa.table([*self.keys.columns, *self.state.columns], names=names)
         for name, values in (columns or {}).items():
-            table = table.append_column(name, values)
+            column = values if isinstance(values, (pa.Array, pa.ChunkedArray)) else pa.array(values)
+            table = table.append_column(name, column)
         return table
 
     def scan(self) -> Iterator[pa.Table]:
@@ -228,17 +240,17 @@ class StateBatch:
         StateValueError
             When columns are missing or too many, a value does not fit its column, or a key is not of this batch.
         """
-        table = as_table(states, "update()")
+        table = as_table(states, "update() was given")
         names = self.state.column_names
         given = set(table.column_names)
         by_key = given == {*names, *self.keys.column_names} and len(given) > len(names)
-        if not by_key and given != set(names):
+        if (not by_key and given != set(names)) or len(given) < table.num_columns:
             raise StateValueError(
                 f"update() was given the columns {', '.join(table.column_names) or '(none)'}; it takes the state's "
                 f"({', '.join(names)}), or these and the keys' ({', '.join(self.keys.column_names)})"
             )
         positions = self._positions_of(table, "update()") if by_key else None
-        columns = [cast_column(table.column(field.name), field, "state column") for field in self.state.schema]
+        columns = [cast_column(table.column(field.name), field, "state column") for field in self._fields]
         new = pa.table(columns, schema=self.state.schema)
         if positions is None:
             chosen = None if where is None else self._chosen(where)
@@ -246,6 +258,8 @@ class StateBatch:
         elif where is not None:
             keep = _mask(where, len(self))[positions]
             positions, new = positions[keep], new.filter(pa.array(keep))
+        for column, field in zip(new.columns, self._fields, strict=True):
+            refuse_nulls(column, field, "state column")
         self.outcome.put(positions, new)
 
     def remove(self, which: Any = True) -> None:
@@ -258,8 +272,8 @@ class StateBatch:
         """
         if which is True:
             self.outcome.drop(np.arange(len(self)))
-        elif hasattr(which, "column_names") or isinstance(which, (Mapping, pa.RecordBatch)):
-            self.outcome.drop(self._positions_of(as_table(which, "remove()"), "remove()"))
+        elif is_table(which):
+            self.outcome.drop(self._positions_of(as_table(which, "remove() was given"), "remove()"))
         else:
             self.outcome.drop(np.flatnonzero(_mask(which, len(self))))
 
@@ -275,7 +289,8 @@ class StateBatch:
         where
             Mask over the keys: for which. Default: all.
 
-        The times are one number, or an array of one for each key, or for each that `where` chooses; NULL for none.
+        The times are one, or an array of one for each key, or for each that `where` chooses; NULL for none. In place of
+        milliseconds they may be timestamps (without a zone: of UTC), and durations or a `timedelta`.
 
         Raises
         ------
@@ -285,7 +300,8 @@ class StateBatch:
             For a timestamp before the watermark, or a duration that is not positive; names the key.
         """
         event_time = self._timeout_conf == "EventTimeTimeout"
-        if self._timeout_conf == "NoTimeout" or (timestamp_ms is None) != (not event_time):
+        given, other = (timestamp_ms, duration_ms) if event_time else (duration_ms, timestamp_ms)
+        if self._timeout_conf == "NoTimeout" or given is None or other is not None:
             raise UsageError(
                 f"set_timeout() under {self._timeout_conf} takes "
                 + {"EventTimeTimeout": "timestamp_ms", "ProcessingTimeTimeout": "duration_ms"}.get(
@@ -293,15 +309,15 @@ class StateBatch:
                 )
             )
         positions = np.arange(len(self)) if where is None else self._chosen(where)
-        times, is_set = self._times(timestamp_ms if event_time else duration_ms, positions)
+        times, is_set = self._times(given, event_time, positions)
         least = max(self.watermark_ms or 0, 1) if event_time else 1
         wrong = np.flatnonzero(is_set & (times < least))
         if len(wrong):
-            key = self.keys.slice(int(positions[wrong[0]]), 1).to_pylist()[0]
-            raise StateValueError(
-                f"set_timeout() was given {int(times[wrong[0]])} for key {key}: "
-                + (f"that is before the watermark, {least}" if event_time else "a duration must be positive")
-            )
+            key, time_ms = self.keys.slice(int(positions[wrong[0]]), 1).to_pylist()[0], int(times[wrong[0]])
+            why = f"a {'timestamp' if event_time else 'duration'} must be positive"
+            if event_time and time_ms > 0:
+                why = f"that is before the watermark, {least}"
+            raise StateValueError(f"set_timeout() was given {time_ms} for key {key}: {why}")
         if not event_time:
             times = times + self.processing_time_ms
         self.outcome.time_out(positions, np.where(is_set, times, NO_TIMEOUT))
@@ -332,11 +348,18 @@ class StateBatch:
             raise StateValueError(
                 f"{call} needs the key columns {', '.join(names)}, not {', '.join(table.column_names)}"
             )
+        twice = [name for name in names if names.count(name) > 1 or table.column_names.count(name) > 1]
+        if twice:
+            raise StateValueError(
+                f"{call} cannot go by key columns of which two are called {twice[0]!r}: give rows in the order of the "
+                "keys, and choose with a mask"
+            )
         own = [_flat(column) for column in self.keys.columns]
-        given = [
-            normal_array(_flat(cast_column(table.column(field.name), field, "key column")), field.type)
-            for field in self.keys.schema
-        ]
+        given = []
+        for field in self.keys.schema:
+            column = cast_column(table.column(field.name), field, "key column")
+            refuse_nulls(column, field, "key column")
+            given.append(normal_array(_flat(column), field.type))
         if len(given[0]) == len(own[0]) and all(a.equals(b) for a, b in zip(own, given, strict=True)):
             return np.arange(len(self))
         positions = key_positions(own, given)
@@ -348,12 +371,13 @@ class StateBatch:
             raise StateValueError(f"{call} was given {len(positions)} rows in which a key is there more than once")
         return positions
 
-    def _times(self, given: Any, positions: IndexArray) -> tuple[IndexArray, BoolArray]:
-        """Times of the chosen keys, and which of these are set."""
-        if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
-            return np.full(len(positions), int(given), dtype=np.int64), np.ones(len(positions), dtype=np.bool_)
-        column = given if isinstance(given, (pa.Array, pa.ChunkedArray)) else pa.array(given)
-        column = _flat(cast_column(column, pa.field("timeout", pa.int64()), "times of"))
+    def _times(self, given: Any, event_time: bool, positions: IndexArray) -> tuple[IndexArray, BoolArray]:
+        """Times of the chosen keys in milliseconds, and which of these are set."""
+        alone = isinstance(given, (int, np.generic, pa.Scalar, datetime.datetime, datetime.timedelta))
+        column = _milliseconds([given] if alone else given, event_time)
+        if alone:
+            column = pa.chunked_array([column]).take(pa.array(np.zeros(len(positions), dtype=np.int64)))
+        column = _flat(column)
         if len(column) == len(self) != len(positions):
             column = column.take(pa.array(positions))
         if len(column) != len(positions):
@@ -362,13 +386,35 @@ class StateBatch:
         return pc.fill_null(column, 0).to_numpy(zero_copy_only=False), is_set
 
 
+def _milliseconds(given: Any, event_time: bool) -> Any:
+    """Times in whatever form as whole milliseconds."""
+    try:
+        column = given if isinstance(given, (pa.Array, pa.ChunkedArray)) else pa.array(given)
+        kind = column.type
+        if event_time and pa.types.is_timestamp(kind):
+            column = column.cast(pa.timestamp("ms", tz=kind.tz), safe=False)
+        elif not event_time and pa.types.is_duration(kind):
+            column = column.cast(pa.duration("ms"), safe=False)
+        elif pa.types.is_temporal(kind) or pa.types.is_boolean(kind):
+            raise TypeError(f"not {kind}")
+        return column.cast(pa.int64())
+    except (pa.ArrowException, TypeError, ValueError) as error:
+        what = "timestamps" if event_time else "durations"
+        raise StateValueError(
+            f"set_timeout() takes {what}, or whole numbers of milliseconds, and was given "
+            f"{reprlib.repr(given)}: {error}"
+        ) from error
+
+
 def _mask(given: Any, length: int) -> BoolArray:
     if isinstance(given, (pa.Array, pa.ChunkedArray)):
         mask = pc.fill_null(given, False).to_numpy(zero_copy_only=False) if pa.types.is_boolean(given.type) else None
     else:
         mask = np.asarray(given)
     if mask is None or mask.dtype != np.bool_ or mask.shape != (length,):
-        raise StateValueError(f"a mask must be {length} booleans, one for each key of the batch, not {given!r}")
+        raise StateValueError(
+            f"a mask must be {length} booleans, one for each key of the batch, not {reprlib.repr(given)}"
+        )
     chosen: BoolArray = mask
     return chosen
 

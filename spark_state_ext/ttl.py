@@ -16,13 +16,17 @@ import numpy as np
 import pyarrow as pa
 
 from arrow_schemas.equality import BoolArray, IndexArray
-from arrow_schemas.row import DEFINED, DELETED, TIMEOUT_MS, RowSchema
+from arrow_schemas.row import DEFINED, DELETED, EXPIRES_MS, TIMEOUT_MS, RowSchema
 from spark_state_ext.errors import UsageError
 from spark_state_ext.store import Lookup
 
-__all__ = ["Expiry", "Ttl"]
+__all__ = ["EXPIRES_COLUMN", "Expiry", "Ttl"]
 
+# The hidden column as stored rows have it.
+EXPIRES_COLUMN = f"state.{EXPIRES_MS}"
 _NEVER = 2**63 - 1
+# Hundreds of thousands of years; added to any time of today it stays far from 64 bits.
+_DURATION_MS_MAX = 2**53
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,10 @@ class Ttl:
     refresh: Literal["write", "read"] = "write"
 
     def __post_init__(self) -> None:
-        if isinstance(self.duration_ms, bool) or not isinstance(self.duration_ms, int) or self.duration_ms < 1:
-            raise UsageError(f"duration_ms of a Ttl must be a whole number from 1 on, not {self.duration_ms!r}")
+        if type(self.duration_ms) is not int or not 1 <= self.duration_ms <= _DURATION_MS_MAX:
+            raise UsageError(
+                f"duration_ms of a Ttl must be a whole number from 1 to {_DURATION_MS_MAX}, not {self.duration_ms!r}"
+            )
         if self.clock not in ("processing", "event"):
             raise UsageError(f"clock of a Ttl must be 'processing' or 'event', not {self.clock!r}")
         if self.refresh not in ("write", "read"):

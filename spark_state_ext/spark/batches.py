@@ -12,6 +12,7 @@ import pyarrow as pa
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray
 from arrow_schemas.row import DEFINED, RowSchema
 from arrow_schemas.spark_types import normal_type
+from arrow_schemas.tables import is_table
 from spark_state_ext.errors import StateError, UserFunctionError
 from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result
 from spark_state_ext.spark.output import Outbox
@@ -49,7 +50,8 @@ class BatchCaller:
     ) -> None:
         self._function = function
         self._schema = schema
-        self._input = pa.schema(input_fields)
+        # As the tables of rows that came: what Spark knows of NULLs is not told with those.
+        self._input = pa.schema([field.with_nullable(True) for field in input_fields])
         self._fields = tuple(fields)
 
     def data(
@@ -172,7 +174,7 @@ def _tables(given: Any) -> Iterator[Any]:
     """The tables of what a function returned."""
     if given is None:
         return
-    if isinstance(given, (pa.Table, pa.RecordBatch, dict)) or hasattr(given, "__arrow_c_stream__"):
+    if is_table(given):
         yield given
         return
     try:

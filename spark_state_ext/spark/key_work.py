@@ -14,7 +14,7 @@ import pyarrow as pa
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray
-from arrow_schemas.row import EXPIRES_MS, KEY_HASH, TIMEOUT_MS, RowSchema
+from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.metrics import CallMetrics, timed, timing
 from spark_state_ext.spark.callers import caller_of
@@ -26,7 +26,7 @@ from spark_state_ext.spark.payload import HASH_COLUMN
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import Lookup
 from spark_state_ext.store.runs import hashes_of, joined, newest_wins, sorted_run
-from spark_state_ext.ttl import Expiry
+from spark_state_ext.ttl import EXPIRES_COLUMN, Expiry
 
 __all__ = ["KeyWork", "Times"]
 
@@ -140,6 +140,7 @@ class KeyWork:
             done = (where >= 0) & touched[where]
             fires = where < 0 if caller.together else ~done
             mine, changed = _split_at(changed, upto)
+            # Newest first: a key whose row is written again only because it was read may be due as well.
             pieces = [mine]
             if fires.any():
                 called = due.filter(pa.array(fires))
@@ -149,7 +150,7 @@ class KeyWork:
                     work = caller.timeouts(expiry.due(called), self._context, result)
                     yield from timed(work, self._metrics, "user_ms")
                 if result.timeouts is not None:
-                    pieces.append(expiry.written(result.timeouts.rows, self._clock_ms()))
+                    pieces.insert(0, expiry.written(result.timeouts.rows, self._clock_ms()))
                     done[np.flatnonzero(fires)[result.timeouts.positions]] = True
             # What stays due is written anew, so that `expired` need look for it only in recent runs.
             pieces.append(due.filter(pa.array(~done)))
@@ -196,14 +197,14 @@ class KeyWork:
         return sorted_run(joined(pieces)), touched
 
     def _append(self, rows: SpillBuffer, pieces: list[pa.RecordBatch], after: int, upto: int) -> None:
-        """Add the rows of a range of hashes to those that change, and what has expired there, if it is its turn."""
-        pieces = [piece for piece in pieces if piece.num_rows]
-        together = [sorted_run(joined(pieces))] if pieces else []
+        """Add the rows of a range of hashes, newest first, to those that change, and what has expired there, if it is
+        its turn."""
+        together = [sorted_run(piece) for piece in pieces if piece.num_rows]
         sweep_after, sweep_upto = self._sweep
         if max(after, sweep_after) < min(upto, sweep_upto):
             low, high = max(after, sweep_after), min(upto, sweep_upto)
             now_ms = self._expiry.now_ms
-            stale: pa.RecordBatch = self._bucket.read(lambda view: view.stale(EXPIRES_MS, now_ms, low, high))
+            stale: pa.RecordBatch = self._bucket.read(lambda view: view.stale(EXPIRES_COLUMN, now_ms, low, high))
             if stale.num_rows:
                 # Behind what was written in this batch, which wins.
                 together.append(sorted_run(self._expiry.removed(stale)))

@@ -33,8 +33,12 @@ UserFunction = Callable[[tuple[Any, ...], Iterable[pd.DataFrame], KeyState], Ite
 _PORTION_KEYS = 32
 # Rows of one key beyond this come in several frames, as they would from Spark.
 _FRAME_BYTES_MAX = 1 << 30
-# Rows of a frame made of tuples.
-_TUPLES_MAX = 10_000
+# Frames of so few rows are taken apart, into values of these types.
+_SMALL_ROWS_MAX = 8
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+_DTYPES: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
+# Rows that go to Spark at once.
+_ROWS_MAX = 10_000
 
 
 class KeyCaller(PerKeyCaller):
@@ -91,18 +95,17 @@ class KeyCaller(PerKeyCaller):
         clock, after_key = self._clock(context, timed_out, self._state_type), context.after_key
         note_position, note_value = changes.positions.append, changes.values.append
         note_timeout = changes.timeouts.append
+        waiting, keep = outputs.waiting, outputs.waiting.append
         for position, key, pdfs, before in _in_portions(calls):
             state = KeyState(before, clock)
             try:
                 for item in _checked(function(key, pdfs, state)):
                     if type(item) is pd.DataFrame and len(item):
-                        if outputs.frames and len(item.columns) != outputs.width:
-                            yield from outputs.joined()
-                        if outputs.add(item):
-                            yield from outputs.joined()
+                        keep(item)
+                        if len(waiting) >= _PORTION_KEYS:
+                            yield from outputs.take_apart()
                     elif isinstance(item, (tuple, list, Mapping)):
-                        if outputs.add_rows(item):
-                            yield from outputs.joined()
+                        yield from outputs.add_rows(item)
                     elif not (isinstance(item, pd.DataFrame) and not len(item)) or len(item.columns):
                         # Not what Spark wants, or at least odd: Spark shall judge it, and raise its own error.
                         yield item
@@ -113,7 +116,7 @@ class KeyCaller(PerKeyCaller):
                 note_position(position)
                 note_value(state.value)
                 note_timeout(state.timeout_ms)
-        yield from outputs.joined()
+        yield from outputs.rest()
 
     # -- frames ------------------------------------------------------------------------------------
 
@@ -177,6 +180,9 @@ def _in_portions(calls: Iterable[Call]) -> Iterator[Call]:
 class _Outputs:
     """Frames and rows waiting to be joined.
 
+    A small frame is taken apart at once, while it is in the processor's cache: joining many of them later would take
+    longer than all else around the function. It goes with others whose columns are the same.
+
     Parameters
     ----------
     names
@@ -185,43 +191,87 @@ class _Outputs:
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
-        self.frames: list[pd.DataFrame] = []
-        self.width = 0
-        self._rows = 0
-        self._tuples: list[tuple[Any, ...]] = []
+        self.waiting: list[pd.DataFrame] = []
+        """Frames to be taken apart, whenever there are some; each has rows."""
+        self._labels: Any = None
+        self._columns: list[Any] = []
+        self._rows: list[Any] = []
+        self._frames: list[pd.DataFrame] = []
+        self._width = 0
+        self._frame_rows = 0
 
-    def add(self, frame: pd.DataFrame) -> bool:
-        """Take a frame with as many columns as those that wait; True when it is time for `joined`."""
-        if not self.frames:
-            self.width = len(frame.columns)
-        self.frames.append(frame)
-        self._rows += len(frame)
-        return len(self.frames) >= _PORTION_KEYS or self._rows >= 10_000
+    def take_apart(self) -> Iterator[pd.DataFrame]:
+        """The frames that wait become rows, as far as they are small and plain; yields what is due."""
+        frames = self.waiting.copy()
+        self.waiting.clear()
+        for frame in frames:
+            if len(frame) <= _SMALL_ROWS_MAX:
+                labels: Any = frame.columns.array
+                if self._labels is None or not labels.equals(self._labels):
+                    if not all(type(label) is str for label in labels):
+                        yield from self._add_whole(frame)
+                        continue
+                    yield from self._joined()
+                    self._labels, self._columns = labels, list(labels)
+                rows = frame.to_numpy(dtype=object).tolist()
+                for row in rows:
+                    if not _PLAIN.issuperset(map(type, row)):
+                        # What a column's type is made of, such as a unit of time, would be lost.
+                        break
+                else:
+                    if self._frames:
+                        yield from self._joined()
+                    self._rows += rows
+                    continue
+            yield from self._add_whole(frame)
+        if len(self._rows) >= _ROWS_MAX:
+            yield from self._joined()
 
-    def add_rows(self, item: tuple[Any, ...] | list[Any] | Mapping[str, Any]) -> bool:
-        """Take a row as tuple, several as a list of tuples, or a dict of columns; True when it is time for `joined`."""
+    def add_rows(self, item: tuple[Any, ...] | list[Any] | Mapping[str, Any]) -> Iterator[pd.DataFrame]:
+        """Take a row as tuple, several as a list of tuples, or a dict of columns; yields what is due."""
+        if self._columns is not self._names:
+            yield from self.rest()
+            self._labels, self._columns = None, self._names
         if isinstance(item, tuple):
-            self._tuples.append(self._row(item))
+            self._rows.append(self._row(item))
         elif isinstance(item, list):
-            self._tuples += [self._row(row) for row in item]
+            self._rows += [self._row(row) for row in item]
         else:
             if sorted(item) != sorted(self._names):
                 raise StateValueError(
                     f"the function gave the columns {', '.join(map(str, item))}; expected {', '.join(self._names)}"
                 )
-            self._tuples += zip(*(item[name] for name in self._names), strict=True)
-        return len(self._tuples) >= _TUPLES_MAX
+            self._rows += zip(*(item[name] for name in self._names), strict=True)
+        if len(self._rows) >= _ROWS_MAX:
+            yield from self.rest()
 
-    def joined(self) -> list[pd.DataFrame]:
-        """The frames that wait as one; each alone where their columns differ, as Spark judges each alone."""
-        frames, self.frames, self._rows = self.frames, [], 0
+    def rest(self) -> Iterator[pd.DataFrame]:
+        """All that waits."""
+        yield from self.take_apart()
+        yield from self._joined()
+
+    def _joined(self) -> Iterator[pd.DataFrame]:
+        """What has been taken apart, or was kept whole.
+
+        Frames that were kept whole are each alone where their columns differ, as Spark judges each alone.
+        """
+        frames, self._frames, self._frame_rows = self._frames, [], 0
         if len(frames) > 1:
             together = pd.concat(frames, ignore_index=True)
-            frames = [together] if len(together.columns) == self.width else frames
-        if self._tuples:
-            tuples, self._tuples = self._tuples, []
-            frames.append(_frame_of(tuples, self._names))
-        return frames
+            frames = [together] if len(together.columns) == self._width else frames
+        yield from frames
+        if self._rows:
+            rows, self._rows = self._rows, []
+            yield _frame_of(rows, self._columns)
+
+    def _add_whole(self, frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
+        if self._rows or (self._frames and len(frame.columns) != self._width):
+            yield from self._joined()
+        self._width = len(frame.columns)
+        self._frames.append(frame)
+        self._frame_rows += len(frame)
+        if len(self._frames) >= _PORTION_KEYS or self._frame_rows >= _ROWS_MAX:
+            yield from self._joined()
 
     def _row(self, row: Any) -> tuple[Any, ...]:
         if not isinstance(row, tuple) or len(row) != len(self._names):
@@ -229,12 +279,17 @@ class _Outputs:
         return row
 
 
-def _frame_of(tuples: list[tuple[Any, ...]], names: list[str]) -> pd.DataFrame:
-    """Rows as a frame of Python values: Spark converts these by its own rules, and makes objects of numbers anyway."""
-    columns = {
-        at: np.fromiter(values, dtype=object, count=len(tuples)) for at, values in enumerate(zip(*tuples, strict=True))
-    }
-    frame = pd.DataFrame(columns, index=pd.RangeIndex(len(tuples)), copy=False)
+def _frame_of(rows: Sequence[Any], names: list[Any]) -> pd.DataFrame:
+    """Rows as a frame. A column of numbers of one type has that as its dtype, any other holds Python values."""
+    columns = {}
+    for at, values in enumerate(zip(*rows, strict=True)):
+        kinds = set(map(type, values))
+        dtype = _DTYPES.get(kinds.pop(), object) if len(kinds) == 1 else object
+        try:
+            columns[at] = np.fromiter(values, dtype=dtype, count=len(rows))
+        except OverflowError:  # a whole number beyond 64 bits
+            columns[at] = np.fromiter(values, dtype=object, count=len(rows))
+    frame = pd.DataFrame(columns, index=pd.RangeIndex(len(rows)), copy=False)
     frame.columns = pd.Index(names)
     return frame
 

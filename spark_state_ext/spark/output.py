@@ -51,7 +51,7 @@ class Outbox:
         StateValueError
             When it is no such table.
         """
-        conform = conformed(table, self._fields, "the function")
+        conform = conformed(table, self._fields, "the function gave")
         if not conform.num_rows:
             return
         rows = max(1, conform.num_rows * _PAYLOAD_BYTES // max(1, conform.nbytes))

@@ -13,7 +13,8 @@ from pyspark.sql.types import StructType
 
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_types import normal_type
-from spark_state_ext.errors import StateValueError, UserFunctionError
+from arrow_schemas.tables import conformed
+from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
 from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
 from spark_state_ext.spark.groups import CallContext, Groups, flat
 from spark_state_ext.spark.output import Outbox
@@ -111,11 +112,12 @@ class RowCaller(PerKeyCaller):
             try:
                 given = function(key, rows, state)
                 if given is not None:
-                    output += given
+                    # Not `+=`, which leaves it to an array what that means.
+                    output.extend(given)
             except Exception as error:
                 raise failure(error, tuple(key), context, timed_out) from error
             if len(output) >= _ROWS_MAX:
-                yield from outbox.add(self._table(output))
+                yield from outbox.add(self._table(output, context))
                 output = []
             after_key()
             if state.touched or state.timeout_ms != NO_TIMEOUT:
@@ -123,10 +125,17 @@ class RowCaller(PerKeyCaller):
                 note_value(state.value)
                 note_timeout(state.timeout_ms)
         if output:
-            yield from outbox.add(self._table(output))
+            yield from outbox.add(self._table(output, context))
         yield from outbox.rest()
 
-    def _table(self, rows: list[tuple[Any, ...]]) -> pa.Table:
+    def _table(self, rows: list[tuple[Any, ...]], context: CallContext) -> pa.Table:
+        try:
+            return conformed(self._columns(rows), self._fields, "the function gave")
+        except StateError as error:
+            error.args = (f"{error} (bucket {context.bucket}, batch {context.batch})",)
+            raise
+
+    def _columns(self, rows: list[tuple[Any, ...]]) -> pa.Table:
         fields = self._fields
         if set(map(len, self._checked(rows))) - {len(fields)}:
             wrong = next(row for row in rows if len(row) != len(fields))
@@ -143,7 +152,7 @@ class RowCaller(PerKeyCaller):
             )
             for values, spark, field in zip(zip(*rows, strict=True), self._output_type.fields, fields, strict=True)
         ]
-        return pa.table(columns, schema=pa.schema(fields))
+        return pa.table(columns, names=[field.name for field in fields])
 
     @staticmethod
     def _checked(rows: list[Any]) -> list[tuple[Any, ...]]:

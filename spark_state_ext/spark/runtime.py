@@ -88,6 +88,7 @@ def run_bucket(
 
 class _BucketCall:
     def __init__(self, job: Job, function: Callable[..., Any], bucket: int, state: GroupState) -> None:
+        self._cpu_s = -time.thread_time()
         self._job = job
         self._state = state
         self._bucket_number = bucket
@@ -137,7 +138,11 @@ class _BucketCall:
         # Also a bucket without rows is restored, so that no later batch has to wait for it.
         with timing(self._call, "read_ms"):
             self._bucket.read(lambda view: None)
-        yield from self._work.run(sorter.ranges(), rows)
+        for frame in self._work.run(sorter.ranges(), rows):
+            self._cpu_s += time.thread_time()
+            yield frame
+            # What Spark does with the frame is not ours.
+            self._cpu_s -= time.thread_time()
         with timing(self._call, "commit_ms"):
             pointer = self._committed(rows)
         if self._bucket_number == 0:
@@ -150,6 +155,7 @@ class _BucketCall:
         stores = stores_folder(self._job.local_dir)
         reclaim_in_turn(stores, self._scratch, self._job.local_keep_s)
         self._call.total_ms = 1000 * (time.perf_counter() - started_s)
+        self._call.cpu_ms = 1000 * (self._cpu_s + time.thread_time())
         self._note_metrics(pointer, rows, stores / "metrics")
 
     def _note_metrics(self, pointer: Pointer, rows: SpillBuffer, folder: Path) -> None:

@@ -1,0 +1,152 @@
+"""Charts of result files, as SVG and PNG: ``python -m benchmarks.charts`` draws those that are committed.
+
+A chart shows what a result file holds and nothing else. Bars are medians, whiskers go from the fastest to the slowest
+batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS
+
+__all__ = ["CHARTS", "Chart", "charts_of", "draw", "main"]
+
+CHARTS = Path(__file__).parent.parent / "docs" / "charts"
+_OURS, _OTHERS, _TEXT = "#0b6e99", "#b8b8b8", "#333333"
+_BATCH = ": batch"
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A bar for each contender.
+
+    Parameters
+    ----------
+    name
+        Name of its files.
+    title
+        Above it.
+    bars
+        Label, times in seconds, and whether it is ours.
+    """
+
+    name: str
+    title: str
+    bars: tuple[tuple[str, tuple[float, ...], bool], ...]
+
+
+def charts_of(result: dict[str, Any]) -> list[Chart]:
+    """The charts of a result file; none for benchmarks that have none."""
+    maker = _MAKERS.get(result["name"])
+    return [chart for chart in maker(result) if chart.bars] if maker is not None else []
+
+
+def draw(chart: Chart, folder: Path, note: str) -> list[Path]:
+    """Draw a chart; `note` stands below it. Returns the paths of the SVG and the PNG."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    # The same result gives the same file.
+    mpl.rcParams.update({"svg.hashsalt": chart.name, "svg.fonttype": "none", "font.size": 9})
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 0.9 + 0.34 * len(chart.bars)))
+    labels = [label for label, _, _ in chart.bars]
+    medians = [statistics.median(times) for _, times, _ in chart.bars]
+    colours = [_OURS if ours else _OTHERS for _, _, ours in chart.bars]
+    below = [median - min(times) for median, (_, times, _) in zip(medians, chart.bars, strict=True)]
+    above = [max(times) - median for median, (_, times, _) in zip(medians, chart.bars, strict=True)]
+    axes.barh(
+        labels, medians, color=colours, xerr=[below, above], ecolor=_TEXT, error_kw={"linewidth": 0.8}, height=0.7
+    )
+    for at, (median, (_, times, _)) in enumerate(zip(medians, chart.bars, strict=True)):
+        axes.text(max(times), at, f"  {median:.2f} s", va="center", color=_TEXT)
+    axes.set_xlim(0, max(max(times) for _, times, _ in chart.bars) * 1.15)
+    axes.invert_yaxis()
+    axes.set_title(chart.title, loc="left", fontsize=10, color=_TEXT)
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.set_xlabel("seconds a batch", color=_TEXT)
+    figure.text(0.01, 0.005, note, fontsize=6.5, color="#777777")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{chart.name}.svg", folder / f"{chart.name}.png"]
+    figure.savefig(paths[0], metadata={"Date": None})
+    figure.savefig(paths[1], dpi=144, metadata={"Software": None})
+    plt.close(figure)
+    return paths
+
+
+def note_of(result: dict[str, Any]) -> str:
+    """Where and with what a result was measured."""
+    machine, versions = result["machine"], result["versions"]
+    return (
+        f"{machine['cores']} cores of {machine['cpu']}, Python {versions['python']}, pyspark {versions['pyspark']}, "
+        f"pyarrow {versions['pyarrow']}; {result['started'][:10]}; median, fastest and slowest batch"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw the charts of all result files in a folder."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.charts", description="Draw the charts of result files.")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="folder of the result files")
+    parser.add_argument("--charts", type=Path, default=CHARTS, metavar="DIR", help="folder for the charts")
+    options = parser.parse_args(arguments)
+    for path in sorted(options.results.glob("*.json")):
+        result = json.loads(path.read_text())
+        for chart in charts_of(result):
+            for drawn in draw(chart, options.charts, note_of(result)):
+                print(drawn)
+    return 0
+
+
+def _by_workload(result: dict[str, Any]) -> list[Chart]:
+    """One chart for each workload of the keyed count: contenders are called ``<workload>: <contender>``."""
+    workloads: dict[str, list[tuple[str, tuple[float, ...], bool]]] = {}
+    for name, times in result["timings_s"].items():
+        if name.endswith(_BATCH):
+            workload, contender = name[: -len(_BATCH)].split(": ", 1)
+            workloads.setdefault(workload, []).append((contender, tuple(times), "Spark's own" not in contender))
+    return [
+        Chart(f"{result['name']}-{number}", f"Running count and sum: {workload} a batch", tuple(bars))
+        for number, (workload, bars) in enumerate(workloads.items(), 1)
+    ]
+
+
+def _nexmark(result: dict[str, Any]) -> list[Chart]:
+    bars = tuple(
+        (name[: -len(_BATCH)], tuple(times), "Arrow state" in name)
+        for name, times in result["timings_s"].items()
+        if name.endswith(_BATCH)
+    )
+    events = result["parameters"]["events"]
+    return [Chart("nexmark", f"Nexmark: {events:,} events a batch", bars)]
+
+
+def _growth(result: dict[str, Any]) -> list[Chart]:
+    bars = tuple(
+        (name[: -len(_BATCH)], tuple(times), True) for name, times in result["timings_s"].items() if _BATCH in name
+    )
+    events = result["parameters"]["events"]
+    return [Chart("growth", f"{events:,} keys updated a batch, of ever more", bars)]
+
+
+_MAKERS: dict[str, Callable[[dict[str, Any]], list[Chart]]] = {
+    "vectorised": _by_workload,
+    "peers": _by_workload,
+    "nexmark": _nexmark,
+    "growth": _growth,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Nexmark: each query on Arrow state and in the forms that Spark has for it, on the same events."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+import pyarrow as pa
+
+from benchmarks.nexmark.generator import SCHEMAS, Config, events, spark_schema
+from benchmarks.report import BenchmarkError, Report
+
+if TYPE_CHECKING:
+    from benchmarks.nexmark.queries import Query
+
+__all__ = ["add_arguments", "run"]
+
+_AT_LEAST = 2.0
+_FILES = 2
+_CHANGELOG = "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled"
+_CLOCK_WINDOW_S = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command line."""
+    parser.add_argument("--events", type=int, default=1_000_000, metavar="N", help="events a batch")
+    parser.add_argument("--batches", type=int, default=6, metavar="N", help="timed batches; the first is a warm-up")
+    parser.add_argument("--rate", type=int, default=20_000, metavar="N", help="events a second of event time")
+    parser.add_argument("--query", action="append", default=None, metavar="NAME", help="only this one; repeatable")
+    parser.add_argument("--cores", type=int, default=2, metavar="N", help="cores, and shuffle partitions")
+    parser.add_argument("--memory", default="4g", help="heap of Spark")
+    parser.add_argument("--seed", type=int, default=7, metavar="N", help="seed of the events")
+    parser.add_argument("--quick", action="store_true", help="three timed batches of 200,000 events")
+
+
+def run(options: argparse.Namespace, work: Path) -> Report:
+    """Run it.
+
+    Raises
+    ------
+    BenchmarkError
+        When answers differ.
+    """
+    from benchmarks.nexmark.queries import QUERIES
+    from benchmarks.spark import session
+
+    size, count = (200_000, 3) if options.quick else (options.events, options.batches)
+    names = options.query or list(QUERIES)
+    if count < 2 or not set(names) <= set(QUERIES):
+        raise BenchmarkError(f"--batches must be at least 2, and --query one of {', '.join(QUERIES)}")
+    config = Config(seed=options.seed, rate=options.rate)
+    parameters = {name: getattr(options, name) for name in ("rate", "cores", "memory", "seed")}
+    report = Report("nexmark", {"events": size, "batches": count, **parameters})
+    # One batch before and one after those that are timed: their answers are compared.
+    batches = [_files(config, number * size, size) for number in range(count + 2)]
+    settings = {_CHANGELOG: "true", "spark.sql.session.timeZone": "UTC"}
+    with session("nexmark", options.cores, options.memory, work, settings) as spark:
+        for name in names:
+            _query(report, spark, QUERIES[name], batches, work / name)
+    return report
+
+
+def _files(config: Config, first: int, count: int) -> list[pa.Table]:
+    """A batch as files of all kinds of events, with NULL in the columns that a kind lacks."""
+    columns = [field for kind in SCHEMAS.values() for field in kind]
+    schema = pa.schema([("kind", pa.string()), *{field.name: field for field in columns}.values()])
+    files = []
+    for part in range(_FILES):
+        begin, end = first + count * part // _FILES, first + count * (part + 1) // _FILES
+        made = events(config, begin, end - begin)._asdict()
+        pieces = []
+        for kind, table in made.items():
+            own = {"kind": pa.array([kind]).take(pa.array([0] * table.num_rows, pa.int64()))}
+            own |= {name: table.column(name) for name in table.column_names}
+            arrays = [own.get(field.name, pa.nulls(table.num_rows, field.type)) for field in schema]
+            pieces.append(pa.table(arrays, schema=schema))
+        files.append(pa.concat_tables(pieces).combine_chunks())
+    return files
+
+
+def _query(report: Report, spark: Any, query: Query, batches: list[list[pa.Table]], work: Path) -> None:
+    from benchmarks.nexmark.queries import OURS
+    from benchmarks.streams import TimedStream, in_turns
+
+    streams = {}
+    for number, (contender, plan) in enumerate(query.plans.items()):
+        folder = work / f"contender-{number}"
+        streams[contender] = TimedStream(
+            spark, f"{query.name} {contender}", spark_schema(), folder, plan, query.output_mode
+        )
+    first, *timed, last = batches
+    _same(report, query, "first", {name: _kept(query, stream, first) for name, stream in streams.items()})
+    in_turns(list(streams.values()), timed, report)
+    _same(report, query, "last", {name: _kept(query, stream, last) for name, stream in streams.items()})
+    for stream in streams.values():
+        stream.stop()
+    medians = {name: statistics.median(stream.seconds[1:]) for name, stream in streams.items()}
+    fastest = min((name for name in medians if name != OURS), key=medians.__getitem__)
+    report.details[f"{query.name}: Spark's fastest form"] = fastest
+    for name in medians:
+        if name != OURS:
+            report.ratio(f"{query.name} ({query.title}): {OURS} / {name}", medians[name] / medians[OURS])
+    value = medians[fastest] / medians[OURS]
+    report.bar(f"{query.name} ({query.title}) against {fastest}", value, "at least", _AT_LEAST, "times")
+
+
+def _kept(query: Query, stream: Any, batch: list[pa.Table]) -> pd.DataFrame:
+    if query.clocked:
+        # At the beginning of a window of the day, so that no other batch is in it.
+        time.sleep(_CLOCK_WINDOW_S - time.time() % _CLOCK_WINDOW_S + 0.2)
+    found = stream.kept(batch).select(list(query.answer)).to_pandas()
+    answer: pd.DataFrame = found.sort_values(list(query.answer), ignore_index=True)
+    return answer
+
+
+def _same(report: Report, query: Query, which: str, answers: dict[str, pd.DataFrame]) -> None:
+    (first, answer), *others = answers.items()
+    for name, other in others:
+        if query.changes and which != "first":
+            other = other[other[query.changes].isin(answer[query.changes])].reset_index(drop=True)
+        ours, theirs = answer.astype(str), other.astype(str)
+        same = ours.equals(theirs)
+        if not same:
+            apart = ours.merge(theirs, how="outer", indicator=True).query("_merge != 'both'")
+            print(f"{query.name}: left is {first}, right is {name}\n{apart.head(20)}", file=sys.stderr)
+        report.check(f"{query.name}: the {len(answer)} rows of the {which} batch of {first} and {name} are equal", same)

@@ -1,0 +1,411 @@
+"""Queries of the Nexmark benchmark, each in our form and in the forms that Spark has for it.
+
+Their meaning is that of nexmark-flink's SQL (``nexmark-flink/src/main/resources/queries``), with the ties that SQL
+leaves open decided by further columns, so that two engines can be compared row by row.
+
+=====  ==============================================================================================
+q5     hot items: of each 10 s window that begins every 2 s the auction with most bids
+q7     highest bid of each 10 s window
+q11    number of bids of each session of a bidder: sessions end after 10 s without a bid
+q12    number of bids of a bidder in each 10 s window of processing time
+q18    the last bid of each bidder on each auction
+q19    the ten highest bids on each auction
+q20    bids with their auction, of auctions of category 10
+=====  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import functions as F
+
+from spark_state_ext import Agg, ArrowState, StateBatch, aggregate, sessionize, top_k
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["OURS", "QUERIES", "Query"]
+
+OURS = "Arrow state"
+_SQL, _PANDAS = "Spark SQL", "Spark applyInPandasWithState"
+_DELAY = "4 seconds"
+_WINDOW_US, _SLIDE_US, _WINDOW_MS = 10_000_000, 2_000_000, 10_000
+_BEST = 10
+
+Plan = Callable[["DataFrame", Path], "DataFrame"]
+
+
+@dataclass(frozen=True)
+class Query:
+    """One query.
+
+    Parameters
+    ----------
+    name, title
+        Its number, and what it asks.
+    plans
+        By contender: makes the query of all events and a folder.
+    output_mode
+        As for `DataStreamWriter.outputMode`.
+    answer
+        Columns in which the contenders' output is compared.
+    clocked
+        The answer depends on the time of day: batches are compared that begin a window.
+    changes
+        We give a key's rows only when they changed, and Spark whenever the key has input: after the first batch Spark's
+        answer is compared for the keys in ours. Empty: all rows are compared.
+    """
+
+    name: str
+    title: str
+    plans: dict[str, Plan]
+    output_mode: str
+    answer: tuple[str, ...]
+    clocked: bool = False
+    changes: str = ""
+
+
+def _state(folder: Path, buckets: int = 4) -> ArrowState:
+    return ArrowState(str(folder / "state"), "nexmark", buckets=buckets, local_dir=str(folder / "local"))
+
+
+def _bids(events: DataFrame) -> DataFrame:
+    return events.where("kind = 'bid'")
+
+
+def _timed(events: DataFrame) -> DataFrame:
+    return _bids(events).withWatermark("dateTime", _DELAY)
+
+
+# -- q5 ----------------------------------------------------------------------------------------------------------------
+
+
+def _q5_sql(events: DataFrame, folder: Path) -> DataFrame:
+    windows = F.window("dateTime", "10 seconds", "2 seconds")
+    counted = _timed(events).groupBy(windows, "auction").agg(F.count("*").alias("bids"))
+    best = counted.groupBy("window").agg(F.max(F.struct("bids", "auction")).alias("best"))
+    return best.select(F.col("window.start").alias("start"), "best.auction", "best.bids")
+
+
+def _q5_ours(events: DataFrame, folder: Path) -> DataFrame:
+    bids = _timed(events).select("dateTime", "auction", F.lit(0).alias("all"))
+    return _state(folder, 1).apply_in_arrow_with_state(
+        bids,
+        "all",
+        hot_items,
+        "start timestamp, auction bigint, bids bigint",
+        "next bigint, pane array<bigint>, auction array<bigint>, bids array<bigint>",
+        "append",
+        "EventTimeTimeout",
+    )
+
+
+_Q5_LISTS = ("pane", "auction", "bids")
+
+
+def hot_items(batch: StateBatch) -> pa.Table | None:
+    """Counts by pane of 2 s and auction, under one key; windows that the watermark has passed are given."""
+    state, rows = batch.state, batch.rows
+    old = [np.asarray(pc.list_flatten(state[name])) for name in _Q5_LISTS]
+    new_pane = rows["dateTime"].cast(pa.int64()).to_numpy() // _SLIDE_US
+    new = [new_pane, rows["auction"].to_numpy(), np.ones(rows.num_rows, dtype=np.int64)]
+    pane, auction, bids = _summed(*(np.concatenate(pair) for pair in zip(old, new, strict=True)))
+    # A window is over when the watermark has reached its end.
+    panes = _WINDOW_US // _SLIDE_US
+    over = 1000 * max(batch.watermark_ms or 0, 0) // _SLIDE_US
+    first = state["next"][0].as_py()
+    if first is None:
+        first = int(pane.min(initial=over)) - panes + 1
+    next_one = max(first, over - panes + 1)
+    out = [_hottest(start, pane, auction, bids) for start in range(first, next_one)]
+    keep = pane >= next_one
+    lists = (pa.array([column[keep]], pa.list_(pa.int64())) for column in (pane, auction, bids))
+    batch.update({"next": pa.array([next_one]), **dict(zip(_Q5_LISTS, lists, strict=True))})
+    batch.set_timeout(timestamp_ms=(over + 1) * _SLIDE_US // 1000)
+    found = [row for row in out if row is not None]
+    if not found:
+        return None
+    start, auction, bids = (np.array(column) for column in zip(*found, strict=True))
+    return pa.table({"start": pa.array(start * _SLIDE_US, pa.timestamp("us", "UTC")), "auction": auction, "bids": bids})
+
+
+def _summed(pane: Any, auction: Any, bids: Any) -> tuple[Any, Any, Any]:
+    """Counts of equal panes and auctions added up, ascending."""
+    order = np.lexsort((auction, pane))
+    pane, auction, bids = pane[order], auction[order], bids[order]
+    if not len(pane):
+        return pane, auction, bids
+    starts = np.flatnonzero(np.append(True, (np.diff(pane) != 0) | (np.diff(auction) != 0)))
+    return pane[starts], auction[starts], np.add.reduceat(bids, starts)
+
+
+def _hottest(start: int, pane: Any, auction: Any, bids: Any) -> tuple[int, int, int] | None:
+    lo, hi = np.searchsorted(pane, [start, start + _WINDOW_US // _SLIDE_US])
+    if lo == hi:
+        return None
+    _, item, count = _summed(np.zeros(hi - lo, dtype=np.int64), auction[lo:hi], bids[lo:hi])
+    best = np.lexsort((item, count))[-1]
+    return start, int(item[best]), int(count[best])
+
+
+# -- q7 ----------------------------------------------------------------------------------------------------------------
+
+
+def _q7_sql(events: DataFrame, folder: Path) -> DataFrame:
+    bid = F.struct("price", "auction", "bidder", "dateTime")
+    best = _timed(events).groupBy(F.window("dateTime", "10 seconds")).agg(F.max(bid).alias("best"))
+    return best.select(F.col("window.start").alias("start"), "best.*")
+
+
+def _q7_ours(events: DataFrame, folder: Path) -> DataFrame:
+    bids = _timed(events).select("dateTime", "price", "auction", "bidder", F.lit(0).alias("all"))
+    fields = "price array<bigint>, auction array<bigint>, bidder array<bigint>, time array<bigint>"
+    output = "start timestamp, price bigint, auction bigint, bidder bigint, dateTime timestamp"
+    return _state(folder, 1).apply_in_arrow_with_state(
+        bids, "all", highest_bids, output, f"window array<bigint>, {fields}", "append", "EventTimeTimeout"
+    )
+
+
+def highest_bids(batch: StateBatch) -> pa.Table | None:
+    """The best bid of each open window, under one key; windows that the watermark has passed are given."""
+    state, rows = batch.state, batch.rows
+    time = rows["dateTime"].cast(pa.int64()).to_numpy()
+    new = [time // _WINDOW_US, *(rows[name].to_numpy() for name in ("price", "auction", "bidder")), time]
+    old = [np.asarray(pc.list_flatten(state[name])) for name in state.column_names]
+    columns = [np.concatenate(pair) for pair in zip(old, new, strict=True)]
+    # The largest price of each window first; only bids with that price are compared further.
+    window, price = columns[:2]
+    if len(window):
+        lowest = int(window.min())
+        best = np.zeros(int(window.max()) - lowest + 1, dtype=np.int64)
+        np.maximum.at(best, window - lowest, price)
+        highest = np.flatnonzero(price == best[window - lowest])
+        columns = [column[highest] for column in columns]
+        order = np.lexsort(columns[::-1])
+        columns = [column[order] for column in columns]
+        last = np.append(np.diff(columns[0]) != 0, True)
+        columns = [column[last] for column in columns]
+    over = 1000 * max(batch.watermark_ms or 0, 0) // _WINDOW_US
+    done = columns[0] < over
+    lists = [pa.array([column[~done]], pa.list_(pa.int64())) for column in columns]
+    batch.update(dict(zip(state.column_names, lists, strict=True)))
+    batch.set_timeout(timestamp_ms=(over + 1) * _WINDOW_MS)
+    if not done.any():
+        return None
+    window, price, auction, bidder, time = (column[done] for column in columns)
+    times = (pa.array(us, pa.timestamp("us", "UTC")) for us in (window * _WINDOW_US, time))
+    names = ["start", "dateTime"]
+    table = pa.table(dict(zip(names, times, strict=True)))
+    for name, column in (("price", price), ("auction", auction), ("bidder", bidder)):
+        table = table.append_column(name, pa.array(column))
+    return table
+
+
+# -- q11, q12 ----------------------------------------------------------------------------------------------------------
+
+
+def _q11_sql(events: DataFrame, folder: Path) -> DataFrame:
+    sessions = F.session_window("dateTime", "10 seconds")
+    counted = _timed(events).groupBy(sessions, "bidder").agg(F.count("*").alias("bids"))
+    return counted.select("bidder", "bids", "session_window.start", "session_window.end")
+
+
+def _q11_ours(events: DataFrame, folder: Path) -> DataFrame:
+    counted = sessionize(_state(folder), _timed(events), "bidder", "dateTime", _WINDOW_MS, {"bids": Agg.count()})
+    return counted.select("bidder", "bids", "session_window.start", "session_window.end")
+
+
+def _clock_windows(events: DataFrame) -> DataFrame:
+    return _bids(events).select("bidder", F.window(F.current_timestamp(), "10 seconds").alias("window"))
+
+
+def _q12_sql(events: DataFrame, folder: Path) -> DataFrame:
+    counted = _clock_windows(events).groupBy("bidder", "window").agg(F.count("*").alias("bids"))
+    return counted.select("bidder", "bids")
+
+
+def _q12_ours(events: DataFrame, folder: Path) -> DataFrame:
+    counted = aggregate(_state(folder), _clock_windows(events), ["bidder", "window"], {"bids": Agg.count()})
+    return counted.select("bidder", "bids")
+
+
+# -- q18, q19 ----------------------------------------------------------------------------------------------------------
+
+_BID = ["auction", "bidder", "price", "channel", "url", "dateTime"]
+
+
+def _q18_sql(events: DataFrame, folder: Path) -> DataFrame:
+    bid = F.struct("dateTime", "price", "channel", "url")
+    return (
+        _bids(events).groupBy("bidder", "auction").agg(F.max(bid).alias("last")).select("bidder", "auction", "last.*")
+    )
+
+
+def _q18_ours(events: DataFrame, folder: Path) -> DataFrame:
+    return _state(folder).apply_in_arrow_with_state(
+        _bids(events).select(*_BID),
+        ["bidder", "auction"],
+        last_bids,
+        "bidder bigint, auction bigint, dateTime timestamp, price bigint, channel string, url string",
+        "dateTime timestamp, price bigint, channel string, url string",
+    )
+
+
+def last_bids(batch: StateBatch) -> pa.Table:
+    """Of each key the latest of its rows and its state."""
+    state, names = batch.state, batch.state.column_names
+    # State and rows together, one after the other; then the best of each key is the last of its own in sorted order.
+    old = np.flatnonzero(np.asarray(batch.exists))
+    both = pa.concat_tables([state.take(pa.array(old)), batch.rows.select(names)]).combine_chunks()
+    ids = np.concatenate([old, np.asarray(batch.group_ids)])
+    time, price = both["dateTime"].cast(pa.int64()).to_numpy(), both["price"].to_numpy()
+    order = np.lexsort((price, time, ids))
+    last = order[np.append(np.diff(ids[order]) != 0, True)]
+    best = both.take(pa.array(last))
+    batch.update(best)
+    return pa.table([*batch.keys.columns, *best.columns], names=[*batch.keys.column_names, *names])
+
+
+def _q19_collected(events: DataFrame, folder: Path) -> DataFrame:
+    bid = F.struct("price", "dateTime", "bidder", "channel", "url")
+    best = F.slice(F.sort_array(F.collect_list(bid), asc=False), 1, _BEST)
+    ranked = _bids(events).groupBy("auction").agg(best.alias("best"))
+    return ranked.select("auction", F.posexplode("best").alias("at", "bid")).selectExpr(
+        "auction", "at + 1 AS rank", "bid.*"
+    )
+
+
+def _q19_pandas(events: DataFrame, folder: Path) -> DataFrame:
+    output = "auction bigint, rank int, price bigint, dateTime timestamp, bidder bigint, channel string, url string"
+    state = "best array<struct<price: bigint, dateTime: timestamp, bidder: bigint, channel: string, url: string>>"
+    return (
+        _bids(events)
+        .select(*_BID)
+        .groupBy("auction")
+        .applyInPandasWithState(best_bids, output, state, "update", "NoTimeout")
+    )
+
+
+def best_bids(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
+    """The ten best bids on an auction, kept as its state."""
+    names = ["price", "dateTime", "bidder", "channel", "url"]
+    best = [tuple(row) for row in state.get[0]] if state.exists else []
+    for pdf in pdfs:
+        best += list(pdf[names].itertuples(index=False, name=None))
+    best = sorted(best, reverse=True)[:_BEST]
+    state.update(([tuple(row) for row in best],))
+    frame = pd.DataFrame(best, columns=names)
+    frame.insert(0, "rank", range(1, len(best) + 1))
+    frame.insert(0, "auction", key[0])
+    yield frame
+
+
+def _q19_ours(events: DataFrame, folder: Path) -> DataFrame:
+    bids = _bids(events).select(*_BID)
+    return top_k(_state(folder), bids, "auction", ["price", "dateTime", "bidder", "channel", "url"], _BEST)
+
+
+# -- q20 ---------------------------------------------------------------------------------------------------------------
+
+_AUCTION = ["itemName", "description", "initialBid", "reserve", "seller", "category"]
+
+
+def _q20_sql(events: DataFrame, folder: Path) -> DataFrame:
+    auctions = events.where("kind = 'auction' AND category = 10").select("id", *_AUCTION)
+    bids = _bids(events).select(*_BID)
+    return bids.join(auctions, F.expr("auction = id")).select(*_BID, *_AUCTION)
+
+
+def _q20_ours(events: DataFrame, folder: Path) -> DataFrame:
+    rows = events.where("kind = 'bid' OR (kind = 'auction')").select(
+        F.when(F.col("kind") == "bid", F.col("auction")).otherwise(F.col("id")).alias("key"), "kind", *_BID, *_AUCTION
+    )
+    text = {"channel", "url", "itemName", "description"}
+    columns = {name: "string" if name in text else "timestamp" if name == "dateTime" else "bigint" for name in _BID}
+    auction = {name: "string" if name in text else "bigint" for name in _AUCTION}
+    output = ", ".join(f"{name} {kind}" for name, kind in {**columns, **auction}.items())
+    waiting = ", ".join(f"{name}: {kind}" for name, kind in columns.items())
+    kept = ", ".join(f"{name} {kind}" for name, kind in auction.items())
+    state = f"{kept}, waiting array<struct<{waiting}>>"
+    return _state(folder).apply_in_arrow_with_state(rows, "key", bids_with_auctions, output, state, "append")
+
+
+def bids_with_auctions(batch: StateBatch) -> pa.Table:
+    """Bids join their auction; those that come before it wait in its state."""
+    rows, state = batch.rows, batch.state
+    ids = np.asarray(batch.group_ids)
+    is_auction = np.asarray(pc.equal(rows["kind"], "auction"))
+    auctions = np.flatnonzero(is_auction)
+    # Each key's auction: from this batch, or else from the state.
+    known = np.asarray(pc.is_valid(state["category"]))
+    source = np.where(known, np.arange(len(batch)), -1)
+    source[ids[auctions]] = len(batch) + np.arange(len(auctions))
+    both = pa.concat_tables([state.select(_AUCTION), rows.select(_AUCTION).take(pa.array(auctions))])
+    auction = both.combine_chunks().take(pa.array(source, mask=source < 0))
+    # Each key's bids: those that waited, then those of this batch.
+    waiting = state["waiting"].combine_chunks()
+    lengths = np.asarray(pc.fill_null(pc.list_value_length(waiting), 0))
+    waited = waiting.flatten()
+    names = [field.name for field in waiting.type.value_type]
+    old = pa.table(waited.flatten(), names=names)
+    bids = np.flatnonzero(~is_auction)
+    all_bids = pa.concat_tables([old, rows.select(_BID).take(pa.array(bids)).cast(old.schema)]).combine_chunks()
+    bid_ids = np.concatenate([np.repeat(np.arange(len(batch)), lengths), ids[bids]])
+    found = source[bid_ids] >= 0
+    category = np.asarray(pc.fill_null(auction["category"], -1))
+    out = np.flatnonzero(found & (category[bid_ids] == 10))
+    still = np.flatnonzero(~found)
+    still = still[np.argsort(bid_ids[still], kind="stable")]
+    counts = np.bincount(bid_ids[still], minlength=len(batch))
+    left = all_bids.take(pa.array(still)).combine_chunks()
+    structs = pa.StructArray.from_arrays(
+        [column.chunk(0) if column.num_chunks else pa.array([], column.type) for column in left.columns],
+        fields=list(waiting.type.value_type),
+    )
+    offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+    lists = pa.ListArray.from_arrays(offsets, structs, type=waiting.type)
+    batch.update(pa.table([*auction.columns, lists], names=state.column_names))
+    joined = all_bids.take(pa.array(out))
+    theirs = auction.take(pa.array(bid_ids[out]))
+    return pa.table([*joined.columns, *theirs.columns], names=[*_BID, *_AUCTION])
+
+
+QUERIES = {
+    query.name: query
+    for query in (
+        Query("q5", "hot items", {OURS: _q5_ours, _SQL: _q5_sql}, "append", ("start", "auction", "bids")),
+        Query(
+            "q7",
+            "highest bid",
+            {OURS: _q7_ours, _SQL: _q7_sql},
+            "append",
+            ("start", "price", "auction", "bidder", "dateTime"),
+        ),
+        Query("q11", "user sessions", {OURS: _q11_ours, _SQL: _q11_sql}, "append", ("bidder", "bids", "start", "end")),
+        Query("q12", "processing-time windows", {OURS: _q12_ours, _SQL: _q12_sql}, "update", ("bidder", "bids"), True),
+        Query(
+            "q18",
+            "last bid",
+            {OURS: _q18_ours, _SQL: _q18_sql},
+            "update",
+            ("bidder", "auction", "dateTime", "price", "channel", "url"),
+        ),
+        Query(
+            "q19",
+            "ten best bids",
+            {OURS: _q19_ours, _SQL: _q19_collected, _PANDAS: _q19_pandas},
+            "update",
+            ("auction", "rank", "price", "dateTime", "bidder", "channel", "url"),
+            changes="auction",
+        ),
+        Query("q20", "bids with their auction", {OURS: _q20_ours, _SQL: _q20_sql}, "append", (*_BID, *_AUCTION)),
+    )
+}

@@ -1,0 +1,61 @@
+"""All benchmarks, one after the other, each in a process of its own: ``python -m benchmarks all``."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.report import RESULTS
+
+__all__ = ["FULL", "QUICK", "run_all"]
+
+# Arguments of each benchmark: enough to see that all run and about what they say, in under ten minutes together.
+QUICK: dict[str, tuple[str, ...]] = {
+    "store": ("--rows", "200000", "--repeats", "5", "--loads", "3", "--growth-batches", "10"),
+    "vectorised": ("--quick",),
+    "nexmark": ("--quick",),
+    "growth": ("--quick",),
+    "peers": ("--quick",),
+    "restore": ("--rows", "200000", "--repeats", "3", "--restarts", "1"),
+}
+# What the committed result files come from. Takes some hours, a machine that does nothing else, and 60 GB of disk.
+FULL: dict[str, tuple[str, ...]] = {
+    "store": (),
+    "vectorised": (),
+    "keyed_count": (),
+    "nexmark": (),
+    "growth": ("--sizes", "1,10,50"),
+    "peers": (),
+    "restore": (),
+    "async_commit": (),
+    "big_bucket": (),
+}
+
+
+def run_all(arguments: list[str]) -> int:
+    """Run them; returns the exit status: the worst of theirs, so 1 when some bar is not met and 2 when one failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks all",
+        description="Run all benchmarks, each in a process of its own, and draw charts.",
+    )
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--quick", action="store_true", help="small, under ten minutes; results in ./benchmark-results")
+    how.add_argument("--full", action="store_true", help="as the committed results were made: some hours")
+    parser.add_argument("--results", type=Path, default=None, metavar="DIR", help="folder for the result files")
+    options = parser.parse_args(arguments)
+    # Quick results are no figures: they do not take the place of the committed ones.
+    results = options.results or (RESULTS if options.full else Path("benchmark-results"))
+    worst = 0
+    for name, own in (FULL if options.full else QUICK).items():
+        started_s = time.monotonic()
+        command = [sys.executable, "-m", "benchmarks", name, *own, "--results", str(results)]
+        print(f"== {' '.join(command[1:])}", file=sys.stderr, flush=True)
+        status = subprocess.run(command, check=False).returncode
+        print(f"== {name}: exit {status}, {time.monotonic() - started_s:.0f} s\n", file=sys.stderr, flush=True)
+        worst = max(worst, status if 0 <= status <= 2 else 2)
+    charts = ["--results", str(results), *(() if options.full else ("--charts", str(results / "charts")))]
+    drawn = subprocess.run([sys.executable, "-m", "benchmarks.charts", *charts], check=False).returncode
+    return max(worst, 2 if drawn else 0)

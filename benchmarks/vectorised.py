@@ -1,0 +1,159 @@
+"""Keyed running count and sum against Spark's own JVM aggregation, in two sizes.
+
+Contenders live in one session and get the same batches in turn: Spark's native ``groupBy().agg()`` with RocksDB and
+changelog checkpoints, the same as a function over Arrow tables, as a built-in operator, and over rows; on the smaller
+workload also pandas functions, on our state and on Spark's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from benchmarks import counting
+from benchmarks.counting import INPUT, OUTPUT, STATE
+from benchmarks.report import BenchmarkError, Report
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+    from benchmarks.streams import TimedStream
+
+__all__ = ["add_arguments", "run"]
+
+NATIVE, ARROW, BUILT_IN = "Spark's own aggregation (JVM)", "function over Arrow tables", "built-in aggregate"
+ROWS, TUPLES, FRAMES = "function over rows", "pandas function, tuples out", "pandas function, unchanged"
+PANDAS = "the same on Spark's own state"
+SMALL, LARGE = "100,000 events, 50,000 keys", "1,000,000 events, 1,000,000 keys"
+_SIZES = {SMALL: (100_000, 50_000), LARGE: (1_000_000, 1_000_000)}
+_ON = {SMALL: [NATIVE, ARROW, ROWS, TUPLES, FRAMES, PANDAS], LARGE: [NATIVE, ARROW, BUILT_IN, ROWS]}
+LARGE_AT_LEAST, SMALL_AT_LEAST, PANDAS_AT_LEAST = 3.0, 1.0, 35.0
+DROP_IN_AT_LEAST, TUPLES_AT_LEAST, ROWS_AT_LEAST = 4.3, 8.0, 20.0
+_FILES = 2
+_CHANGELOG = "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command line."""
+    parser.add_argument("--batches", type=int, default=8, metavar="N", help="timed batches; the first is a warm-up")
+    parser.add_argument("--buckets", type=int, default=4, metavar="N", help="buckets of ArrowState")
+    parser.add_argument("--cores", type=int, default=2, metavar="N", help="cores, and shuffle partitions")
+    parser.add_argument("--memory", default="4g", help="heap of Spark")
+    parser.add_argument("--seed", type=int, default=7, metavar="N", help="seed of the events")
+    parser.add_argument("--only", choices=["small", "large"], default=None, help="one workload only")
+    parser.add_argument("--quick", action="store_true", help="few batches, and Spark's pandas function for two of them")
+
+
+def run(options: argparse.Namespace, work: Path) -> Report:
+    """Run it.
+
+    Raises
+    ------
+    BenchmarkError
+        When answers are wrong.
+    """
+    from benchmarks.spark import session
+
+    batches = 4 if options.quick else options.batches
+    if batches < 2:
+        raise BenchmarkError("--batches must be at least 2: the first is not counted")
+    parameters = {name: getattr(options, name) for name in ("buckets", "cores", "memory", "seed")}
+    report = Report("vectorised", {"batches": batches, **parameters})
+    with session("vectorised", options.cores, options.memory, work, {_CHANGELOG: "true"}) as spark:
+        for workload in {"small": [SMALL], "large": [LARGE], None: [SMALL, LARGE]}[options.only]:
+            _workload(report, spark, workload, batches, options, work / workload.split()[0].replace(",", ""))
+    return report
+
+
+def _workload(report: Report, spark: Any, workload: str, batches: int, options: argparse.Namespace, work: Path) -> None:
+    from benchmarks.streams import TimedStream, cut, in_turns
+
+    events, keys = _SIZES[workload]
+    frames = counting.event_batches(batches, events, keys, options.seed)
+    inputs = [cut(pa.Table.from_pandas(frame, preserve_index=False), _FILES) for frame in frames]
+    streams: dict[str, TimedStream] = {}
+    for number, name in enumerate(_ON[workload]):
+        plan = _plans(options.buckets)[name]
+        streams[name] = TimedStream(spark, f"{workload}: {name}", INPUT, work / f"contender-{number}", plan)
+    slow = [streams[PANDAS]] if PANDAS in streams else []
+    in_turns([stream for stream in streams.values() if stream not in slow], inputs, report)
+    # The slowest gets fewer batches: each takes half a minute.
+    few = inputs[: 2 if options.quick else min(batches, 6)]
+    in_turns(slow, few, report)
+    for stream in streams.values():
+        seen = frames[: len(stream.seconds)]
+        final = counting.every_key_once(seen)
+        answer = stream.kept(cut(pa.Table.from_pandas(final, preserve_index=False), _FILES)).to_pandas()
+        stream.stop()
+        right = counting.expected([*seen, final])
+        what = f"{stream.name}: final count and sum of {len(right)} keys equal plain pandas"
+        report.check(what, counting.same_answer(answer, right))
+    _judge(report, workload, streams)
+
+
+def _judge(report: Report, workload: str, streams: dict[str, TimedStream]) -> None:
+    median = {name: statistics.median(stream.seconds[1:]) for name, stream in streams.items()}
+    for name in (name for name in streams if name != NATIVE):
+        report.ratio(f"{workload}: {name} / {NATIVE}, rows per second", median[NATIVE] / median[name])
+        if PANDAS in streams and name != PANDAS:
+            report.ratio(f"{workload}: {name} / {PANDAS}, rows per second", median[PANDAS] / median[name])
+
+    def bar(fast: str, slow: str, limit: float) -> None:
+        report.bar(f"{workload}: {fast} against {slow}", median[slow] / median[fast], "at least", limit, "times")
+
+    bar(ARROW, NATIVE, SMALL_AT_LEAST if workload == SMALL else LARGE_AT_LEAST)
+    if PANDAS in streams:
+        bar(ARROW, PANDAS, PANDAS_AT_LEAST)
+        bar(FRAMES, PANDAS, DROP_IN_AT_LEAST)
+        bar(TUPLES, PANDAS, TUPLES_AT_LEAST)
+        bar(ROWS, PANDAS, ROWS_AT_LEAST)
+
+
+def _plans(buckets: int) -> dict[str, Callable[[DataFrame, Path], DataFrame]]:
+    from pyspark.sql import functions as F
+
+    from spark_state_ext import ArrowState
+
+    def state(folder: Path) -> ArrowState:
+        # All durability is on: every batch's delta is in Spark's checkpoint, and in a file soon after.
+        return ArrowState(str(folder / "state"), "count", buckets=buckets, local_dir=str(folder / "local"))
+
+    def native(rows: DataFrame, folder: Path) -> DataFrame:
+        return rows.groupBy("key").agg(F.count("*").alias("n"), F.sum("value").alias("total"))
+
+    def arrow(rows: DataFrame, folder: Path) -> DataFrame:
+        function = counting.count_and_sum_in_arrow
+        return state(folder).apply_in_arrow_with_state(rows, "key", function, OUTPUT, STATE)
+
+    def built_in(rows: DataFrame, folder: Path) -> DataFrame:
+        from spark_state_ext import Agg, aggregate
+
+        counted: DataFrame = aggregate(state(folder), rows, "key", {"n": Agg.count(), "total": Agg.sum("value")})
+        return counted
+
+    def of_rows(rows: DataFrame, folder: Path) -> DataFrame:
+        function = counting.count_and_sum_of_rows
+        return state(folder).apply_rows_with_state(rows, "key", function, OUTPUT, STATE)
+
+    def pandas(function: Callable[..., Any]) -> Callable[[DataFrame, Path], DataFrame]:
+        return lambda rows, folder: state(folder).apply_in_pandas_with_state(
+            rows, "key", function, OUTPUT, STATE, "update", "NoTimeout"
+        )
+
+    def sparks(rows: DataFrame, folder: Path) -> DataFrame:
+        return rows.groupBy("key").applyInPandasWithState(counting.count_and_sum, OUTPUT, STATE, "update", "NoTimeout")
+
+    return {
+        NATIVE: native,
+        ARROW: arrow,
+        BUILT_IN: built_in,
+        ROWS: of_rows,
+        TUPLES: pandas(counting.count_and_sum_to_tuples),
+        FRAMES: pandas(counting.count_and_sum),
+        PANDAS: sparks,
+    }

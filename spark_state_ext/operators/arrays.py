@@ -1,0 +1,232 @@
+"""Between Arrow's columns and NumPy: values under NULLs, segments of adjacent rows, and codes to sort by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from arrow_schemas.equality import BoolArray, IndexArray
+
+__all__ = [
+    "NumberArray",
+    "Segments",
+    "before",
+    "bools",
+    "flat",
+    "integers",
+    "interleaved",
+    "nullable",
+    "numbers",
+    "order_within",
+    "sort_codes",
+    "valid_of",
+]
+
+NumberArray = npt.NDArray[Any]
+
+
+def flat(column: Any) -> pa.Array:
+    """A column as one array."""
+    if isinstance(column, pa.Array):
+        return column
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    joined = column.combine_chunks()
+    if isinstance(joined, pa.ChunkedArray):
+        return joined.chunk(0) if joined.num_chunks else pa.array([], column.type)
+    return joined
+
+
+def bools(column: pa.Array) -> BoolArray:
+    """Booleans without NULLs in NumPy."""
+    found: BoolArray = column.to_numpy(zero_copy_only=False)
+    return found
+
+
+def valid_of(column: pa.Array) -> BoolArray | None:
+    """Which values are not NULL; None for all."""
+    return bools(column.is_valid()) if column.null_count else None
+
+
+def numbers(column: pa.Array, fill: Any = 0) -> NumberArray:
+    """Numbers in NumPy, of the same width; NULLs are `fill`."""
+    if column.null_count:
+        column = column.fill_null(fill)
+    found: NumberArray = column.to_numpy(zero_copy_only=False)
+    return found
+
+
+def integers(column: pa.Array) -> pa.Array:
+    """Booleans, dates, timestamps and integers as integers of the same order, where NULLs are."""
+    types = pa.types
+    if types.is_boolean(column.type):
+        return column.cast(pa.int8())
+    if types.is_date32(column.type):
+        return column.view(pa.int32())
+    return column.view(pa.int64()) if types.is_timestamp(column.type) else column
+
+
+def nullable(values: NumberArray, valid: BoolArray | None) -> pa.Array:
+    """Numbers in Arrow, NULL where not valid (None: nowhere)."""
+    return pa.array(values) if valid is None or valid.all() else pa.array(values, mask=~valid)
+
+
+def interleaved(first: Sequence[pa.Array], second: Sequence[pa.Array], index: IndexArray) -> list[pa.Array]:
+    """Rows of two sets of columns, one behind the other, by their positions in both."""
+    at = pa.array(index)
+    return [pa.concat_arrays(pair).take(at) for pair in zip(first, second, strict=True)]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Groups of adjacent rows, none of them empty.
+
+    Parameters
+    ----------
+    starts
+        Where each begins, ascending from 0, int64 (number of segments,).
+    rows
+        Number of rows.
+    """
+
+    starts: IndexArray
+    rows: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @cached_property
+    def ends(self) -> IndexArray:
+        """Behind each segment's last row."""
+        return np.append(self.starts[1:], self.rows) if len(self) else self.starts
+
+    @cached_property
+    def sizes(self) -> IndexArray:
+        """Number of rows of each."""
+        return self.ends - self.starts
+
+    @cached_property
+    def ids(self) -> IndexArray:
+        """Segment of each row."""
+        return np.repeat(np.arange(len(self)), self.sizes)
+
+    @property
+    def single(self) -> bool:
+        """Whether each has one row."""
+        return len(self) == self.rows
+
+    def counts(self, valid: BoolArray | None) -> IndexArray:
+        """Number of rows of each that are valid (None: all)."""
+        if valid is None:
+            return self.sizes
+        found: IndexArray = self.reduced(np.add, valid.astype(np.int64))
+        return found
+
+    def reduced(self, function: np.ufunc, values: NumberArray) -> NumberArray:
+        """What a binary function makes of the values of each."""
+        if self.single:
+            return values
+        found: NumberArray = function.reduceat(values, self.starts)
+        return found
+
+    def grouped(self, column: pa.Array, function: str) -> pa.Array:
+        """What one of Arrow's grouped aggregations makes of each: for types that NumPy does not have."""
+        table = pa.table([pa.array(self.ids), column], names=["id", "value"])
+        found = pa.TableGroupBy(table, "id", use_threads=False).aggregate([("value", function)])
+        ids, results = flat(found.column("id")).to_numpy(), flat(found.column(f"value_{function}"))
+        # Arrow gives groups in the order in which it meets them, mostly: the hashes of some may clash.
+        return results if (ids[1:] > ids[:-1]).all() else results.take(pa.array(np.argsort(ids)))
+
+
+# -- order ---------------------------------------------------------------------------------------------------
+
+
+def sort_codes(column: pa.Array, descending: bool) -> list[IndexArray]:
+    """Integers that are ordered as Spark orders the values: NULL is the smallest, NaN the largest, -0.0 is 0.0.
+
+    Parameters
+    ----------
+    column
+        Values of any type that is not nested.
+    descending
+        The other way round.
+
+    Returns
+    -------
+    list of numpy.ndarray
+        One or two, to be compared one after the other; int64 (number of values,).
+    """
+    codes = [_value_codes(column)]
+    if column.null_count:
+        valid = bools(column.is_valid()).astype(np.int64)
+        codes = [valid, codes[0] * valid]
+    return [~code for code in codes] if descending else codes
+
+
+def before(codes: Sequence[IndexArray], left: IndexArray, right: IndexArray) -> BoolArray:
+    """Pair by pair, whether the value at `left` comes before that at `right`."""
+    found: BoolArray = np.zeros(len(left), dtype=np.bool_)
+    tied: BoolArray = np.ones(len(left), dtype=np.bool_)
+    for code in codes:
+        a, b = code[left], code[right]
+        found |= tied & (a < b)
+        tied &= a == b
+    return found
+
+
+def order_within(keys: IndexArray, codes: Sequence[IndexArray]) -> IndexArray:
+    """The order by key and then by codes; of equal rows those that are first stay first.
+
+    Parameters
+    ----------
+    keys
+        Positions of keys, from 0 on, int64 (number of rows,).
+    codes
+        To be compared one after the other, int64 (number of rows,).
+
+    Returns
+    -------
+    numpy.ndarray
+        A permutation of the rows, int64 (number of rows,).
+    """
+    # One number a row, so that one stable sort does. It is fast where rows already come by key, as they do here.
+    combined = keys
+    for code in codes if len(keys) else ():
+        low, span = int(code.min()), int(code.max()) - int(code.min()) + 1
+        if (int(combined.max()) + 1) * span >= 2**63:
+            combined, code = _dense(combined), _dense(code)
+            low, span = 0, int(code.max()) + 1
+        combined = combined * span + (code - low)
+    return np.argsort(combined, kind="stable").astype(np.int64, copy=False)
+
+
+def _dense(codes: IndexArray) -> IndexArray:
+    """The same order in numbers from 0 on, below the number of codes."""
+    found: IndexArray = np.unique(codes, return_inverse=True)[1].reshape(-1).astype(np.int64, copy=False)
+    return found
+
+
+def _value_codes(column: pa.Array) -> IndexArray:
+    types = pa.types
+    if types.is_floating(column.type):
+        values = numbers(column, 0.0).astype(np.float64) + 0.0
+        values[np.isnan(values)] = np.nan
+        bits: IndexArray = values.view(np.int64)
+        # Of negative floats the larger bits are the smaller number.
+        return bits ^ ((bits >> 63) & np.int64(2**63 - 1))
+    plain = integers(column)
+    if types.is_integer(plain.type):
+        return numbers(plain).astype(np.int64, copy=False)
+    encoded = column.dictionary_encode()
+    order = pc.sort_indices(encoded.dictionary).to_numpy()
+    ranks = np.empty(len(order), dtype=np.int64)
+    ranks[order] = np.arange(len(order))
+    indices = numbers(encoded.indices)
+    return ranks[indices] if len(ranks) else np.zeros(len(column), dtype=np.int64)

@@ -1,0 +1,112 @@
+"""Approximate numbers of distinct values, in sketches of Apache DataSketches: the package ``datasketches``, optional.
+
+The library takes one value at a time, so this is per key and value Python; equal values of a key in a batch are taken
+once. State is the library's own compact form of an HLL sketch, which its other languages read, and Spark's
+``hll_union`` and ``hll_sketch_estimate`` too; integers and text are hashed as there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from spark_state_ext.errors import ExecutorPackageError
+from spark_state_ext.operators.arrays import Segments, flat, integers, numbers
+from spark_state_ext.operators.functions import Buffers
+
+__all__ = ["LG_K_MAX", "LG_K_MIN", "DistinctSketch"]
+
+LG_K_MIN, LG_K_MAX = 7, 21
+# The library passes over empty text, which is a value like any other.
+_EMPTY = "\0spark_state_ext: empty"
+
+
+@dataclass(frozen=True)
+class DistinctSketch:
+    """How many different values there are, about, leaving out NULLs.
+
+    Parameters
+    ----------
+    lg_k
+        Logarithm of the number of registers, 7 to 21; the relative standard error is about 1.04 / sqrt(2 ** lg_k).
+    """
+
+    lg_k: int
+
+    buffers = (("", pa.binary()),)
+    result = pa.int64()
+
+    def reduce(self, values: pa.Array | None, segments: Segments) -> Buffers:
+        assert values is not None
+        library = _library()
+        ids = pa.array(segments.ids)
+        if values.null_count:
+            given = values.is_valid()
+            ids, values = ids.filter(given), values.filter(given)
+        table = pa.table([ids, _hashable(values)], names=["id", "value"])
+        distinct = pa.TableGroupBy(table, ["id", "value"], use_threads=False).aggregate([])
+        # Arrow gives groups in no order.
+        distinct = distinct.sort_by("id")
+        owners, items = flat(distinct.column("id")).to_numpy(), distinct.column("value").to_pylist()
+        found: list[bytes | None] = [None] * len(segments)
+        borders = np.flatnonzero(np.append(True, owners[1:] != owners[:-1])) if len(owners) else owners
+        bounds = pairwise(np.append(borders, len(owners)).tolist())
+        for at, (start, stop) in zip(owners[borders].tolist(), bounds, strict=True):
+            sketch = library.hll_sketch(self.lg_k, library.tgt_hll_type.HLL_8)
+            for item in items[start:stop]:
+                sketch.update(item if item != "" else _EMPTY)
+            found[at] = sketch.serialize_compact()
+        return [pa.array(found, pa.binary())]
+
+    def merge(self, left: Buffers, right: Buffers) -> Buffers:
+        both = left[0].is_valid().to_numpy(zero_copy_only=False) & right[0].is_valid().to_numpy(zero_copy_only=False)
+        # Copied where there is but one.
+        merged: list[bytes | None] = left[0].fill_null(right[0]).to_pylist()
+        if both.any():
+            library = _library()
+            for at in np.flatnonzero(both).tolist():
+                union = library.hll_union(self.lg_k)
+                union.update(library.hll_sketch.deserialize(left[0][at].as_py()))
+                union.update(library.hll_sketch.deserialize(right[0][at].as_py()))
+                merged[at] = union.get_result(library.tgt_hll_type.HLL_8).serialize_compact()
+        return [pa.array(merged, pa.binary())]
+
+    def finish(self, buffers: Buffers) -> pa.Array:
+        estimates = np.zeros(len(buffers[0]), dtype=np.int64)
+        if buffers[0].null_count < len(buffers[0]):
+            sketch = _library().hll_sketch
+            for at, serialized in enumerate(buffers[0].to_pylist()):
+                if serialized is not None:
+                    estimates[at] = round(sketch.deserialize(serialized).get_estimate())
+        return pa.array(estimates)
+
+
+def _hashable(values: pa.Array) -> pa.Array:
+    """Values as the library takes them: numbers and text. What Spark hashes too, where it has such sketches."""
+    types = pa.types
+    if types.is_floating(values.type):
+        # One zero, and one NaN.
+        floats = numbers(values, 0.0).astype(np.float64) + 0.0
+        floats[np.isnan(floats)] = np.nan
+        return pa.array(floats)
+    if types.is_binary(values.type):
+        return pa.array([value.decode("latin-1") for value in values.to_pylist()], pa.string())
+    if types.is_decimal(values.type):
+        return values.cast(pa.string())
+    return integers(values)
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("datasketches")
+    except ImportError as error:
+        raise ExecutorPackageError(
+            f"approx_count_distinct needs the package 'datasketches', which the Python {sys.executable} lacks: "
+            f"{sys.executable} -m pip install 'spark_state_ext[sketches]'"
+        ) from error

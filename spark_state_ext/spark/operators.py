@@ -1,0 +1,464 @@
+"""`aggregate`, `deduplicate`, `sessionize` and `top_k`: operators that equal Spark's, planned on an `ArrowState`.
+
+What they do is in `spark_state_ext.operators`; here Spark's schemas become those of output and state.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.state import GroupStateTimeout
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    DataType,
+    DecimalType,
+    DoubleType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from arrow_schemas.spark_types import state_fields
+from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
+from spark_state_ext.operators.agg import Aggregate, kernel_of
+from spark_state_ext.operators.aggregate import Aggregates, Aggregation, Bound
+from spark_state_ext.operators.deduplicate import EXPIRES_US, Deduplication
+from spark_state_ext.operators.sessionize import END, SESSION_WINDOW, SESSIONS, START, Sessions
+from spark_state_ext.operators.top_k import TOP, TopK
+from spark_state_ext.spark.columns import WATERMARK_KEY, KeyLike, event_time_of, resolve_keys
+from spark_state_ext.spark.plan import ArrowState
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+__all__ = ["aggregate", "deduplicate", "sessionize", "top_k"]
+
+Keys = KeyLike | Sequence[KeyLike]
+_NAME = re.compile(r"\w+")
+# In place of the metadata that a column has by itself: Spark passes on that of event times.
+_PLAIN = {"spark_state_ext.value": True}
+_EVENT_TIME, _NO_TIMEOUT = GroupStateTimeout.EventTimeTimeout, GroupStateTimeout.NoTimeout
+_SIMPLE: dict[pa.DataType, DataType] = {
+    pa.int64(): LongType(),
+    pa.float64(): DoubleType(),
+    pa.bool_(): BooleanType(),
+    pa.binary(): BinaryType(),
+}
+
+
+def aggregate(
+    state: ArrowState,
+    df: DataFrame,
+    keys: Keys,
+    aggregates: Mapping[str, Aggregate],
+    output_mode: Literal["update", "append"] = "update",
+) -> DataFrame:
+    """What ``df.groupBy(*keys).agg(…)`` does.
+
+    Where a key has the input's watermark (the event-time column itself, or a window of it), late rows are dropped and
+    groups are removed when the watermark has passed them, as in Spark; else groups stay for ever, or for as long as the
+    state's `Ttl` says.
+
+    Parameters
+    ----------
+    state
+        Where state is kept.
+    df
+        A streaming DataFrame.
+    keys
+        Grouping columns, as for `DataFrame.groupBy`; one may be ``F.window(…)``.
+    aggregates
+        Output columns and what is in them: ``{"n": Agg.count(), "total": Agg.sum("value")}``. More can be added to a
+        query that has state; they begin with the rows that come then.
+    output_mode
+        ``"update"``: the keys that have rows, in each batch. ``"append"``: each group once, when the watermark has
+        passed it.
+
+    Returns
+    -------
+    DataFrame
+        Keys and aggregates.
+
+    Raises
+    ------
+    UnsupportedPlanError
+        For ``"append"`` without a watermark among the keys, and for a `df` that is not streaming.
+    UnsupportedTypeError
+        When a column does not have the aggregate.
+    UsageError
+        When an argument cannot work.
+    """
+    _check(state, df, "aggregate")
+    if output_mode not in ("update", "append"):
+        raise UsageError(f"output_mode of aggregate must be 'update' or 'append', not {output_mode!r}")
+    specs = _specs(aggregates, "aggregate")
+    key_columns = _listed(keys)
+    narrow, bound = _selected(df, key_columns, specs)
+    key_fields = narrow.schema.fields[: len(key_columns)]
+    names = [field.name for field in key_fields]
+    state_type = _state_type(bound, narrow.schema)
+    _distinct([*names, *aggregates], "output columns of aggregate")
+    found = event_time_of(narrow.schema)
+    lives_by = event_time_of(df.schema) if found is None and state.ttl is not None else None
+    if lives_by is not None:
+        # Comes along for the time to live, whose clock it may be.
+        narrow, _ = _selected(df, key_columns, specs, F.col(_quoted(df.columns)[lives_by[0]]).alias("__at"))
+    if found is None and output_mode == "append":
+        raise UnsupportedPlanError(
+            "aggregate in append mode gives a group when the watermark has passed it, and no key has a watermark: call "
+            "withWatermark, and group by that column or a window of it, or use output_mode='update'"
+        )
+    function = Aggregation(Aggregates(bound), names[found[0]] if found else None, output_mode == "append")
+    output = StructType([*(_plain(field) for field in key_fields), *_results(bound, narrow.schema)])
+    timeout = _EVENT_TIME if found else _NO_TIMEOUT
+    return state.apply_in_arrow_with_state(narrow, _quoted(names), function, output, state_type, output_mode, timeout)
+
+
+def deduplicate(
+    state: ArrowState, df: DataFrame, keys: Keys | None = None, *, within_watermark: bool = False
+) -> DataFrame:
+    """What ``df.dropDuplicates(keys)`` does, or ``df.dropDuplicatesWithinWatermark(keys)``: the first row of each key.
+
+    With a watermark late rows are dropped, as in Spark. How long a key is remembered: where the event-time column is
+    among the keys, until the watermark has reached it; with `within_watermark`, until it has reached the first row's
+    time and the watermark's delay; else for ever, or for as long as the state's `Ttl` says. That counts from the first
+    row on, and with ``refresh="read"`` from the last.
+
+    Parameters
+    ----------
+    state
+        Where state is kept.
+    df
+        A streaming DataFrame.
+    keys
+        Columns, as for `DataFrame.dropDuplicates`, or expressions; None for all columns.
+    within_watermark
+        Whether keys are forgotten by the watermark.
+
+    Returns
+    -------
+    DataFrame
+        The rows, all columns, for ``outputMode("append")``. The event-time column has no watermark any more.
+
+    Raises
+    ------
+    UnsupportedPlanError
+        For `within_watermark` without a watermark, and for a `df` that is not streaming.
+    UnsupportedTypeError
+        When a column has a type without a stable Arrow form.
+    """
+    _check(state, df, "deduplicate")
+    schema = df.schema
+    _distinct(schema.names, "columns of the input of deduplicate")
+    key_columns = _quoted(schema.names) if keys is None else _listed(keys)
+    event_time = event_time_of(schema)
+    function = Deduplication()
+    if within_watermark:
+        if event_time is None or not isinstance(schema[event_time[0]].dataType, TimestampType):
+            raise UnsupportedPlanError(
+                "deduplicate with within_watermark=True needs a watermark on a timestamp column: call withWatermark"
+            )
+        function = Deduplication(row_time=schema.names[event_time[0]], delay_us=1000 * event_time[1])
+    elif event_time is not None:
+        timed = [f.name for f in df.select(*key_columns).schema.fields if WATERMARK_KEY in (f.metadata or {})]
+        function = Deduplication(key_time=timed[0] if timed else None)
+    output = StructType([_plain(field) for field in schema.fields])
+    state_type = StructType([StructField(EXPIRES_US, LongType())])
+    # Spark's operators drop late rows under an event-time timeout, whether or not there is one.
+    timeout = _NO_TIMEOUT if event_time is None else _EVENT_TIME
+    return state.apply_in_arrow_with_state(df, key_columns, function, output, state_type, "append", timeout)
+
+
+def sessionize(
+    state: ArrowState,
+    df: DataFrame,
+    keys: Keys,
+    time: KeyLike,
+    gap_ms: int,
+    aggregates: Mapping[str, Aggregate],
+) -> DataFrame:
+    """What ``df.groupBy(*keys, F.session_window(time, gap)).agg(…)`` does in append mode.
+
+    A session is given once, when the watermark has reached its end. Late rows are dropped: those for which the
+    watermark of the batch before has reached what would be the end of a session of their own. As in Spark, sessions
+    that only touch are one, and rows without a time are in none.
+
+    Parameters
+    ----------
+    state
+        Where state is kept.
+    df
+        A streaming DataFrame with a watermark.
+    keys
+        Grouping columns, as for `DataFrame.groupBy`.
+    time
+        The column with the watermark.
+    gap_ms
+        After how long without rows a session ends, milliseconds.
+    aggregates
+        Output columns and what is in them, as for `aggregate`. ``first`` and ``last`` go by event time. They cannot
+        change while there is state.
+
+    Returns
+    -------
+    DataFrame
+        Keys, ``session_window`` with ``start`` and ``end``, and aggregates; for ``outputMode("append")``.
+
+    Raises
+    ------
+    UnsupportedPlanError
+        When `time` has no watermark, and for a `df` that is not streaming.
+    UnsupportedTypeError
+        When a column does not have the aggregate.
+    UsageError
+        When an argument cannot work.
+    """
+    _check(state, df, "sessionize")
+    if isinstance(gap_ms, bool) or not isinstance(gap_ms, int) or gap_ms < 1:
+        raise UsageError(f"gap_ms of sessionize must be a whole number from 1 on, not {gap_ms!r}")
+    specs = _specs(aggregates, "sessionize")
+    key_columns = _listed(keys)
+    timed = df.select(time).schema.fields[0]
+    if WATERMARK_KEY not in (timed.metadata or {}) or not isinstance(timed.dataType, TimestampType):
+        raise UnsupportedPlanError(
+            f"sessionize gives a session when the watermark has reached its end, and {timed.name!r} is no timestamp "
+            "with a watermark: call withWatermark"
+        )
+    own_end = F.timestamp_micros(F.unix_micros(_column(time)) + F.lit(1000 * gap_ms))
+    ended = own_end.alias("__end", metadata={WATERMARK_KEY: timed.metadata[WATERMARK_KEY]})
+    narrow, bound = _selected(df, key_columns, specs, ended)
+    narrow = narrow.where(F.col("__end").isNotNull())
+    key_fields = narrow.schema.fields[: len(key_columns)]
+    names = [field.name for field in key_fields]
+    kept = _state_type(bound, narrow.schema)
+    _distinct([*names, SESSION_WINDOW, *aggregates], "output columns of sessionize")
+    _distinct([START, END, *kept.names], "state columns of sessionize")
+    session = StructType([StructField(START, TimestampType()), StructField(END, TimestampType()), *kept.fields])
+    window = StructType([StructField("start", TimestampType()), StructField("end", TimestampType())])
+    output = StructType(
+        [
+            *(_plain(field) for field in key_fields),
+            StructField(SESSION_WINDOW, window),
+            *_results(bound, narrow.schema),
+        ]
+    )
+    state_type = StructType([StructField(SESSIONS, ArrayType(session))])
+    function = Sessions(Aggregates(bound), "__end", 1000 * gap_ms)
+    return state.apply_in_arrow_with_state(narrow, _quoted(names), function, output, state_type, "append", _EVENT_TIME)
+
+
+def top_k(
+    state: ArrowState,
+    df: DataFrame,
+    keys: Keys,
+    order_by: Keys,
+    k: int,
+    *,
+    descending: bool | Sequence[bool] = True,
+    emit: Literal["all", "changed"] = "all",
+    rank: str = "rank",
+) -> DataFrame:
+    """The best `k` rows of each key so far, with their ranks, whenever they change.
+
+    What ``ROW_NUMBER() OVER (PARTITION BY keys ORDER BY order_by) <= k`` gives of all input up to then. Of equal rows
+    those that came first are first. NULLs are the smallest, as in Spark. Late rows are not dropped.
+
+    Parameters
+    ----------
+    state
+        Where state is kept. With a `Ttl` a key that has not changed for so long starts anew.
+    df
+        A streaming DataFrame.
+    keys
+        Columns, as for `DataFrame.groupBy`.
+    order_by
+        What rows are ordered by: columns or expressions of types that are not nested.
+    k
+        How many rows a key has at most, from 1 on.
+    descending
+        Whether the largest come first: for all of `order_by`, or for each.
+    emit
+        For a key whose best rows changed: ``"all"`` of them, or only those that ``"changed"``, as they are new among
+        them or have another rank than before. Whoever writes rows by key and rank may take the latter; a rank that was
+        once given stays taken, as there are never fewer rows than before.
+    rank
+        Name of the column with the rank, from 1 on.
+
+    Returns
+    -------
+    DataFrame
+        The input's columns, keys that are none of them, and the rank (int), for ``outputMode("update")``.
+
+    Raises
+    ------
+    UnsupportedPlanError
+        For a `df` that is not streaming.
+    UnsupportedTypeError
+        When a column cannot be stored, or ordered by.
+    UsageError
+        When an argument cannot work.
+    """
+    _check(state, df, "top_k")
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise UsageError(f"k of top_k must be a whole number from 1 on, not {k!r}")
+    if emit not in ("all", "changed"):
+        raise UsageError(f"emit of top_k must be 'all' or 'changed', not {emit!r}")
+    orders = _listed(order_by)
+    downwards = [descending] * len(orders) if isinstance(descending, bool) else list(descending)
+    if not orders or len(orders) != len(downwards):
+        raise UsageError(f"order_by of top_k has {len(orders)} columns, and descending {len(downwards)} values")
+    key_type, _, extra = resolve_keys(df, df.schema, _listed(keys))
+    inputs, extra_names = df.schema.names, [name for name in key_type.names if name not in df.schema.names]
+    if len(extra) != len(extra_names):
+        raise UsageError("a key of top_k is an expression under the name of an input column: give it another, by alias")
+    _distinct([*inputs, *extra_names, rank], "output columns of top_k")
+    # An order column that the key has too is kept beside it.
+    ordered = [
+        order if isinstance(order, str) and order in inputs and order not in key_type.names else f"__order{i}"
+        for i, order in enumerate(orders)
+    ]
+    hidden = [
+        _column(order).alias(name, metadata=_PLAIN)
+        for order, name in zip(orders, ordered, strict=True)
+        if name is not order
+    ]
+    wide = df.select("*", *extra, *hidden)
+    for name in ordered:
+        _check_flat(wide.schema[name], "order column")
+    kept = [field for field in wide.schema.fields if field.name not in key_type.names]
+    output = [_plain(field) for field in wide.schema.fields if field.name in {*inputs, *extra_names}]
+    function = TopK(
+        k,
+        tuple(zip(ordered, downwards, strict=True)),
+        tuple(field.name for field in kept),
+        tuple(field.name for field in output),
+        rank,
+        emit == "changed",
+    )
+    rows = StructType([StructField(field.name, field.dataType) for field in kept])
+    output_type = StructType([*output, StructField(rank, IntegerType())])
+    state_type = StructType([StructField(TOP, ArrayType(rows))])
+    return state.apply_in_arrow_with_state(
+        wide, _quoted(key_type.names), function, output_type, state_type, "update", _NO_TIMEOUT
+    )
+
+
+# -- inside --------------------------------------------------------------------------------------------------
+
+
+def _check(state: ArrowState, df: DataFrame, name: str) -> None:
+    if not isinstance(state, ArrowState):
+        raise UsageError(f"{name} takes an ArrowState and then a DataFrame, not {state!r}")
+    if not df.isStreaming:
+        raise UnsupportedPlanError(
+            f"{name} is not supported with a batch DataFrame: state lives from micro-batch to micro-batch. Use "
+            "readStream for the input."
+        )
+
+
+def _listed(columns: Keys) -> list[Any]:
+    return list(columns) if isinstance(columns, (list, tuple)) else [columns]
+
+
+def _column(given: KeyLike) -> Column:
+    return F.col(given) if isinstance(given, str) else given
+
+
+def _quoted(names: Sequence[str]) -> list[Any]:
+    return [name if _NAME.fullmatch(name) else f"`{name.replace('`', '``')}`" for name in names]
+
+
+def _distinct(names: Sequence[str], what: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise UsageError(f"{what} have different names, and {name!r} is there more than once: use an alias")
+        seen.add(name)
+
+
+def _plain(field: StructField) -> StructField:
+    """An output column: the same, without a watermark."""
+    metadata = {name: value for name, value in (field.metadata or {}).items() if name != WATERMARK_KEY}
+    return StructField(field.name, field.dataType, field.nullable, metadata)
+
+
+def _specs(aggregates: Mapping[str, Aggregate], name: str) -> dict[str, Aggregate]:
+    wrong = [value for value in aggregates.values() if not isinstance(value, Aggregate)]
+    if not aggregates or wrong:
+        raise UsageError(
+            f"aggregates of {name} is a mapping of output columns to aggregates, such as {{'n': Agg.count()}}, not "
+            f"{aggregates!r}"
+        )
+    return dict(aggregates)
+
+
+def _selected(
+    df: DataFrame, keys: Sequence[KeyLike], specs: Mapping[str, Aggregate], *more: Column
+) -> tuple[DataFrame, tuple[Bound, ...]]:
+    """The keys, `more`, and the columns that are aggregated, each once; and the functions of these."""
+    names: dict[Any, str] = {}
+    values = []
+    for spec in specs.values():
+        # Columns of Spark have no equality; the same object is the same expression.
+        known = spec.column if isinstance(spec.column, str) else id(spec.column)
+        if spec.column is not None and known not in names:
+            names[known] = f"__v{len(names)}"
+            values.append(_column(spec.column).alias(names[known], metadata=_PLAIN))
+    narrow = df.select(*keys, *more, *values)
+    _distinct(narrow.columns, "keys")
+    bound = []
+    for name, spec in specs.items():
+        column = (
+            None if spec.column is None else names[spec.column if isinstance(spec.column, str) else id(spec.column)]
+        )
+        field = None if column is None else narrow.schema[column]
+        if field is not None and spec.function in ("min", "max", "approx_count_distinct"):
+            _check_flat(field, f"column of the aggregate {name!r}")
+        bound.append(Bound(name, kernel_of(spec, None if field is None else _arrow(field), name), column))
+    return narrow, tuple(bound)
+
+
+def _arrow(field: StructField) -> pa.DataType:
+    return state_fields(StructType([field]).json(), "input")[0].type
+
+
+def _check_flat(field: StructField, what: str) -> None:
+    """Refuse what cannot be compared as Spark compares it."""
+    collation = getattr(field.dataType, "collation", None) if isinstance(field.dataType, StringType) else None
+    if collation not in (None, "UTF8_BINARY") or pa.types.is_nested(_arrow(field)):
+        raise UnsupportedTypeError(
+            f"the {what} has the type {field.dataType.simpleString()}, whose values cannot be compared: "
+            "use plain strings, numbers, binaries, dates or timestamps"
+        )
+
+
+def _state_type(bound: Sequence[Bound], schema: StructType) -> StructType:
+    fields = [
+        StructField(name, _spark(data_type, one, schema))
+        for one in bound
+        for name, data_type in zip(one.state_names, one.state_types, strict=True)
+    ]
+    _distinct([field.name for field in fields], "state columns of the aggregates")
+    return StructType(fields)
+
+
+def _results(bound: Sequence[Bound], schema: StructType) -> list[StructField]:
+    return [StructField(one.name, _spark(one.kernel.result, one, schema)) for one in bound]
+
+
+def _spark(data_type: pa.DataType, bound: Bound, schema: StructType) -> DataType:
+    """Spark's type of a buffer or result: that of its input, or one of the few that functions have of their own."""
+    if bound.column is not None and data_type == _arrow(schema[bound.column]):
+        return schema[bound.column].dataType
+    if pa.types.is_decimal(data_type):
+        return DecimalType(data_type.precision, data_type.scale)
+    return _SIMPLE[data_type]

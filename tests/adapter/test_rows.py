@@ -1,0 +1,382 @@
+"""Calling a function per key with plain rows, without Spark: Python's values on the way in and out, and errors."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from pyspark.sql.streaming.state import GroupState
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    ByteType,
+    DataType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    MapType,
+    Row,
+    ShortType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
+
+from arrow_schemas import RowSchema, key_fields, state_fields
+from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
+from spark_state_ext.spark import rows as rows_module
+from spark_state_ext.spark.compat import STATE_BINARY
+from spark_state_ext.spark.groups import CallContext, Groups, Result
+from spark_state_ext.spark.output import unpack
+from spark_state_ext.spark.rows import RowCaller, row_class
+from spark_state_ext.spark.state_values import values_to_column
+from spark_state_ext.store import Lookup
+
+Function = Callable[[Any, list[Any], GroupState], Any]
+KEY = StructType([StructField("k", LongType())])
+STATE = StructType([StructField("n", LongType())])
+INPUT = StructType([StructField("k", LongType()), StructField("v", LongType())])
+OUTPUT = StructType([StructField("k", LongType()), StructField("n", LongType())])
+CONTEXT = CallContext(3, 7, 1_000, 500, True, "ProcessingTimeTimeout")
+
+
+def fields(struct: StructType) -> tuple[pa.Field, ...]:
+    return state_fields(json.dumps(struct.jsonValue()))
+
+
+def schema_of(key: StructType = KEY, state: StructType = STATE) -> RowSchema:
+    return RowSchema(key_fields(json.dumps(key.jsonValue())), fields(state))
+
+
+def grouped(table: pa.Table, keys: int = 1, schema: RowSchema | None = None) -> Groups:
+    """Rows by their first columns; a bad hash, so that only the keys themselves tell them apart."""
+    hashes = np.zeros(table.num_rows, dtype=np.uint64)
+    return Groups.of(table, hashes, list(range(keys)), table.num_columns, schema or schema_of())
+
+
+def numbers(*rows: tuple[int | None, int | None]) -> Groups:
+    return grouped(
+        pa.table({"c0": pa.array([k for k, _ in rows], pa.int64()), "c1": pa.array([v for _, v in rows], pa.int64())})
+    )
+
+
+def run(
+    function: Function,
+    groups: Groups,
+    output: StructType = OUTPUT,
+    found: Lookup | None = None,
+    inputs: StructType = INPUT,
+    key: StructType = KEY,
+    state: StructType = STATE,
+) -> tuple[list[tuple[Any, ...]], Result]:
+    schema, result = schema_of(key, state), Result()
+    made = RowCaller(function, schema, state, inputs, key, output, fields(output))
+    nobody = Lookup(np.full(groups.count, -1, dtype=np.int64), schema.empty())
+    return sent(made.data(groups, found or nobody, schema.empty(), CONTEXT, result)), result
+
+
+def sent(frames: Iterator[pd.DataFrame]) -> list[tuple[Any, ...]]:
+    """What comes out behind Spark's operator."""
+    payloads = [pa.record_batch([pa.array(frame["payload"].tolist(), pa.binary())], ["p"]) for frame in frames]
+    return [tuple(row.values()) for batch in unpack(payloads) for row in batch.to_pylist()]
+
+
+# -- rows and keys --------------------------------------------------------------------------------
+
+
+def test_each_key_gets_its_rows_as_named_tuples() -> None:
+    seen: dict[Any, Any] = {}
+
+    def function(key: Any, rows: list[Any], state: GroupState) -> None:
+        assert type(rows) is list
+        assert not state.hasTimedOut
+        assert state.getCurrentProcessingTimeMs() == 1_000
+        assert state.getCurrentWatermarkMs() == 500
+        assert key not in seen
+        seen[key] = [(row.k, row.v) for row in rows]
+        assert key._fields == ("k",)
+        assert repr(rows[0]) == f"Row(k={key.k}, v={rows[0].v})"
+
+    run(function, numbers((1, 5), (None, 2**53 + 1), (2, None), (1, 6), (None, None)))
+    assert seen == {(1,): [(1, 5), (1, 6)], (None,): [(None, 2**53 + 1), (None, None)], (2,): [(2, None)]}
+
+
+def test_columns_that_no_attribute_can_have_go_by_their_place() -> None:
+    make = row_class("Row", ["k", "class", "a b", "k", "_x", "é"])
+    row: Any = make([1, 2, 3, 4, 5, 6])
+    assert row._fields == ("k", "_1", "_2", "_3", "_4", "é")
+    assert row == (1, 2, 3, 4, 5, 6)
+
+
+@pytest.mark.parametrize("portion", [1, 3, 65_536])
+def test_keys_with_many_rows_and_few(monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+    """Rows are made a portion at a time; those of a key are always together."""
+    monkeypatch.setattr(rows_module, "_PORTION_ROWS", portion)
+    monkeypatch.setattr(rows_module, "_ROWS_MAX", portion)
+    sizes = {0: 1, 1: 7, 2: 3, 3: 1, 4: 1, 5: 4}
+
+    def function(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
+        assert [row.v for row in rows] == list(range(sizes[key.k]))
+        for row in rows:
+            yield key.k, row.v
+
+    output, _ = run(function, numbers(*[(key, v) for v in range(7) for key, size in sizes.items() if v < size]))
+    assert sorted(output) == [(key, v) for key, size in sizes.items() for v in range(size)]
+
+
+POINT = StructType([StructField("x", IntegerType()), StructField("at", TimestampType())])
+WHEN = dt.datetime(2013, 3, 10, 2, 30, 1, 123456)  # noqa: DTZ001  # Spark's values are naive, in the machine's zone
+TYPES: list[tuple[DataType, list[Any]]] = [
+    (ByteType(), [1, -128, None]),
+    (ShortType(), [1, -(2**15), None]),
+    (IntegerType(), [2**31 - 1, None]),
+    (LongType(), [2**53 + 1, None, -(2**63)]),
+    (FloatType(), [1.5, None, float("inf")]),
+    (DoubleType(), [0.1, None, 5e-324]),
+    (DecimalType(38, 18), [decimal.Decimal("12345678901234567890.123456789012345678"), None]),
+    (StringType(), ["", "ä\x00\U0001f600", None]),
+    (BinaryType(), [b"", b"\x00\xff", None]),
+    (BooleanType(), [True, False, None]),
+    (DateType(), [dt.date(1, 1, 1), dt.date(9999, 12, 31), None]),
+    (TimestampType(), [WHEN, dt.datetime(1905, 2, 3, 4, 5, 6, 7), None]),  # noqa: DTZ001
+    (TimestampNTZType(), [WHEN, dt.datetime(1600, 1, 1), None]),  # noqa: DTZ001
+    (ArrayType(LongType()), [[1, None, 2**60], [], None]),
+    (ArrayType(ArrayType(StringType())), [[["a"], [], None], None]),
+    (ArrayType(TimestampType()), [[WHEN, None], None]),
+    (MapType(StringType(), DateType()), [{"a": dt.date(2000, 1, 1), "b": None}, {}, None]),
+    (MapType(IntegerType(), ArrayType(DoubleType())), [{1: [0.5, None], 2: []}, None]),
+    (POINT, [Row(x=1, at=WHEN), Row(x=None, at=None), None]),
+    (ArrayType(POINT), [[Row(x=1, at=WHEN), None], [], None]),
+]
+
+
+def column_of(values: list[Any], kind: DataType) -> pa.Array:
+    """As Spark sends it: times in the session's zone, larger offsets if it likes."""
+    (field,) = fields(StructType([StructField("v", kind)]))
+    column = values_to_column(values, kind, field.type, "v")
+    if isinstance(kind, TimestampType):
+        return column.cast(pa.timestamp("us", "America/New_York"))
+    return column.cast(pa.large_string()) if isinstance(kind, StringType) else column
+
+
+@pytest.mark.parametrize(("kind", "values"), TYPES, ids=[kind.simpleString() for kind, _ in TYPES])
+def test_values_of_every_type_through_rows_state_and_output(kind: DataType, values: list[Any]) -> None:
+    """What comes in is Python's value, what goes out is the same, and so is what lay in the state between."""
+    struct = StructType([StructField("id", LongType()), StructField("v", kind)])
+    key, state = StructType(struct.fields[:1]), StructType([StructField("v", kind)])
+    table = pa.table({"c0": pa.array(range(len(values)), pa.int64()), "c1": column_of(values, kind)})
+    schema = schema_of(key, state)
+    seen: dict[int, Any] = {}
+
+    def function(one: Any, rows: list[Any], group: GroupState) -> list[Any]:
+        (row,) = rows
+        seen[row.id] = row.v
+        expected = STATE_BINARY if isinstance(row.v, (bytes, bytearray)) else type(values[row.id])
+        assert type(row.v) is expected
+        if group.exists:
+            assert group.get == (values[row.id],)
+        group.update((row.v,))
+        return [(row.id, row.v)]
+
+    # Sliced, as rows of a bucket are.
+    groups = grouped(pa.concat_tables([table, table]).combine_chunks().slice(len(values)), 1, schema)
+    output, result = run(function, groups, struct, None, struct, key, state)
+    assert seen == dict(enumerate(values))
+    assert result.data is not None
+    again = Lookup(np.argsort(result.data.positions), result.data.rows)
+    twice, second = run(function, groups, struct, again, struct, key, state)
+    assert twice == output
+    assert second.data is not None
+    assert second.data.rows.column("state.v").equals(result.data.rows.column("state.v"))
+    (field,) = fields(StructType([StructField("v", kind)]))
+    assert [v for _, v in sorted(output)] == values_to_column(values, kind, field.type, "v").to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [case for case in TYPES if "map" not in case[0].simpleString()],
+    ids=lambda it: it.simpleString() if isinstance(it, DataType) else "",
+)
+def test_keys_of_every_type(kind: DataType, values: list[Any]) -> None:
+    key = StructType([StructField("v", kind), StructField("id", LongType())])
+    table = pa.table({"c0": column_of(values, kind), "c1": pa.array(range(len(values)), pa.int64())})
+    schema, seen = schema_of(key), dict[int, Any]()
+
+    def function(one: Any, rows: list[Any], state: GroupState) -> None:
+        assert one.v == rows[0].v
+        seen[one.id] = one.v
+
+    run(function, grouped(table, 2, schema), OUTPUT, None, key, key)
+    assert seen == dict(enumerate(values))
+
+
+def test_a_key_is_as_it_is_stored_and_rows_as_they_came() -> None:
+    key = StructType([StructField("x", DoubleType())])
+    seen: list[tuple[str, list[str]]] = []
+
+    def function(one: Any, rows: list[Any], state: GroupState) -> None:
+        seen.append((str(one.x), [str(row.x) for row in rows]))
+
+    schema = schema_of(key)
+    groups = grouped(pa.table({"c0": [-0.0, 0.0, float("nan")]}), 1, schema)
+    run(function, groups, OUTPUT, None, key, key)
+    assert sorted(seen) == [("0.0", ["-0.0", "0.0"]), ("nan", ["nan"])]
+
+
+# -- state and timeouts ---------------------------------------------------------------------------
+
+
+def test_changes_become_rows_of_a_run() -> None:
+    def function(key: Any, rows: list[Any], state: GroupState) -> None:
+        if key.k == 1:
+            state.update((10,))
+            state.setTimeoutDuration(5)
+        elif key.k == 2:
+            state.remove()
+
+    groups = numbers((1, 0), (2, 0), (3, 0))
+    _, result = run(function, groups)
+    assert result.data is not None
+    rows = result.data.rows.to_pylist()
+    assert [groups.keys[0][at].as_py() for at in result.data.positions.tolist()] == [row["key.k"] for row in rows]
+    assert {r["key.k"]: (r["state.n"], r["defined"], r["deleted"], r["timeout_ms"]) for r in rows} == {
+        1: (10, True, False, 1_005),
+        2: (None, False, True, None),
+    }
+
+
+def test_a_key_that_timed_out_has_no_rows() -> None:
+    def function(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
+        assert state.hasTimedOut
+        assert rows == []
+        yield key.k, state.getOption and state.get[0]
+        state.remove()
+
+    schema = schema_of()
+    expired = pa.record_batch(
+        [
+            pa.array([0, 0], pa.uint64()),
+            pa.array([4, None], pa.int64()),
+            pa.array([7, None], pa.int64()),
+            pa.array([1, 1], pa.int64()),
+            pa.array([True, False]),
+            pa.array([False, False]),
+        ],
+        schema=schema.arrow,
+    )
+    result = Result()
+    made = RowCaller(function, schema, STATE, INPUT, KEY, OUTPUT, fields(OUTPUT))
+    assert sent(made.timeouts(expired, CONTEXT, result)) == [(4, 7), (None, None)]
+    assert result.data is None
+    assert result.timeouts is not None
+    assert result.timeouts.rows.column("deleted").to_pylist() == [True, True]
+
+
+# -- output ---------------------------------------------------------------------------------------
+
+ROWS = [(1, 2), (1, None)]
+GIVEN: dict[str, Callable[[], Any]] = {
+    "a list": lambda: ROWS,
+    "a generator": lambda: iter(ROWS),
+    "a tuple of rows": lambda: tuple(ROWS),
+    "lists": lambda: [list(row) for row in ROWS],
+    "Spark's rows": lambda: [Row(k=k, n=n) for k, n in ROWS],
+    "named tuples": lambda: list(map(row_class("Out", ["k", "n"]), ROWS)),
+    "NumPy's numbers": lambda: [(np.int64(k), None if n is None else np.int32(n)) for k, n in ROWS],
+    "whole floats": lambda: [(float(k), n) for k, n in ROWS],
+}
+
+
+@pytest.mark.parametrize("form", GIVEN)
+def test_the_forms_of_output(form: str) -> None:
+    output, _ = run(lambda key, rows, state: GIVEN[form](), numbers((1, 0)))
+    assert output == ROWS
+
+
+def test_no_output() -> None:
+    given: list[Any] = [None, [], (), iter(())]
+    groups = numbers(*[(at, 0) for at in range(4)])
+    schema = schema_of()
+    made = RowCaller(lambda key, rows, state: given[key.k], schema, STATE, INPUT, KEY, OUTPUT, fields(OUTPUT))
+    nobody = Lookup(np.full(4, -1, dtype=np.int64), schema.empty())
+    assert list(made.data(groups, nobody, schema.empty(), CONTEXT, Result())) == []
+
+
+WHERE = r"\(bucket 3, batch 7\)"
+WRONG: list[tuple[str, Any, type[Exception], str]] = [
+    ("one tuple", (1, 2), UserFunctionError, "the function gave 1 .int. for a row: return, or yield, one tuple for each output row"),
+    ("a dict", {"k": 1, "n": 2}, UserFunctionError, "the function gave 'k' .str. for a row"),
+    ("dicts", [{"k": 1, "n": 2}], UserFunctionError, r"the function gave \{'k': 1, 'n': 2\} .dict. for a row"),
+    ("text", "kn", UserFunctionError, "the function gave 'k' .str. for a row"),
+    ("a frame", pd.DataFrame({"k": [1], "n": [2]}), UserFunctionError, "the function gave 'k' .str. for a row"),
+    ("an array", np.array([[1, 2], [3, 4]]), UserFunctionError, r"the function gave array\(\[1, 2\]\) .ndarray. for a row"),
+    ("too few", [(1, 2), (1,)], StateValueError, r"the function gave \(1,\) for a row; expected a tuple of k, n"),
+    ("too many", [(1, 2, 3)], StateValueError, r"the function gave \(1, 2, 3\) for a row; expected a tuple of k, n"),
+    ("another type", [(1, 2), (1, "many")], StateValueError, r"output column 'n' of type bigint cannot hold 'many' \(str\) \(in \(1, 'many'\)\)"),
+    ("a fraction", [(1, 1.5)], StateValueError, r"output column 'n' of type bigint cannot hold 1\.5 \(float\)"),
+    ("too large", [(1, 2**63)], StateValueError, "output column 'n' of type bigint cannot hold 9223372036854775808"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "kind", "text"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
+def test_output_that_is_refused(given: Any, kind: type[StateError], text: str) -> None:
+    with pytest.raises(kind, match=text) as raised:
+        run(lambda key, rows, state: given, numbers((1, 0)))
+    assert raised.match(WHERE)
+
+
+def test_a_number_is_no_output() -> None:
+    with pytest.raises(
+        UserFunctionError, match=r"key \(1,\) \(bucket 3, batch 7\): TypeError: 'int' object is not iter"
+    ):
+        run(lambda key, rows, state: 5, numbers((1, 0)))
+
+
+def test_output_columns_without_null() -> None:
+    strict = StructType([StructField("k", LongType(), False), StructField("n", LongType(), False)])
+    with pytest.raises(
+        StateValueError, match=r"output column 'n' is declared without NULLs and row 1 is NULL"
+    ) as raised:
+        run(lambda key, rows, state: ROWS, numbers((1, 0)), strict)
+    assert raised.match(WHERE)
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_exception_names_key_bucket_and_batch(late: bool) -> None:
+    def function(key: Any, rows: list[Any], state: GroupState) -> Any:
+        raise KeyError("missing")
+
+    def generating(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
+        yield 1, 2
+        function(key, rows, state)
+
+    with pytest.raises(UserFunctionError, match=r"key \(41,\) \(bucket 3, batch 7\): KeyError: 'missing'") as raised:
+        run(generating if late else function, numbers((41, 0)))
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert "function" in [entry.name for entry in raised.traceback]
+
+
+def test_a_state_that_does_not_fit_is_named_with_its_key() -> None:
+    def function(key: Any, rows: list[Any], state: GroupState) -> None:
+        state.update((7 if key.k == 1 else "many",))
+
+    with pytest.raises(StateValueError, match=r"'n' of type bigint cannot hold 'many' \(str\) \(key \(3,\)\)"):
+        run(function, numbers((1, 0), (3, 0)))
+    with pytest.raises(StateValueError, match=r"columns n: .*\(key \(1,\), bucket 3, batch 7\)"):
+        run(lambda key, rows, state: state.update((1, 2)), numbers((1, 0)))

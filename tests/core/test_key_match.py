@@ -1,0 +1,127 @@
+"""Finding keys by value: as a dict of canonical keys would, for all types that keys may have."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import random
+import struct
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from core_support import canonical
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arrow_schemas.row import normal_array
+from spark_state_ext import key_match
+from spark_state_ext.key_match import key_positions
+
+NAN, OTHER_NAN = float("nan"), struct.unpack("<d", struct.pack("<Q", 0xFFF8_0000_0000_0123))[0]
+POINT = pa.struct([("x", pa.float64()), ("tags", pa.list_(pa.string()))])
+DECIMAL = decimal.Decimal
+MOMENT = dt.datetime(2020, 1, 1, 0, 0, 0, 1)  # noqa: DTZ001  # a time without a zone
+
+# For each type, values that are different keys.
+TYPES: dict[str, tuple[pa.DataType, list[Any]]] = {
+    "int8": (pa.int8(), [1, -128, 127, 0, None]),
+    "int64": (pa.int64(), [1, -(2**63), 2**63 - 1, 2**53, 2**53 + 1, None]),
+    "float32": (pa.float32(), [0.0, 1.5, NAN, float("inf"), None]),
+    "float64": (pa.float64(), [0.0, 0.1, 5e-324, NAN, float("-inf"), None]),
+    "string": (pa.string(), ["a", "", "A", "é", "e\u0301", "nan", "\x00", None]),
+    "binary": (pa.binary(), [b"a", b"", b"\x00", b"\xff", None]),
+    "boolean": (pa.bool_(), [True, False, None]),
+    "decimal": (pa.decimal128(38, 18), [DECIMAL("1.5"), DECIMAL("-1"), None]),
+    "date": (pa.date32(), [dt.date(2020, 2, 29), dt.date(1969, 12, 31), None]),
+    "timestamp": (pa.timestamp("us", "UTC"), [MOMENT.replace(tzinfo=dt.timezone.utc), None]),
+    "timestamp_ntz": (pa.timestamp("us"), [MOMENT, MOMENT.replace(microsecond=2), None]),
+    "list": (pa.list_(pa.int64()), [[], [1], [2], [1, 2], [2, 1], [None], [None, None], None]),
+    "list of floats": (pa.list_(pa.float64()), [[], [0.0], [NAN], [None], [1.0, 2.0], None]),
+    "list of lists": (pa.list_(pa.list_(pa.int64())), [[], [[]], [[1], []], [[], [1]], [None], None]),
+    "struct": (
+        POINT,
+        [
+            {"x": 1.0, "tags": ["a"]},
+            {"x": 1.0, "tags": ["b"]},
+            {"x": NAN, "tags": []},
+            {"x": None, "tags": None},
+            {"x": 0.0, "tags": [None]},
+            None,
+        ],
+    ),
+}
+
+
+def sliced(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """A column with an offset."""
+    return normal_array(pa.array([*values[:1], *values, *values[:1]], kind).slice(1, len(values)), kind)
+
+
+def expected(own: list[Any], wanted: list[Any]) -> list[int]:
+    places = {canonical(key): at for at, key in enumerate(own)}
+    return [places.get(canonical(key), -1) for key in wanted]
+
+
+@pytest.mark.parametrize("which", TYPES)
+def test_keys_of_every_type(which: str) -> None:
+    kind, values = TYPES[which]
+    chosen = random.Random(7)
+    for _ in range(20):
+        own = chosen.sample(values, chosen.randint(1, len(values)))
+        wanted = [chosen.choice(values) for _ in range(chosen.randint(0, 12))]
+        found = key_positions([sliced(own, kind)], [sliced(wanted, kind)])
+        assert found.dtype == np.int64
+        assert found.tolist() == expected(own, wanted)
+
+
+def test_spellings_of_one_key_are_equal() -> None:
+    """Another NaN, and -0.0, at any depth, whoever made them."""
+    own = [pa.array([NAN, 0.0, 1.0])]
+    assert key_positions(own, [pa.array([1.0, -0.0, OTHER_NAN, NAN])]).tolist() == [2, 1, 0, 0]
+    tiny = np.array([0x7FC0_0123], dtype=np.uint32).view(np.float32)
+    assert key_positions([pa.array([NAN], pa.float32())], [pa.array(tiny)]).tolist() == [0]
+    own = [pa.array([{"x": NAN}, {"x": 0.0}])]
+    assert key_positions(own, [pa.array([{"x": -0.0}, {"x": OTHER_NAN}])]).tolist() == [1, 0]
+    own = [pa.array([[NAN, 0.0], [0.0]])]
+    assert key_positions(own, [pa.array([[-0.0], [OTHER_NAN, -0.0]])]).tolist() == [1, 0]
+
+
+def test_several_columns_are_one_key() -> None:
+    names, numbers = pa.array(["a", "a", "b", None]), pa.array([1, 2, 1, None])
+    wanted = [pa.array(["b", "a", None, "b", None]), pa.array([1, 1, None, 2, 1])]
+    assert key_positions([names, numbers], wanted).tolist() == [2, 0, 3, -1, -1]
+
+
+def test_one_key_may_be_wanted_twice_and_none_at_all() -> None:
+    own = [pa.array([3, 4])]
+    assert key_positions(own, [pa.array([4, 4, 3, 4])]).tolist() == [1, 1, 0, 1]
+    assert key_positions(own, [pa.array([], pa.int64())]).tolist() == []
+    assert key_positions([pa.array([], pa.int64())], [pa.array([1, 1])]).tolist() == [-1, -1]
+
+
+def test_different_keys_of_one_code_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_match, "_codes", lambda columns: np.zeros(len(columns[0]), dtype=np.uint64))
+    for kind, values in TYPES.values():
+        wanted = [values[-1], values[0], *values]
+        found = key_positions([sliced(values[1:], kind)], [sliced(wanted, kind)])
+        assert found.tolist() == expected(values[1:], wanted)
+
+
+KEYS = st.tuples(
+    st.sampled_from(["a", "b", "", None]),
+    st.sampled_from([0.0, NAN, 1.0, None]),
+    st.one_of(st.none(), st.lists(st.sampled_from([1, 2, None]), max_size=2)),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(own=st.lists(KEYS, unique_by=canonical, min_size=1, max_size=12), wanted=st.lists(KEYS, max_size=20))
+def test_as_a_dict_finds_them(own: list[Any], wanted: list[Any]) -> None:
+    kinds = (pa.string(), pa.float64(), pa.list_(pa.int64()))
+
+    def columns(keys: list[Any]) -> list[pa.Array]:
+        return [pa.array([key[at] for key in keys], kind) for at, kind in enumerate(kinds)]
+
+    assert key_positions(columns(own), columns(wanted)).tolist() == expected(own, wanted)

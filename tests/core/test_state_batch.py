@@ -1,0 +1,712 @@
+"""`StateBatch` without Spark: what a function sees, and that what it changes is what a dict would hold."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from batch_driver import Stored, made, outcome_of
+from core_support import canonical
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_state_ext.errors import StateValueError, UsageError
+from spark_state_ext.state_batch import StateBatch
+
+KEYS = pa.schema([("name", pa.string()), ("x", pa.float64())])
+STATE = pa.schema([("n", pa.int64()), ("note", pa.string())])
+ROWS = pa.schema([("name", pa.string()), ("x", pa.float64()), ("value", pa.int64())])
+EVENT_TIME, PROCESSING_TIME = "EventTimeTimeout", "ProcessingTimeTimeout"
+Key = tuple[Any, ...]
+
+A, B, C, D = ("a", 1.0), ("b", float("nan")), (None, 0.0), ("d", None)
+NAMES = [A, B, C, D]
+
+
+def batch_of(
+    with_rows: list[Key] | None = None,
+    due: list[Key] | None = None,
+    known: dict[Key, tuple[Any, ...]] | None = None,
+    values: list[list[int | None]] | None = None,
+    **options: Any,
+) -> StateBatch:
+    """By default three keys with rows and one that timed out; two of them have state."""
+    with_rows = [A, B, C] if with_rows is None else with_rows
+    values = [[*range(at + 1)] for at in range(len(with_rows))] if values is None else values
+    rows = [(*key, value) for key, mine in zip(with_rows, values, strict=True) for value in mine]
+    return made(
+        KEYS,
+        STATE,
+        pa.Table.from_pylist([dict(zip(ROWS.names, row, strict=True)) for row in rows], schema=ROWS),
+        with_rows,
+        [len(mine) for mine in values],
+        [D] if due is None else due,
+        {A: (10, "ten"), D: (40, None)} if known is None else known,
+        **options,
+    )
+
+
+KNOWN = {A: Stored((10, "ten")), D: Stored((40, None), 5)}
+
+
+def after(batch: StateBatch) -> dict[Key, Stored]:
+    """What is kept of the default batch."""
+    return outcome_of(batch, KNOWN)
+
+
+def key(one: Key) -> Key:
+    return tuple(canonical(one))
+
+
+# -- looking --------------------------------------------------------------------------------------
+
+
+def test_everything_is_aligned_with_the_keys() -> None:
+    batch = batch_of(watermark_ms=7, bucket=3, batch_id=9)
+    assert len(batch) == 4
+    assert batch.keys.column_names == ["name", "x"]
+    assert batch.keys["name"].to_pylist() == ["a", "b", None, "d"]
+    assert batch.exists.to_pylist() == [True, False, False, True]
+    assert batch.timed_out.to_pylist() == [False, False, False, True]
+    assert batch.state.to_pylist() == [
+        {"n": 10, "note": "ten"},
+        {"n": None, "note": None},
+        {"n": None, "note": None},
+        {"n": 40, "note": None},
+    ]
+    assert batch.counts.to_pylist() == [1, 2, 3, 0]
+    assert batch.offsets.to_pylist() == [0, 1, 3, 6, 6]
+    assert batch.offsets.type == pa.int32()
+    assert batch.group_ids.to_pylist() == [0, 1, 1, 2, 2, 2]
+    assert batch.lists("value").to_pylist() == [[0], [0, 1], [0, 1, 2], []]
+    assert (batch.watermark_ms, batch.processing_time_ms, batch.bucket, batch.batch_id) == (7, 1_000, 3, 9)
+    assert repr(batch) == "StateBatch(6 rows of 3 keys, 1 keys timed out, bucket 3, batch 9)"
+    assert list(batch.scan()) == []
+    table = batch.with_state({"more": batch.counts, "numbers": np.arange(4)})
+    assert table.column_names == ["name", "x", "n", "note", "more", "numbers"]
+    assert table.num_rows == 4
+    assert batch.with_state().column_names == ["name", "x", "n", "note"]
+
+
+def test_a_batch_without_rows_has_keys_that_timed_out_only() -> None:
+    batch = batch_of([], [D, A])
+    assert batch.offsets.to_pylist() == [0, 0, 0]
+    assert batch.counts.to_pylist() == [0, 0]
+    assert batch.group_ids.to_pylist() == []
+    assert batch.group_ids.type == pa.int64()
+    assert batch.lists("value").to_pylist() == [[], []]
+    assert batch.timed_out.to_pylist() == [True, True]
+    assert (
+        batch.aggregate([("value", "sum"), ([], "count_all")]).to_pylist() == [{"value_sum": None, "count_all": 0}] * 2
+    )
+
+
+def test_aggregate_has_one_row_a_key_in_their_order() -> None:
+    batch = batch_of(values=[[5], [None, None], [3, 1, 3]])
+    asked: list[Any] = [
+        *[("value", name) for name in ("sum", "max", "count", "count_distinct", "list", "first", "last", "mean")],
+        ([], "count_all"),
+        ("value", "count", pc.CountOptions(mode="only_null")),
+        ("value", "hash_count_distinct", pc.CountOptions(mode="all")),
+        (["value"], "min"),
+    ]
+    found = batch.aggregate(asked)
+    by_column = [column.to_pylist() for column in found.columns]
+    assert [list(row) for row in zip(*by_column, strict=True)] == [
+        [5, 5, 1, 1, [5], 5, 5, 5.0, 1, 0, 1, 5],
+        [None, None, 0, 0, [None, None], None, None, None, 2, 2, 1, None],
+        [7, 3, 3, 2, [3, 1, 3], 3, 3, 7 / 3, 3, 0, 2, 1],
+        [None, None, 0, 0, None, None, None, None, 0, 0, 0, None],
+    ]
+    assert found.column_names[:2] == ["value_sum", "value_max"]
+    assert "__group" not in found.column_names
+
+
+def test_aggregate_of_a_column_whose_name_says_count() -> None:
+    """Only counts are 0 for keys that timed out, whatever columns are called."""
+    rows = pa.table({"name": ["a", "a"], "x": [1.0, 1.0], "country": ["fr", "de"], "discount": [1.5, 2.5]})
+    batch = made(KEYS, STATE, rows, [A], [2], [D])
+    found = batch.aggregate(
+        [
+            ("country", "max"),
+            ("discount", "sum"),
+            ("country", "count"),
+            ("discount", "count_distinct"),
+            ("country", "list"),
+        ]
+    )
+    assert found.to_pylist() == [
+        {
+            "country_max": "fr",
+            "discount_sum": 4.0,
+            "country_count": 2,
+            "discount_count_distinct": 2,
+            "country_list": ["fr", "de"],
+        },
+        {
+            "country_max": None,
+            "discount_sum": None,
+            "country_count": 0,
+            "discount_count_distinct": 0,
+            "country_list": None,
+        },
+    ]
+
+
+def test_aggregate_of_rows_in_several_chunks_and_of_slices() -> None:
+    whole = pa.table({"value": pa.array(range(100), pa.int64()), "text": pa.array([str(i) for i in range(100)])})
+    pieces = pa.concat_tables([whole.slice(5, 3), whole.slice(40, 2), whole.slice(90, 4)])
+    keys = pa.schema([("k", pa.int64())])
+    batch = made(keys, STATE, pieces, [(1,), (2,), (3,)], [4, 1, 4])
+    assert batch.aggregate([("value", "sum"), ("text", "last")]).to_pylist() == [
+        {"value_sum": 5 + 6 + 7 + 40, "text_last": "40"},
+        {"value_sum": 41, "text_last": "41"},
+        {"value_sum": 90 + 91 + 92 + 93, "text_last": "93"},
+    ]
+    assert batch.lists("value").to_pylist() == [[5, 6, 7, 40], [41], [90, 91, 92, 93]]
+    assert batch.lists("text").to_pylist() == [["5", "6", "7", "40"], ["41"], ["90", "91", "92", "93"]]
+    nested = made(keys, STATE, pa.table({"v": pa.array([[1], [2, 3], [], None])}).slice(1), [(1,), (2,)], [1, 2])
+    assert nested.lists("v").to_pylist() == [[[2, 3]], [[], None]]
+
+
+def test_lists_are_views_of_the_rows() -> None:
+    batch = batch_of()
+    values = batch.rows.column("value").chunk(0)
+    assert batch.lists("value").values.buffers()[1].address == values.buffers()[1].address
+
+
+def test_state_may_be_null_in_columns_declared_without_null() -> None:
+    """Where there is no state there is NULL, and the schema that readers see must not deny it."""
+    state = pa.schema([pa.field("n", pa.int64(), nullable=False)])
+    batch = made(KEYS, state, batch_of().rows, [A, B, C], [1, 2, 3], known={A: (1,)})
+    assert batch.state.schema.field("n").nullable
+    batch.state.validate(full=True)
+    with pytest.raises(StateValueError, match="'n' is declared without NULLs"):
+        batch.update({"n": [1, None, 3]})
+    batch.update({"n": [2, None, None]}, where=[True, False, False])
+    assert outcome_of(batch, {A: Stored((1,))}) == {A: Stored((2,))}
+
+
+def test_odd_batches() -> None:
+    """NULL for False among what exists, and an input column of the name that aggregation uses."""
+    batch = StateBatch(
+        rows=pa.table({"__group": [1, 2, 3]}),
+        keys=pa.table({"k": [1, 2]}),
+        state=pa.table({"n": [5, None]}),
+        exists=pa.array([True, None]),
+        starts=np.array([0, 2]),
+        watermark_ms=None,
+        processing_time_ms=0,
+    )
+    assert batch.exists.to_pylist() == [True, False]
+    assert batch.aggregate([("__group", "sum")]).to_pylist() == [{"__group_sum": 3}, {"__group_sum": 3}]
+
+
+# -- update ---------------------------------------------------------------------------------------
+
+FORMS = ["table", "batch", "dict", "chunks", "slice", "polars", "duckdb", "pandas", "reader"]
+
+
+def as_form(form: str, table: pa.Table) -> Any:
+    """A table as what another engine would give."""
+    if form == "batch":
+        return table.combine_chunks().to_batches()[0]
+    if form == "dict":
+        return {name: table.column(name).to_pylist() for name in table.column_names}
+    if form == "chunks":
+        return pa.concat_tables([table.slice(at, 1) for at in range(table.num_rows)])
+    if form == "slice":
+        return pa.concat_tables([table, table, table]).combine_chunks().slice(table.num_rows, table.num_rows)
+    if form == "polars":
+        return pytest.importorskip("polars").from_arrow(table)
+    if form == "duckdb":
+        return pytest.importorskip("duckdb").from_arrow(table)
+    if form == "pandas":
+        return pd.DataFrame(
+            {name: pd.Series(table.column(name).to_pylist(), dtype=object) for name in table.column_names}
+        )
+    if form == "reader":
+        return pa.RecordBatchReader.from_batches(table.schema, table.to_batches())
+    return table
+
+
+def rows_of(*values: tuple[Any, ...], schema: pa.Schema = STATE) -> pa.Table:
+    return pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in values], schema=schema)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_update_takes_one_row_a_key_in_their_order(form: str) -> None:
+    batch = batch_of()
+    batch.update(as_form(form, rows_of((1, "x"), (2, None), (3, "z"), (4, "w"))))
+    assert after(batch) == {
+        A: Stored((1, "x")),
+        key(B): Stored((2, None)),
+        key(C): Stored((3, "z")),
+        D: Stored((4, "w")),
+    }
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_update_takes_the_columns_in_any_order(form: str) -> None:
+    batch = batch_of([A], [], {})
+    batch.update(as_form(form, rows_of((1, "x")).select(["note", "n"])))
+    assert after(batch)[A] == Stored((1, "x"))
+
+
+MASK = [False, True, False, True]
+MASKS: dict[str, Any] = {
+    "list": MASK,
+    "numpy": np.array(MASK),
+    "arrow": pa.array(MASK),
+    "arrow with NULL for False": pa.array([None, True, False, True]),
+    "chunked": pa.chunked_array([MASK[:1], MASK[1:]]),
+    "slice": pa.array([True, *MASK, True]).slice(1, 4),
+    "pandas": pd.Series(MASK),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("form", ["table", "polars", "duckdb", "slice"])
+@pytest.mark.parametrize("rows", ["all", "chosen"])
+def test_update_of_chosen_keys(mask: str, form: str, rows: str) -> None:
+    batch = batch_of()
+    given = rows_of((1, "x"), (2, "y"), (3, "z"), (4, "w")) if rows == "all" else rows_of((2, "y"), (4, "w"))
+    batch.update(as_form(form, given), where=MASKS[mask])
+    assert after(batch) == {A: Stored((10, "ten")), key(B): Stored((2, "y")), D: Stored((4, "w"))}
+
+
+def test_update_of_no_key_and_of_every_key() -> None:
+    batch = batch_of()
+    batch.update(STATE.empty_table(), where=[False] * 4)
+    batch.update(rows_of(*[(i, None) for i in range(4)]), where=[False] * 4)
+    batch.update({**{name: [] for name in STATE.names}, "name": [], "x": []})
+    assert not batch.outcome.touched.any()
+    batch.update(rows_of(*[(i, None) for i in range(4)]), where=[True] * 4)
+    assert [it.values for it in after(batch).values()] == [(0, None), (3, None), (1, None), (2, None)]
+
+
+BY_KEY = pa.schema([*STATE, *KEYS])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_update_by_key_columns_in_any_order(form: str) -> None:
+    # pandas' NaN is NULL to Arrow.
+    missing = 2.0 if form == "pandas" else float("nan")
+    batch = batch_of([A, ("b", missing), C])
+    given = rows_of((4, "w", "d", None), (2, "y", "b", missing), (3, "z", None, -0.0), schema=BY_KEY)
+    batch.update(as_form(form, given))
+    assert after(batch) == {
+        A: Stored((10, "ten")),
+        key(("b", missing)): Stored((2, "y")),
+        key(C): Stored((3, "z")),
+        D: Stored((4, "w")),
+    }
+
+
+def test_update_by_key_columns_takes_those_that_where_chooses() -> None:
+    batch = batch_of()
+    given = rows_of((4, "w", *D), (1, "x", *A), (3, "z", *C), schema=BY_KEY)
+    batch.update(given, where=[True, True, False, True])
+    assert after(batch) == {A: Stored((1, "x")), D: Stored((4, "w"))}
+    batch.update(given, where=[False, True, False, False])
+    assert batch.outcome.touched.tolist() == [True, False, False, True]
+
+
+def test_update_by_keys_of_equal_bytes_and_all_of_them() -> None:
+    batch = batch_of([A, ("b", 2.0)], [])
+    batch.update(batch.with_state().slice(0, 2))
+    assert after(batch)[A] == Stored((10, "ten"))
+    assert after(batch)["b", 2.0] == Stored((None, None))
+
+
+def test_update_casts_what_other_engines_have_made_of_a_type() -> None:
+    """DuckDB sums to decimals, polars has large lists and views of strings, pandas gives floats."""
+    state = pa.schema(
+        [
+            ("n", pa.int64()),
+            ("s", pa.string()),
+            ("l", pa.list_(pa.field("element", pa.int64()))),
+            ("p", pa.struct([("x", pa.int32()), ("y", pa.string())])),
+            ("at", pa.timestamp("us", "UTC")),
+            ("m", pa.map_(pa.string(), pa.int64())),
+        ]
+    )
+    batch = made(pa.schema([("k", pa.int64())]), state, pa.table({"v": [1]}), [(1,)], [1])
+    moment = dt.datetime(2024, 5, 6, 7, 8, 9, 1, dt.timezone.utc)
+    given = pa.table(
+        {
+            "n": pa.array([decimal.Decimal(2**62)], pa.decimal128(38, 0)),
+            "s": pa.array(["text"]).dictionary_encode(),
+            "l": pa.array([[1, None]], pa.large_list(pa.int32())),
+            "p": pa.array([{"x": 5, "y": "why"}], pa.struct([("x", pa.int64()), ("y", pa.large_string())])),
+            "at": pa.array([moment], pa.timestamp("us", "Europe/London")),
+            "m": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int32())),
+        }
+    )
+    batch.update(given)
+    (row,) = batch.outcome.updates[0].to_pylist()
+    assert row == {"n": 2**62, "s": "text", "l": [1, None], "p": {"x": 5, "y": "why"}, "at": moment, "m": [("k", 1)]}
+    assert batch.outcome.updates[0].schema.types == state.types
+
+
+def test_nothing_is_asked_of_rows_that_are_not_chosen() -> None:
+    """A value that does not fit is no error in a row that is not stored."""
+    state = pa.schema([pa.field("n", pa.int64(), nullable=False)])
+    batch = made(pa.schema([("k", pa.int64())]), state, pa.table({"v": [1, 2]}), [(1,), (2,)], [1, 1])
+    batch.update({"n": [None, 5]}, where=[False, True])
+    batch.update({"k": [2, 1], "n": [6, None]}, where=[False, True])
+    assert outcome_of(batch, {}) == {(2,): Stored((6,))}
+
+
+def test_state_of_every_kind_and_sliced() -> None:
+    """Arrays with an offset, and kept state of any type, keep their values."""
+    point = pa.struct([("x", pa.int64()), ("tags", pa.list_(pa.string()))])
+    state = pa.schema([("l", pa.list_(pa.int64())), ("p", point), ("m", pa.map_(pa.string(), pa.int64()))])
+    values = [
+        ([i, None], {"x": i, "tags": [str(i)] * i}, [(str(i), i)]) if i % 3 else (None, None, None) for i in range(9)
+    ]
+    given = pa.table([pa.array([v[i] for v in values], it.type) for i, it in enumerate(state)], schema=state)
+    keys = [(i,) for i in range(4)]
+    batch = made(pa.schema([("k", pa.int64())]), state, pa.table({"v": range(4)}), keys, [1] * 4)
+    batch.update(given.slice(3, 4))
+    assert outcome_of(batch, {}) == {(i,): Stored(values[3 + i]) for i in range(4)}
+    batch.update(given.slice(2, 4), where=[False, True, True, False])
+    assert outcome_of(batch, {}) == {(i,): Stored(values[(2 if i in (1, 2) else 3) + i]) for i in range(4)}
+
+
+def test_a_state_column_may_be_called_as_a_key_column() -> None:
+    """Its update goes by the place, then: there is no telling the key from the state."""
+    keys, state = pa.schema([("k", pa.int64())]), pa.schema([("k", pa.int64()), ("n", pa.int64())])
+    batch = made(keys, state, pa.table({"v": [1, 2]}), [(1,), (2,)], [1, 1], known={(1,): (7, 8)})
+    batch.update({"k": [5, 6], "n": [1, 2]})
+    assert outcome_of(batch, {}) == {(1,): Stored((5, 1)), (2,): Stored((6, 2))}
+    # One of two key columns only: the table is by key, and the state's column of that name is the key's.
+    keys = pa.schema([("k", pa.int64()), ("j", pa.int64())])
+    batch = made(keys, state, pa.table({"v": [1, 2]}), [(1, 1), (2, 2)], [1, 1])
+    batch.update({"j": [2, 1], "k": [2, 1], "n": [20, 10]})
+    assert outcome_of(batch, {}) == {(1, 1): Stored((1, 10)), (2, 2): Stored((2, 20))}
+
+
+UPDATE_ERRORS: list[tuple[str, Any, Any, str]] = [
+    ("a missing column", {"n": [1] * 4}, None, r"update\(\) was given the columns n; it takes the state's \(n, note\), or these and the keys' \(name, x\)"),
+    ("a column too many", {"n": [1] * 4, "note": ["a"] * 4, "z": [1] * 4}, None, r"given the columns n, note, z;"),
+    ("one of the key columns", {"n": [1] * 4, "note": ["a"] * 4, "x": [1.0] * 4}, None, r"given the columns n, note, x;"),
+    ("no columns", {}, None, r"given the columns \(none\);"),
+    ("a column twice", pa.table([[1], [2], ["a"]], names=["n", "n", "note"]), None, r"given the columns n, n, note;"),
+    ("too few rows", {"n": [1], "note": ["a"]}, None, r"update\(\) was given 1 rows and the batch has 4 keys"),
+    ("too few rows with where", {"n": [1], "note": ["a"]}, MASK, r"given 1 rows; the batch has 4 keys, and `where` chooses 2"),
+    ("too few rows with where for all", {"n": [1], "note": ["a"]}, [True] * 4, r"given 1 rows and the batch has 4 keys"),
+    ("columns of several lengths", {"n": [1], "note": ["a", "b"]}, None, r"update\(\) was given something that is no table"),
+    ("a scalar", {"n": 1, "note": "a"}, None, r"update\(\) was given something that is no table"),
+    ("a number", 5, None, r"update\(\) was given a value of type int: a table is a pyarrow Table or RecordBatch, a mapping of columns, or anything with __arrow_c_stream__"),
+    ("None", None, None, r"update\(\) was given a value of type NoneType"),
+    ("text for a number", {"n": ["many"] * 4, "note": ["a"] * 4}, None, r"state column 'n' of type int64 cannot hold string: .*many"),
+    ("a fraction", {"n": [1.5] * 4, "note": ["a"] * 4}, None, r"'n' of type int64 cannot hold double: .*1\.5"),
+    ("a number too large", {"n": pa.array([2**63] * 4, pa.uint64()), "note": ["a"] * 4}, None, r"'n' of type int64 cannot hold uint64"),
+    ("a list for a number", {"n": [[1]] * 4, "note": ["a"] * 4}, None, r"'n' of type int64 cannot hold list<"),
+    ("a key of another batch", {"n": [1], "note": ["a"], "name": ["z"], "x": [1.0]}, None, r"update\(\) was given the key \{'name': 'z', 'x': 1\.0\}, which is not in this batch"),
+    ("a key twice", {"n": [1, 2], "note": ["a"] * 2, "name": ["a"] * 2, "x": [1.0] * 2}, None, r"update\(\) was given 2 rows in which a key is there more than once"),
+    ("a key of another type", {"n": [1], "note": ["a"], "name": ["a"], "x": ["one"]}, None, r"key column 'x' of type double cannot hold string"),
+    ("a mask of the wrong length", {"n": [1], "note": ["a"]}, [True], r"a mask must be 4 booleans, one for each key of the batch, not \[True\]"),
+    ("a mask of numbers", {"n": [1], "note": ["a"]}, [0, 1, 0, 0], r"a mask must be 4 booleans"),
+    ("a mask of Arrow's numbers", {"n": [1], "note": ["a"]}, pa.array([0, 1, 0, 0]), r"a mask must be 4 booleans"),
+    ("a mask for all", {"n": [1], "note": ["a"]}, True, r"a mask must be 4 booleans"),
+    ("a mask with holes", {"n": [1], "note": ["a"]}, [None, True, False, True], r"a mask must be 4 booleans"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "where", "text"), [e[1:] for e in UPDATE_ERRORS], ids=[e[0] for e in UPDATE_ERRORS])
+def test_what_update_refuses(given: Any, where: Any, text: str) -> None:
+    batch = batch_of()
+    with pytest.raises(StateValueError, match=text):
+        batch.update(given, where=where)
+    assert not batch.outcome.touched.any(), "a refused call changes nothing"
+
+
+def test_a_message_does_not_show_a_million_values() -> None:
+    for mask in ([True] * 100_000, np.zeros(100_000), pa.nulls(100_000)):
+        with pytest.raises(StateValueError, match="a mask must be 4 booleans") as raised:
+            batch_of().update({"n": [1], "note": ["a"]}, where=mask)
+        assert len(str(raised.value)) < 500
+
+
+def test_state_columns_of_one_name_are_refused_in_words() -> None:
+    state = pa.schema([("n", pa.int64()), ("n", pa.int64())])
+    batch = made(KEYS, state, batch_of().rows, [A, B, C], [1, 2, 3])
+    with pytest.raises(StateValueError, match="columns n, n"):
+        batch.update(pa.table([[1] * 3, [2] * 3], names=["n", "n"]))
+
+
+# -- remove ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_remove_by_mask(mask: str) -> None:
+    batch = batch_of()
+    batch.remove(MASKS[mask])
+    assert after(batch) == {A: Stored((10, "ten"))}
+    assert batch.outcome.touched.tolist() == MASK
+
+
+def test_remove_of_all_and_of_none() -> None:
+    batch = batch_of()
+    batch.remove([False] * 4)
+    assert not batch.outcome.touched.any()
+    batch.remove()
+    assert after(batch) == {}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("columns", [["x", "name"], ["name", "n", "x", "note"]], ids=["keys", "and more"])
+def test_remove_by_keys(form: str, columns: list[str]) -> None:
+    batch = batch_of()
+    batch.remove(as_form(form, rows_of((1, "x", "d", None), (2, "y", None, -0.0), schema=BY_KEY).select(columns)))
+    assert after(batch) == {A: Stored((10, "ten"))}
+    assert batch.outcome.touched.tolist() == [False, False, True, True]
+
+
+def test_remove_by_a_polars_mask() -> None:
+    pl = pytest.importorskip("polars")
+    batch = batch_of()
+    batch.remove(pl.Series(MASK))
+    assert batch.outcome.touched.tolist() == MASK
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ({"name": ["a"]}, r"remove\(\) needs the key columns name, x, not name"),
+        ({"name": ["z"], "x": [1.0]}, r"remove\(\) was given the key \{'name': 'z', 'x': 1.0\}, which is not in"),
+        ({"name": ["a", "a"], "x": [1.0, 1.0]}, r"remove\(\) was given 2 rows in which a key is there more than once"),
+        ([True], "a mask must be 4 booleans"),
+        (False, "a mask must be 4 booleans"),
+        (None, "a mask must be 4 booleans"),
+    ],
+)
+def test_what_remove_refuses(which: Any, text: str) -> None:
+    batch = batch_of()
+    with pytest.raises(StateValueError, match=text):
+        batch.remove(which)
+    assert not batch.outcome.touched.any()
+
+
+def test_the_last_call_counts() -> None:
+    batch = batch_of()
+    batch.remove()
+    batch.update(rows_of((1, "x"), (2, "y")), where=MASK)
+    batch.update(rows_of((5, "v")), where=[False, True, False, False])
+    assert after(batch) == {key(B): Stored((5, "v")), D: Stored((2, "y"))}
+    batch.remove(MASK)
+    assert after(batch) == {}
+
+
+# -- timeouts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("conf", [EVENT_TIME, PROCESSING_TIME])
+def test_a_timeout_alone_leaves_the_state_and_an_update_clears_it(conf: str) -> None:
+    name, base = ("timestamp_ms", 0) if conf == EVENT_TIME else ("duration_ms", 1_000)
+    batch = batch_of(timeout_conf=conf, watermark_ms=3)
+    batch.set_timeout(**{name: 20})
+    assert after(batch) == {
+        A: Stored((10, "ten"), base + 20),
+        key(B): Stored(None, base + 20),
+        key(C): Stored(None, base + 20),
+        D: Stored((40, None), base + 20),
+    }
+    batch = batch_of(timeout_conf=conf, watermark_ms=3)
+    batch.update(batch.state.slice(3, 1), where=[False, False, False, True])
+    assert after(batch)[D] == Stored((40, None), None), "an update without a timeout clears that of before"
+    batch.set_timeout(**{name: [None, 30, None, 40]})
+    assert after(batch) == {
+        A: Stored((10, "ten")),
+        key(B): Stored(None, base + 30),
+        D: Stored((40, None), base + 40),
+    }
+
+
+TIMES: dict[str, Any] = {
+    "a list": [30, 40],
+    "numpy": np.array([30, 40]),
+    "numpy of another width": np.array([30, 40], dtype=np.int32),
+    "arrow": pa.array([30, 40]),
+    "chunks": pa.chunked_array([[30], [40]]),
+    "whole floats": pa.array([30.0, 40.0]),
+    "decimals": pa.array([decimal.Decimal(30), decimal.Decimal(40)]),
+    "for each key": [1, 30, None, 40],
+    "a slice": pa.array([1, 30, 40, 1]).slice(1, 2),
+    "pandas": pd.Series([30, 40]),
+    "timestamps": pa.array([30_000, 40_999], pa.timestamp("us", "UTC")),
+    "naive timestamps": pa.array([30, 40], pa.timestamp("ms")),
+    "datetimes": [dt.datetime(1970, 1, 1, 0, 0, 0, ms * 1000, dt.timezone.utc) for ms in (30, 40)],
+}
+
+
+@pytest.mark.parametrize("form", TIMES)
+def test_the_forms_of_times(form: str) -> None:
+    batch = batch_of(timeout_conf=EVENT_TIME)
+    batch.set_timeout(timestamp_ms=TIMES[form], where=MASK)
+    assert batch.outcome.timeouts_ms.tolist() == [-1, 30, -1, 40]
+    assert batch.outcome.touched.tolist() == MASK
+
+
+DURATIONS: dict[str, Any] = {
+    "a number": 50,
+    "numpy's number": np.int32(50),
+    "arrow's number": pa.scalar(50),
+    "a timedelta": dt.timedelta(milliseconds=50),
+    "arrow's durations": pa.array([50_000] * 4, pa.duration("us")),
+}
+
+
+@pytest.mark.parametrize("form", DURATIONS)
+def test_the_forms_of_durations(form: str) -> None:
+    batch = batch_of(timeout_conf=PROCESSING_TIME)
+    batch.set_timeout(duration_ms=DURATIONS[form])
+    assert batch.outcome.timeouts_ms.tolist() == [1_050] * 4
+
+
+def test_a_datetime_is_a_time_for_all() -> None:
+    batch = batch_of(timeout_conf=EVENT_TIME)
+    batch.set_timeout(timestamp_ms=dt.datetime(1970, 1, 1, 0, 0, 5, tzinfo=dt.timezone.utc))
+    assert batch.outcome.timeouts_ms.tolist() == [5_000] * 4
+
+
+def test_no_timeout_at_all_clears_the_old_one() -> None:
+    batch = batch_of(timeout_conf=EVENT_TIME)
+    batch.set_timeout(timestamp_ms=[None] * 4)
+    assert after(batch) == {A: Stored((10, "ten")), D: Stored((40, None))}
+
+
+TIMEOUT_ERRORS: list[tuple[str, str, dict[str, Any], type[Exception], str]] = [
+    ("none in this query", "NoTimeout", {"timestamp_ms": 5}, UsageError, r"set_timeout\(\) under NoTimeout takes nothing: give timeout_conf='EventTimeTimeout' or 'ProcessingTimeTimeout'"),
+    ("a duration for event time", EVENT_TIME, {"duration_ms": 5}, UsageError, "under EventTimeTimeout takes timestamp_ms"),
+    ("a timestamp for processing time", PROCESSING_TIME, {"timestamp_ms": 5}, UsageError, "under ProcessingTimeTimeout takes duration_ms"),
+    ("neither", EVENT_TIME, {}, UsageError, "under EventTimeTimeout takes timestamp_ms"),
+    ("both", EVENT_TIME, {"timestamp_ms": 500, "duration_ms": 5}, UsageError, "under EventTimeTimeout takes timestamp_ms"),
+    ("both in processing time", PROCESSING_TIME, {"timestamp_ms": 500, "duration_ms": 5}, UsageError, "takes duration_ms"),
+    ("before the watermark", EVENT_TIME, {"timestamp_ms": [200, 99, 300, 400]}, StateValueError, r"set_timeout\(\) was given 99 for key \{'name': 'b', 'x': nan\}: that is before the watermark, 100"),
+    ("before the watermark, chosen", EVENT_TIME, {"timestamp_ms": [200, 99], "where": MASK}, StateValueError, r"99 for key \{'name': 'd', 'x': None\}"),
+    ("a negative duration", PROCESSING_TIME, {"duration_ms": -1}, StateValueError, r"given -1 for key \{'name': 'a', 'x': 1.0\}: a duration must be positive"),
+    ("no duration", PROCESSING_TIME, {"duration_ms": 0}, StateValueError, "a duration must be positive"),
+    ("too few", EVENT_TIME, {"timestamp_ms": [200]}, StateValueError, r"set_timeout\(\) was given 1 times for 4 keys"),
+    ("too few of the chosen", EVENT_TIME, {"timestamp_ms": [200], "where": MASK}, StateValueError, r"given 1 times for 2 keys"),
+    ("a text", EVENT_TIME, {"timestamp_ms": ["soon"] * 4}, StateValueError, r"set_timeout\(\) .*soon"),
+    ("a truth", EVENT_TIME, {"timestamp_ms": True}, StateValueError, r"set_timeout\(\)"),
+    ("a date for a duration", PROCESSING_TIME, {"duration_ms": pa.array([5] * 4, pa.timestamp("ms"))}, StateValueError, r"set_timeout\(\)"),
+    ("a duration for a date", EVENT_TIME, {"timestamp_ms": pa.array([500] * 4, pa.duration("ms"))}, StateValueError, r"set_timeout\(\)"),
+    ("an object", EVENT_TIME, {"timestamp_ms": object()}, StateValueError, r"set_timeout\(\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("conf", "arguments", "kind", "text"), [e[1:] for e in TIMEOUT_ERRORS], ids=[e[0] for e in TIMEOUT_ERRORS]
+)
+def test_what_set_timeout_refuses(conf: str, arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+    batch = batch_of(timeout_conf=conf, watermark_ms=100 if conf == EVENT_TIME else None)
+    with pytest.raises(kind, match=text):
+        batch.set_timeout(**arguments)
+    assert not batch.outcome.touched.any()
+
+
+def test_the_first_moment_is_no_timeout() -> None:
+    """As Spark has it: a timestamp must be positive, also while the watermark is still 0."""
+    batch = batch_of(timeout_conf=EVENT_TIME, watermark_ms=0)
+    with pytest.raises(StateValueError, match=r"given 0 for key .*: a timestamp must be positive"):
+        batch.set_timeout(timestamp_ms=0)
+    batch.set_timeout(timestamp_ms=1)
+    batch = batch_of(timeout_conf=EVENT_TIME, watermark_ms=100)
+    batch.set_timeout(timestamp_ms=100)
+    assert batch.outcome.timeouts_ms.tolist() == [100] * 4
+
+
+# -- at random ------------------------------------------------------------------------------------
+
+POOL: list[Key] = [(name, x) for name in ("a", "b", None) for x in (0.0, 1.5, float("nan"), None)]
+SPELLINGS = {0.0: -0.0}
+
+
+@st.composite
+def actions(draw: st.DrawFn, keys: list[Key]) -> tuple[Any, ...]:
+    n = len(keys)
+    what = draw(st.sampled_from(["update", "by key", "remove", "remove by key", "timeout"]))
+    mask = draw(st.one_of(st.none(), st.lists(st.booleans(), min_size=n, max_size=n)))
+    whole = draw(st.booleans())
+    values = draw(
+        st.lists(
+            st.tuples(
+                st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)), st.one_of(st.none(), st.text(max_size=2))
+            ),
+            min_size=n,
+            max_size=n,
+        )
+    )
+    times = draw(st.lists(st.one_of(st.none(), st.integers(50, 99)), min_size=n, max_size=n))
+    order = draw(st.permutations(range(n)))
+    some = order[: draw(st.integers(0, n))]
+    return what, mask, whole, values, times, some
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_any_sequence_of_changes_is_what_a_dict_would_hold(data: st.DataObject) -> None:
+    keys = data.draw(st.lists(st.sampled_from(POOL), min_size=1, max_size=7, unique_by=repr))
+    with_rows = data.draw(st.integers(0, len(keys)))
+    conf = data.draw(st.sampled_from([EVENT_TIME, PROCESSING_TIME]))
+    known = {
+        canonical(one): Stored(
+            (i, str(i)) if data.draw(st.booleans()) else None, 7 if data.draw(st.booleans()) else None
+        )
+        for i, one in enumerate(keys)
+    }
+    known = {one: it for one, it in known.items() if it != Stored()}
+    batch = batch_of(
+        keys[:with_rows],
+        keys[with_rows:],
+        {one: it.values for one, it in known.items() if it.values is not None},
+        timeout_conf=conf,
+        watermark_ms=50 if conf == EVENT_TIME else None,
+    )
+    states = {canonical(one): known.get(canonical(one), Stored()).values for one in keys}
+    timeouts: dict[Key, int | None] = {}
+    touched: set[Key] = set()
+    for _ in range(data.draw(st.integers(0, 5))):
+        what, mask, whole, values, times, some = data.draw(actions(keys))
+        chosen = [i for i in range(len(keys)) if mask is None or mask[i]]
+        where = None if mask is None else pa.array(mask)
+        if what == "update":
+            given = values if whole else [values[i] for i in chosen]
+            batch.update(rows_of(*given), where=where)
+            states.update({canonical(keys[i]): values[i] for i in chosen})
+        elif what == "by key":
+            spelt = [(name, SPELLINGS.get(x, x)) for name, x in keys]
+            batch.update(rows_of(*[(*values[i], *spelt[i]) for i in some], schema=BY_KEY), where=where)
+            chosen = [i for i in some if i in chosen]
+            states.update({canonical(keys[i]): values[i] for i in chosen})
+        elif what == "remove":
+            batch.remove(True if mask is None else where)
+            states.update({canonical(keys[i]): None for i in chosen})
+        elif what == "remove by key":
+            batch.remove(rows_of(*[keys[i] for i in some], schema=KEYS))
+            chosen = list(some)
+            states.update({canonical(keys[i]): None for i in chosen})
+        else:
+            given = times if whole else [times[i] for i in chosen]
+            name = "timestamp_ms" if conf == EVENT_TIME else "duration_ms"
+            batch.set_timeout(**{name: pa.array(given, pa.int64())}, where=where)
+            base = 0 if conf == EVENT_TIME else 1_000
+            timeouts.update({canonical(keys[i]): None if times[i] is None else base + times[i] for i in chosen})
+        touched |= {canonical(keys[i]) for i in chosen}
+    expected = {one: it for one, it in known.items() if one not in touched}
+    for one in touched:
+        stored = Stored(states[one], timeouts.get(one))
+        if stored != Stored():
+            expected[one] = stored
+    assert outcome_of(batch, known) == expected
+    assert batch.outcome.touched.tolist() == [canonical(one) in touched for one in keys]

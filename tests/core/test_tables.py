@@ -1,0 +1,239 @@
+"""Tables as users' functions give them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+from collections import OrderedDict
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from arrow_schemas.errors import StateValueError
+from arrow_schemas.tables import as_table, cast_column, conformed, is_table, refuse_nulls
+
+TABLE = pa.table({"k": ["a", "b"], "n": [1, None]})
+FIELDS = [pa.field("k", pa.string()), pa.field("n", pa.int64())]
+
+
+class Stream:
+    """Something with Arrow's C stream that nobody here knows."""
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return TABLE.__arrow_c_stream__(requested_schema)
+
+
+class Older:
+    """A table of a library from before Arrow's C stream."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def to_arrow(self) -> Any:
+        return self._given
+
+
+def forms() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "table": TABLE,
+        "batch": TABLE.to_batches()[0],
+        "reader": TABLE.to_reader(),
+        "dict": {"k": ["a", "b"], "n": [1, None]},
+        "dict of arrays": {"k": np.array(["a", "b"]), "n": pa.chunked_array([[1], [None]])},
+        "ordered dict": OrderedDict(k=["a", "b"], n=[1, None]),
+        "mapping": MappingProxyType({"k": ["a", "b"], "n": [1, None]}),
+        "stream": Stream(),
+        "older": Older(TABLE),
+        "older batches": Older(TABLE.to_batches()),
+        "pandas": pd.DataFrame({"k": ["a", "b"], "n": [1, None]}, index=[5, 6]),
+        "pandas with a column dtype": pd.DataFrame({"k": ["a", "b"], "n": [1, None]}),
+    }
+    return found
+
+
+@pytest.mark.parametrize("form", forms())
+def test_what_is_a_table(form: str) -> None:
+    given = forms()[form]
+    assert is_table(given)
+    assert conformed(given, FIELDS, "the function gave").to_pydict() == {"k": ["a", "b"], "n": [1, None]}
+
+
+def test_tables_of_polars_and_duckdb() -> None:
+    polars, duckdb = pytest.importorskip("polars"), pytest.importorskip("duckdb")
+    frame = polars.DataFrame({"n": [1, None], "k": ["a", "b"]})
+    relation = duckdb.sql("SELECT * FROM (VALUES ('a', 1), ('b', NULL)) AS t(k, n)")
+    for given in (frame, relation):
+        assert is_table(given)
+        assert conformed(given, FIELDS, "the function gave").to_pydict() == {"k": ["a", "b"], "n": [1, None]}
+    assert not is_table(polars.Series([True]))
+    assert not is_table(frame.lazy())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [pa.array([1]), pa.chunked_array([[1]]), pd.Series([True]), np.array([1]), [TABLE], iter([TABLE]), "k", None, 5],
+    ids=lambda given: type(given).__name__,
+)
+def test_what_is_no_table(given: Any) -> None:
+    assert not is_table(given)
+    with pytest.raises(StateValueError, match=rf"the function gave a value of type {type(given).__name__}: a table is"):
+        as_table(given, "the function gave")
+
+
+def test_a_frame_may_have_any_column_names() -> None:
+    assert is_table(pd.DataFrame({"dtype": [1]}))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"k": ["a"]}, "the function gave the columns k; expected k, n"),
+        ({"k": ["a"], "n": [1], "m": [1]}, "the function gave the columns k, n, m; expected k, n"),
+        ({}, r"the function gave the columns \(none\); expected k, n"),
+        ({"K": ["a"], "n": [1]}, "the function gave the columns K, n; expected k, n"),
+        (pa.table([["a"], ["b"]], names=["k", "k"]), "the function gave the columns k, k; expected k, n"),
+        ({"k": ["a"], "n": ["many"]}, "output column 'n' of type int64 cannot hold string: .*many"),
+        ({"k": ["a"], "n": [1, 2]}, "the function gave something that is no table: "),
+        ({"k": "a", "n": 1}, "the function gave something that is no table: "),
+        ({"k": [object()], "n": [1]}, "the function gave something that is no table: "),
+    ],
+)
+def test_tables_that_do_not_conform(given: Any, text: str) -> None:
+    with pytest.raises(StateValueError, match=text):
+        conformed(given, FIELDS, "the function gave")
+
+
+def test_columns_are_found_by_name_and_two_of_one_name_by_place() -> None:
+    found = conformed(TABLE.select(["n", "k"]), FIELDS, "it gave")
+    assert found.schema == pa.schema(FIELDS)
+    twice = [pa.field("k", pa.string()), pa.field("k", pa.int64())]
+    given = pa.table([["a"], [1]], names=["k", "k"])
+    assert [column.to_pylist() for column in conformed(given, twice, "it gave").columns] == [["a"], [1]]
+
+
+def test_no_rows_conform_whatever_their_types() -> None:
+    found = conformed({"k": [], "n": []}, FIELDS, "it gave")
+    assert found.schema == pa.schema(FIELDS)
+    assert found.num_rows == 0
+    assert conformed(pa.schema(FIELDS).empty_table(), FIELDS, "it gave").num_rows == 0
+
+
+MOMENT = dt.datetime(2024, 5, 6, 7, 8, 9, 1, dt.timezone.utc)
+CASTS: list[tuple[str, pa.Array, pa.DataType, Any]] = [
+    ("a narrower number", pa.array([5], pa.int8()), pa.int64(), 5),
+    ("a wider number that fits", pa.array([5]), pa.int8(), 5),
+    ("a whole float", pa.array([5.0]), pa.int64(), 5),
+    ("a whole decimal", pa.array([decimal.Decimal(2**62)], pa.decimal128(38, 0)), pa.int64(), 2**62),
+    ("an integer for a double", pa.array([2**53]), pa.float64(), 2.0**53),
+    ("large text", pa.array(["a"], pa.large_string()), pa.string(), "a"),
+    ("a view of text", pa.array(["a"], pa.string_view()), pa.string(), "a"),
+    ("a dictionary", pa.array(["a"]).dictionary_encode(), pa.string(), "a"),
+    ("a large list", pa.array([[1]], pa.large_list(pa.int64())), pa.list_(pa.int64()), [1]),
+    ("a list of fixed size", pa.array([[1, 2]], pa.list_(pa.int64(), 2)), pa.list_(pa.int64()), [1, 2]),
+    ("another zone", pa.array([MOMENT], pa.timestamp("us", "Asia/Tokyo")), pa.timestamp("us", "UTC"), MOMENT),
+    ("coarser times", pa.array([1], pa.timestamp("s", "UTC")), pa.timestamp("us", "UTC"), MOMENT.replace(year=1970, month=1, day=1, hour=0, minute=0, second=1, microsecond=0)),
+    ("NULLs of no type", pa.nulls(1), pa.list_(pa.int64()), None),
+    ("a struct in another order", pa.array([{"y": "a", "x": 1}]), pa.struct([("x", pa.int64()), ("y", pa.string())]), {"x": 1, "y": "a"}),
+]  # fmt: skip
+
+
+POINT = pa.struct([pa.field("x", pa.int32(), nullable=False), pa.field("tags", pa.list_(pa.string()))])
+LINE = pa.struct([("name", pa.string()), ("points", pa.list_(POINT))])
+DEEP = pa.list_(pa.list_(POINT))
+
+
+@pytest.mark.parametrize("of", [pa.list_, pa.large_list], ids=["lists", "large lists"])
+def test_structs_at_any_depth(of: Any) -> None:
+    """Their fields are found by name; nothing is left out, nothing is made up."""
+    loose = pa.struct([("tags", of(pa.large_string())), ("x", pa.int64())])
+    points = [{"tags": ["a", None], "x": 1}, {"tags": None, "x": 2}]
+    values: list[Any] = [
+        {"points": points, "name": "two"},
+        None,
+        {"points": [], "name": None},
+        {"points": None, "name": "none"},
+        {"points": points[1:], "name": "one"},
+    ]
+    column = pa.array(values, pa.struct([("points", of(loose)), ("name", pa.string())]))
+    for given, expected in ((column, values), (column.slice(1, 3), values[1:4]), (column.slice(4), values[4:])):
+        for one in (given, pa.chunked_array([given, given])):
+            found = cast_column(one, pa.field("v", LINE), "output column")
+            found.validate(full=True)
+            assert found.type == LINE
+            assert found.to_pylist() == expected * (1 if one is given else 2)
+    deep = [[points, None, []], None, [points[:1]]]
+    found = cast_column(pa.array([None, *deep], of(of(loose))).slice(1), pa.field("v", DEEP), "output column")
+    assert found.type == DEEP
+    assert found.to_pylist() == deep
+    nothing = cast_column(pa.chunked_array([], column.type), pa.field("v", LINE), "output column")
+    assert nothing.type == LINE
+    assert cast_column(pa.nulls(2), pa.field("v", LINE), "output column").to_pylist() == [None, None]
+    for fields in ({"x": 1}, {"x": 1, "tags": [], "more": 1}, {"x": 1, "Tags": []}):
+        with pytest.raises(StateValueError, match=r"output column 'v' of type .* cannot hold .*: its fields are "):
+            cast_column(pa.array([{"name": "a", "points": [fields]}]), pa.field("v", LINE), "output column")
+
+
+@pytest.mark.parametrize(("column", "kind", "value"), [c[1:] for c in CASTS], ids=[c[0] for c in CASTS])
+def test_values_that_fit_are_cast(column: pa.Array, kind: pa.DataType, value: Any) -> None:
+    if pa.types.is_string_view(column.type):
+        try:
+            column.cast(kind)
+        except pa.ArrowException:
+            pytest.skip("this release of PyArrow has no such cast")
+    for given in (column, pa.chunked_array([column]), pa.concat_arrays([column, column]).slice(1, 1)):
+        found = cast_column(given, pa.field("v", kind), "output column")
+        assert found.type == kind
+        assert found.to_pylist() == [value]
+
+
+REFUSED: list[tuple[str, pa.Array, pa.DataType]] = [
+    ("a fraction", pa.array([1.5]), pa.int64()),
+    ("NaN", pa.array([float("nan")]), pa.int64()),
+    ("too large", pa.array([300]), pa.int8()),
+    ("not exact as a double", pa.array([2**53 + 1]), pa.float64()),
+    ("too many digits", pa.array([decimal.Decimal("1.25")]), pa.decimal128(5, 1)),
+    ("nanoseconds", pa.array([1], pa.timestamp("ns")), pa.timestamp("us")),
+    ("text for a struct", pa.array(["a"]), pa.struct([("x", pa.int64())])),
+    ("a list for text", pa.array([["a"]]), pa.string()),
+    ("bytes that are no text", pa.array([b"\xff"]), pa.string()),
+]
+
+
+@pytest.mark.parametrize(("column", "kind"), [c[1:] for c in REFUSED], ids=[c[0] for c in REFUSED])
+def test_values_that_do_not_fit_are_refused(column: pa.Array, kind: pa.DataType) -> None:
+    with pytest.raises(StateValueError, match=r"output column 'v' of type .* cannot hold"):
+        cast_column(column, pa.field("v", kind), "output column")
+
+
+def test_nulls_where_none_may_be_are_told_with_their_row() -> None:
+    fields = [pa.field("k", pa.string()), pa.field("n", pa.int64(), nullable=False)]
+    with pytest.raises(StateValueError, match="output column 'n' is declared without NULLs and row 1 is NULL"):
+        conformed(TABLE, fields, "it gave")
+    assert conformed(TABLE.slice(0, 1), fields, "it gave").schema == pa.schema(fields)
+    chunks = pa.chunked_array([[1, 2], [3, None]])
+    with pytest.raises(StateValueError, match="row 3 is NULL"):
+        refuse_nulls(chunks, fields[1], "output column")
+    refuse_nulls(chunks.slice(0, 3), fields[1], "output column")
+
+
+def test_nulls_inside_of_lists_and_structs() -> None:
+    point = pa.struct([pa.field("x", pa.int64(), nullable=False), pa.field("y", pa.int64())])
+    strict = pa.field("v", pa.list_(pa.field("element", point, nullable=False)))
+    good: list[Any] = [[{"x": 1, "y": None}], [], None, [{"x": 2, "y": 3}, {"x": 4, "y": None}]]
+    refuse_nulls(pa.array(good, strict.type), strict, "output column")
+    loose = pa.struct([("x", pa.int64()), ("y", pa.int64())])
+    bad = cast_column(pa.array([*good, [None]], pa.list_(loose)), strict, "output column")
+    with pytest.raises(StateValueError, match=r"output column 'v': its 'element' is declared without NULLs and row 3"):
+        refuse_nulls(bad, strict, "output column")
+    refuse_nulls(bad.slice(0, 4), strict, "output column")
+    deep = pa.field("v", pa.struct([pa.field("p", point), pa.field("n", pa.int64())]))
+    rows = [{"p": None, "n": 1}, None, {"p": {"x": None, "y": 1}, "n": 1}]
+    given = pa.array(rows, pa.struct([("p", loose), ("n", pa.int64())]))
+    for column in (given, pa.chunked_array([given])):
+        with pytest.raises(StateValueError, match=r"output column 'v': its 'p': its 'x' is declared without NULLs"):
+            conformed(pa.table([column], names=["v"]), [deep], "it gave")
+        assert conformed(pa.table([column.slice(0, 2)], names=["v"]), [deep], "it gave").num_rows == 2

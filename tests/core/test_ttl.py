@@ -1,0 +1,387 @@
+"""Time to live: what of stored rows is shown, written and removed; and reading a bucket piece by piece."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from core_support import WRITER, Refs, first_pointer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arrow_schemas import RowSchema
+from arrow_schemas.row import EXPIRES_MS, KEY_HASH
+from spark_state_ext.backends.files import sole_place
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.errors import UsageError
+from spark_state_ext.folder import Folder
+from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.store import LocalStore, Lookup, View
+from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.ttl import EXPIRES_COLUMN, Expiry, Ttl
+
+SHOWN = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()), pa.field("tags", pa.list_(pa.string()))))
+STORED = RowSchema(SHOWN.keys, (*SHOWN.state, pa.field(EXPIRES_MS, pa.int64())))
+TTL = Ttl(100)
+NOW = 1_000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stored row of the model."""
+
+    n: int | None = None
+    tags: list[str] | None = None
+    expires_ms: int | None = None
+    timeout_ms: int | None = None
+    defined: bool = True
+    deleted: bool = False
+
+
+def spread(key: int) -> int:
+    """A hash: keys in another order, some at the ends."""
+    return {0: 0, 1: 2**64 - 1}.get(key, (key * 0x9E3779B97F4A7C15) % 2**64)
+
+
+def batch_of(rows: dict[int, Row], schema: RowSchema = STORED) -> pa.RecordBatch:
+    values: list[list[Any]] = [
+        [spread(key) for key in rows],
+        list(rows),
+        [row.n for row in rows.values()],
+        [row.tags for row in rows.values()],
+        *([[row.expires_ms for row in rows.values()]] if schema is STORED else []),
+        [row.timeout_ms for row in rows.values()],
+        [row.defined for row in rows.values()],
+        [row.deleted for row in rows.values()],
+    ]
+    columns = [pa.array(column, field.type) for column, field in zip(values, schema.arrow, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=schema.arrow)
+
+
+def rows_of(batch: pa.RecordBatch) -> dict[int, Row]:
+    found = {}
+    for row in batch.to_pylist():
+        assert row[KEY_HASH] == spread(row["key.k"])
+        assert row["key.k"] not in found, "a key twice"
+        found[row["key.k"]] = Row(
+            row["state.n"],
+            row["state.tags"],
+            row.get(EXPIRES_COLUMN),
+            row["timeout_ms"],
+            row["defined"],
+            row["deleted"],
+        )
+    return found
+
+
+LIVE = Row(1, ["a"], NOW + 1)
+OVER = Row(2, ["b", "c"], NOW)
+EVER = Row(3, None, None)
+WAITS = Row(4, [], NOW - 5, timeout_ms=2_000)
+ONLY_A_TIMEOUT = Row(timeout_ms=2_000, defined=False)
+ROWS = {1: LIVE, 2: OVER, 3: EVER, 4: WAITS, 5: ONLY_A_TIMEOUT}
+
+
+# -- the options ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"duration_ms": 0}, "duration_ms of a Ttl must be a whole number from 1 to .*, not 0"),
+        ({"duration_ms": -5}, "not -5"),
+        ({"duration_ms": 1.5}, "not 1.5"),
+        ({"duration_ms": True}, "not True"),
+        ({"duration_ms": "1 hour"}, "not '1 hour'"),
+        ({"duration_ms": 2**63}, "duration_ms of a Ttl"),
+        ({"duration_ms": 1, "clock": "wall"}, "clock of a Ttl must be 'processing' or 'event', not 'wall'"),
+        ({"duration_ms": 1, "refresh": "never"}, "refresh of a Ttl must be 'write' or 'read', not 'never'"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        Ttl(**options)
+
+
+def test_a_very_long_life_does_not_wrap_around() -> None:
+    longest = Ttl(100_000 * 366 * 86_400_000)
+    written = Expiry(STORED, longest, NOW).written(batch_of({1: replace(LIVE, expires_ms=None)}, SHOWN), 2**52)
+    assert rows_of(written)[1].expires_ms == 2**52 + longest.duration_ms
+
+
+# -- rows as they are shown -----------------------------------------------------------------------
+
+
+def test_without_the_hidden_column_rows_pass_as_they_are() -> None:
+    rows = batch_of({1: LIVE, 2: OVER, 5: ONLY_A_TIMEOUT}, SHOWN)
+    for ttl in (None, TTL):
+        expiry = Expiry(SHOWN, ttl, NOW)
+        assert not expiry.hidden
+        assert expiry.shown is SHOWN
+        assert expiry.written(rows, 5) is rows
+        assert expiry.due(rows) is rows
+        assert not expiry.over(rows).any()
+        lookup = Lookup(np.array([1, -1]), rows)
+        assert expiry.found(lookup) is lookup
+        assert list(rows_of(expiry.live(rows))) == [1, 2]
+
+
+def test_a_lookup_hides_what_has_expired() -> None:
+    found = Expiry(STORED, TTL, NOW).found(Lookup(np.array([4, 3, 2, 1, 0, -1]), batch_of(ROWS)))
+    assert found.rows.schema.equals(SHOWN.arrow)
+    assert found.index.tolist() == [4, -1, 2, -1, 0, -1]
+    nothing = Lookup(np.array([-1, -1]), STORED.empty())
+    assert Expiry(STORED, TTL, NOW).found(nothing).index.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize(("now_ms", "gone"), [(NOW - 6, []), (NOW - 5, [4]), (NOW, [2, 4]), (NOW + 1, [1, 2, 4])])
+def test_state_is_gone_from_its_last_moment_on(now_ms: int, gone: list[int]) -> None:
+    expiry = Expiry(STORED, TTL, now_ms)
+    over = expiry.over(batch_of(ROWS))
+    assert [key for key, is_over in zip(ROWS, over.tolist(), strict=True) if is_over] == gone
+    assert list(rows_of(expiry.live(batch_of(ROWS)))) == [key for key in (1, 2, 3, 4) if key not in gone]
+
+
+def test_timeouts_come_without_state_that_has_expired() -> None:
+    due = rows_of(Expiry(STORED, TTL, NOW).due(batch_of(ROWS)))
+    assert due == {
+        1: replace(LIVE, expires_ms=None),
+        2: Row(defined=False, deleted=True),
+        3: EVER,
+        4: Row(timeout_ms=2_000, defined=False),
+        5: ONLY_A_TIMEOUT,
+    }
+    assert Expiry(STORED, TTL, NOW).due(STORED.empty()).schema.equals(SHOWN.arrow)
+
+
+def test_without_a_time_to_live_nothing_expires_any_more() -> None:
+    expiry = Expiry(STORED, None, 2**62)
+    assert expiry.found(Lookup(np.arange(5), batch_of(ROWS))).index.tolist() == [0, 1, 2, 3, 4]
+    assert rows_of(expiry.due(batch_of(ROWS))) == {key: replace(row, expires_ms=None) for key, row in ROWS.items()}
+    assert rows_of(expiry.written(expiry.due(batch_of(ROWS)), 5))[1] == replace(LIVE, expires_ms=None)
+
+
+# -- rows as they are stored ----------------------------------------------------------------------
+
+
+def test_written_rows_get_their_end_and_those_without_state_none() -> None:
+    expiry = Expiry(STORED, TTL, NOW)
+    rows = {1: Row(1), 2: ONLY_A_TIMEOUT, 3: Row(defined=False, deleted=True)}
+    assert rows_of(expiry.written(batch_of(rows, SHOWN), NOW)) == {**rows, 1: Row(1, expires_ms=NOW + 100)}
+    times = np.array([5, 6, 7])
+    assert rows_of(expiry.written(batch_of({1: Row(1), 2: Row(2), 3: Row(3)}, SHOWN), times)) == {
+        1: Row(1, expires_ms=105),
+        2: Row(2, expires_ms=106),
+        3: Row(3, expires_ms=107),
+    }
+    assert expiry.written(SHOWN.empty(), NOW).schema.equals(STORED.arrow)
+
+
+def test_reading_extends_a_life_if_asked_for() -> None:
+    found = Expiry(STORED, TTL, NOW).found(Lookup(np.array([0, 1, 2, -1, 4]), batch_of(ROWS)))
+    times = np.array([10, 20, 30, 40, 50])
+    assert Expiry(STORED, TTL, NOW).read(found, np.arange(5), times) is None
+    expiry = Expiry(STORED, Ttl(100, refresh="read"), NOW)
+    again = expiry.read(found, np.array([0, 1, 2, 3]), times)
+    assert again is not None
+    # What has expired is not read, and what is not there neither.
+    assert rows_of(again) == {1: replace(LIVE, expires_ms=110), 3: replace(EVER, expires_ms=130)}
+    assert expiry.read(found, np.array([1, 3]), times) is None
+    assert expiry.read(found, np.array([], dtype=np.int64), times) is None
+    kept = expiry.read(found, np.array([4]), times)
+    assert kept is None or rows_of(kept) == {5: ONLY_A_TIMEOUT}
+
+
+def test_removed_rows_are_tombstones_or_keep_their_timeout() -> None:
+    removed = rows_of(Expiry(STORED, TTL, NOW).removed(batch_of({2: OVER, 4: WAITS})))
+    assert removed == {2: Row(defined=False, deleted=True), 4: Row(timeout_ms=2_000, defined=False)}
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    rows=st.lists(
+        st.builds(
+            Row,
+            n=st.one_of(st.none(), st.integers(0, 9)),
+            tags=st.one_of(st.none(), st.lists(st.sampled_from("ab"), max_size=2)),
+            expires_ms=st.one_of(st.none(), st.integers(NOW - 2, NOW + 2)),
+            timeout_ms=st.one_of(st.none(), st.integers(1, 9)),
+        ),
+        max_size=8,
+    ),
+    cut=st.integers(0, 3),
+)
+def test_every_row_by_itself(rows: list[Row], cut: int) -> None:
+    """Batches, and slices of them, are what their rows are one by one."""
+    model = dict(enumerate(rows))
+    batch = batch_of(model).slice(min(cut, len(rows)))
+    model = {key: row for key, row in model.items() if key >= cut}
+    gone = {key for key, row in model.items() if row.expires_ms is not None and row.expires_ms <= NOW}
+    expiry = Expiry(STORED, TTL, NOW)
+    shown = {key: replace(row, expires_ms=None) for key, row in model.items()}
+    without = {
+        key: Row(timeout_ms=row.timeout_ms, defined=False, deleted=row.timeout_ms is None) for key, row in model.items()
+    }
+    assert rows_of(expiry.live(batch)) == {key: row for key, row in shown.items() if key not in gone}
+    assert rows_of(expiry.due(batch)) == {key: without[key] if key in gone else row for key, row in shown.items()}
+    assert rows_of(expiry.removed(batch)) == without
+
+
+# -- views ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[LocalStore]:
+    made = LocalStore(tmp_path / "store", STORED, chunk_rows=4)
+    yield made
+    made.close()
+
+
+def grown(store: LocalStore, keys: int, commits: int, seed: int) -> tuple[list[View], list[dict[int, Row]]]:
+    """A store after some commits at random, and what it holds after each."""
+    chosen, refs, model, parent = random.Random(seed), Refs(), dict[int, Row](), None
+    views, models = [], []
+    for version in range(1, commits + 1):
+        changes = {}
+        for key in chosen.sample(range(keys), chosen.randint(1, keys)):
+            expires = chosen.choice([None, chosen.randint(1, 40)])
+            changes[key] = Row(key, [str(version)], expires, chosen.choice([None, chosen.randint(1, 40)]))
+            if chosen.random() < 0.3:
+                changes[key] = Row(defined=False, deleted=True)
+        ref = refs.next(version)
+        store.apply([sorted_run(batch_of(changes))], ref, parent)
+        parent, model = ref, {key: row for key, row in {**model, **changes}.items() if not row.deleted}
+        views.append(store.view(ref))
+        models.append(model)
+        if chosen.random() < 0.3:
+            store.compact(ref)
+    return views, models
+
+
+RANGES = [
+    (-1, 2**64 - 1),
+    (0, 2**64 - 1),
+    (-1, 2**64 - 2),
+    (2**62, 2**63),
+    (2**63, 2**63),
+    (-1, 0),
+    (2**64 - 2, 2**64 - 1),
+]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stale_rows_are_those_that_have_expired_in_the_range(store: LocalStore, seed: int) -> None:
+    views, models = grown(store, 30, 6, seed)
+    for view, model in zip(views[-2:], models[-2:], strict=True):
+        for after, upto in RANGES:
+            for until in (0, 20, 40, 2**62):
+                expected = {
+                    key: row
+                    for key, row in model.items()
+                    if row.expires_ms is not None and row.expires_ms <= until and after < spread(key) <= upto
+                }
+                assert rows_of(view.stale(EXPIRES_COLUMN, until, after, upto)) == expected
+
+
+def test_nothing_is_stale_in_a_store_without_rows(store: LocalStore) -> None:
+    assert store.view(None).stale(EXPIRES_COLUMN, 2**62, -1, 2**64 - 1).num_rows == 0
+    assert store.view(None).piece(-1) == (2**64 - 1, STORED.empty())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pieces_are_the_whole_view(store: LocalStore, seed: int) -> None:
+    views, models = grown(store, 30, 6, seed)
+    for view, model in zip(views[-2:], models[-2:], strict=True):
+        after, found, hashes = -1, {}, []
+        while after < 2**64 - 1:
+            before, (after, rows) = after, view.piece(after)
+            assert after > before
+            hashes += rows.column(KEY_HASH).to_pylist()
+            assert all(before < it <= after for it in rows.column(KEY_HASH).to_pylist())
+            found.update(rows_of(rows))
+        assert found == model
+        assert hashes == sorted(hashes)
+
+
+# -- buckets --------------------------------------------------------------------------------------
+
+
+class Place:
+    """A bucket that several processes' stores could serve."""
+
+    def __init__(self, folder: Path) -> None:
+        self.local, self.files = folder, Folder(str(folder / "root")).child("3")
+        self.store = LocalStore(folder / "store", STORED, chunk_rows=4)
+        self.pointer = first_pointer()
+
+    def bucket(self) -> Bucket:
+        return Bucket(self.store, sole_place(self.files, self.local), self.pointer, WRITER, self.local)
+
+    def commit(self, rows: dict[int, Row]) -> None:
+        buffer = SpillBuffer(self.local, 1 << 20)
+        buffer.append(sorted_run(batch_of(rows)))
+        self.pointer = self.bucket().commit(buffer)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    made.store.close()
+
+
+def scanned(batches: Iterator[pa.RecordBatch]) -> dict[int, Row]:
+    found: dict[int, Row] = {}
+    for batch in batches:
+        rows = rows_of(batch)
+        assert not found.keys() & rows.keys(), "a key twice"
+        found.update(rows)
+    return found
+
+
+def test_a_scan_reads_a_piece_at_a_time(place: Place) -> None:
+    assert list(place.bucket().scan()) == []
+    model = {key: Row(key) for key in range(20)}
+    place.commit(model)
+    place.commit({3: Row(33), 4: Row(defined=False, deleted=True)})
+    model = {**model, 3: Row(33)}
+    del model[4]
+    pieces = list(place.bucket().scan())
+    assert len(pieces) == 5
+    assert scanned(iter(pieces)) == model
+
+
+@pytest.mark.parametrize("what", ["commits", "rebuild", "another machine"])
+def test_a_scan_goes_on_whatever_happens_beside_it(place: Place, what: str, tmp_path: Path) -> None:
+    """The next batches commit, compact and prune while a function still scans: it sees the batch it began in."""
+    model = {key: Row(key) for key in range(40)}
+    place.commit(model)
+    place.commit({3: Row(33)})
+    model[3] = Row(33)
+    bucket = place.bucket()
+    scan = bucket.scan()
+    found = rows_of(next(scan))
+    if what == "commits":
+        for at in range(12):
+            place.commit({key: Row(1_000 + at) for key in range(at, 40)})
+        ref = place.pointer.ref
+        assert ref is not None
+        place.store.compact(ref)
+        place.store.prune(ref)
+        assert not any(run.newest == bucket.pointer.ref for run in place.store.runs()), (
+            "the run is gone, or this tests nothing"
+        )
+    elif what == "rebuild":
+        place.store.rebuild()
+    else:
+        bucket._store = LocalStore(tmp_path / "other", STORED, chunk_rows=3)
+        bucket._loader._store = bucket._store
+    rest = scanned(scan)
+    assert not found.keys() & rest.keys()
+    assert {**found, **rest} == model

@@ -1,0 +1,114 @@
+"""A bucket in memory, for vectorised functions without Spark: rows by key, state, timeouts, late rows, the watermark."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from spark_state_ext.state_batch import NO_TIMEOUT, StateBatch
+
+__all__ = ["MemoryBucket", "plain", "us"]
+
+us = pa.timestamp("us", "UTC")
+
+
+def plain(value: Any) -> Any:
+    """A value such that equal keys are equal Python values."""
+    if isinstance(value, float):
+        return "NaN" if math.isnan(value) else value + 0.0
+    if isinstance(value, dict):
+        return tuple((name, plain(part)) for name, part in value.items())
+    return value
+
+
+class MemoryBucket:
+    """One bucket of an operator.
+
+    Parameters
+    ----------
+    function
+        The vectorised function; it is pickled before each call, as on its way to an executor.
+    keys, state
+        Fields of keys and state; keys are columns of the input.
+    event_time
+        Column with the event time: late rows are dropped by it, a window's by its end. None: there are no timeouts.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[StateBatch], Any],
+        keys: Sequence[Any],
+        state: Sequence[Any],
+        event_time: str | None = None,
+    ) -> None:
+        self.function = function
+        self.keys = pa.schema(list(keys))
+        self.state = pa.schema(list(state))
+        self.event_time = event_time
+        self.watermark_ms = 0
+        self.stored: dict[Any, tuple[dict[str, Any], dict[str, Any] | None, int]] = {}
+
+    def step(self, rows: Any, watermark_ms: int = 0) -> list[dict[str, Any]]:
+        """A batch; returns the output's rows. The watermark is the batch's own, and that of the one before says what is late."""
+        late_ms, self.watermark_ms = self.watermark_ms, watermark_ms
+        if self.event_time is not None:
+            rows = self._on_time(rows, late_ms)
+        groups: dict[Any, list[int]] = {}
+        found: dict[Any, dict[str, Any]] = {}
+        names = self.keys.names
+        for at, row in enumerate(rows.select(names).to_pylist()):
+            key = tuple(plain(row[name]) for name in names)
+            groups.setdefault(key, []).append(at)
+            found.setdefault(key, row)
+        due = [
+            key
+            for key, (_, _, timeout) in self.stored.items()
+            if self.event_time is not None and timeout != NO_TIMEOUT and timeout < watermark_ms and key not in groups
+        ]
+        if not groups and not due:
+            return []
+        called = [*groups, *due]
+        sizes = [len(places) for places in groups.values()]
+        order = np.array([at for places in groups.values() for at in places], dtype=np.int64)
+        shown = {**found, **{key: self.stored[key][0] for key in due}}
+        before = [self.stored.get(key, (None, None, NO_TIMEOUT))[1] for key in called]
+        batch = StateBatch(
+            rows=rows.take(pa.array(order)) if len(order) else rows.slice(0, 0),
+            keys=pa.Table.from_pylist([shown[key] for key in called], schema=self.keys),
+            state=pa.Table.from_pylist([row or dict.fromkeys(self.state.names) for row in before], schema=self.state),
+            exists=pa.array([row is not None for row in before]),
+            starts=np.cumsum([0, *sizes])[:-1].astype(np.int64) if sizes else np.empty(0, dtype=np.int64),
+            watermark_ms=watermark_ms,
+            processing_time_ms=0,
+            timeout_conf="NoTimeout" if self.event_time is None else "EventTimeTimeout",
+        )
+        given = pickle.loads(pickle.dumps(self.function))(batch)
+        self._take(batch, called, shown, before)
+        return [] if given is None else given.to_pylist()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _on_time(self, rows: Any, late_ms: int) -> Any:
+        times = rows.column(self.event_time).to_pylist()
+        ends = [value["end"] if isinstance(value, dict) else value for value in times]
+        keep = [end is None or end.timestamp() * 1000 > late_ms for end in ends]
+        return rows.filter(pa.array(keep, pa.bool_()))
+
+    def _take(self, batch: StateBatch, called: list[Any], shown: dict[Any, Any], before: list[Any]) -> None:
+        outcome = batch.outcome
+        updates = [row for table in outcome.updates for row in table.to_pylist()]
+        for at, key in enumerate(called):
+            if not outcome.touched[at]:
+                continue
+            source = int(outcome.source[at])
+            state = updates[source] if source >= 0 else before[at] if source == -2 else None
+            timeout = int(outcome.timeouts_ms[at])
+            if state is None and timeout == NO_TIMEOUT:
+                self.stored.pop(key, None)
+            else:
+                self.stored[key] = shown[key], state, timeout

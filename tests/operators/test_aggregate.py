@@ -1,0 +1,414 @@
+"""Aggregation against plain Python over all rows, batch after batch."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from memory_bucket import plain
+from planned import TIME, aggregation, at
+
+from spark_state_ext import Agg
+from spark_state_ext.errors import ExecutorPackageError, StateValueError, UnsupportedTypeError, UsageError
+from spark_state_ext.operators.agg import Aggregate, kernel_of
+from spark_state_ext.operators.arrays import Segments
+from spark_state_ext.operators.functions import Buffers, Kernel
+
+SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("whole", pa.int64()),
+        ("small", pa.int16()),
+        ("real", pa.float64()),
+        ("single", pa.float32()),
+        ("price", pa.decimal128(8, 2)),
+        ("wide", pa.decimal128(30, 12)),
+        ("text", pa.string()),
+        ("bytes", pa.binary()),
+        ("day", pa.date32()),
+        ("time", TIME),
+        ("flag", pa.bool_()),
+        ("tags", pa.list_(pa.string())),
+    ]
+)
+NUMBERS = ["whole", "small", "real", "single", "price", "wide"]
+FLAT = SCHEMA.names[1:-1]
+
+
+def decimals(digits: int, scale: int) -> st.SearchStrategy[Any]:
+    most = 10**digits - 1
+    return st.integers(-most, most).map(lambda n: decimal.Decimal(n).scaleb(-scale, decimal.Context(60)))
+
+
+LIMITS = dt.datetime(1900, 1, 1), dt.datetime(2100, 1, 1)  # noqa: DTZ001  # Hypothesis adds the zone
+REALS = st.one_of(st.floats(width=32), st.sampled_from([0.0, -0.0, math.nan, 1.5, -2.25]))
+ROWS = st.fixed_dictionaries(
+    {
+        "key": st.sampled_from([None, "a", "b", "c"]),
+        **{
+            name: st.none() | strategy
+            for name, strategy in {
+                "whole": st.integers(-(2**40), 2**40),
+                "small": st.integers(-(2**15), 2**15 - 1),
+                "real": REALS,
+                "single": REALS,
+                "price": decimals(8, 2),
+                "wide": decimals(30, 12),
+                "text": st.text(max_size=3),
+                "bytes": st.binary(max_size=2),
+                "day": st.dates(),
+                "time": st.datetimes(*LIMITS, timezones=st.just(dt.timezone.utc)),
+                "flag": st.booleans(),
+                "tags": st.lists(st.none() | st.text(max_size=1), max_size=2),
+            }.items()
+        },
+    }
+)
+BATCHES = st.lists(st.lists(ROWS, max_size=12), min_size=1, max_size=4)
+
+
+def table(rows: list[dict[str, Any]]) -> Any:
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def ordered(value: Any) -> Any:
+    """A key to compare values by, as Spark does."""
+    if isinstance(value, float):
+        return (math.isnan(value), 0.0 if math.isnan(value) else value)
+    return value.encode() if isinstance(value, str) else value
+
+
+def mean(values: list[Any]) -> Any:
+    if not values:
+        return None
+    if isinstance(values[0], decimal.Decimal):
+        scale = {8: 2, 30: 12}[8 if values[0].as_tuple().exponent == -2 else 30] + 4
+        with decimal.localcontext(decimal.Context(prec=80)):
+            return (sum(values, decimal.Decimal(0)) / len(values)).quantize(
+                decimal.Decimal(1).scaleb(-scale), decimal.ROUND_HALF_UP
+            )
+    return math.nan if sums(values) is None else sums(values) / len(values)
+
+
+def sums(values: list[Any]) -> Any:
+    if not values:
+        return None
+    if isinstance(values[0], decimal.Decimal):
+        with decimal.localcontext(decimal.Context(prec=80)):
+            return sum(values, decimal.Decimal(0))
+    if isinstance(values[0], float):
+        special = {value for value in values if not math.isfinite(value)}
+        return float(sum(special)) if special else math.fsum(values)
+    return sum(values)
+
+
+def variance(values: list[Any]) -> Any:
+    if len(values) < 2:
+        return None
+    numbers = [float(value) for value in values]
+    return statistics.variance(numbers) if all(map(math.isfinite, numbers)) else math.nan
+
+
+def known(values: list[Any]) -> list[Any]:
+    return [value for value in values if value is not None]
+
+
+MODEL: dict[str, Callable[[list[Any]], Any]] = {
+    "count": lambda values: len(known(values)),
+    "sum": lambda values: sums(known(values)),
+    "mean": lambda values: mean(known(values)),
+    "variance": lambda values: variance(known(values)),
+    "min": lambda values: min(known(values), key=ordered, default=None),
+    "max": lambda values: max(known(values), key=ordered, default=None),
+    "first": lambda values: values[0],
+    "last": lambda values: values[-1],
+    "first_known": lambda values: next(iter(known(values)), None),
+    "last_known": lambda values: next(reversed(known(values)), None),
+}
+ALL: dict[str, Aggregate] = {
+    "rows": Agg.count(),
+    "rows_too": Agg.count("*"),
+    **{f"count {name}": Agg.count(name) for name in SCHEMA.names[1:]},
+    **{f"sum {name}": Agg.sum(name) for name in NUMBERS},
+    **{f"mean {name}": Agg.mean(name) for name in NUMBERS},
+    **{f"variance {name}": Agg.variance(name) for name in NUMBERS},
+    **{f"min {name}": Agg.min(name) for name in FLAT},
+    **{f"max {name}": Agg.max(name) for name in FLAT},
+    **{f"first {name}": Agg.first(name) for name in SCHEMA.names[1:]},
+    **{f"last {name}": Agg.last(name) for name in SCHEMA.names[1:]},
+    **{f"first_known {name}": Agg.first(name, ignore_nulls=True) for name in SCHEMA.names[1:]},
+    **{f"last_known {name}": Agg.last(name, ignore_nulls=True) for name in SCHEMA.names[1:]},
+}
+
+
+def same(mine: Any, wanted: Any) -> bool:
+    if isinstance(wanted, float) and isinstance(mine, float):
+        if math.isnan(wanted) or math.isnan(mine):
+            return math.isnan(wanted) and math.isnan(mine)
+        # Floats are added in another order.
+        return mine == wanted or math.isclose(mine, wanted, rel_tol=1e-6, abs_tol=1e-6)
+    return bool(mine == wanted)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(BATCHES)
+def test_all_functions_of_all_types(batches: list[list[dict[str, Any]]]) -> None:
+    bucket = aggregation(SCHEMA, ["key"], ALL)
+    seen: dict[Any, list[dict[str, Any]]] = {}
+    for batch in batches:
+        # As Arrow holds them, which has no more digits for a float.
+        rows = table(batch).to_pylist()
+        for row in rows:
+            seen.setdefault(row["key"], []).append(row)
+        given_rows = bucket.step(table(batch))
+        assert [row["key"] for row in given_rows] == list(dict.fromkeys(row["key"] for row in rows))
+        for row in given_rows:
+            mine = seen[row["key"]]
+            assert row["rows"] == row["rows_too"] == len(mine)
+            for name in list(ALL)[2:]:
+                function, column = name.split()
+                values = [one[column] for one in mine]
+                if function == "variance" and not all(math.isfinite(float(v)) for v in known(values)):
+                    # Infinite or NaN by the order of the rows, as Spark's.
+                    assert row[name] is None or not math.isfinite(row[name])
+                    continue
+                wanted = MODEL[function](values)
+                if function in ("mean", "variance") and wanted is not None and abs(wanted) > 1e30:
+                    continue
+                assert same(row[name], wanted), (name, values, row[name], wanted)
+
+
+# -- event time ----------------------------------------------------------------------------------------------
+
+TIMED = pa.schema([("at", TIME), ("key", pa.string()), ("value", pa.int64())])
+WINDOW = pa.struct([("start", TIME), ("end", TIME)])
+TIMES = st.none() | st.integers(0, 40).map(lambda n: n / 2 + 0.0004)
+STEPS = st.lists(
+    st.tuples(
+        st.lists(st.tuples(TIMES, st.sampled_from(["a", "b"]), st.none() | st.integers(0, 9)), max_size=8),
+        st.integers(0, 5),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(STEPS, st.booleans(), st.booleans())
+def test_groups_leave_with_the_watermark(steps: list[tuple[list[Any], int]], append: bool, windows: bool) -> None:
+    """As Spark has it: late is what the last watermark has reached, and what this one has reached leaves."""
+    schema = TIMED if not windows else TIMED.set(0, pa.field("at", WINDOW))
+    bucket = aggregation(schema, ["at", "key"], {"n": Agg.count(), "total": Agg.sum("value")}, "at", append)
+    state: dict[Any, list[Any]] = {}
+    watermark = 0
+    for rows, by in [*steps, ([], 60)]:
+        late, watermark = watermark, watermark + by
+        touched = set()
+        for time, key, value in rows:
+            if time is None or time > late:
+                state.setdefault((time, key), []).append(value)
+                touched.add((time, key))
+        over = {group for group in state if group[0] is not None and group[0] <= watermark}
+        wanted = {
+            (*group, len(state[group]), sum(known(state[group])) if known(state[group]) else None)
+            for group in (over if append else touched)
+        }
+        for group in over:
+            del state[group]
+        times = [at(time) for time, _, _ in rows]
+        column: Any = pa.array(times, TIME)
+        if windows:
+            column = pa.array([None if time is None else {"start": at(0), "end": time} for time in times], WINDOW)
+        found = bucket.step(
+            pa.table([column, [key for _, key, _ in rows], [value for *_, value in rows]], schema=schema),
+            watermark * 1000,
+        )
+        ends = [row["at"]["end"] if windows and row["at"] is not None else row["at"] for row in found]
+        mine = [(end, row["key"], row["n"], row["total"]) for end, row in zip(ends, found, strict=True)]
+        assert sorted(mine, key=repr) == sorted(((at(time), *rest) for time, *rest in wanted), key=repr)
+        left = {
+            (plain(row["at"])[1][1] if windows and row["at"] else row["at"], row["key"])
+            for row, _, _ in bucket.stored.values()
+        }
+        assert left == {(at(time), key) for time, key in state}
+
+
+def test_a_new_aggregate_begins_with_the_rows_that_come() -> None:
+    """Its columns are NULL in the state that is there."""
+    schema = pa.schema([("key", pa.string()), ("value", pa.int64())])
+    bucket = aggregation(schema, ["key"], {"n": Agg.count()})
+    rows = pa.table({"key": ["a", "b"], "value": [1, 2]}, schema=schema)
+    bucket.step(rows)
+    more = {"n": Agg.count(), "mean": Agg.mean("value"), "last": Agg.last("value"), "var": Agg.variance("value")}
+    wider = aggregation(schema, ["key"], more)
+    wider.stored = {
+        key: (row, {**dict.fromkeys(wider.state.names), **(state or {})}, timeout)
+        for key, (row, state, timeout) in bucket.stored.items()
+    }
+    assert wider.step(rows.slice(0, 1)) == [{"key": "a", "n": 2, "mean": 1.0, "last": 1, "var": None}]
+
+
+# -- numbers at their limits -----------------------------------------------------------------------------------
+
+
+def reduced(kernel: Kernel, values: Any, *starts: int) -> Buffers:
+    return kernel.reduce(values, Segments(np.array(starts, dtype=np.int64), len(values)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_sums_of_longs_are_exact_or_refused(groups: list[list[int]]) -> None:
+    schema = pa.schema([("key", pa.int64()), ("value", pa.int64())])
+    keys = [key for key, group in enumerate(groups) for _ in group]
+    rows = pa.table([pa.array(keys), pa.array([v for group in groups for v in group], pa.int64())], schema=schema)
+    totals = [sum(group) for group in groups]
+    bucket = aggregation(schema, ["key"], {"total": Agg.sum("value")})
+    over = [key for key, total in enumerate(totals) if not -(2**63) <= total < 2**63]
+    if over:
+        with pytest.raises(StateValueError, match=rf"'total' of the key {{'key': {over[0]}}} is beyond int64"):
+            bucket.step(rows)
+        return
+    assert [row["total"] for row in bucket.step(rows)] == totals
+    over = [key for key, total in enumerate(totals) if not -(2**63) <= 2 * total < 2**63]
+    if over:
+        with pytest.raises(StateValueError, match=f"'key': {over[0]}"):
+            bucket.step(rows)
+
+
+@pytest.mark.parametrize("precision", [18, 19, 28, 37, 38])
+def test_sums_of_decimals_at_their_limits(precision: int) -> None:
+    kind = pa.decimal128(precision, 2)
+    most = decimal.Decimal("9" * precision).scaleb(-2, decimal.Context(60))
+    kernel = kernel_of(Agg.sum("v"), kind, "x")
+    least = most.copy_negate()
+    values = pa.array([most, None, most, least, None, None], kind).slice(0, 6)
+    assert kernel.result == pa.decimal128(min(38, precision + 10), 2)
+    if precision == 38:
+        schema = pa.schema([("key", pa.int64()), ("v", kind)])
+        rows = pa.table([pa.array([7, 7, 7, 7, 8, 9]), values], schema=schema)
+        bucket = aggregation(schema, ["key"], {"x": Agg.sum("v")})
+        assert [row["x"] for row in bucket.step(rows)] == [most, None, None]
+        with pytest.raises(StateValueError, match=r"'x' of the key \{'key': 7\} is beyond decimal128\(38, 2\)"):
+            bucket.step(rows)
+        return
+    with decimal.localcontext(decimal.Context(prec=60)):
+        twice, thrice = 2 * most, 3 * most
+    assert reduced(kernel, values, 0, 3, 4)[0].to_pylist() == [twice, least, None]
+    assert reduced(kernel, values.slice(1), 0, 3)[0].to_pylist() == [decimal.Decimal("0.00"), None]
+    left, right = reduced(kernel, values, 0, 3, 4), reduced(kernel, values, 0, 2, 4)
+    assert kernel.merge(left, right)[0].to_pylist() == [thrice, least, None]
+
+
+def test_means_of_decimals_are_rounded_half_up() -> None:
+    kernel = kernel_of(Agg.mean("v"), pa.decimal128(8, 2), "x")
+    cents = [decimal.Decimal(sign * (n == 0)) / 100 for sign in (1, -1) for n in range(32)]
+    found = kernel.finish(reduced(kernel, pa.array(cents, pa.decimal128(8, 2)), 0, 32))
+    # 0.0003125 and its negative.
+    assert found.to_pylist() == [decimal.Decimal("0.000313"), decimal.Decimal("-0.000313")]
+    assert found.type == pa.decimal128(12, 6)
+
+
+def test_the_variance_of_large_numbers_loses_nothing() -> None:
+    """The naive formula gives 0, or less, here."""
+    kernel = kernel_of(Agg.variance("v"), pa.float64(), "x")
+    values = 1e9 + np.arange(1000) % 7
+    buffers = reduced(kernel, pa.array(values[:1]), 0)
+    for start in range(1, 1000, 37):
+        buffers = kernel.merge(buffers, reduced(kernel, pa.array(values[start : start + 37]), 0))
+    assert kernel.finish(buffers)[0].as_py() == pytest.approx(statistics.variance(values), rel=1e-8)
+
+
+# -- distinct values -------------------------------------------------------------------------------------------
+
+
+def test_about_so_many_distinct_values() -> None:
+    pytest.importorskip("datasketches")
+    schema = pa.schema([("key", pa.string()), ("number", pa.int64()), ("text", pa.string()), ("real", pa.float64())])
+    ways = {name: Agg.approx_count_distinct(name, lg_k=11) for name in schema.names[1:]}
+    bucket = aggregation(schema, ["key"], ways)
+    found: list[dict[str, Any]] = []
+    for batch in range(3):
+        numbers = np.arange(batch * 5_000, batch * 5_000 + 10_000) % 15_000
+        found = bucket.step(
+            pa.table(
+                {
+                    "key": ["many"] * 10_000 + ["few"] * 4 + ["none"],
+                    "number": [*numbers.tolist(), 1, 2, 2, None, None],
+                    "text": [*map(str, numbers.tolist()), "", "x", None, "x", None],
+                    "real": [*numbers.astype(float), 0.0, -0.0, math.nan, -math.nan, None],
+                },
+                schema=schema,
+            )
+        )
+    many, few, none = found
+    for name in ways:
+        assert many[name] == pytest.approx(15_000, rel=0.1)
+        assert few[name] == 2
+        assert none[name] == 0
+
+
+@pytest.mark.parametrize("column", ["small", "wide", "bytes", "day", "time", "flag", "single"])
+def test_distinct_values_of_any_type(column: str) -> None:
+    pytest.importorskip("datasketches")
+    rows = [
+        {
+            "key": "a",
+            "small": 1,
+            "wide": decimal.Decimal("1.5"),
+            "bytes": b"\xff",
+            "day": dt.date(1, 1, 1),
+            "time": at(1),
+        },
+        {
+            "key": "a",
+            "small": 2,
+            "wide": decimal.Decimal("-1.5"),
+            "bytes": b"\xfe",
+            "day": dt.date(1, 1, 2),
+            "time": at(2),
+        },
+    ]
+    rows = [{**row, "flag": row["small"] == 1, "single": float(row["small"])} for row in rows]  # type: ignore[arg-type]
+    bucket = aggregation(SCHEMA, ["key"], {"n": Agg.approx_count_distinct(column)})
+    assert bucket.step(table([*rows, rows[0]])) == [{"key": "a", "n": 2}]
+
+
+def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasketches", None)
+    bucket = aggregation(SCHEMA, ["key"], {"n": Agg.approx_count_distinct("text")})
+    with pytest.raises(ExecutorPackageError, match=r"pip install 'spark_state_ext\[sketches\]'"):
+        bucket.step(table([{"key": "a", "text": "x"}]))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "kind"),
+    [
+        (Agg.sum("v"), pa.string()),
+        (Agg.mean("v"), pa.bool_()),
+        (Agg.variance("v"), pa.date32()),
+        (Agg.min("v"), pa.list_(pa.int64())),
+        (Agg.approx_count_distinct("v"), pa.struct([("a", pa.int64())])),
+        (Aggregate("median", "v"), pa.int64()),
+    ],
+)
+def test_types_without_the_function(aggregate: Aggregate, kind: Any) -> None:
+    with pytest.raises(UnsupportedTypeError, match="'x'"):
+        kernel_of(aggregate, kind, "x")
+
+
+def test_a_function_that_needs_a_column() -> None:
+    with pytest.raises(UsageError, match="needs a column"):
+        kernel_of(Aggregate("sum"), None, "x")

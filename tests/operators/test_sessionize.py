@@ -1,0 +1,120 @@
+"""Sessions against a merge in plain Python."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned import TIME, at, seconds, sessions
+
+from spark_state_ext import Agg
+from spark_state_ext.errors import StateValueError
+
+SCHEMA = pa.schema([("key", pa.string()), ("end", TIME), ("value", pa.int64())])
+GAP_S = 5
+AGGREGATES = {
+    "n": Agg.count(),
+    "total": Agg.sum("value"),
+    "least": Agg.min("value"),
+    "spread": Agg.variance("value"),
+    "first": Agg.first("value"),
+    "last": Agg.last("value"),
+    "known": Agg.last("value", ignore_nulls=True),
+}
+STEPS = st.lists(
+    st.tuples(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["a", "b"]), st.integers(0, 120).map(lambda n: n / 2), st.none() | st.integers(0, 9)
+            ),
+            max_size=12,
+        ),
+        st.integers(0, 8),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+def batch(rows: list[tuple[str, float, int | None]]) -> Any:
+    ends = pa.array([at(time + GAP_S) for _, time, _ in rows], TIME)
+    return pa.table(
+        [pa.array([key for key, *_ in rows], pa.string()), ends, pa.array([value for *_, value in rows], pa.int64())],
+        schema=SCHEMA,
+    )
+
+
+def results(values: list[int | None]) -> tuple[Any, ...]:
+    known = [value for value in values if value is not None]
+    spread = statistics.variance(known) if len(known) > 1 else None
+    return (
+        *(len(values), sum(known) if known else None, min(known, default=None)),
+        *(None if spread is None else round(spread, 6), values[0], values[-1], known[-1] if known else None),
+    )
+
+
+@settings(max_examples=120, deadline=None)
+@given(STEPS)
+def test_sessions_merge_and_end(steps: list[tuple[list[Any], int]]) -> None:
+    """Several open ones of a key, late rows, rows that bridge sessions, and touching ones."""
+    bucket = sessions(SCHEMA, ["key"], "end", GAP_S, AGGREGATES)
+    state: dict[str, list[tuple[float, float, list[Any]]]] = {}
+    watermark = 0
+    for rows, by in [*steps, ([], 200)]:
+        late, watermark = watermark, watermark + by
+        for key, time, value in rows:
+            if time + GAP_S > late:
+                state.setdefault(key, []).append((time, time + GAP_S, [value]))
+        wanted = []
+        for key in list(state):
+            merged: list[tuple[float, float, list[Any]]] = []
+            # Stable: stored sessions come first, and then rows as they came.
+            for start, end, values in sorted(state[key], key=lambda session: session[0]):
+                if merged and start <= merged[-1][1]:
+                    merged[-1] = merged[-1][0], max(merged[-1][1], end), merged[-1][2] + values
+                else:
+                    merged.append((start, end, values))
+            wanted += [(key, start, end, *results(values)) for start, end, values in merged if end <= watermark]
+            state[key] = [session for session in merged if session[1] > watermark]
+        state = {key: open_ for key, open_ in state.items() if open_}
+        found = bucket.step(batch(rows), watermark * 1000)
+        mine = [
+            (
+                *(row["key"], seconds(row["session_window"]["start"]), seconds(row["session_window"]["end"])),
+                *(round(row[name], 6) if isinstance(row[name], float) else row[name] for name in AGGREGATES),
+            )
+            for row in found
+        ]
+        assert sorted(mine, key=repr) == sorted(wanted, key=repr)
+        kept = {
+            row["key"]: [seconds(one["session_start"]) for one in held["sessions"]]
+            for row, held, _ in bucket.stored.values()
+            if held
+        }
+        assert kept == {key: [start for start, _, _ in open_] for key, open_ in state.items()}
+
+
+def test_sessions_of_another_gap_go_on() -> None:
+    """The gap may change while sessions are open; what is stored stays as long as it is."""
+    bucket = sessions(SCHEMA, ["key"], "end", GAP_S, {"n": Agg.count()})
+    bucket.step(batch([("a", 10, 1), ("a", 12, 1), ("a", 30, 1)]))
+    bucket.function = sessions(SCHEMA, ["key"], "end", 20, {"n": Agg.count()}).function
+    rows = batch([("a", 18, 1), ("a", 16, 1)])
+    ends = pa.array([at(38), at(36)], TIME)
+    found = bucket.step(rows.set_column(1, "end", ends), 0) + bucket.step(batch([]), 100_000)
+    assert [
+        (seconds(row["session_window"]["start"]), seconds(row["session_window"]["end"]), row["n"]) for row in found
+    ] == [(10, 38, 5)]
+
+
+def test_a_sum_beyond_a_long_names_the_key() -> None:
+    bucket = sessions(SCHEMA, ["key"], "end", GAP_S, {"total": Agg.sum("value")})
+    with pytest.raises(StateValueError, match=r"'total' of the key \{'key': 'b'\} is beyond int64"):
+        bucket.step(batch([("a", 1, 1), ("a", 20, 2), ("b", 1, 2**62), ("b", 2, 2**62)]))
+    bucket.step(batch([("a", 1, 1), ("a", 20, 2), ("b", 1, 2**62), ("b", 8, 2**62)]))
+    with pytest.raises(StateValueError, match=r"'total' of the key \{'key': 'b'\} is beyond int64"):
+        bucket.step(batch([("a", 1, 1), ("b", 5, 0)]))

@@ -1,0 +1,127 @@
+"""The best rows of each key, against all rows so far sorted in plain Python."""
+
+from __future__ import annotations
+
+import decimal
+import math
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned import TIME, at, top
+
+from spark_state_ext.operators.arrays import order_within, sort_codes
+
+SCHEMA = pa.schema([("number", pa.int64()), ("key", pa.string()), ("value", pa.float64()), ("text", pa.string())])
+VALUES = st.none() | st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 2.0, 3.5])
+BATCHES = st.lists(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b", None]), VALUES, st.none() | st.sampled_from(["", "a", "ä", "𐍈"])),
+        max_size=10,
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def rank_of(value: Any) -> Any:
+    """A key to sort by: NULL, then numbers, then NaN."""
+    if value is None:
+        return (0, 0)
+    if isinstance(value, float):
+        return (2, 0) if math.isnan(value) else (1, value)
+    return (1, value.encode() if isinstance(value, str) else value)
+
+
+@settings(max_examples=120, deadline=None)
+@given(BATCHES, st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+def test_row_numbers_over_all_input(
+    batches: list[list[Any]], k: int, down: bool, down_text: bool, changed_only: bool
+) -> None:
+    order = [("value", down), ("text", down_text)]
+    bucket = top(SCHEMA, ["key"], k, order, changed_only)
+    seen: dict[Any, list[Any]] = {}
+    written: dict[Any, Any] = {}
+    number = 0
+    for rows in batches:
+        before = {key: best(mine, k, order) for key, mine in seen.items()}
+        table = []
+        for key, value, text in rows:
+            number += 1
+            table.append({"number": number, "key": key, "value": value, "text": text})
+            seen.setdefault(key, []).append(table[-1])
+        found = bucket.step(pa.Table.from_pylist(table, schema=SCHEMA))
+        after = {key: best(mine, k, order) for key, mine in seen.items()}
+        given_rows = [(row["key"], row["rank"], row["number"]) for row in found]
+        assert len(given_rows) == len(set(given_rows))
+        wanted = {
+            (key, rank, one)
+            for key, ranked in after.items()
+            if ranked != before.get(key)
+            for rank, one in enumerate(ranked, 1)
+            if not changed_only or before.get(key, [])[rank - 1 : rank] != [one]
+        }
+        assert set(given_rows) == wanted
+        for row in found:
+            written[row["key"], row["rank"]] = row["number"]
+            (given_row,) = (one for one in seen[row["key"]] if one["number"] == row["number"])
+            assert repr({name: row[name] for name in SCHEMA.names}) == repr(given_row)
+    assert written == {
+        (key, rank): one for key, mine in seen.items() for rank, one in enumerate(best(mine, k, order), 1)
+    }
+
+
+def best(rows: list[Any], k: int, order: list[tuple[str, bool]]) -> list[int]:
+    ranked = list(rows)
+    for name, down in reversed(order):
+        # Python keeps equal ones in their order, also in reverse.
+        ranked.sort(key=lambda row: rank_of(row[name]), reverse=down)
+    return [row["number"] for row in ranked[:k]]
+
+
+def test_a_smaller_k_takes_hold_when_a_top_changes() -> None:
+    order = [("number", True)]
+    bucket = top(SCHEMA, ["key"], 3, order, False)
+
+    def rows(*numbers: int) -> Any:
+        return pa.Table.from_pylist([{"number": n, "key": "a"} for n in numbers], schema=SCHEMA)
+
+    bucket.step(rows(1, 2, 3))
+    bucket.function = top(SCHEMA, ["key"], 2, order, False).function
+    assert bucket.step(rows(2)) == []
+    assert [(row["rank"], row["number"]) for row in bucket.step(rows(9))] == [(1, 9), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (pa.int64(), [-(2**63), -1, 0, 2**63 - 1]),
+        (pa.int8(), [-128, 0, 127]),
+        (pa.bool_(), [False, True]),
+        (pa.date32(), [at(0), at(86_400)]),
+        (TIME, [at(-1), at(0), at(0.000001)]),
+        (pa.float32(), [-math.inf, -2.5, 0.0, 1e-40, 2.5, math.inf, math.nan]),
+        (
+            pa.decimal128(38, 3),
+            [decimal.Decimal("-1e30"), decimal.Decimal("-0.001"), decimal.Decimal(0), decimal.Decimal("1e30")],
+        ),
+        (pa.string(), ["", "Z", "a", "￿", "𐍈"]),
+        (pa.binary(), [b"", b"\0", b"\x80"]),
+    ],
+)
+@pytest.mark.parametrize("descending", [False, True])
+def test_every_type_has_its_order(kind: Any, values: list[Any], descending: bool) -> None:
+    """NULL is the smallest. With several of each, and keys whose codes do not fit into one number."""
+    column = pa.array([None, *values, values[0], None], kind)
+    codes = sort_codes(column, descending)
+    ranks = [0, *range(1, len(values) + 1), 1, 0]
+    wanted = sorted(range(len(ranks)), key=lambda place: -ranks[place] if descending else ranks[place])
+    order = order_within(np.zeros(len(column), dtype=np.int64), codes)
+    assert order.tolist() == wanted
+    keys = np.arange(len(column)) % 3
+    order = order_within(keys, codes)
+    assert order.tolist() == sorted(wanted, key=lambda place: place % 3)
+    assert sort_codes(pa.array([], kind), descending)[0].tolist() == []

@@ -1,0 +1,566 @@
+"""Functions over Arrow tables and over plain rows, and time to live, on real Spark."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from jobs import CLASSIC, COUNTS, KEYED, TIMED, Job, count, ddl, event_rows, keyed, table
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
+from pyspark.sql.types import ArrayType, LongType, StringType, StructField, StructType
+from streams import finish, read
+
+from spark_state_ext import ArrowState, StateBatch, Ttl
+from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
+
+pytestmark = pytest.mark.spark
+
+EVENT_TIME = GroupStateTimeout.EventTimeTimeout
+PROCESSING_TIME = GroupStateTimeout.ProcessingTimeTimeout
+DATA_ONLY = {"spark.sql.streaming.noDataMicroBatches.enabled": "false"}
+EVERYWHERE = pytest.mark.parametrize(
+    "session", ["classic", pytest.param("connect", marks=pytest.mark.connect)], indirect=True
+)
+HOUR_MS = 3_600_000
+
+
+@dataclass
+class ApiJob(Job):
+    """A job whose function is of one of the three kinds."""
+
+    api: str = "arrow"
+    output: Any = COUNTS
+
+    def planned(self) -> Any:
+        events = read(self.session, str(self.folder / "in"), ddl(self.schema))
+        if self.watermark is not None:
+            events = events.withWatermark(*self.watermark)
+        options = {"buckets": 3, "lease_ms": 1_000, "local_dir": str(self.folder / "local"), **self.options}
+        state = ArrowState(str(self.folder / "root"), "tested", **options)
+        methods: dict[str, Callable[..., Any]] = {
+            "arrow": state.apply_in_arrow_with_state,
+            "rows": state.apply_rows_with_state,
+            "pandas": state.apply_in_pandas_with_state,
+        }
+        apply = methods[self.api]
+        given: Any = self.before(events), list(self.keys), self.function, self.output, self.state
+        return self.after(apply(*given, self.mode, self.timeout))
+
+
+def count_arrow(batch: StateBatch) -> Any:
+    n = pc.add(pc.fill_null(batch.state["n"], 0), batch.counts)
+    batch.update({"n": n})
+    return batch.keys.append_column("n", n)
+
+
+def count_rows(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, ...]]:
+    n = (state.getOption or (0,))[0] + len(rows)
+    state.update((n,))
+    return [(key.key, n)]
+
+
+COUNTERS: dict[str, Callable[..., Any]] = {"arrow": count_arrow, "rows": count_rows, "pandas": count}
+
+
+def some_batches(number: int) -> list[Any]:
+    random = np.random.default_rng(number)
+    names = [None, *(f"key {i}" for i in range(20))]
+    return [keyed(*[names[i] for i in random.integers(21, size=30)]) for _ in range(number)]
+
+
+@CLASSIC
+def test_a_count_is_the_same_whatever_it_is_written_in(session: Any, tmp_path: Path) -> None:
+    """Over a restart, with a NULL among the keys."""
+    batches, found = some_batches(3), {}
+    for api, function in COUNTERS.items():
+        (tmp_path / api).mkdir()
+        job = ApiJob(session, "arrow", tmp_path / api, function, api=api)
+        found[api] = job.run(*batches[:2]) | job.run(*batches[2:])
+    expected: dict[Any, int] = {}
+    for at, batch in enumerate(batches):
+        for key in batch.column(0).to_pylist():
+            expected[key] = expected.get(key, 0) + 1
+        rows = sorted(((key, expected[key]) for key in set(batch.column(0).to_pylist())), key=repr)
+        assert [found[api][at] for api in COUNTERS] == [rows] * 3
+
+
+@pytest.mark.connect
+def test_connect_runs_them(connect: Any, tmp_path: Path) -> None:
+    for api in ("arrow", "rows"):
+        (tmp_path / api).mkdir()
+        job = ApiJob(connect, "arrow", tmp_path / api, COUNTERS[api], api=api)
+        assert job.run(keyed("a", "b"), keyed("b")) == {0: [("a", 1), ("b", 1)], 1: [("b", 2)]}
+
+
+@CLASSIC
+def test_the_first_lines_of_the_page(session: Any, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "vectorised.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0].replace("/tmp/arrow-state", str(tmp_path / "root"))
+    job = ApiJob(session, "arrow", tmp_path, count_arrow)
+    job.feed(keyed("a", "b", "a"), keyed("a"))
+    names = {"events": read(session, str(tmp_path / "in"), ddl(KEYED)).withColumnRenamed("key", "user")}
+    exec(code, names)
+    writer = names["counts"].writeStream.format("memory").queryName("page").outputMode("update")
+    finish(writer.trigger(availableNow=True).start())
+    assert sorted(map(tuple, session.table("page").collect())) == [("a", 2), ("a", 3), ("b", 1)]
+    session.sql("DROP VIEW IF EXISTS page")
+
+
+# -- timeouts -------------------------------------------------------------------------------------
+
+
+def told(batch: StateBatch) -> Any:
+    """What a batch shows of each key, as text."""
+    values = [sorted(mine) for mine in batch.lists("value").to_pylist()]
+    rows = zip(
+        batch.keys["key"].to_pylist(), values, batch.state["n"].to_pylist(), batch.timed_out.to_pylist(), strict=True
+    )
+    return {
+        "text": pa.array(
+            [f"{key} {'timed out' if out else mine} {n} {batch.watermark_ms}" for key, mine, n, out in rows],
+            pa.string(),
+        )
+    }
+
+
+@CLASSIC
+def test_event_time_timeouts_come_with_the_rows_of_a_batch(session: Any, tmp_path: Path) -> None:
+    """One call has new rows and keys that timed out; a key with rows, or with state alone, is told apart."""
+
+    def function(batch: StateBatch) -> Any:
+        fresh = pc.invert(batch.timed_out)
+        batch.update({"n": batch.counts}, where=pc.and_(fresh, pc.not_equal(batch.keys["key"], "driver")))
+        if batch.watermark_ms == 0:
+            batch.set_timeout(timestamp_ms=20_000, where=pc.starts_with(batch.keys["key"], "leaves"))
+        batch.remove(pc.and_(batch.timed_out, pc.equal(batch.keys["key"], "leaves")))
+        return told(batch)
+
+    job = ApiJob(session, "arrow", tmp_path, function, output="text string", timeout=EVENT_TIME)
+    job.schema, job.watermark, job.options = TIMED, ("at", "5 seconds"), {"buckets": 1}
+    rows = job.run(
+        event_rows(("leaves", 10, 1), ("leaves", 10, 2), ("leaves not", 10, 1), ("stays", 10, 1)),
+        event_rows(("driver", 26, 0)),
+        event_rows(("driver", 40, 0), ("stays", 30, 5)),
+    )
+    rows |= job.run(event_rows(("leaves not", 50, 3), ("driver", 50, 0)), event_rows(("leaves", 60, 4)))
+    assert {at: texts for at, texts in rows.items() if texts} == {
+        0: [("leaves [1, 2] None 0",), ("leaves not [1] None 0",), ("stays [1] None 0",)],
+        1: [("driver [0] None 5000",)],
+        2: [
+            ("driver [0] None 21000",),
+            ("leaves not timed out 1 21000",),
+            ("leaves timed out 2 21000",),
+            ("stays [5] 1 21000",),
+        ],
+        # "leaves not" did nothing about its timeout, so it stays due until it has rows.
+        3: [("leaves not timed out 1 35000",)],
+        4: [("driver [0] None 35000",), ("leaves not [3] 1 35000",)],
+        5: [("leaves [4] None 45000",)],
+    }
+
+
+@CLASSIC
+@pytest.mark.parametrize("api", ["arrow", "rows"])
+def test_processing_time_timeouts(session: Any, api: str, tmp_path: Path) -> None:
+    def vectorised(batch: StateBatch) -> Any:
+        patient = pc.equal(batch.keys["key"], "patient")
+        batch.update({"n": pc.add(pc.fill_null(batch.state["n"], 0), batch.counts)}, where=pc.invert(batch.timed_out))
+        batch.set_timeout(duration_ms=pc.if_else(patient, HOUR_MS, 1), where=pc.invert(batch.timed_out))
+        batch.remove(batch.timed_out)
+        return told(batch)
+
+    def plain(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[str]]:
+        n = state.get[0] if state.exists else None
+        yield (f"{key.key} {'timed out' if state.hasTimedOut else sorted(row.value for row in rows)} {n} None",)
+        if state.hasTimedOut:
+            assert rows == []
+            state.remove()
+        else:
+            state.update(((n or 0) + len(rows),))
+            state.setTimeoutDuration(HOUR_MS if key.key == "patient" else 1)
+
+    functions: dict[str, Callable[..., Any]] = {"arrow": vectorised, "rows": plain}
+    function = functions[api]
+    job = ApiJob(session, "arrow", tmp_path, function, output="text string", timeout=PROCESSING_TIME, api=api)
+    job.conf = DATA_ONLY
+    rows = job.run(keyed("a", "a", "b", "patient"), keyed("b"), keyed("c"))
+    rows |= job.run(keyed("a", "patient"))
+    assert rows == {
+        0: [("a [0, 1] None None",), ("b [2] None None",), ("patient [3] None None",)],
+        1: [("a timed out 2 None",), ("b [0] 1 None",)],
+        2: [("b timed out 2 None",), ("c [0] None None",)],
+        3: [("a [0] None None",), ("c timed out 1 None",), ("patient [1] 1 None",)],
+    }
+
+
+@CLASSIC
+def test_late_rows_go_by_the_watermark_of_the_batch_before(session: Any, tmp_path: Path) -> None:
+    """As the pandas function has it in test_timeouts.py."""
+    job = ApiJob(session, "arrow", tmp_path, told, output="text string", timeout=EVENT_TIME, conf=DATA_ONLY)
+    job.schema, job.watermark = TIMED, ("at", "5 seconds")
+    rows = job.run(
+        event_rows(("a", 10, 1), ("b", 15, 2), ("a", 0, 22), ("e", 0, 23)),
+        event_rows(("a", 1, 3), ("b", 25, 4)),
+        event_rows(("a", 9, 5), ("a", 10, 6), ("a", 11, 7), ("a", None, 8), ("c", 20, 9)),
+    )
+    assert rows == {
+        0: [("a [1] None 0",), ("b [2] None 0",)],
+        1: [("a [3] None 10000",), ("b [4] None 10000",)],
+        2: [("a [7, 8] None 20000",), ("c [9] None 20000",)],
+    }
+
+
+# -- types ----------------------------------------------------------------------------------------
+
+UTC = dt.timezone.utc
+POINT = pa.struct([("x", pa.int32()), ("tags", pa.list_(pa.string()))])
+DECIMAL = decimal.Decimal("-12345678901234567890.123456789012345678")
+TYPES: dict[str, tuple[pa.DataType, list[Any]]] = {
+    "a": (pa.int8(), [1, None, -128]),
+    "b": (pa.int16(), [1, None, 2**15 - 1]),
+    "c": (pa.int32(), [1, None, -(2**31)]),
+    "d": (pa.int64(), [2**53 + 1, None, -(2**63)]),
+    "e": (pa.float32(), [1.5, None, float("-inf")]),
+    "f": (pa.float64(), [0.1, None, 5e-324]),
+    "g": (pa.string(), ["é\x00\U0001f600", None, ""]),
+    "h": (pa.binary(), [b"\x00\xff", None, b""]),
+    "i": (pa.bool_(), [True, None, False]),
+    "j": (pa.decimal128(38, 18), [DECIMAL, None, -DECIMAL]),
+    "k": (pa.date32(), [dt.date(2020, 2, 29), None, dt.date(9999, 12, 31)]),
+    "l": (
+        pa.timestamp("us", "UTC"),
+        [dt.datetime(2024, 7, 1, 0, 0, 0, 1, UTC), None, dt.datetime(1905, 2, 3, tzinfo=UTC)],
+    ),
+    "m": (pa.timestamp("us"), [dt.datetime(2024, 3, 10, 2, 30), None, dt.datetime(1600, 1, 1)]),  # noqa: DTZ001
+    "n": (pa.list_(pa.int64()), [[1, None, 2**60], None, []]),
+    "o": (POINT, [{"x": 1, "tags": ["a", None]}, None, {"x": None, "tags": None}]),
+    "p": (pa.list_(POINT), [[{"x": 1, "tags": []}, None], None, []]),
+}
+MAPS: dict[str, tuple[pa.DataType, list[Any]]] = {
+    "q": (pa.map_(pa.string(), pa.int64()), [[("k", 2**53 + 1), ("none", None)], None, []]),
+    "r": (pa.map_(pa.int32(), pa.list_(pa.string())), [[(1, ["a"])], None, [(2, None)]]),
+}
+TYPED = pa.schema([("id", pa.int64()), *((name, kind) for name, (kind, _) in {**TYPES, **MAPS}.items())])
+
+
+def typed_rows() -> Any:
+    columns = [pa.array(values, kind) for kind, values in {**TYPES, **MAPS}.values()]
+    return pa.table([pa.array([0, 1, 2], pa.int64()), *columns], schema=TYPED)
+
+
+def pass_on(batch: StateBatch) -> Any:
+    """The rows go into the state, and out comes what lay there; keys, rows and state must agree."""
+    for name in TYPES:
+        assert batch.keys[name].type == batch.rows[name].type
+        assert batch.keys[name].combine_chunks().equals(batch.rows[name].combine_chunks())
+    assert batch.rows.schema.field("l").type == pa.timestamp("us", "UTC")
+    names = [f"s_{name}" for name in batch.rows.column_names]
+    out = batch.state if batch.exists.true_count else batch.rows.rename_columns(names)
+    if batch.exists.true_count:
+        assert batch.state.rename_columns(batch.rows.column_names).cast(batch.rows.schema).equals(batch.rows)
+    batch.update(batch.rows.rename_columns(names))
+    return out.rename_columns(batch.rows.column_names)
+
+
+def pass_on_rows(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
+    (row,) = rows
+    assert tuple(key) == tuple(row)[1 : 1 + len(TYPES)]
+    before = state.getOption
+    assert before is None or before == tuple(row)
+    yield before or row
+    state.update(tuple(row))
+
+
+ZONE = {"spark.sql.session.timeZone": "America/New_York"}
+LARGE = {"spark.sql.execution.arrow.useLargeVarTypes": "true"}
+
+
+@CLASSIC
+@pytest.mark.parametrize(
+    ("api", "conf"), [("arrow", ZONE), ("rows", ZONE), ("arrow", LARGE)], ids=["arrow", "rows", "large"]
+)
+def test_values_of_every_type(session: Any, api: str, conf: dict[str, str], tmp_path: Path) -> None:
+    """What came in as key, row and state comes out the same, in the next batch and after a restart."""
+    function: Callable[..., Any] = pass_on if api == "arrow" else pass_on_rows
+    job = ApiJob(session, "arrow", tmp_path, function, ddl(TYPED), api=api, schema=TYPED, keys=list(TYPES), conf=conf)
+    job.state = ddl(pa.schema([field.with_name(f"s_{field.name}") for field in TYPED]))
+    batch = typed_rows()
+    rows = job.run(batch, batch) | job.run(batch)
+    expected = sorted((tuple(row.values()) for row in batch.to_pylist()), key=repr)
+    assert rows == {0: expected, 1: expected, 2: expected}
+
+
+@CLASSIC
+def test_columns_that_cannot_be_null(session: Any, tmp_path: Path) -> None:
+    """Also inside lists and structs, in output and in state."""
+    inner = StructType([StructField("x", LongType(), False), StructField("name", StringType(), False)])
+    output = StructType(
+        [
+            StructField("key", StringType(), False),
+            StructField("list", ArrayType(LongType(), False), False),
+            StructField("struct", inner, False),
+        ]
+    )
+    state = StructType([StructField("n", LongType(), False), StructField("last", inner, False)])
+
+    def function(batch: StateBatch) -> Any:
+        n = pc.add(pc.fill_null(batch.state["n"], 0), batch.counts)
+        last = pa.array([{"name": key, "x": at} for at, key in enumerate(batch.keys["key"].to_pylist())])
+        batch.update({"n": n, "last": last})
+        return {"key": batch.keys["key"], "list": [[it] for it in n.to_pylist()], "struct": last}
+
+    job = ApiJob(session, "arrow", tmp_path, function, output, state=state)
+    rows = job.run(keyed("a"), keyed("a", "a"))
+    assert rows == {0: [("a", [1], {"x": 0, "name": "a"})], 1: [("a", [3], {"x": 0, "name": "a"})]}
+
+
+# -- other engines --------------------------------------------------------------------------------
+
+
+@CLASSIC
+@pytest.mark.parametrize("engine", ["polars", "duckdb"])
+def test_functions_of_other_engines(session: Any, engine: str, tmp_path: Path) -> None:
+    """Sum and largest value of each key; state comes back by key, in whatever order."""
+    pytest.importorskip(engine)
+
+    def in_polars(batch: StateBatch) -> Any:
+        import polars as pl
+
+        rows, known = pl.from_arrow(batch.rows), pl.from_arrow(batch.with_state())
+        assert isinstance(rows, pl.DataFrame)
+        assert isinstance(known, pl.DataFrame)
+        sums = rows.group_by("key").agg(pl.len().alias("new"), pl.col("value").max().alias("max"))
+        out = known.join(sums, on="key", nulls_equal=True).select(
+            "key", (pl.col("n").fill_null(0) + pl.col("new")).alias("n")
+        )
+        batch.update(out)
+        return out
+
+    def in_duckdb(batch: StateBatch) -> Any:
+        import duckdb
+
+        rows, known = batch.rows, batch.with_state()
+        assert rows.num_rows
+        assert known.num_rows
+        out: Any = duckdb.sql(
+            "SELECT known.key, coalesce(any_value(known.n), 0) + count(*) AS n FROM known "
+            "JOIN rows ON known.key IS NOT DISTINCT FROM rows.key GROUP BY ALL ORDER BY random()"
+        )
+        out = out.to_arrow_table()
+        batch.update(out)
+        return out
+
+    function = {"polars": in_polars, "duckdb": in_duckdb}[engine]
+    job = ApiJob(session, "arrow", tmp_path, function)
+    rows = job.run(keyed("a", None, "b", "a"), keyed("b", "c", None))
+    assert rows == {0: [("a", 2), ("b", 1), (None, 1)], 1: [("b", 2), ("c", 1), (None, 2)]}
+
+
+# -- plans and output -----------------------------------------------------------------------------
+
+
+@EVERYWHERE
+def test_scan_update_mode_and_foreach_batch(session: Any, tmp_path: Path) -> None:
+    """Every batch each bucket with rows tells all it had before."""
+    target = str(tmp_path / "rows")
+
+    def save(batch: Any, number: int) -> None:
+        batch.write.mode("overwrite").parquet(f"{target}/{number}")
+
+    def whole(batch: StateBatch) -> Iterator[Any]:
+        yield from batch.scan()
+        count_arrow(batch)
+
+    job = ApiJob(session, "arrow", tmp_path, whole, mode="update", options={"buckets": 2})
+    job.feed(keyed("a", "b", "c"), keyed("a", "b", "c", "d"))
+    query = job.planned().writeStream.foreachBatch(save).outputMode("update").trigger(availableNow=True)
+    finish(query.option("checkpointLocation", str(tmp_path / "checkpoint")).start())
+    assert session.read.schema(COUNTS).parquet(f"{target}/0").collect() == []
+    assert sorted(map(tuple, session.read.parquet(f"{target}/1").collect())) == [("a", 1), ("b", 1), ("c", 1)]
+
+
+@CLASSIC
+def test_key_expressions_input_columns_of_one_name_and_much_output(session: Any, tmp_path: Path) -> None:
+    def function(batch: StateBatch) -> Any:
+        assert batch.keys.column_names == ["digit", "key", "key"]
+        assert batch.rows.column_names == ["key", "value", "value"]
+        assert batch.rows.column(2).equals(batch.rows.column(1))
+        n = pc.add(pc.fill_null(batch.state["n"], 0), batch.counts)
+        batch.update({"n": n})
+        # Far more rows than Spark takes at once.
+        at = np.repeat(np.arange(len(batch)), 9_000)
+        key = pc.binary_join_element_wise(
+            pc.cast(batch.keys.column(0), pa.string()), batch.keys.column(1), batch.keys.column(2), "-"
+        )
+        yield pa.table({"n": n, "key": key}).take(pa.array(at))
+        yield {"key": [], "n": []}
+
+    keys = [(F.col("value") % 10).alias("digit"), "key", F.upper("key").alias("key")]
+    job = ApiJob(session, "arrow", tmp_path, function, keys=keys, options={"buckets": 1})
+    job.before = lambda df: df.select("key", "value", "value")
+    # What comes behind the operator runs in its stage.
+    job.after = lambda df: df.groupBy("key", "n").count()
+    job.feed(table(KEYED, [("a", 1), ("a", 11), ("b", 2)]), table(KEYED, [("a", 21)]))
+    writer = job.planned().writeStream.format("memory").queryName("much_output").outputMode("complete")
+    finish(writer.trigger(availableNow=True).start())
+    rows = session.table("much_output").collect()
+    session.sql("DROP VIEW IF EXISTS much_output")
+    assert sorted(map(tuple, rows)) == [("1-a-A", 2, 9_000), ("1-a-A", 3, 9_000), ("2-b-B", 1, 9_000)]
+
+
+@CLASSIC
+def test_plans_that_are_refused(session: Any, tmp_path: Path) -> None:
+    state = ArrowState(str(tmp_path / "root"), "tested")
+    job = ApiJob(session, "arrow", tmp_path, count_arrow, schema=TIMED)
+    job.feed(event_rows(("a", 1, 1)))
+    events = read(session, str(tmp_path / "in"), ddl(TIMED))
+    for name in ("apply_in_arrow_with_state", "apply_rows_with_state"):
+        apply = getattr(state, name)
+        with pytest.raises(UnsupportedPlanError, match=f"{name} is not supported with a batch DataFrame"):
+            apply(session.createDataFrame([("a", 1)], "key string, value long"), "key", count_arrow, COUNTS, "n long")
+        with pytest.raises(UnsupportedTypeError, match=r"input column 'span' has the type 'interval day to second'"):
+            apply(events.selectExpr("*", "make_dt_interval(1) AS span"), "key", count_arrow, COUNTS, "n long")
+        with pytest.raises(UnsupportedTypeError, match=r"output column 'span' has the type 'interval day to second'"):
+            apply(events, "key", count_arrow, "span interval day to second", "n long")
+        with pytest.raises(UsageError, match="LunchTimeout"):
+            apply(events, "key", count_arrow, COUNTS, "n long", "append", "LunchTimeout")
+        with pytest.raises(UsageError, match="__expires_ms"):
+            apply(events, "key", count_arrow, COUNTS, "n long, __expires_ms long")
+    expiring = ArrowState(str(tmp_path / "root"), "tested", ttl=Ttl(1, clock="event"))
+    with pytest.raises(UnsupportedPlanError, match="needs an input with a watermark"):
+        expiring.apply_in_arrow_with_state(events, "key", count_arrow, COUNTS, "n long")
+    with pytest.raises(UsageError, match=r"ttl must be a Ttl.*not 5"):
+        ArrowState(str(tmp_path / "root"), "tested", ttl=5)  # type: ignore[arg-type]
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def update_wrongly(batch: StateBatch) -> None:
+    batch.update({"n": ["many"] * len(batch)})
+
+
+def fail(batch: StateBatch) -> None:
+    raise KeyError("no such aircraft")
+
+
+FAILURES: dict[str, tuple[str, Callable[..., Any], list[str]]] = {
+    "columns": ("arrow", lambda batch: {"key": ["a"]}, ["StateValueError", "the function gave the columns key; expected key, n", "batch 0"]),
+    "state": ("arrow", update_wrongly, ["StateValueError", "state column 'n' of type int64 cannot hold string", "in update_wrongly"]),
+    "exception": ("arrow", fail, ["UserFunctionError", "1 rows of 1 keys", "no such aircraft", "in fail"]),
+    "rows": ("rows", lambda key, rows, state: [(1, 2, 3)], ["StateValueError", "the function gave (1, 2, 3) for a row; expected a tuple of key, n"]),
+}  # fmt: skip
+
+
+@CLASSIC
+def test_mistakes_reach_the_user_in_words(session: Any, tmp_path: Path) -> None:
+    for name, (api, function, texts) in FAILURES.items():
+        (tmp_path / name).mkdir()
+        with pytest.raises(StreamingQueryException) as raised:
+            ApiJob(session, "arrow", tmp_path / name, function, api=api).run(keyed("a"))
+        for text in texts:
+            assert text in str(raised.value), name
+
+
+@pytest.mark.connect
+def test_mistakes_reach_a_connect_user(connect: Any, tmp_path: Path) -> None:
+    api, function, texts = FAILURES["state"]
+    with pytest.raises(StreamingQueryException) as raised:
+        ApiJob(connect, "arrow", tmp_path, function, api=api).run(keyed("a"))
+    for text in texts:
+        assert text in str(raised.value)
+
+
+# -- time to live ---------------------------------------------------------------------------------
+
+
+@CLASSIC
+@pytest.mark.parametrize("api", ["arrow", "pandas"])
+def test_time_to_live_by_event_time(session: Any, api: str, tmp_path: Path) -> None:
+    """A count begins anew once the watermark is ten seconds past the key's last row."""
+    job = ApiJob(session, "arrow", tmp_path, COUNTERS[api], api=api, schema=TIMED, watermark=("at", "0 seconds"))
+    job.conf, job.options = DATA_ONLY, {"ttl": Ttl(10_000, clock="event"), "buckets": 2}
+    rows = job.run(
+        event_rows(("a", 10, 1), ("b", 15, 1)),
+        event_rows(("a", 19, 1), ("c", 20, 1)),  # the watermark is 15 s
+        event_rows(("a", 11, 1), ("b", 12, 1), ("d", 25, 1)),  # 20 s
+    )
+    rows |= job.run(event_rows(("a", 34, 1), ("b", 26, 1)), event_rows(("a", 40, 1), ("b", 40, 1)))  # 25 s, 34 s
+    # Late rows of "a" and "b" in batch 2 count as written at the watermark, 20 s: until 30 s.
+    assert rows == {
+        0: [("a", 1), ("b", 1)],
+        1: [("a", 2), ("c", 1)],
+        2: [("a", 3), ("b", 2), ("d", 1)],
+        3: [("a", 4), ("b", 3)],
+        4: [("a", 5), ("b", 4)],
+    }
+    rows = job.run(event_rows(("x", 51, 1)), event_rows(("a", 52, 1), ("d", 52, 1)))  # 40 s, 51 s
+    assert rows == {5: [("x", 1)], 6: [("a", 1), ("d", 1)]}
+
+
+@CLASSIC
+def test_a_time_to_live_is_added_changed_and_dropped(session: Any, tmp_path: Path) -> None:
+    """From one start of a query to the next, by processing time: 1 ms is over in the next batch, an hour is not."""
+    job = ApiJob(session, "arrow", tmp_path, count, api="pandas", options={"buckets": 2})
+    assert job.run(keyed("a", "b"))[0] == [("a", 1), ("b", 1)]
+    # A query may also change from one kind of function to another.
+    job.api, job.function = "arrow", count_arrow
+    job.options = {"buckets": 2, "ttl": Ttl(1)}
+    # State of before has no end; what is written now is gone in the next batch.
+    assert job.run(keyed("a"), keyed("a", "b")) == {1: [("a", 2)], 2: [("a", 1), ("b", 2)]}
+    job.options = {"buckets": 2, "ttl": Ttl(HOUR_MS, refresh="read")}
+    assert job.run(keyed("a", "b"), keyed("a", "b")) == {3: [("a", 1), ("b", 1)], 4: [("a", 2), ("b", 2)]}
+    job.options = {"buckets": 2}
+    job.api, job.function = "rows", count_rows
+    assert job.run(keyed("a"), keyed("a")) == {5: [("a", 3)], 6: [("a", 4)]}
+    assert sorted(path.name for path in (tmp_path / "root" / "tested").glob("*/operator_*")) == [
+        "operator_0.json",
+        "operator_1.json",
+    ]
+    # A new column beside the hidden one.
+    job.state, job.options = "n bigint, note string", {"buckets": 2, "ttl": Ttl(HOUR_MS)}
+
+    def noted(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, ...]]:
+        n, note = state.getOption or (0, None)
+        state.update((n + len(rows), f"seen {n}"))
+        return [(f"{key.key} {note}", n + len(rows))]
+
+    job.function = noted
+    assert job.run(keyed("a", "b"), keyed("a")) == {7: [("a None", 5), ("b None", 3)], 8: [("a seen 4", 6)]}
+
+
+@CLASSIC
+def test_timeouts_and_time_to_live_together_under_the_pandas_api(session: Any, tmp_path: Path) -> None:
+    """A timeout fires although the state it was set with has expired."""
+
+    def function(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        text = f"{key[0]} {'timed out' if state.hasTimedOut else 'rows'} {state.getOption}"
+        if state.hasTimedOut:
+            state.remove()
+        elif key[0] != "driver":
+            state.update((len(list(pdfs)),))
+            state.setTimeoutTimestamp(20_000)
+        yield pd.DataFrame({"text": [text]})
+
+    job = ApiJob(session, "arrow", tmp_path, function, output="text string", api="pandas", schema=TIMED)
+    job.watermark, job.timeout, job.options = ("at", "0 seconds"), EVENT_TIME, {"ttl": Ttl(15_000, clock="event")}
+    rows = job.run(event_rows(("a", 1, 1), ("b", 10, 1)), event_rows(("driver", 21, 1)))
+    found = {text for texts in rows.values() for (text,) in texts}
+    assert found == {
+        "a rows None",
+        "b rows None",
+        "driver rows None",
+        "a timed out None",
+        "b timed out (1,)",
+    }
