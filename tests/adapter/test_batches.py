@@ -304,7 +304,11 @@ def test_the_forms_of_output(form: str) -> None:
     assert rows == ROWS
 
 
-@pytest.mark.parametrize("given", [None, [], {"k": [], "n": []}, TABLE.slice(0, 0), iter(())], ids=repr)
+@pytest.mark.parametrize(
+    "given",
+    [None, [], {"k": [], "n": []}, TABLE.slice(0, 0), iter(())],
+    ids=["none", "no tables", "a dict of no rows", "a table of no rows", "an empty iterator"],
+)
 def test_no_output_is_no_frame(given: Any) -> None:
     groups = grouped(1)
     frames = caller(lambda batch: given).data(groups, looked_up(groups, {}), SCHEMA.empty(), CONTEXT, Result())
