@@ -30,7 +30,7 @@ _COUNTS = frozenset({"count", "count_all", "count_distinct"})
 
 
 class Outcome:
-    """What a function did to the keys of its batch.
+    """What a function did to the keys of its batch; nothing can be done any more once `closed` is set.
 
     Attributes
     ----------
@@ -49,10 +49,12 @@ class Outcome:
         self.source: IndexArray = np.full(keys, -2, dtype=np.int64)
         self.timeouts_ms: IndexArray = np.full(keys, NO_TIMEOUT, dtype=np.int64)
         self.updates: list[pa.Table] = []
+        self.closed = False
         self._update_rows = 0
 
     def put(self, positions: IndexArray | None, states: pa.Table) -> None:
         """New state of some keys (None: of all, in their order)."""
+        self._check_open()
         at = slice(None) if positions is None else positions
         self.touched[at] = True
         self.source[at] = np.arange(self._update_rows, self._update_rows + states.num_rows)
@@ -61,13 +63,19 @@ class Outcome:
 
     def drop(self, positions: IndexArray) -> None:
         """No state for some keys."""
+        self._check_open()
         self.touched[positions] = True
         self.source[positions] = -1
 
     def time_out(self, positions: IndexArray, times_ms: IndexArray) -> None:
         """Timeouts of some keys."""
+        self._check_open()
         self.touched[positions] = True
         self.timeouts_ms[positions] = times_ms
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise UsageError("a batch was changed after its function had returned: that changes nothing any more")
 
 
 class StateBatch:
@@ -283,7 +291,9 @@ class StateBatch:
         Parameters
         ----------
         timestamp_ms
-            Under EventTimeTimeout: when the watermark is past this, milliseconds since 1970.
+            Under EventTimeTimeout: when the watermark is past this, milliseconds since 1970. A time before the
+            watermark counts as the watermark, and so is over at its next advance: rows may be on time and yet lead to
+            one, where the watermark has moved far in between.
         duration_ms
             Under ProcessingTimeTimeout: so many milliseconds from now.
         where
@@ -297,7 +307,7 @@ class StateBatch:
         UsageError
             When the query has another kind of timeout.
         StateValueError
-            For a timestamp before the watermark, or a duration that is not positive; names the key.
+            For a timestamp or duration that is not positive; names the key.
         """
         event_time = self._timeout_conf == "EventTimeTimeout"
         given, other = (timestamp_ms, duration_ms) if event_time else (duration_ms, timestamp_ms)
@@ -310,16 +320,12 @@ class StateBatch:
             )
         positions = np.arange(len(self)) if where is None else self._chosen(where)
         times, is_set = self._times(given, event_time, positions)
-        least = max(self.watermark_ms or 0, 1) if event_time else 1
-        wrong = np.flatnonzero(is_set & (times < least))
+        wrong = np.flatnonzero(is_set & (times < 1))
         if len(wrong):
             key, time_ms = self.keys.slice(int(positions[wrong[0]]), 1).to_pylist()[0], int(times[wrong[0]])
             why = f"a {'timestamp' if event_time else 'duration'} must be positive"
-            if event_time and time_ms > 0:
-                why = f"that is before the watermark, {least}"
             raise StateValueError(f"set_timeout() was given {time_ms} for key {key}: {why}")
-        if not event_time:
-            times = times + self.processing_time_ms
+        times = np.maximum(times, self.watermark_ms or 0) if event_time else times + self.processing_time_ms
         self.outcome.time_out(positions, np.where(is_set, times, NO_TIMEOUT))
 
     # -- inside ------------------------------------------------------------------------------------

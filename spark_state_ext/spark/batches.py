@@ -123,6 +123,7 @@ class BatchCaller:
             raise UserFunctionError(
                 f"the function failed for {batch!r}: {type(error).__name__}: {error}"
             ).with_traceback(error.__traceback__) from error
+        batch.outcome.closed = True
         context.after_key()
         yield from outbox.rest()
 

@@ -135,29 +135,35 @@ class KeyWork:
                 work = caller.data(groups, expiry.found(found), expiry.due(along), self._context, result)
                 yield from timed(work, self._metrics, "user_ms")
                 changed, touched = self._data_rows(groups, found, written_ms, result.data)
-            # As in Spark, a due timeout fires even for a key with rows, where the call for these changed nothing; where
-            # all keys are in one call, it does so in the next batch.
+            # As in Spark, a due timeout fires even for a key with rows, where the call for these changed nothing.
             done = (where >= 0) & touched[where]
-            fires = where < 0 if caller.together else ~done
+            fires = ~done
             mine, changed = _split_at(changed, upto)
             # Newest first: a key whose row is written again only because it was read may be due as well.
             pieces = [mine]
+            if pending and caller.together:
+                self._settle(result.timeouts, where < 0, pieces, done)
+                fires &= where >= 0
             if fires.any():
-                called = due.filter(pa.array(fires))
-                self._metrics.timeouts += called.num_rows
-                if not (pending and caller.together):
-                    result.timeouts = None
-                    work = caller.timeouts(expiry.due(called), self._context, result)
-                    yield from timed(work, self._metrics, "user_ms")
-                if result.timeouts is not None:
-                    pieces.insert(0, expiry.written(result.timeouts.rows, self._clock_ms()))
-                    done[np.flatnonzero(fires)[result.timeouts.positions]] = True
+                result.timeouts = None
+                work = caller.timeouts(expiry.due(due.filter(pa.array(fires))), self._context, result)
+                yield from timed(work, self._metrics, "user_ms")
+                self._settle(result.timeouts, fires, pieces, done)
             # What stays due is written anew, so that `expired` need look for it only in recent runs.
             pieces.append(due.filter(pa.array(~done)))
             pending = False
             self._append(rows, pieces, after, upto)
             after = upto
             self._context.after_key()
+
+    def _settle(
+        self, changed: Changed | None, called: BoolArray, pieces: list[pa.RecordBatch], done: BoolArray
+    ) -> None:
+        """Note what calls for timeouts changed: `called` says of which due keys, `done` which of them changed."""
+        self._metrics.timeouts += int(called.sum())
+        if changed is not None:
+            pieces.insert(0, self._expiry.written(changed.rows, self._clock_ms()))
+            done[np.flatnonzero(called)[changed.positions]] = True
 
     def _grouped(self, table: pa.Table | None) -> tuple[Groups, Lookup, IndexArray]:
         """Rows by key, the state of these keys, and when each key was written, if it is: milliseconds since 1970."""

@@ -337,6 +337,9 @@ class ArrowState:
         key_fields(key_type.json())
         state_fields(state_type.json())
         if api != PANDAS:
+            for names, what in ((state_type.names, "state"), (output_type.names, "output")):
+                if len(set(names)) != len(names):
+                    raise UsageError(f"two {what} columns have one name: {', '.join(names)}; columns go by name")
             state_fields(output_type.json(), "output")
             state_fields(input_type.json(), "input")
         if EXPIRES_MS in state_type.names:

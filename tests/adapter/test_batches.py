@@ -399,3 +399,12 @@ def test_a_failed_call_changes_nothing() -> None:
     with pytest.raises(UserFunctionError):
         list(caller(function).data(groups, looked_up(groups, {}), SCHEMA.empty(), CONTEXT, result))
     assert result == Result()
+
+
+def test_a_batch_that_is_changed_too_late_says_so() -> None:
+    kept: list[StateBatch] = []
+    run(kept.append, grouped(1))
+    with pytest.raises(UsageError, match="after its function had returned"):
+        kept[0].remove()
+    with pytest.raises(UsageError, match="after its function had returned"):
+        kept[0].update({"n": [1], "tags": [[]]})

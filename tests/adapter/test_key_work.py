@@ -362,8 +362,6 @@ class Model:
                 continue
             if self.ttl is not None and self.ttl.refresh == "read" and self.visible(key, clock_ms) is not None:
                 self.keys[key].expires_ms = written_ms + self.ttl.duration_ms
-            if self.api == ARROW:
-                due.discard(key)
         for key in due:
             call(key, 0, True, clock_ms)
         return calls
@@ -598,8 +596,8 @@ def test_a_function_that_gives_nothing(tmp_path: Path, api: str) -> None:
     assert lived.stored() == {}
 
 
-def test_a_key_that_is_due_and_has_rows_is_called_once_with_its_rows(tmp_path: Path) -> None:
-    """Where the call changes nothing, the timeout stays due, and fires in the first batch without rows of the key."""
+def test_a_key_that_is_due_and_has_rows_is_called_for_both_unless_the_first_call_touches_it(tmp_path: Path) -> None:
+    """As in Spark: a key that always has rows, and is left as it is, times out all the same."""
     log: list[Any] = []
 
     def setting(batch: StateBatch) -> None:
@@ -610,7 +608,7 @@ def test_a_key_that_is_due_and_has_rows_is_called_once_with_its_rows(tmp_path: P
     lived.batch(rows_for(*range(20)), 1_000, 0)
     lived.function = seen(log)
     lived.batch(rows_for(3, 4), 1_020, 0)
-    assert sorted(log) == [(key, key not in (3, 4), True) for key in range(20)]
+    assert sorted(log) == sorted([(3, False, True), (4, False, True), *((key, True, True) for key in range(20))])
     # None of the calls changed anything, so all stay due.
     log.clear()
     lived.function = setting

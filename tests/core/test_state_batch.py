@@ -591,8 +591,6 @@ TIMEOUT_ERRORS: list[tuple[str, str, dict[str, Any], type[Exception], str]] = [
     ("neither", EVENT_TIME, {}, UsageError, "under EventTimeTimeout takes timestamp_ms"),
     ("both", EVENT_TIME, {"timestamp_ms": 500, "duration_ms": 5}, UsageError, "under EventTimeTimeout takes timestamp_ms"),
     ("both in processing time", PROCESSING_TIME, {"timestamp_ms": 500, "duration_ms": 5}, UsageError, "takes duration_ms"),
-    ("before the watermark", EVENT_TIME, {"timestamp_ms": [200, 99, 300, 400]}, StateValueError, r"set_timeout\(\) was given 99 for key \{'name': 'b', 'x': nan\}: that is before the watermark, 100"),
-    ("before the watermark, chosen", EVENT_TIME, {"timestamp_ms": [200, 99], "where": MASK}, StateValueError, r"99 for key \{'name': 'd', 'x': None\}"),
     ("a negative duration", PROCESSING_TIME, {"duration_ms": -1}, StateValueError, r"given -1 for key \{'name': 'a', 'x': 1.0\}: a duration must be positive"),
     ("no duration", PROCESSING_TIME, {"duration_ms": 0}, StateValueError, "a duration must be positive"),
     ("too few", EVENT_TIME, {"timestamp_ms": [200]}, StateValueError, r"set_timeout\(\) was given 1 times for 4 keys"),
@@ -613,6 +611,13 @@ def test_what_set_timeout_refuses(conf: str, arguments: dict[str, Any], kind: ty
     with pytest.raises(kind, match=text):
         batch.set_timeout(**arguments)
     assert not batch.outcome.touched.any()
+
+
+def test_a_time_before_the_watermark_counts_as_the_watermark() -> None:
+    """One key's late time must not fail the batch of all; it is over when the watermark moves."""
+    batch = batch_of(timeout_conf=EVENT_TIME, watermark_ms=100)
+    batch.set_timeout(timestamp_ms=[200, 99, None, 100])
+    assert batch.outcome.timeouts_ms.tolist() == [200, 100, -1, 100]
 
 
 def test_the_first_moment_is_no_timeout() -> None:
