@@ -209,7 +209,8 @@ class LineageHeader:
             raise CorruptFileError(f"the lineage header of {where} fails its checksum")
         try:
             fields = json.loads(text)
-            if fields["format"] < 1:
+            # Of a whole number's type: NaN, which Python's JSON knows, is neither too small nor too large.
+            if type(fields["format"]) is not int or fields["format"] < 1:
                 raise CorruptFileError(f"format {fields['format']} is none")
             if fields["format"] > FILE_FORMAT_MAX:
                 raise VersionSkewError(

@@ -30,6 +30,7 @@ from pyspark.sql.types import (
 from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.commit import CommitOptions
+from spark_state_ext.errors import UsageError
 from spark_state_ext.folder import Folder
 from spark_state_ext.metrics import CallMetrics
 from spark_state_ext.spark.job import ARROW, PANDAS, ROWS, Job
@@ -563,7 +564,8 @@ def test_a_batch_that_is_kept_shows_what_it_showed(tmp_path: Path) -> None:
     first_of = {len(rows): rows for rows in scanned}
     assert first_of == {0: [], 20: list(range(20)), 25: list(range(25)), 30: list(range(30))}
     for batch, _ in kept:
-        batch.remove()
+        with pytest.raises(UsageError, match="after its function had returned"):
+            batch.remove()
     assert len(lived.stored()) == 35, "a change after the call is too late"
 
 
