@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from benchmarks.options import add_memory, add_seed
 from benchmarks.report import BenchmarkError, Report
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout-ms", type=int, default=30_000, metavar="N", help="commit_timeout_ms of the last part"
     )
-    parser.add_argument("--memory", default="3g", help="heap of Spark")
-    parser.add_argument("--seed", type=int, default=7, metavar="N", help="seed of the state's bytes")
+    add_memory(parser, "3g")
+    add_seed(parser, "the state's bytes")
 
 
 def remember(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:

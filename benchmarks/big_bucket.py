@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from benchmarks.options import add_memory, add_seed
 from benchmarks.report import BenchmarkError, Report
 
 __all__ = ["add_arguments", "run"]
@@ -32,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gib", type=float, default=3.0, metavar="N", help="GiB of values in the batch")
     parser.add_argument("--row-bytes", type=int, default=4096, metavar="N", help="bytes of a row's value")
     parser.add_argument("--keys", type=int, default=2000, metavar="N", help="keys")
-    parser.add_argument("--memory", default="2g", help="heap of Spark")
+    add_memory(parser, "2g")
     parser.add_argument(
         "--memory-bytes-max", type=int, default=None, metavar="N", help="as of ArrowState (None: its default)"
     )
-    parser.add_argument("--seed", type=int, default=7, metavar="N", help="seed of the rows")
+    add_seed(parser, "the rows")
 
 
 def count_bytes(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:

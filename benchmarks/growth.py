@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from benchmarks import processes
 from benchmarks.counting import INPUT, OUTPUT, STATE, count_and_sum_in_arrow
+from benchmarks.options import add_buckets, add_quick, add_seed, add_spark
 from benchmarks.report import BenchmarkError, Report
 
 if TYPE_CHECKING:
@@ -42,11 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", default="1,10", metavar="N,…", help="numbers of keys to measure at, in millions")
     parser.add_argument("--events", type=int, default=100_000, metavar="N", help="events a timed batch, each its key's")
     parser.add_argument("--batches", type=int, default=30, metavar="N", help="timed batches at each size")
-    parser.add_argument("--buckets", type=int, default=4, metavar="N", help="buckets of ArrowState")
-    parser.add_argument("--cores", type=int, default=2, metavar="N", help="cores, and shuffle partitions")
-    parser.add_argument("--memory", default="3g", help="heap of Spark")
-    parser.add_argument("--seed", type=int, default=7, metavar="N", help="seed of the events")
-    parser.add_argument("--quick", action="store_true", help="0.2 and 1 million keys, 8 batches")
+    add_buckets(parser)
+    add_spark(parser, "3g")
+    add_seed(parser)
+    add_quick(parser, "0.2 and 1 million keys, 8 batches")
 
 
 def run(options: argparse.Namespace, work: Path) -> Report:

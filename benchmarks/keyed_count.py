@@ -33,6 +33,7 @@ from benchmarks.counting import (
     same_answer,
 )
 from benchmarks.floor import Floor, FloorTime
+from benchmarks.options import add_buckets, add_seed, add_spark
 from benchmarks.report import BenchmarkError, Report
 from spark_state_ext import metrics
 
@@ -55,12 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, default=5, metavar="N", help="batches; the first is a warm-up")
     parser.add_argument("--events", type=int, default=100_000, metavar="N", help="events a batch")
     parser.add_argument("--keys", type=int, default=50_000, metavar="N", help="keys that events are drawn from")
-    parser.add_argument(
-        "--buckets", type=int, default=None, metavar="N", help="buckets of ArrowState (None: its default)"
-    )
-    parser.add_argument("--cores", type=int, default=2, metavar="N", help="cores, and shuffle partitions")
-    parser.add_argument("--memory", default="2g", help="heap of Spark")
-    parser.add_argument("--seed", type=int, default=7, metavar="N", help="seed of the events")
+    add_buckets(parser, None)
+    add_spark(parser, "2g")
+    add_seed(parser)
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a Spark setting for both queries; repeatable"
     )

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, Writer, file_name, new_checkpoint_id
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import RowSchema
+from benchmarks.options import add_memory, add_seed
 from benchmarks.report import BenchmarkError, Report
 from benchmarks.spark import session
 from spark_state_ext.backends.files import sole_place
@@ -65,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 10_000_000], metavar="N", help="keys")
     parser.add_argument("--repeats", type=int, default=7, metavar="N", help="measurements of copying and restoring")
     parser.add_argument("--restarts", type=int, default=7, metavar="N", help="restarts of Spark's query")
-    parser.add_argument("--memory", default="4g", metavar="SIZE", help="heap of Spark")
-    parser.add_argument("--seed", type=int, default=7, metavar="N", help="seed of keys and values")
+    add_memory(parser, "4g")
+    add_seed(parser, "keys and values")
 
 
 def run(options: argparse.Namespace, work: Path) -> Report:

@@ -22,6 +22,7 @@ import pyarrow as pa
 from arrow_schemas.lineage import CheckpointRef, new_checkpoint_id
 from arrow_schemas.row import RowSchema
 from benchmarks.entry_store import VALUE, EntryStore
+from benchmarks.options import add_seed
 from benchmarks.report import BenchmarkError, Report
 from spark_state_ext.store import LocalStore
 
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="measurements of get")
     parser.add_argument("--loads", type=int, default=7, metavar="N", help="measurements of load")
     parser.add_argument("--growth-batches", type=int, default=40, metavar="N", help="batches to compare store sizes by")
-    parser.add_argument("--seed", type=int, default=7, metavar="N", help="seed of keys and values")
+    add_seed(parser, "keys and values")
 
 
 def run(options: argparse.Namespace, work: Path) -> Report:

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from benchmarks import counting
 from benchmarks.counting import INPUT, OUTPUT, STATE
+from benchmarks.options import add_buckets, add_quick, add_seed, add_spark
 from benchmarks.report import BenchmarkError, Report
 
 if TYPE_CHECKING:
@@ -41,12 +42,11 @@ _CHANGELOG = "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enab
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line."""
     parser.add_argument("--batches", type=int, default=8, metavar="N", help="timed batches; the first is a warm-up")
-    parser.add_argument("--buckets", type=int, default=4, metavar="N", help="buckets of ArrowState")
-    parser.add_argument("--cores", type=int, default=2, metavar="N", help="cores, and shuffle partitions")
-    parser.add_argument("--memory", default="4g", help="heap of Spark")
-    parser.add_argument("--seed", type=int, default=7, metavar="N", help="seed of the events")
+    add_buckets(parser)
+    add_spark(parser, "4g")
+    add_seed(parser)
     parser.add_argument("--only", choices=["small", "large"], default=None, help="one workload only")
-    parser.add_argument("--quick", action="store_true", help="few batches, and Spark's pandas function for two of them")
+    add_quick(parser, "few batches, and Spark's pandas function for two of them")
 
 
 def run(options: argparse.Namespace, work: Path) -> Report:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -127,7 +128,7 @@ class Bucket:
         """All live rows at the pointer, ascending by hash; each batch is read when it is asked for."""
         after = -1
         while after < 2**64 - 1:
-            after, rows = self.read(lambda view, after=after: view.piece(after))  # type: ignore[misc]
+            after, rows = self.read(partial(View.piece, after=after))
             if rows.num_rows:
                 yield rows
 

@@ -15,16 +15,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from arrow_schemas.columns import aggregated, flat
 from arrow_schemas.equality import BoolArray, IndexArray
 from arrow_schemas.row import normal_array
 from arrow_schemas.tables import as_table, cast_column, is_table, refuse_nulls
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.key_match import key_positions
 
-__all__ = ["NO_TIMEOUT", "Outcome", "StateBatch"]
+__all__ = ["NO_TIMEOUT", "REMOVED", "UNCHANGED", "Outcome", "StateBatch"]
 
 # A key without a timeout; Spark's own value.
 NO_TIMEOUT = -1
+# In `Outcome.source`, in place of a row's number.
+REMOVED = -1
+UNCHANGED = -2
 # What is 0, and not NULL, where there are no rows.
 _COUNTS = frozenset({"count", "count_all", "count_distinct"})
 
@@ -37,7 +41,7 @@ class Outcome:
     touched
         Keys that were updated, removed or given a timeout, bool (number of keys,).
     source
-        For each key its row in `updates`; -1 where it has no state (any more), -2 where that did not change.
+        For each key its row in `updates`; `REMOVED` where it has no state any more, `UNCHANGED` where it is as before.
     updates
         Tables of state columns, one after the other.
     timeouts_ms
@@ -46,7 +50,7 @@ class Outcome:
 
     def __init__(self, keys: int) -> None:
         self.touched: BoolArray = np.zeros(keys, dtype=np.bool_)
-        self.source: IndexArray = np.full(keys, -2, dtype=np.int64)
+        self.source: IndexArray = np.full(keys, UNCHANGED, dtype=np.int64)
         self.timeouts_ms: IndexArray = np.full(keys, NO_TIMEOUT, dtype=np.int64)
         self.updates: list[pa.Table] = []
         self.closed = False
@@ -65,7 +69,7 @@ class Outcome:
         """No state for some keys."""
         self._check_open()
         self.touched[positions] = True
-        self.source[positions] = -1
+        self.source[positions] = REMOVED
 
     def time_out(self, positions: IndexArray, times_ms: IndexArray) -> None:
         """Timeouts of some keys."""
@@ -190,12 +194,7 @@ class StateBatch:
         while group in self.rows.column_names:
             group += "_"
         table = self.rows.append_column(group, self.group_ids)
-        found = pa.TableGroupBy(table, group, use_threads=False).aggregate(asked)
-        # Arrow gives groups in the order in which it meets them, which is that of `keys`, but does not promise to.
-        ids = found.column(group).to_numpy()
-        if not (ids[1:] > ids[:-1]).all():
-            found = found.take(pa.array(np.argsort(ids)))
-        found = found.drop_columns([group])
+        found = aggregated(table, group, asked).drop_columns([group])
         missing = self.keys.num_rows - self._with_rows
         if not missing:
             return found
@@ -209,7 +208,7 @@ class StateBatch:
 
     def lists(self, column: str) -> pa.ListArray:
         """The values of a column as one list a key, without a copy."""
-        return pa.ListArray.from_arrays(self.offsets, _flat(self.rows.column(column)))
+        return pa.ListArray.from_arrays(self.offsets, flat(self.rows.column(column)))
 
     def with_state(self, columns: Mapping[str, Any] | None = None) -> pa.Table:
         """The keys, their state, and more columns if wanted, side by side."""
@@ -360,12 +359,12 @@ class StateBatch:
                 f"{call} cannot go by key columns of which two are called {twice[0]!r}: give rows in the order of the "
                 "keys, and choose with a mask"
             )
-        own = [_flat(column) for column in self.keys.columns]
+        own = [flat(column) for column in self.keys.columns]
         given = []
         for field in self.keys.schema:
             column = cast_column(table.column(field.name), field, "key column")
             refuse_nulls(column, field, "key column")
-            given.append(normal_array(_flat(column), field.type))
+            given.append(normal_array(flat(column), field.type))
         if len(given[0]) == len(own[0]) and all(a.equals(b) for a, b in zip(own, given, strict=True)):
             return np.arange(len(self))
         positions = key_positions(own, given)
@@ -383,7 +382,7 @@ class StateBatch:
         column = _milliseconds([given] if alone else given, event_time)
         if alone:
             column = pa.chunked_array([column]).take(pa.array(np.zeros(len(positions), dtype=np.int64)))
-        column = _flat(column)
+        column = flat(column)
         if len(column) == len(self) != len(positions):
             column = column.take(pa.array(positions))
         if len(column) != len(positions):
@@ -423,14 +422,3 @@ def _mask(given: Any, length: int) -> BoolArray:
         )
     chosen: BoolArray = mask
     return chosen
-
-
-def _flat(column: Any) -> pa.Array:
-    if isinstance(column, pa.Array):
-        return column
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    joined = column.combine_chunks()
-    if isinstance(joined, pa.ChunkedArray):
-        return joined.chunk(0) if joined.num_chunks else pa.array([], column.type)
-    return joined

@@ -91,9 +91,7 @@ class Expiry:
 
     def found(self, lookup: Lookup) -> Lookup:
         """What was looked up, as functions see it."""
-        if not self.hidden:
-            return lookup
-        live = ~self._over(lookup.rows)
+        live = ~self.over(lookup.rows)
         index = lookup.index
         if not live.all():
             # A timeout may outlive the state it was set with; a row without state is as good as none here.
@@ -102,16 +100,14 @@ class Expiry:
 
     def due(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Rows whose timeout is over, as functions see them: without state, where that has expired."""
-        if not self.hidden or not rows.num_rows:
-            return self._shown(rows)
-        over = self._over(rows)
+        over = self.over(rows)
         shown = self._shown(rows)
         return _without_state(shown, self.shown, over) if over.any() else shown
 
     def live(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Rows of a scan that have state, as functions see them."""
         defined = rows.column(DEFINED).to_numpy(zero_copy_only=False)
-        keep = defined & ~self._over(rows) if self.hidden else defined
+        keep = defined & ~self.over(rows)
         shown = self._shown(rows)
         return shown if keep.all() else shown.filter(pa.array(keep))
 
@@ -156,20 +152,17 @@ class Expiry:
 
     def over(self, rows: pa.RecordBatch) -> BoolArray:
         """Which stored rows have expired."""
-        return self._over(rows)
+        if self.ttl is None or not self.hidden:
+            return np.zeros(rows.num_rows, dtype=np.bool_)
+        expires = rows.column(self._hidden_at).fill_null(_NEVER).to_numpy(zero_copy_only=False)
+        over: BoolArray = expires <= self.now_ms
+        return over
 
     # -- inside ------------------------------------------------------------------------------------
 
     @property
     def _hidden_at(self) -> int:
         return int(self.stored.state_slice.stop) - 1
-
-    def _over(self, rows: pa.RecordBatch) -> BoolArray:
-        if self.ttl is None or not self.hidden:
-            return np.zeros(rows.num_rows, dtype=np.bool_)
-        expires = rows.column(self._hidden_at).fill_null(_NEVER).to_numpy(zero_copy_only=False)
-        over: BoolArray = expires <= self.now_ms
-        return over
 
     def _shown(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         if not self.hidden:

@@ -39,7 +39,8 @@ def numbers(kind: str, first: int = FIRST, count: int = COUNT) -> np.ndarray[Any
 
 
 def ints(table: Any, column: str) -> np.ndarray[Any, Any]:
-    return table[column].cast(pa.int64()).to_numpy()  # type: ignore[no-any-return]
+    values: np.ndarray[Any, Any] = table[column].cast(pa.int64()).to_numpy()
+    return values
 
 
 def near(share: float, expected: float, n: int) -> bool:
@@ -354,7 +355,8 @@ def test_channels_and_urls(plain: Events) -> None:
 
 def test_sizes_of_padded_rows(padded: Events) -> None:
     def lengths(column: Any) -> np.ndarray[Any, Any]:
-        return pc.binary_length(column).to_numpy().astype(np.int64)  # type: ignore[no-any-return]
+        sizes: np.ndarray[Any, Any] = pc.binary_length(column).to_numpy().astype(np.int64)
+        return sizes
 
     person, auction, bid = padded
     texts = ("name", "emailAddress", "creditCard", "city", "state")

@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 
 from benchmarks.nexmark.generator import SCHEMAS, Config, events, spark_schema
+from benchmarks.options import add_quick, add_seed, add_spark
 from benchmarks.report import BenchmarkError, Report
 
 if TYPE_CHECKING:
@@ -32,10 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, default=6, metavar="N", help="timed batches; the first is a warm-up")
     parser.add_argument("--rate", type=int, default=20_000, metavar="N", help="events a second of event time")
     parser.add_argument("--query", action="append", default=None, metavar="NAME", help="only this one; repeatable")
-    parser.add_argument("--cores", type=int, default=2, metavar="N", help="cores, and shuffle partitions")
-    parser.add_argument("--memory", default="4g", help="heap of Spark")
-    parser.add_argument("--seed", type=int, default=7, metavar="N", help="seed of the events")
-    parser.add_argument("--quick", action="store_true", help="three timed batches of 200,000 events")
+    add_spark(parser, "4g")
+    add_seed(parser)
+    add_quick(parser, "three timed batches of 200,000 events")
 
 
 def run(options: argparse.Namespace, work: Path) -> Report:

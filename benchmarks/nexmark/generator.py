@@ -30,10 +30,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from benchmarks.nexmark.draws import I64, U8, Draws, join, lengths, one_of, strings, text
 
 __all__ = ["KINDS", "SCHEMAS", "Config", "EventFeed", "Events", "events", "schema", "spark_schema"]
 
@@ -88,7 +89,6 @@ _LEAD = 10
 _HOT_SPAN = 100
 _HOT_CHANNELS = ("Google", "Facebook", "Baidu", "Apple")
 _CHANNELS = 10_000
-_LEAST_LENGTH = 3
 _POOL = 2**20
 
 _STATES = ("AZ", "CA", "ID", "OR", "WA", "WY")
@@ -101,10 +101,6 @@ _LAST_NAMES = ("Shultz", "Abrams", "Spencer", "White", "Bartels", "Walton", "Smi
 
 # Rows are made in blocks of so many events, whose columns stay in the processor's cache.
 _BLOCK = 1024 * _CYCLE
-
-_I64 = npt.NDArray[np.int64]
-_U64 = npt.NDArray[np.uint64]
-_U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -309,7 +305,7 @@ def _concat(kind: str, extra: bool, tables: list[Any]) -> Any:
 _STRIDE = 953
 
 
-def _emitted(config: Config, numbers: _I64) -> _I64:
+def _emitted(config: Config, numbers: I64) -> I64:
     """Numbers of the events that come at these places of the stream."""
     group = config.out_of_order_group
     if group == 1:
@@ -318,146 +314,22 @@ def _emitted(config: Config, numbers: _I64) -> _I64:
     return numbers // group * group + numbers * _STRIDE % group
 
 
-def _milliseconds(config: Config, numbers: _I64) -> _I64:
+def _milliseconds(config: Config, numbers: I64) -> I64:
     # In floating point, and cut off twice, because the reference does so: equal to the millisecond.
     return config.base_ms + (numbers * (1e6 / config.rate)).astype(np.int64) // 1000
 
 
-def _last_person(numbers: _I64) -> _I64:
+def _last_person(numbers: I64) -> I64:
     """Latest person at these events, counted from 0; its own at the event of a person."""
     return numbers // _CYCLE * _PERSONS + np.minimum(numbers % _CYCLE, _PERSONS - 1)
 
 
-def _last_auction(numbers: _I64) -> _I64:
+def _last_auction(numbers: I64) -> I64:
     """Latest auction at these events, none of which is a person's; its own at the event of an auction."""
     return numbers // _CYCLE * _AUCTIONS + np.minimum(numbers % _CYCLE - _PERSONS, _AUCTIONS - 1)
 
 
-# Draws.
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
-# Places in the sequence of hashes that each event has for itself.
-_FIELDS = 64
-
-
-class _Draws:
-    """Random numbers of some events: each field of each event has its own place in a SplitMix64 sequence.
-
-    Parameters
-    ----------
-    seed
-        Decides the sequence.
-    stream
-        Tells sequences of one seed apart.
-    numbers
-        Event numbers.
-    """
-
-    def __init__(self, seed: int, stream: int, numbers: _I64) -> None:
-        # Hashed, so that seeds next to each other begin at places far from each other.
-        self._key = sum(_mix(np.array([seed, ~stream & _MASK], np.uint64)).tolist())
-        self._places = numbers.astype(np.uint64) * np.uint64(_FIELDS * _GOLDEN & _MASK)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def bits(self, field: int) -> _U64:
-        """64 random bits an event."""
-        return _mix(self._places + np.uint64((self._key + field * _GOLDEN) & _MASK))
-
-    def below(self, field: int, limit: int | _I64) -> _I64:
-        """Whole numbers from 0 to ``limit - 1``; 0 for a limit of 0. Limits are below 2**31."""
-        bits = self.bits(field)
-        bits >>= np.uint64(32)
-        bits *= np.uint64(limit) if isinstance(limit, int) else limit.astype(np.uint64)
-        bits >>= np.uint64(32)
-        return bits.view(np.int64)
-
-    def fraction(self, field: int) -> npt.NDArray[np.float64]:
-        """Numbers from [0, 1)."""
-        return (self.bits(field) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-    def price(self, field: int) -> _I64:
-        """Prices in cents, from 100 to 100,000,000: the logarithm is uniform."""
-        # Another processor's power may differ in its last bit, and then, rarely, a price by a cent.
-        price = np.power(10.0, self.fraction(field) * 6.0)
-        price *= 100.0
-        price += 0.5
-        return np.floor(price, out=price).astype(np.int64)
-
-    def text(self, field: int, most: int, special: str = " ") -> tuple[_U8, _I64]:
-        """Random characters: letters, and now and then a special one.
-
-        Parameters
-        ----------
-        field
-            First of ``1 + ceil((most - 1) / 4)`` fields that are used.
-        most
-            Strings have from 3 to ``most - 1`` characters.
-        special
-            Every thirteenth character, on average.
-
-        Returns
-        -------
-        tuple of array
-            Characters, uint8 of shape (events, ``most - 1``), and the lengths of strings, int64 of shape (events,).
-        """
-        words = -(-(most - 1) // 4)
-        bits = np.empty((len(self), words), "<u8")
-        for i in range(words):
-            bits[:, i] = self.bits(field + 1 + i)
-        letters = _letters(special)[bits.view("<u2")]
-        return letters[:, : most - 1], _LEAST_LENGTH + self.below(field, most - _LEAST_LENGTH)
-
-
-def _mix(z: _U64) -> _U64:
-    """SplitMix64's hash, in place."""
-    z ^= z >> np.uint64(30)
-    z *= np.uint64(0xBF58476D1CE4E5B9)
-    z ^= z >> np.uint64(27)
-    z *= np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
-    return z
-
-
-@functools.cache
-def _letters(special: str) -> _U8:
-    """Character for each of the numbers of 16 bits: a special one, or any letter, with probabilities 1 and 12 in 13."""
-    cases = np.frombuffer((special * 26 + "abcdefghijklmnopqrstuvwxyz" * 12).encode(), np.uint8)
-    table: _U8 = cases[np.arange(2**16) * len(cases) >> 16]
-    return table
-
-
-# Strings.
-
-
-def _strings(characters: _U8, lengths: _I64) -> Any:
-    """Arrow strings from a matrix of ASCII characters, of each of whose rows the first ones count."""
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    data = characters[np.arange(characters.shape[1]) < lengths[:, np.newaxis]]
-    return pa.StringArray.from_buffers(len(lengths), pa.py_buffer(offsets), pa.py_buffer(data))
-
-
-def _text(draws: _Draws, field: int, most: int, special: str = " ") -> Any:
-    return pc.ascii_trim_whitespace(_strings(*draws.text(field, most, special)))
-
-
-def _one_of(choices: Any, draws: _Draws, field: int) -> Any:
-    return choices.take(pa.array(draws.below(field, len(choices))))
-
-
-def _join(*parts: Any) -> Any:
-    return pc.binary_join_element_wise(*parts, "")
-
-
-def _lengths(strings: Any) -> _I64:
-    lengths: _I64 = pc.binary_length(strings).to_numpy().astype(np.int64)
-    return lengths
-
-
-def _times(milliseconds: _I64) -> Any:
+def _times(milliseconds: I64) -> Any:
     return pa.array(milliseconds * 1000).view(_TIME)
 
 
@@ -470,34 +342,34 @@ _FOUR_DIGITS = pa.array([f"{i:04d}" for i in range(10_000)])
 def _channels(seed: int) -> tuple[Any, Any]:
     """Names of all channels, the hot ones first, and the URL that bids of each come with."""
     others = np.arange(_CHANNELS)
-    draws = _Draws(seed, 1, np.arange(len(_HOT_CHANNELS) + _CHANNELS))
-    folders = [_text(draws, field, 5, "_") for field in (0, 2, 4)]
+    draws = Draws(seed, 1, np.arange(len(_HOT_CHANNELS) + _CHANNELS))
+    folders = [text(draws, field, 5, "_") for field in (0, 2, 4)]
     urls = pc.binary_join_element_wise("https://www.nexmark.com", *folders, "item.htm?query=1", "/")
     bit = np.arange(32, dtype=np.uint32)
     turned = ((others[:, np.newaxis] >> bit & 1) << (31 - bit)).sum(axis=1).astype(np.uint32).view(np.int32)
     # As in Java, the absolute value of the least integer is itself: one channel has a negative id.
-    ids = _join("&channel_id=", pa.array(np.abs(turned)).cast(pa.string()))
+    ids = join("&channel_id=", pa.array(np.abs(turned)).cast(pa.string()))
     with_id = draws.below(6, 10)[len(_HOT_CHANNELS) :] > 0
     tails = pc.if_else(pa.array(with_id), ids, "")
     hot, others_urls = urls.slice(0, len(_HOT_CHANNELS)), urls.slice(len(_HOT_CHANNELS))
-    names = _join("channel-", pa.array(others).cast(pa.string()))
-    return pa.concat_arrays([pa.array(_HOT_CHANNELS), names]), pa.concat_arrays([hot, _join(others_urls, tails)])
+    names = join("channel-", pa.array(others).cast(pa.string()))
+    return pa.concat_arrays([pa.array(_HOT_CHANNELS), names]), pa.concat_arrays([hot, join(others_urls, tails)])
 
 
 @functools.lru_cache(maxsize=4)
-def _pool(seed: int) -> _U8:
+def _pool(seed: int) -> U8:
     """Characters that paddings are cut from.
 
     Six at a time are the digits, to base 26, of a signed integer of 32 bits. Those of a negative one lie before ``a``,
     from ``H`` on: by mistake, but the reference's paddings are such.
     """
-    bits = _Draws(seed, 2, np.arange(-(-_POOL // 6))).bits(0)
+    bits = Draws(seed, 2, np.arange(-(-_POOL // 6))).bits(0)
     integers = (bits >> np.uint64(32)).astype(np.uint32).view(np.int32).astype(np.int64)
     digits = np.abs(integers)[:, np.newaxis] // 26 ** np.arange(6) % 26
     return (ord("a") + digits * np.sign(integers)[:, np.newaxis]).astype(np.uint8).ravel()[:_POOL]
 
 
-def _extra(config: Config, draws: _Draws, field: int, size: int | _I64, average: int) -> Any:
+def _extra(config: Config, draws: Draws, field: int, size: int | I64, average: int) -> Any:
     """Padding for rows of a size in bytes, so that they have an average size; two fields are used."""
     missing = np.broadcast_to(np.maximum(average - size, 0), len(draws)).astype(np.int64)
     spread = np.floor(missing * 0.2 + 0.5).astype(np.int64)
@@ -507,10 +379,10 @@ def _extra(config: Config, draws: _Draws, field: int, size: int | _I64, average:
     # A window for each place of the pool; the last ones reach over its end, but only with what is not taken.
     padded = np.concatenate([_pool(config.seed), np.zeros(longest, np.uint8)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, longest or 1)
-    return _strings(windows[starts], lengths)
+    return strings(windows[starts], lengths)
 
 
-# The three kinds. Each field of `_Draws` is used once.
+# The three kinds. Each field of `Draws` is used once.
 
 
 def _table(config: Config, kind: str, columns: list[Any], padding: Callable[[], Any]) -> Any:
@@ -519,24 +391,24 @@ def _table(config: Config, kind: str, columns: list[Any], padding: Callable[[], 
     return pa.Table.from_arrays(columns, schema=schema(kind, config.extra))
 
 
-def _persons(config: Config, numbers: _I64) -> Any:
-    draws = _Draws(config.seed, 0, numbers)
-    name = _one_of(_NAMES, draws, 0)
-    email = _join(_text(draws, 10, 7), "@", _text(draws, 20, 5), ".com")
-    card = pc.binary_join_element_wise(*(_one_of(_FOUR_DIGITS, draws, field) for field in (1, 2, 3, 4)), " ")
-    city, state = _one_of(_CITY_NAMES, draws, 5), _one_of(_STATE_NAMES, draws, 6)
+def _persons(config: Config, numbers: I64) -> Any:
+    draws = Draws(config.seed, 0, numbers)
+    name = one_of(_NAMES, draws, 0)
+    email = join(text(draws, 10, 7), "@", text(draws, 20, 5), ".com")
+    card = pc.binary_join_element_wise(*(one_of(_FOUR_DIGITS, draws, field) for field in (1, 2, 3, 4)), " ")
+    city, state = one_of(_CITY_NAMES, draws, 5), one_of(_STATE_NAMES, draws, 6)
     ids = pa.array(_FIRST_PERSON + _last_person(numbers))
     texts = [name, email, card, city, state]
     return _table(
         config,
         "person",
         [ids, *texts, _times(_milliseconds(config, numbers))],
-        lambda: _extra(config, draws, 7, 8 + sum(map(_lengths, texts)), config.person_size),
+        lambda: _extra(config, draws, 7, 8 + sum(map(lengths, texts)), config.person_size),
     )
 
 
-def _auctions(config: Config, numbers: _I64) -> Any:
-    draws = _Draws(config.seed, 0, numbers)
+def _auctions(config: Config, numbers: I64) -> Any:
+    draws = Draws(config.seed, 0, numbers)
     last_person = _last_person(numbers)
     hot = draws.below(0, config.hot_seller_ratio) > 0
     seller = np.where(hot, last_person // _HOT_SPAN * _HOT_SPAN, _some_person(config, draws, 1, last_person))
@@ -544,7 +416,7 @@ def _auctions(config: Config, numbers: _I64) -> Any:
     begins = _milliseconds(config, numbers)
     # An auction is open for 1 ms to twice the time that it takes until `in_flight_auctions` more have begun.
     length = np.maximum(2 * (_milliseconds(config, numbers + config.horizon) - begins), 1)
-    name, description = _text(draws, 10, 20), _text(draws, 20, 100)
+    name, description = text(draws, 10, 20), text(draws, 20, 100)
     return _table(
         config,
         "auction",
@@ -559,12 +431,12 @@ def _auctions(config: Config, numbers: _I64) -> Any:
             pa.array(_FIRST_PERSON + seller),
             pa.array(_FIRST_CATEGORY + draws.below(2, _CATEGORIES)),
         ],
-        lambda: _extra(config, draws, 6, 48 + _lengths(name) + _lengths(description), config.auction_size),
+        lambda: _extra(config, draws, 6, 48 + lengths(name) + lengths(description), config.auction_size),
     )
 
 
-def _bids(config: Config, numbers: _I64) -> Any:
-    draws = _Draws(config.seed, 0, numbers)
+def _bids(config: Config, numbers: I64) -> Any:
+    draws = Draws(config.seed, 0, numbers)
     last_person, last_auction = _last_person(numbers), _last_auction(numbers)
     hot = draws.below(0, config.hot_auction_ratio) > 0
     least = np.maximum(last_auction - config.in_flight_auctions, 0)
@@ -593,7 +465,7 @@ def _bids(config: Config, numbers: _I64) -> Any:
     )
 
 
-def _some_person(config: Config, draws: _Draws, field: int, last_person: _I64) -> _I64:
+def _some_person(config: Config, draws: Draws, field: int, last_person: I64) -> I64:
     """Any of the active people, counted from 0."""
     active = np.minimum(last_person + 1, config.active_people)
     return last_person + 1 - active + draws.below(field, active + _LEAD)

@@ -123,7 +123,7 @@ def hot_items(batch: StateBatch) -> pa.Table | None:
     over = 1000 * max(batch.watermark_ms or 0, 0) // _SLIDE_US
     first = state["next"][0].as_py()
     if first is None:
-        first = int(pane.min(initial=over)) - panes + 1
+        first = (int(pane[0]) if len(pane) else over) - panes + 1
     next_one = max(first, over - panes + 1)
     out = [_hottest(start, pane, auction, bids) for start in range(first, next_one)]
     keep = pane >= next_one

@@ -63,7 +63,7 @@ def flat_count(state: State | None, value: float) -> tuple[State, tuple[State]]:
     return now, (out,)
 
 
-class Count(op.StatefulBatchLogic[float, State, State]):  # type: ignore[misc]
+class Count(op.StatefulBatchLogic[float, State, State]):
     """Count the events of one key that arrive together."""
 
     __slots__ = ("_n", "_total")
@@ -82,7 +82,7 @@ class Count(op.StatefulBatchLogic[float, State, State]):  # type: ignore[misc]
         return self._n, self._total
 
 
-class CountSums(op.StatefulBatchLogic[State, State, State]):  # type: ignore[misc]
+class CountSums(op.StatefulBatchLogic[State, State, State]):
     """Add up counts and sums of one key that were made before."""
 
     __slots__ = ("_n", "_total")
@@ -105,7 +105,7 @@ class CountSums(op.StatefulBatchLogic[State, State, State]):  # type: ignore[mis
 # -- files in, rows out --------------------------------------------------------------------------------
 
 
-class _Batches(StatefulSourcePartition[Any, int]):  # type: ignore[misc]
+class _Batches(StatefulSourcePartition[Any, int]):
     """A worker's share of the files of each batch."""
 
     def __init__(self, batches: list[list[Path]], start: int, summed: bool, asked: list[float]) -> None:
@@ -139,7 +139,7 @@ def _names(table: pa.Table) -> list[str]:
     return names
 
 
-class _Source(FixedPartitionedSource[Any, int]):  # type: ignore[misc]
+class _Source(FixedPartitionedSource[Any, int]):
     """A partition a worker; each has every so many-th file."""
 
     def __init__(self, batches: list[list[Path]], workers: int, summed: bool, asked: dict[str, list[float]]) -> None:
@@ -158,7 +158,7 @@ class _Source(FixedPartitionedSource[Any, int]):  # type: ignore[misc]
         return _Batches(shares, resume_state or 0, self._summed, self._asked.setdefault(for_part, []))
 
 
-class _Rows(StatelessSinkPartition[Any]):  # type: ignore[misc]
+class _Rows(StatelessSinkPartition[Any]):
     def __init__(self, rows: list[tuple[str, State]], last: list[float]) -> None:
         self._rows = rows
         self._last = last
@@ -169,7 +169,7 @@ class _Rows(StatelessSinkPartition[Any]):  # type: ignore[misc]
         self._last[0] = time.perf_counter()
 
 
-class _Sink(DynamicSink[Any]):  # type: ignore[misc]
+class _Sink(DynamicSink[Any]):
     """Keeps all rows in memory, as the other systems' sinks do."""
 
     def __init__(self) -> None:

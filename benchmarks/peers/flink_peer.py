@@ -47,7 +47,7 @@ _KEYS_AT_MOST = 10_000_000
 _EVENTS_A_SECOND = {"sql": 100_000, "sql-minibatch": 100_000, "python": 10_000, "python-thread": 10_000}
 
 
-class Count(KeyedProcessFunction):  # type: ignore[misc]
+class Count(KeyedProcessFunction):
     """Count a key's events and add up their values."""
 
     def open(self, runtime_context: RuntimeContext) -> None:
@@ -66,7 +66,8 @@ class Count(KeyedProcessFunction):  # type: ignore[misc]
 
 
 def _key(row: Row) -> int:
-    return row[0]  # type: ignore[no-any-return]
+    key: int = row[0]
+    return key
 
 
 def _configuration(task: Task, events: int) -> Configuration:

@@ -10,9 +10,10 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
+from arrow_schemas.columns import flat
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.errors import StateValueError
-from spark_state_ext.operators.arrays import Segments, bools, flat
+from spark_state_ext.operators.arrays import Segments, bools
 from spark_state_ext.operators.deadlines import due_ms, key_times_us, passed
 from spark_state_ext.operators.functions import Buffers, Kernel, OverflowAt
 from spark_state_ext.state_batch import StateBatch

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from arrow_schemas.columns import aggregated, flat
 from arrow_schemas.equality import BoolArray, IndexArray
 
 __all__ = [
@@ -19,7 +20,6 @@ __all__ = [
     "Segments",
     "before",
     "bools",
-    "flat",
     "integers",
     "interleaved",
     "nullable",
@@ -30,18 +30,6 @@ __all__ = [
 ]
 
 NumberArray = npt.NDArray[Any]
-
-
-def flat(column: Any) -> pa.Array:
-    """A column as one array."""
-    if isinstance(column, pa.Array):
-        return column
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    joined = column.combine_chunks()
-    if isinstance(joined, pa.ChunkedArray):
-        return joined.chunk(0) if joined.num_chunks else pa.array([], column.type)
-    return joined
 
 
 def bools(column: pa.Array) -> BoolArray:
@@ -139,10 +127,7 @@ class Segments:
     def grouped(self, column: pa.Array, function: str) -> pa.Array:
         """What one of Arrow's grouped aggregations makes of each: for types that NumPy does not have."""
         table = pa.table([pa.array(self.ids), column], names=["id", "value"])
-        found = pa.TableGroupBy(table, "id", use_threads=False).aggregate([("value", function)])
-        ids, results = flat(found.column("id")).to_numpy(), flat(found.column(f"value_{function}"))
-        # Arrow gives groups in the order in which it meets them, mostly: the hashes of some may clash.
-        return results if (ids[1:] > ids[:-1]).all() else results.take(pa.array(np.argsort(ids)))
+        return flat(aggregated(table, "id", [("value", function)]).column(f"value_{function}"))
 
 
 # -- order ---------------------------------------------------------------------------------------------------

@@ -6,17 +6,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from arrow_schemas.columns import event_times_us, flat
 from arrow_schemas.equality import BoolArray, IndexArray
-from spark_state_ext.operators.arrays import bools, flat
+from spark_state_ext.operators.arrays import bools
 
-__all__ = ["due_ms", "event_times_us", "key_times_us", "passed"]
-
-
-def event_times_us(column: pa.Array) -> pa.Array:
-    """Timestamps, or the ends of windows, as microseconds since 1970, int64; NULL where there is none."""
-    if pa.types.is_struct(column.type):
-        column = pc.struct_field(column, "end")
-    return column.view(pa.int64())
+__all__ = ["due_ms", "key_times_us", "passed"]
 
 
 def key_times_us(keys: pa.Table, name: str) -> pa.Array:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from arrow_schemas.columns import event_times_us, flat
 from arrow_schemas.equality import IndexArray
-from spark_state_ext.operators.arrays import bools, flat
-from spark_state_ext.operators.deadlines import due_ms, event_times_us, key_times_us, passed
+from spark_state_ext.operators.arrays import bools
+from spark_state_ext.operators.deadlines import due_ms, key_times_us, passed
 from spark_state_ext.state_batch import StateBatch
 
 __all__ = ["EXPIRES_US", "Deduplication"]

@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from arrow_schemas.columns import flat
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.operators.arrays import (
     NumberArray,
     Segments,
     bools,
-    flat,
     integers,
     interleaved,
     nullable,

@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from arrow_schemas.columns import flat
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.operators.aggregate import Aggregates, KeyAt
-from spark_state_ext.operators.arrays import Segments, bools, flat, interleaved, numbers, order_within
+from spark_state_ext.operators.arrays import Segments, bools, interleaved, numbers, order_within
 from spark_state_ext.operators.deadlines import due_ms, passed
 from spark_state_ext.operators.functions import Buffers
 from spark_state_ext.state_batch import StateBatch

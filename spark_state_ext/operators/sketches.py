@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from arrow_schemas.columns import flat
 from spark_state_ext.errors import ExecutorPackageError
-from spark_state_ext.operators.arrays import Segments, flat, integers, numbers
+from spark_state_ext.operators.arrays import Segments, integers, numbers
 from spark_state_ext.operators.functions import Buffers
 
 __all__ = ["LG_K_MAX", "LG_K_MIN", "DistinctSketch"]

@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from arrow_schemas.columns import flat
 from arrow_schemas.equality import BoolArray, IndexArray
-from spark_state_ext.operators.arrays import before, flat, numbers, order_within, sort_codes
+from spark_state_ext.operators.arrays import before, numbers, order_within, sort_codes
 from spark_state_ext.state_batch import StateBatch
 
 __all__ = ["TOP", "TopK"]

@@ -9,14 +9,15 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from arrow_schemas.columns import flat
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray
 from arrow_schemas.row import DEFINED, RowSchema
 from arrow_schemas.spark_types import normal_type
 from arrow_schemas.tables import is_table
 from spark_state_ext.errors import StateError, UserFunctionError
-from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result
+from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, note_place
 from spark_state_ext.spark.output import Outbox
-from spark_state_ext.state_batch import NO_TIMEOUT, StateBatch
+from spark_state_ext.state_batch import NO_TIMEOUT, REMOVED, UNCHANGED, StateBatch
 from spark_state_ext.store import Lookup
 
 __all__ = ["BatchCaller"]
@@ -31,8 +32,6 @@ class BatchCaller:
         The user's function. It returns a table, an iterable of tables, or None.
     schema
         Row schema of the state.
-    columns
-        Names of the input's columns.
     input_fields
         The input's columns in Arrow, for calls without rows.
     fields
@@ -117,7 +116,7 @@ class BatchCaller:
                 context.after_key()
                 yield from outbox.add(table)
         except StateError as error:
-            error.args = (f"{error} (bucket {context.bucket}, batch {context.batch})", *error.args[1:])
+            note_place(error, context)
             raise
         except Exception as error:
             raise UserFunctionError(
@@ -131,7 +130,7 @@ class BatchCaller:
         outcome = batch.outcome
         if not outcome.touched.any():
             return None
-        untouched_state = outcome.touched & (outcome.source == -2)
+        untouched_state = outcome.touched & (outcome.source == UNCHANGED)
         positions = np.flatnonzero(outcome.touched)
         everything = len(positions) == len(batch)
         at = pa.array(positions)
@@ -141,9 +140,9 @@ class BatchCaller:
         if untouched_state.any():
             kept = np.flatnonzero(untouched_state & exists)
             offset = sum(table.num_rows for table in updates)
-            behind = np.full(len(batch), -1, dtype=np.int64)
+            behind = np.full(len(batch), REMOVED, dtype=np.int64)
             behind[kept] = np.arange(offset, offset + len(kept))
-            source = np.where(source == -2, behind[positions], source)
+            source = np.where(source == UNCHANGED, behind[positions], source)
             updates = [*updates, batch.state.take(pa.array(kept))]
         defined = source >= 0
         timeouts = outcome.timeouts_ms[positions]
@@ -165,7 +164,7 @@ class BatchCaller:
         if not updates:
             return [pa.nulls(len(source), field.type) for field in self._schema.state]
         table = updates[0] if len(updates) == 1 else pa.concat_tables(updates)
-        columns = [_one(column) for column in table.columns]
+        columns = [flat(column) for column in table.columns]
         if len(source) == table.num_rows and (source == np.arange(len(source))).all():
             return columns
         return _taken(columns, source, defined)
@@ -213,10 +212,3 @@ def _part(changed: Changed, mask: BoolArray, offset: int) -> Changed | None:
     if mask.all():
         return Changed(changed.positions - offset, changed.rows)
     return Changed(changed.positions[mask] - offset, changed.rows.filter(pa.array(mask)))
-
-
-def _one(column: pa.ChunkedArray) -> pa.Array:
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    joined = column.combine_chunks()
-    return joined.chunk(0) if isinstance(joined, pa.ChunkedArray) else joined

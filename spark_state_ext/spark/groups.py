@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from arrow_schemas.columns import flat
 from arrow_schemas.equality import HashArray, IndexArray, group_by_key
 from arrow_schemas.row import RowSchema
-from spark_state_ext.errors import StorageError
+from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import Lookup
 
-__all__ = ["CallContext", "Caller", "Changed", "Groups", "Result", "flat"]
+__all__ = ["CallContext", "Caller", "Changed", "Groups", "Result", "note_place"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,9 @@ class CallContext:
     timeout_conf: str
     after_key: Callable[[], None] = lambda: None
     scan: Callable[[], Iterator[pa.Table]] = lambda: iter(())
+
+    def __str__(self) -> str:
+        return f"bucket {self.bucket}, batch {self.batch}"
 
 
 @dataclass(frozen=True)
@@ -154,9 +158,7 @@ class Caller(Protocol):
         """Call for keys whose time is up; yields what goes to Spark."""
 
 
-def flat(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array."""
-    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-
-
-Function = Callable[..., Any]
+def note_place(error: StateError, *where: object) -> None:
+    """Have an error say also where it happened. It stays the same error, as Spark shows the traceback of the last one
+    only, and the mistake is to be found."""
+    error.args = (f"{error} ({', '.join(map(str, where))})", *error.args[1:])

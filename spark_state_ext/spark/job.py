@@ -41,8 +41,6 @@ class Job:
         Spark's name of the timeout kind.
     event_time_position
         Packed column that has the watermark, or -1.
-    event_time_is_window
-        That column is a window, and counts by its end.
     timezone
         The session's time zone.
     frame_rows_max
@@ -74,7 +72,6 @@ class Job:
     key_positions: tuple[int, ...]
     timeout_conf: str
     event_time_position: int
-    event_time_is_window: bool
     timezone: str
     frame_rows_max: int
     late_by_previous_watermark: bool

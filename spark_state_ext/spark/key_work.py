@@ -132,7 +132,7 @@ class KeyWork:
             where = groups.positions_of(hashes_of(due), self._schema.key_columns(due))
             if pending:
                 along = due.filter(pa.array(where < 0)) if caller.together else due.slice(0, 0)
-                work = caller.data(groups, expiry.found(found), expiry.due(along), self._context, result)
+                work = caller.data(groups, found, expiry.due(along), self._context, result)
                 yield from timed(work, self._metrics, "user_ms")
                 changed, touched = self._data_rows(groups, found, written_ms, result.data)
             # As in Spark, a due timeout fires even for a key with rows, where the call for these changed nothing.
@@ -166,13 +166,14 @@ class KeyWork:
             done[np.flatnonzero(called)[changed.positions]] = True
 
     def _grouped(self, table: pa.Table | None) -> tuple[Groups, Lookup, IndexArray]:
-        """Rows by key, the state of these keys, and when each key was written, if it is: milliseconds since 1970."""
+        """Rows by key; the state of these keys, as functions see it; and when each key was written, if it is:
+        milliseconds since 1970."""
         job, schema = self._job, self._schema
         if table is None:
             nothing: IndexArray = np.empty(0, dtype=np.int64)
             keys = [pa.array([], field.type) for field in schema.keys]
             none = np.empty(0, dtype=np.uint64)
-            return Groups(pa.table({}), nothing, none, keys, keys), Lookup(nothing, schema.empty()), nothing
+            return Groups(pa.table({}), nothing, none, keys, keys), Lookup(nothing, self._expiry.shown.empty()), nothing
         hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
         groups = Groups.of(table, hashes, job.key_positions, len(job.columns), schema)
         with timing(self._metrics, "lookup_ms"):
@@ -184,7 +185,7 @@ class KeyWork:
             assert times is not None, "checked when the plan was made"
             latest_ms = np.maximum.reduceat(times.fill_null(0).to_numpy(), groups.starts) // 1000
             written_ms = np.maximum(written_ms, latest_ms)
-        return groups, found, written_ms
+        return groups, self._expiry.found(found), written_ms
 
     def _data_rows(
         self, groups: Groups, found: Lookup, written_ms: IndexArray, changed: Changed | None
@@ -197,7 +198,7 @@ class KeyWork:
             touched[changed.positions] = True
             pieces = [self._expiry.written(changed.rows, written_ms[changed.positions])]
         untouched = np.flatnonzero(~touched[:-1])
-        again = self._expiry.read(self._expiry.found(found), untouched, written_ms)
+        again = self._expiry.read(found, untouched, written_ms)
         if again is not None:
             pieces.append(again)
         return sorted_run(joined(pieces)), touched

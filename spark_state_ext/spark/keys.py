@@ -23,7 +23,7 @@ from spark_state_ext.spark.pandas_values import (
     null_flags,
     table_to_frame,
 )
-from spark_state_ext.spark.per_key import Call, Changes, PerKeyCaller, failure
+from spark_state_ext.spark.per_key import Call, Changes, PerKeyCaller, reraise
 
 __all__ = ["KeyCaller"]
 
@@ -110,7 +110,7 @@ class KeyCaller(PerKeyCaller):
                         # Not what Spark wants, or at least odd: Spark shall judge it, and raise its own error.
                         yield item
             except Exception as error:
-                raise failure(error, key, context, timed_out) from error
+                reraise(error, key, context, timed_out)
             after_key()
             if state.touched or state.timeout_ms != NO_TIMEOUT:
                 note_position(position)
@@ -262,7 +262,7 @@ class _Outputs:
         yield from frames
         if self._rows:
             rows, self._rows = self._rows, []
-            yield _frame_of(rows, self._columns)
+            yield _frame_of(rows, self._columns, widen=self._labels is not None)
 
     def _add_whole(self, frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
         if self._rows or (self._frames and len(frame.columns) != self._width):
@@ -279,11 +279,17 @@ class _Outputs:
         return row
 
 
-def _frame_of(rows: Sequence[Any], names: list[Any]) -> pd.DataFrame:
-    """Rows as a frame. A column of numbers of one type has that as its dtype, any other holds Python values."""
+def _frame_of(rows: Sequence[Any], names: list[Any], widen: bool) -> pd.DataFrame:
+    """Rows as a frame. A column of numbers of one type has that as its dtype, any other holds Python values.
+
+    With `widen`, whole numbers beside floats become floats, and booleans beside either become numbers: columns of the
+    frames that the rows came from were of the one type or the other, and this is how pandas, and so Spark, joins them.
+    """
     columns = {}
     for at, values in enumerate(zip(*rows, strict=True)):
         kinds = set(map(type, values))
+        if widen and len(kinds) > 1 and kinds <= _DTYPES.keys():
+            kinds = {float if float in kinds else int}
         dtype = _DTYPES.get(kinds.pop(), object) if len(kinds) == 1 else object
         try:
             columns[at] = np.fromiter(values, dtype=dtype, count=len(rows))

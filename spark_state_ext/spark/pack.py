@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import TaskContext
 
+from arrow_schemas.columns import event_times_us
 from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.labels import bucket_label
 from spark_state_ext.spark.job import Job
@@ -102,12 +103,12 @@ class _Packer:
         hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
         buckets = buckets_of(hashes, self._job.buckets)
         order = np.argsort(buckets, kind="stable")
-        event_times = self._event_times(table)
+        times = event_times(self._job, table)
         # Sorted by bucket as one batch, of which each payload is a slice.
         indices = pa.array(order)
         data = table.take(indices).combine_chunks().to_batches()[0]
-        if event_times is not None:
-            event_times = event_times.take(indices)
+        if times is not None:
+            times = times.take(indices)
         row_bytes = max(1, data.get_total_buffer_size() // data.num_rows)
         step = max(1, self._target_bytes // row_bytes)
         bounds = np.searchsorted(buckets[order], np.arange(self._job.buckets + 1))
@@ -128,7 +129,7 @@ class _Packer:
                     self._bucket_bytes[bucket] += len(payload)
                 else:
                     payload = self._spilled(payload)
-                rows.append((bucket, payload, self._latest(event_times, start, stop)))
+                rows.append((bucket, payload, self._latest(times, start, stop)))
                 size += len(payload)
                 start = stop
                 if size >= _OUTPUT_BYTES_MAX:
@@ -172,10 +173,6 @@ class _Packer:
             schema=_OUTPUT,
         )
 
-    def _event_times(self, table: pa.Table) -> pa.ChunkedArray | None:
-        times = event_times(self._job, table)
-        return None if times is None else times
-
     @staticmethod
     def _latest(times: pa.ChunkedArray | None, start: int, stop: int) -> int | None:
         """Latest event time of some rows; None when any has none, as such a row is never late."""
@@ -196,12 +193,7 @@ def event_times(job: Job, table: pa.Table) -> pa.ChunkedArray | None:
     """Event time of each row in microseconds since 1970, int64, NULL where it has none; None without a watermark."""
     if job.event_time_position < 0:
         return None
-    column = table.column(job.event_time_position)
-    if job.event_time_is_window:
-        column = pc.struct_field(column, "end")
-    if pa.types.is_timestamp(column.type) and column.type.unit != "us":
-        column = column.cast(pa.timestamp("us", tz=column.type.tz))
-    return column.cast(pa.int64())
+    return event_times_us(table.column(job.event_time_position))
 
 
 class _SpillFile:

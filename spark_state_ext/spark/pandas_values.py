@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pat
 
+from arrow_schemas.columns import flat
 from spark_state_ext.errors import UnsupportedTypeError
 
 __all__ = [
@@ -99,7 +100,8 @@ def column_to_series(column: pa.Array | pa.ChunkedArray, timezone: str, version:
     column = _in_session_zone(column, timezone)
     kind = column.type
     if pat.is_nested(kind):
-        series = _nested(_one_array(column), timezone, rules)
+        # As one array: PyArrow decides about the dtypes within structs chunk by chunk.
+        series = _nested(flat(column), timezone, rules)
     elif pat.is_timestamp(kind):
         series = _timestamps(column, timezone, rules)
     elif pat.is_duration(kind):
@@ -159,7 +161,7 @@ def null_flags(column: pa.Array | pa.ChunkedArray) -> list[Flags]:
         One array per integer or boolean at any depth of the type, one element per row. Empty for a type
         whose conversion does not depend on NULLs.
     """
-    return _null_flags(_one_array(column))
+    return _null_flags(flat(column))
 
 
 def key_scalars(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> list[object]:
@@ -177,7 +179,7 @@ def key_scalars(column: pa.Array | pa.ChunkedArray, timezone: str, version: tupl
     list of object
         Numpy scalars (``np.float64(nan)`` for a NULL integer), `pandas.Timestamp`, `str`, `datetime.date`, ...
     """
-    array = _one_array(column)
+    array = flat(column)
     classes = list(_classes(_null_flags(array), len(array)))
     if len(classes) == 1:
         return _scalars(column_to_series(array, timezone, version))
@@ -322,20 +324,6 @@ def _spark_value_converter(kind: pa.StructType) -> Convert | None:
 
 
 # -- Arrow ----------------------------------------------------------------------------------------------
-
-
-def _one_array(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """Join chunks: pyarrow decides about the dtypes within structs chunk by chunk."""
-    if isinstance(column, pa.Array):
-        return column
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    joined = column.combine_chunks()
-    if isinstance(joined, pa.ChunkedArray):
-        if joined.num_chunks > 1:
-            raise UnsupportedTypeError(f"a column of type {column.type} has more than 2 GiB of text or bytes")
-        joined = joined.chunk(0)
-    return joined
 
 
 def _children(kind: pa.DataType) -> list[pa.DataType]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -19,11 +19,11 @@ from arrow_schemas.equality import HashArray
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
 from spark_state_ext.spark.group_state import NO_TIMEOUT, Clock
-from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result
+from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, note_place
 from spark_state_ext.spark.state_values import column_to_values, values_to_column
 from spark_state_ext.store import Lookup
 
-__all__ = ["Call", "Changes", "PerKeyCaller", "failure"]
+__all__ = ["Call", "Changes", "PerKeyCaller", "reraise"]
 
 # Position, key, rows in whatever form, state before.
 Call = tuple[int, tuple[Any, ...], Any, "tuple[Any, ...] | None"]
@@ -160,22 +160,16 @@ class PerKeyCaller(abc.ABC):
         return Changed(positions, rows)
 
 
-def failure(error: Exception, key: tuple[Any, ...], context: CallContext, timed_out: bool) -> Exception:
-    """What to raise when a user's function raised `error`, with its traceback: Spark shows that of the last exception
-    only, and the mistake is to be found."""
+def reraise(error: Exception, key: tuple[Any, ...], context: CallContext, timed_out: bool) -> NoReturn:
+    """Raise what a user's function raised as one of our errors: with the key, and its traceback for Spark to show."""
     if isinstance(error, StateValueError):
-        raised: Exception = StateValueError(
-            f"{error} (key {shown_key(key)}, bucket {context.bucket}, batch {context.batch})"
-        )
-    elif isinstance(error, StateError):
-        return error
-    else:
-        raised = UserFunctionError(
-            f"the function failed for key {shown_key(key)} (bucket {context.bucket}, batch {context.batch}"
-            f"{', timed out' if timed_out else ''}): {type(error).__name__}: {error}"
-        )
-    raised.__cause__ = error
-    return raised.with_traceback(error.__traceback__)
+        note_place(error, f"key {shown_key(key)}", context)
+    if isinstance(error, StateError):
+        raise error
+    raise UserFunctionError(
+        f"the function failed for key {shown_key(key)} ({context}{', timed out' if timed_out else ''}): "
+        f"{type(error).__name__}: {error}"
+    ).with_traceback(error.__traceback__) from error
 
 
 def shown_key(key: tuple[Any, ...]) -> str:

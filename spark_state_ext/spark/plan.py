@@ -357,7 +357,6 @@ class ArrowState:
             key_positions=positions,
             timeout_conf=timeout_conf,
             event_time_position=-1 if event_time is None else event_time[0],
-            event_time_is_window=event_time is not None and isinstance(input_type[event_time[0]].dataType, StructType),
             timezone=spark.conf.get("spark.sql.session.timeZone") or "UTC",
             frame_rows_max=_frame_rows_max(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch", "10000")),
             late_by_previous_watermark=spark.conf.get("spark.sql.streaming.statefulOperator.allowMultiple", "true")

@@ -11,14 +11,15 @@ import pandas as pd
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
+from arrow_schemas.columns import flat
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_types import normal_type
 from arrow_schemas.tables import conformed
 from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
 from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
-from spark_state_ext.spark.groups import CallContext, Groups, flat
+from spark_state_ext.spark.groups import CallContext, Groups, note_place
 from spark_state_ext.spark.output import Outbox
-from spark_state_ext.spark.per_key import Call, Changes, PerKeyCaller, failure
+from spark_state_ext.spark.per_key import Call, Changes, PerKeyCaller, reraise
 from spark_state_ext.spark.state_values import column_to_values, values_to_column
 
 __all__ = ["RowCaller", "row_class"]
@@ -32,7 +33,7 @@ _PORTION_ROWS = 65_536
 def row_class(name: str, columns: Sequence[str]) -> Callable[[Iterable[Any]], Any]:
     """What makes named tuples of rows. A column whose name no attribute can have is ``_0``, ``_1``, … by its place."""
     # Not a class that a user could look up; the name is what its `repr` shows.
-    made = namedtuple(re.sub(r"\W", "_", name), columns, rename=True)  # type: ignore[misc]
+    made = namedtuple(re.sub(r"\W", "_", name), columns, rename=True)  # type: ignore[misc]  # names known at run time only
     make: Callable[[Iterable[Any]], Any] = made._make
     return make
 
@@ -115,7 +116,7 @@ class RowCaller(PerKeyCaller):
                     # Not `+=`, which leaves it to an array what that means.
                     output.extend(given)
             except Exception as error:
-                raise failure(error, tuple(key), context, timed_out) from error
+                reraise(error, tuple(key), context, timed_out)
             if len(output) >= _ROWS_MAX:
                 yield from outbox.add(self._table(output, context))
                 output = []
@@ -132,7 +133,7 @@ class RowCaller(PerKeyCaller):
         try:
             return conformed(self._columns(rows), self._fields, "the function gave")
         except StateError as error:
-            error.args = (f"{error} (bucket {context.bucket}, batch {context.batch})",)
+            note_place(error, context)
             raise
 
     def _columns(self, rows: list[tuple[Any, ...]]) -> pa.Table:

@@ -164,7 +164,6 @@ def job(api: str, conf: str, ttl: Ttl | None, memory_bytes: int) -> Job:
         key_positions=(0,),
         timeout_conf=conf,
         event_time_position=1,
-        event_time_is_window=False,
         timezone="UTC",
         frame_rows_max=10_000,
         late_by_previous_watermark=True,

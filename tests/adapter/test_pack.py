@@ -31,7 +31,6 @@ def job(root: Path) -> Job:
         key_positions=(0,),
         timeout_conf="NoTimeout",
         event_time_position=-1,
-        event_time_is_window=False,
         timezone="UTC",
         frame_rows_max=10_000,
         late_by_previous_watermark=True,

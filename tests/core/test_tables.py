@@ -183,7 +183,10 @@ def test_values_that_fit_are_cast(column: pa.Array, kind: pa.DataType, value: An
         try:
             column.cast(kind)
         except pa.ArrowException:
-            pytest.skip("this release of PyArrow has no such cast")
+            # Not every release of PyArrow has this cast: then it is an error with the column's name.
+            with pytest.raises(StateValueError, match="output column 'v' of type string cannot hold string_view"):
+                cast_column(column, pa.field("v", kind), "output column")
+            return
     for given in (column, pa.chunked_array([column]), pa.concat_arrays([column, column]).slice(1, 1)):
         found = cast_column(given, pa.field("v", kind), "output column")
         assert found.type == kind

@@ -1,0 +1,88 @@
+"""What is asked of columns in many places: one array of many chunks, event times, aggregates by group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from arrow_schemas.errors import UnsupportedTypeError
+
+__all__ = ["aggregated", "event_times_us", "flat"]
+
+
+def flat(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    """A column as one array; a copy only where it has several chunks.
+
+    Raises
+    ------
+    UnsupportedTypeError
+        For text, bytes or lists of more than 2 GiB, which no one array of Arrow's plain types holds.
+    """
+    if isinstance(column, pa.Array):
+        return column
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    try:
+        joined = column.combine_chunks()
+    except pa.ArrowInvalid as error:
+        raise _too_much(column) from error
+    # Depending on the release of PyArrow this is an array, or chunks: one, none, or as many as it takes.
+    if isinstance(joined, pa.ChunkedArray):
+        if joined.num_chunks > 1:
+            raise _too_much(column)
+        return joined.chunk(0) if joined.num_chunks else pa.array([], column.type)
+    return joined
+
+
+def _too_much(column: pa.ChunkedArray) -> UnsupportedTypeError:
+    return UnsupportedTypeError(
+        f"a column of type {column.type} has more than 2 GiB of text or bytes in {len(column)} rows that are handled "
+        "together"
+    )
+
+
+def event_times_us(column: pa.Array | pa.ChunkedArray) -> Any:
+    """Timestamps, or the ends of windows, as microseconds since 1970.
+
+    Parameters
+    ----------
+    column
+        Timestamps of any unit and zone, or structs with a timestamp ``end``.
+
+    Returns
+    -------
+    pyarrow.Array or pyarrow.ChunkedArray
+        int64, as many chunks as came; NULL where there is no time.
+    """
+    if pa.types.is_struct(column.type):
+        column = pc.struct_field(column, "end")
+    if pa.types.is_timestamp(column.type) and column.type.unit != "us":
+        column = column.cast(pa.timestamp("us", tz=column.type.tz))
+    return column.cast(pa.int64())
+
+
+def aggregated(table: pa.Table, group: str, aggregations: Sequence[Any]) -> pa.Table:
+    """Arrow's grouped aggregation, a row a group, ascending by group.
+
+    Parameters
+    ----------
+    table
+        Rows in ascending order of the group.
+    group
+        Name of the column with the group's number.
+    aggregations
+        As for `pyarrow.TableGroupBy.aggregate`.
+
+    Returns
+    -------
+    pyarrow.Table
+        The aggregates' columns, and `group`.
+    """
+    found = pa.TableGroupBy(table, group, use_threads=False).aggregate(list(aggregations))
+    # Arrow gives groups in the order in which it meets them, mostly: the hashes of some may clash.
+    ids = flat(found.column(group)).to_numpy()
+    return found if (ids[1:] > ids[:-1]).all() else found.take(pa.array(np.argsort(ids)))

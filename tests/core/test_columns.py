@@ -1,0 +1,75 @@
+"""Columns of many chunks, event times in every form, and aggregates in the order of groups."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from arrow_schemas.columns import aggregated, event_times_us, flat
+from spark_state_ext.errors import UnsupportedTypeError
+
+MOMENT = dt.datetime(2026, 1, 2, 3, 4, 5, 678_000, tzinfo=dt.timezone.utc)
+MOMENT_US = int(MOMENT.timestamp() * 1000) * 1000
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.int64(), pa.string(), pa.list_(pa.int32()), pa.struct([("x", pa.int8())])], ids=str
+)
+@pytest.mark.parametrize("chunks", [0, 1, 2, 5])
+def test_a_column_becomes_one_array(kind: pa.DataType, chunks: int) -> None:
+    column = pa.chunked_array([pa.nulls(n + 1, kind) for n in range(chunks)], kind)
+    found = flat(column)
+    assert isinstance(found, pa.Array)
+    assert found.type == kind
+    assert found.to_pylist() == column.to_pylist()
+
+
+def test_an_array_is_left_as_it_is() -> None:
+    array = pa.array([1, 2])
+    assert flat(array) is array
+    assert flat(pa.chunked_array([array])).buffers()[1].address == array.buffers()[1].address
+
+
+@pytest.mark.slow
+def test_no_row_is_lost_beyond_two_gibibytes() -> None:
+    # Repeated, so that only the attempt to join them takes memory.
+    piece = pa.array(["x" * (1 << 27)])
+    with pytest.raises(UnsupportedTypeError, match="more than 2 GiB of text or bytes in 17 rows"):
+        flat(pa.chunked_array([piece] * 17))
+
+
+@pytest.mark.parametrize("unit", ["ms", "us", "ns"])
+@pytest.mark.parametrize("zone", [None, "UTC", "Asia/Tokyo"])
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_event_times_of_every_form_are_microseconds(unit: str, zone: str | None, window: bool, chunked: bool) -> None:
+    values = [MOMENT if zone else MOMENT.replace(tzinfo=None), None]
+    column: Any = pa.array(values, pa.timestamp(unit, zone))
+    if window:
+        starts = pa.nulls(2, column.type)
+        column = pa.StructArray.from_arrays([starts, column], names=["start", "end"])
+    if chunked:
+        column = pa.chunked_array([column.slice(0, 1), column.slice(1)])
+    found = event_times_us(column)
+    assert found.type == pa.int64()
+    assert found.to_pylist() == [MOMENT_US, None]
+
+
+def test_a_window_that_is_null_has_no_time() -> None:
+    kind = pa.struct([("start", pa.timestamp("us")), ("end", pa.timestamp("us"))])
+    assert event_times_us(pa.nulls(1, kind)).to_pylist() == [None]
+
+
+@pytest.mark.parametrize("groups", [0, 1, 50_000])
+def test_aggregates_come_in_the_order_of_groups(groups: int) -> None:
+    # More groups than Arrow's hash table holds without clashes.
+    ids = np.repeat(np.arange(groups), 2)
+    table = pa.table({"id": ids, "value": np.arange(len(ids))})
+    found = aggregated(table, "id", [("value", "sum"), ([], "count_all")])
+    assert found.column("id").to_pylist() == list(range(groups))
+    assert found.column("value_sum").to_pylist() == [4 * n + 1 for n in range(groups)]
+    assert found.column("count_all").to_pylist() == [2] * groups
