@@ -2,81 +2,35 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import decimal
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from jobs import CLASSIC, COUNTS, KEYED, TIMED, Job, count, ddl, event_rows, keyed, table
+from api_jobs import (
+    COUNTERS,
+    DATA_ONLY,
+    EVENT_TIME,
+    EVERYWHERE,
+    HOUR_MS,
+    PROCESSING_TIME,
+    ApiJob,
+    count_arrow,
+    some_batches,
+)
+from jobs import CLASSIC, COUNTS, KEYED, TIMED, ddl, event_rows, keyed, table
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F
-from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
-from pyspark.sql.types import ArrayType, LongType, StringType, StructField, StructType
+from pyspark.sql.streaming.state import GroupState
 from streams import finish, read
 
 from spark_state_ext import ArrowState, StateBatch, Ttl
 from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
 
 pytestmark = pytest.mark.spark
-
-EVENT_TIME = GroupStateTimeout.EventTimeTimeout
-PROCESSING_TIME = GroupStateTimeout.ProcessingTimeTimeout
-DATA_ONLY = {"spark.sql.streaming.noDataMicroBatches.enabled": "false"}
-EVERYWHERE = pytest.mark.parametrize(
-    "session", ["classic", pytest.param("connect", marks=pytest.mark.connect)], indirect=True
-)
-HOUR_MS = 3_600_000
-
-
-@dataclass
-class ApiJob(Job):
-    """A job whose function is of one of the three kinds."""
-
-    api: str = "arrow"
-    output: Any = COUNTS
-
-    def planned(self) -> Any:
-        events = read(self.session, str(self.folder / "in"), ddl(self.schema))
-        if self.watermark is not None:
-            events = events.withWatermark(*self.watermark)
-        options = {"buckets": 3, "lease_ms": 1_000, "local_dir": str(self.folder / "local"), **self.options}
-        state = ArrowState(str(self.folder / "root"), "tested", **options)
-        methods: dict[str, Callable[..., Any]] = {
-            "arrow": state.apply_in_arrow_with_state,
-            "rows": state.apply_rows_with_state,
-            "pandas": state.apply_in_pandas_with_state,
-        }
-        apply = methods[self.api]
-        given: Any = self.before(events), list(self.keys), self.function, self.output, self.state
-        return self.after(apply(*given, self.mode, self.timeout))
-
-
-def count_arrow(batch: StateBatch) -> Any:
-    n = pc.add(pc.fill_null(batch.state["n"], 0), batch.counts)
-    batch.update({"n": n})
-    return batch.keys.append_column("n", n)
-
-
-def count_rows(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, ...]]:
-    n = (state.getOption or (0,))[0] + len(rows)
-    state.update((n,))
-    return [(key.key, n)]
-
-
-COUNTERS: dict[str, Callable[..., Any]] = {"arrow": count_arrow, "rows": count_rows, "pandas": count}
-
-
-def some_batches(number: int) -> list[Any]:
-    random = np.random.default_rng(number)
-    names = [None, *(f"key {i}" for i in range(20))]
-    return [keyed(*[names[i] for i in random.integers(21, size=30)]) for _ in range(number)]
 
 
 @CLASSIC
@@ -219,110 +173,6 @@ def test_late_rows_go_by_the_watermark_of_the_batch_before(session: Any, tmp_pat
         1: [("a [3] None 10000",), ("b [4] None 10000",)],
         2: [("a [7, 8] None 20000",), ("c [9] None 20000",)],
     }
-
-
-# -- types ----------------------------------------------------------------------------------------
-
-UTC = dt.timezone.utc
-POINT = pa.struct([("x", pa.int32()), ("tags", pa.list_(pa.string()))])
-DECIMAL = decimal.Decimal("-12345678901234567890.123456789012345678")
-TYPES: dict[str, tuple[pa.DataType, list[Any]]] = {
-    "a": (pa.int8(), [1, None, -128]),
-    "b": (pa.int16(), [1, None, 2**15 - 1]),
-    "c": (pa.int32(), [1, None, -(2**31)]),
-    "d": (pa.int64(), [2**53 + 1, None, -(2**63)]),
-    "e": (pa.float32(), [1.5, None, float("-inf")]),
-    "f": (pa.float64(), [0.1, None, 5e-324]),
-    "g": (pa.string(), ["é\x00\U0001f600", None, ""]),
-    "h": (pa.binary(), [b"\x00\xff", None, b""]),
-    "i": (pa.bool_(), [True, None, False]),
-    "j": (pa.decimal128(38, 18), [DECIMAL, None, -DECIMAL]),
-    "k": (pa.date32(), [dt.date(2020, 2, 29), None, dt.date(9999, 12, 31)]),
-    "l": (
-        pa.timestamp("us", "UTC"),
-        [dt.datetime(2024, 7, 1, 0, 0, 0, 1, UTC), None, dt.datetime(1905, 2, 3, tzinfo=UTC)],
-    ),
-    "m": (pa.timestamp("us"), [dt.datetime(2024, 3, 10, 2, 30), None, dt.datetime(1600, 1, 1)]),  # noqa: DTZ001
-    "n": (pa.list_(pa.int64()), [[1, None, 2**60], None, []]),
-    "o": (POINT, [{"x": 1, "tags": ["a", None]}, None, {"x": None, "tags": None}]),
-    "p": (pa.list_(POINT), [[{"x": 1, "tags": []}, None], None, []]),
-}
-MAPS: dict[str, tuple[pa.DataType, list[Any]]] = {
-    "q": (pa.map_(pa.string(), pa.int64()), [[("k", 2**53 + 1), ("none", None)], None, []]),
-    "r": (pa.map_(pa.int32(), pa.list_(pa.string())), [[(1, ["a"])], None, [(2, None)]]),
-}
-TYPED = pa.schema([("id", pa.int64()), *((name, kind) for name, (kind, _) in {**TYPES, **MAPS}.items())])
-
-
-def typed_rows() -> Any:
-    columns = [pa.array(values, kind) for kind, values in {**TYPES, **MAPS}.values()]
-    return pa.table([pa.array([0, 1, 2], pa.int64()), *columns], schema=TYPED)
-
-
-def pass_on(batch: StateBatch) -> Any:
-    """The rows go into the state, and out comes what lay there; keys, rows and state must agree."""
-    for name in TYPES:
-        assert batch.keys[name].type == batch.rows[name].type
-        assert batch.keys[name].combine_chunks().equals(batch.rows[name].combine_chunks())
-    assert batch.rows.schema.field("l").type == pa.timestamp("us", "UTC")
-    names = [f"s_{name}" for name in batch.rows.column_names]
-    out = batch.state if batch.exists.true_count else batch.rows.rename_columns(names)
-    if batch.exists.true_count:
-        assert batch.state.rename_columns(batch.rows.column_names).cast(batch.rows.schema).equals(batch.rows)
-    batch.update(batch.rows.rename_columns(names))
-    return out.rename_columns(batch.rows.column_names)
-
-
-def pass_on_rows(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
-    (row,) = rows
-    assert tuple(key) == tuple(row)[1 : 1 + len(TYPES)]
-    before = state.getOption
-    assert before is None or before == tuple(row)
-    yield before or row
-    state.update(tuple(row))
-
-
-ZONE = {"spark.sql.session.timeZone": "America/New_York"}
-LARGE = {"spark.sql.execution.arrow.useLargeVarTypes": "true"}
-
-
-@CLASSIC
-@pytest.mark.parametrize(
-    ("api", "conf"), [("arrow", ZONE), ("rows", ZONE), ("arrow", LARGE)], ids=["arrow", "rows", "large"]
-)
-def test_values_of_every_type(session: Any, api: str, conf: dict[str, str], tmp_path: Path) -> None:
-    """What came in as key, row and state comes out the same, in the next batch and after a restart."""
-    function: Callable[..., Any] = pass_on if api == "arrow" else pass_on_rows
-    job = ApiJob(session, "arrow", tmp_path, function, ddl(TYPED), api=api, schema=TYPED, keys=list(TYPES), conf=conf)
-    job.state = ddl(pa.schema([field.with_name(f"s_{field.name}") for field in TYPED]))
-    batch = typed_rows()
-    rows = job.run(batch, batch) | job.run(batch)
-    expected = sorted((tuple(row.values()) for row in batch.to_pylist()), key=repr)
-    assert rows == {0: expected, 1: expected, 2: expected}
-
-
-@CLASSIC
-def test_columns_that_cannot_be_null(session: Any, tmp_path: Path) -> None:
-    """Also inside lists and structs, in output and in state."""
-    inner = StructType([StructField("x", LongType(), False), StructField("name", StringType(), False)])
-    output = StructType(
-        [
-            StructField("key", StringType(), False),
-            StructField("list", ArrayType(LongType(), False), False),
-            StructField("struct", inner, False),
-        ]
-    )
-    state = StructType([StructField("n", LongType(), False), StructField("last", inner, False)])
-
-    def function(batch: StateBatch) -> Any:
-        n = pc.add(pc.fill_null(batch.state["n"], 0), batch.counts)
-        last = pa.array([{"name": key, "x": at} for at, key in enumerate(batch.keys["key"].to_pylist())])
-        batch.update({"n": n, "last": last})
-        return {"key": batch.keys["key"], "list": [[it] for it in n.to_pylist()], "struct": last}
-
-    job = ApiJob(session, "arrow", tmp_path, function, output, state=state)
-    rows = job.run(keyed("a"), keyed("a", "a"))
-    assert rows == {0: [("a", [1], {"x": 0, "name": "a"})], 1: [("a", [3], {"x": 0, "name": "a"})]}
 
 
 # -- other engines --------------------------------------------------------------------------------
@@ -480,87 +330,3 @@ def test_mistakes_reach_a_connect_user(connect: Any, tmp_path: Path) -> None:
         ApiJob(connect, "arrow", tmp_path, function, api=api).run(keyed("a"))
     for text in texts:
         assert text in str(raised.value)
-
-
-# -- time to live ---------------------------------------------------------------------------------
-
-
-@CLASSIC
-@pytest.mark.parametrize("api", ["arrow", "pandas"])
-def test_time_to_live_by_event_time(session: Any, api: str, tmp_path: Path) -> None:
-    """A count begins anew once the watermark is ten seconds past the key's last row."""
-    job = ApiJob(session, "arrow", tmp_path, COUNTERS[api], api=api, schema=TIMED, watermark=("at", "0 seconds"))
-    job.conf, job.options = DATA_ONLY, {"ttl": Ttl(10_000, clock="event"), "buckets": 2}
-    rows = job.run(
-        event_rows(("a", 10, 1), ("b", 15, 1)),
-        event_rows(("a", 19, 1), ("c", 20, 1)),  # the watermark is 15 s
-        event_rows(("a", 11, 1), ("b", 12, 1), ("d", 25, 1)),  # 20 s
-    )
-    rows |= job.run(event_rows(("a", 34, 1), ("b", 26, 1)), event_rows(("a", 40, 1), ("b", 40, 1)))  # 25 s, 34 s
-    # Late rows of "a" and "b" in batch 2 count as written at the watermark, 20 s: until 30 s.
-    assert rows == {
-        0: [("a", 1), ("b", 1)],
-        1: [("a", 2), ("c", 1)],
-        2: [("a", 3), ("b", 2), ("d", 1)],
-        3: [("a", 4), ("b", 3)],
-        4: [("a", 5), ("b", 4)],
-    }
-    rows = job.run(event_rows(("x", 51, 1)), event_rows(("a", 52, 1), ("d", 52, 1)))  # 40 s, 51 s
-    assert rows == {5: [("x", 1)], 6: [("a", 1), ("d", 1)]}
-
-
-@CLASSIC
-def test_a_time_to_live_is_added_changed_and_dropped(session: Any, tmp_path: Path) -> None:
-    """From one start of a query to the next, by processing time: 1 ms is over in the next batch, an hour is not."""
-    job = ApiJob(session, "arrow", tmp_path, count, api="pandas", options={"buckets": 2})
-    assert job.run(keyed("a", "b"))[0] == [("a", 1), ("b", 1)]
-    # A query may also change from one kind of function to another.
-    job.api, job.function = "arrow", count_arrow
-    job.options = {"buckets": 2, "ttl": Ttl(1)}
-    # State of before has no end; what is written now is gone in the next batch.
-    assert job.run(keyed("a"), keyed("a", "b")) == {1: [("a", 2)], 2: [("a", 1), ("b", 2)]}
-    job.options = {"buckets": 2, "ttl": Ttl(HOUR_MS, refresh="read")}
-    assert job.run(keyed("a", "b"), keyed("a", "b")) == {3: [("a", 1), ("b", 1)], 4: [("a", 2), ("b", 2)]}
-    job.options = {"buckets": 2}
-    job.api, job.function = "rows", count_rows
-    assert job.run(keyed("a"), keyed("a")) == {5: [("a", 3)], 6: [("a", 4)]}
-    assert sorted(path.name for path in (tmp_path / "root" / "tested").glob("*/operator_*")) == [
-        "operator_0.json",
-        "operator_1.json",
-    ]
-    # A new column beside the hidden one.
-    job.state, job.options = "n bigint, note string", {"buckets": 2, "ttl": Ttl(HOUR_MS)}
-
-    def noted(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, ...]]:
-        n, note = state.getOption or (0, None)
-        state.update((n + len(rows), f"seen {n}"))
-        return [(f"{key.key} {note}", n + len(rows))]
-
-    job.function = noted
-    assert job.run(keyed("a", "b"), keyed("a")) == {7: [("a None", 5), ("b None", 3)], 8: [("a seen 4", 6)]}
-
-
-@CLASSIC
-def test_timeouts_and_time_to_live_together_under_the_pandas_api(session: Any, tmp_path: Path) -> None:
-    """A timeout fires although the state it was set with has expired."""
-
-    def function(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-        text = f"{key[0]} {'timed out' if state.hasTimedOut else 'rows'} {state.getOption}"
-        if state.hasTimedOut:
-            state.remove()
-        elif key[0] != "driver":
-            state.update((len(list(pdfs)),))
-            state.setTimeoutTimestamp(20_000)
-        yield pd.DataFrame({"text": [text]})
-
-    job = ApiJob(session, "arrow", tmp_path, function, output="text string", api="pandas", schema=TIMED)
-    job.watermark, job.timeout, job.options = ("at", "0 seconds"), EVENT_TIME, {"ttl": Ttl(15_000, clock="event")}
-    rows = job.run(event_rows(("a", 1, 1), ("b", 10, 1)), event_rows(("driver", 21, 1)))
-    found = {text for texts in rows.values() for (text,) in texts}
-    assert found == {
-        "a rows None",
-        "b rows None",
-        "driver rows None",
-        "a timed out None",
-        "b timed out (1,)",
-    }

@@ -1,0 +1,382 @@
+"""A bucket's calls over many batches, each recorded, and the dict that says what they should have been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from core_support import WRITER, first_pointer
+from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from spark_state_ext.backends.files import sole_place
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.commit import CommitOptions
+from spark_state_ext.folder import Folder
+from spark_state_ext.metrics import CallMetrics
+from spark_state_ext.spark.job import ARROW, PANDAS, ROWS, Job
+from spark_state_ext.spark.key_work import KeyWork, Times
+from spark_state_ext.spark.output import unpack
+from spark_state_ext.spark.payload import HASH_COLUMN
+from spark_state_ext.spill import HashSorter, SpillBuffer
+from spark_state_ext.state_batch import StateBatch
+from spark_state_ext.store import LocalStore
+from spark_state_ext.ttl import EXPIRES_COLUMN, Ttl
+
+APIS = [ARROW, ROWS, PANDAS]
+EVENT_TIME, PROCESSING_TIME = "EventTimeTimeout", "ProcessingTimeTimeout"
+KEY_TYPE = StructType([StructField("k", LongType())])
+STATE_TYPE = StructType([StructField("n", LongType()), StructField("tags", ArrayType(StringType()))])
+INPUT_TYPE = StructType(
+    [StructField("k", LongType()), StructField("at", TimestampType()), StructField("value", LongType())]
+)
+OUTPUT_TYPE = StructType(
+    [
+        StructField("k", LongType()),
+        StructField("total", LongType()),
+        StructField("n", LongType()),
+        StructField("tags", ArrayType(StringType())),
+        StructField("timed_out", BooleanType()),
+        StructField("action", LongType()),
+    ]
+)
+OUTPUT = ["k", "total", "n", "tags", "timed_out", "action"]
+Key = int | None
+State = tuple[int, list[str]] | None
+# Key, sum of its values, state before, whether it timed out, what it did.
+Call = tuple[Key, int, State, bool, int]
+
+
+def action_of(conf: str, key: Key, total: int, state: State, timed_out: bool) -> int:
+    """What a key does: nothing, or some of updating (1), removing (2) and setting a timeout (4)."""
+    allowed = 3 if conf == "NoTimeout" else 7
+    seed = (17 if key is None else key) * 7 + total * 3 + (0 if state is None else 5 * state[0] + len(state[1]))
+    return (0, 1, 5, 2, 6, 4, 1, 5)[(seed + 11 * timed_out) % 8] & allowed
+
+
+def updated(total: int, state: State) -> tuple[int, list[str]]:
+    n, tags = state or (0, [])
+    return n + total % 10 + 1, [*tags[-2:], str(total % 3)]
+
+
+def delay_of(key: Key, total: int) -> int:
+    """How long until a timeout, milliseconds."""
+    return 1 + ((key or 0) * 5 + total) % 40
+
+
+@dataclass
+class Recorder:
+    """The function under test, in each form; it notes nothing but what it gives as output."""
+
+    conf: str
+
+    def rows(self, key: Any, rows: list[Any], state: Any) -> Iterator[tuple[Any, ...]]:
+        yield self._one(key.k, sum(row.value for row in rows), state, len(rows) == 0)
+
+    def pandas(self, key: Any, frames: Iterable[pd.DataFrame], state: Any) -> Iterator[tuple[Any, ...]]:
+        total = sum(int(frame["value"].sum()) for frame in frames)
+        yield self._one(None if pd.isna(key[0]) else int(key[0]), total, state, state.hasTimedOut)
+
+    def _one(self, key: Key, total: int, state: Any, timed_out: bool) -> tuple[Any, ...]:
+        assert state.hasTimedOut == timed_out
+        before: State = state.getOption
+        action = action_of(self.conf, key, total, before, timed_out)
+        if action & 1:
+            state.update(updated(total, before))
+        if action & 2:
+            state.remove()
+        if action & 4:
+            if self.conf == EVENT_TIME:
+                state.setTimeoutTimestamp(max(state.getCurrentWatermarkMs(), 1) + delay_of(key, total))
+            else:
+                state.setTimeoutDuration(delay_of(key, total))
+        return (key, total, *(before or (None, None)), timed_out, action)
+
+    def arrow(self, batch: StateBatch) -> Iterator[Any]:
+        keys = batch.keys["k"].to_pylist()
+        totals = [sum(values) for values in batch.lists("value").to_pylist()]
+        timed_out = batch.timed_out.to_pylist()
+        assert timed_out == [count == 0 for count in batch.counts.to_pylist()]
+        states: list[State] = [
+            (n, tags) if exists else None
+            for n, tags, exists in zip(
+                batch.state["n"].to_pylist(), batch.state["tags"].to_pylist(), batch.exists.to_pylist(), strict=True
+            )
+        ]
+        actions = np.array(
+            [action_of(self.conf, *given) for given in zip(keys, totals, states, timed_out, strict=True)],
+            dtype=np.int64,
+        )
+        new = list(map(updated, totals, states))
+        table = {"n": [n for n, _ in new], "tags": [tags for _, tags in new]}
+        # In each of the forms that a table of states may have.
+        if len(keys) % 3 == 0:
+            batch.update(table, where=actions & 1 > 0)
+        elif len(keys) % 3 == 1:
+            batch.update(pa.table({**table, "k": keys}).filter(pa.array(actions & 1 > 0)).slice(0))
+        else:
+            batch.update(pa.table(table).filter(pa.array(actions & 1 > 0)), where=pa.array(actions & 1 > 0))
+        batch.remove(actions & 2 > 0)
+        delays = np.array([delay_of(key, total) for key, total in zip(keys, totals, strict=True)])
+        if self.conf == EVENT_TIME:
+            batch.set_timeout(timestamp_ms=max(batch.watermark_ms or 0, 1) + delays, where=actions & 4 > 0)
+        elif self.conf == PROCESSING_TIME:
+            batch.set_timeout(duration_ms=delays, where=actions & 4 > 0)
+        out = {
+            "k": keys,
+            "total": totals,
+            "n": batch.state["n"],
+            "tags": batch.state["tags"],
+            "timed_out": timed_out,
+            "action": actions,
+        }
+        yield pa.table(out).slice(0, 1)
+        yield pa.table(out).slice(1)
+
+
+def job(api: str, conf: str, ttl: Ttl | None, memory_bytes: int) -> Job:
+    return Job(
+        operator="worked",
+        root="/",
+        buckets=8,
+        key_schema=KEY_TYPE.json(),
+        state_schema=STATE_TYPE.json(),
+        columns=("k", "at", "value"),
+        key_positions=(0,),
+        timeout_conf=conf,
+        event_time_position=1,
+        timezone="UTC",
+        frame_rows_max=10_000,
+        late_by_previous_watermark=True,
+        application_id="",
+        plan_id="plan",
+        local_dir="/",
+        strict=False,
+        lease_ms=1_000,
+        memory_bytes_max=memory_bytes,
+        batches_retained=100,
+        local_keep_s=86_400.0,
+        backends=(),
+        commit=CommitOptions(),
+        restore_from=None,
+        pointer_read="v2",
+        clean_up=True,
+        api=api,
+        input_schema=INPUT_TYPE.json(),
+        output_schema=OUTPUT_TYPE.json(),
+        ttl=ttl,
+    )
+
+
+Hash = Callable[[Key], int]
+
+
+def spread(key: Key) -> int:
+    return ((23 if key is None else key) * 0x9E3779B97F4A7C15) % 2**64
+
+
+def clashing(key: Key) -> int:
+    """Few hashes, at both ends and in between."""
+    return (0, 2**63, 2**63 + 1, 2**64 - 1)[spread(key) % 4]
+
+
+@dataclass
+class Lived:
+    """A bucket from batch to batch, each of which runs through `KeyWork`."""
+
+    folder: Path
+    api: str
+    conf: str = "NoTimeout"
+    ttl: Ttl | None = None
+    hashed: Hash = spread
+    memory_bytes: int = 256
+    function: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.pointer = first_pointer()
+        self.files = Folder(str(self.folder / "root")).child("3")
+        self.expiring = self.ttl is not None
+        self.batches = 0
+        self.ranges = 0
+        self.store = self.opened()
+
+    def opened(self) -> LocalStore:
+        asked = self.job().operator_file("")
+        if self.expiring and self.ttl is None:
+            asked = asked.with_expiry()
+        self.schema = asked.row_schema()
+        return LocalStore(self.folder / f"store-{len(self.schema.state)}", self.schema, chunk_rows=4)
+
+    def job(self) -> Job:
+        return job(self.api, self.conf, self.ttl, self.memory_bytes)
+
+    def restarted(self, ttl: Ttl | None) -> None:
+        """Another start of the job, with another time to live or none."""
+        self.ttl = ttl
+        self.expiring = self.expiring or ttl is not None
+        self.store.close()
+        self.store = self.opened()
+
+    def bucket(self) -> Bucket:
+        return Bucket(self.store, sole_place(self.files, self.folder), self.pointer, WRITER, self.folder)
+
+    def batch(self, rows: list[tuple[Key, int, int]], now_ms: int, watermark_ms: int) -> list[Call]:
+        """Run a batch of rows (key, event time in milliseconds, value); returns the calls that were made."""
+        sorter = HashSorter(self.folder, HASH_COLUMN, self.memory_bytes)
+        for at in range(0, len(rows), 7):
+            piece = rows[at : at + 7]
+            hashes = np.array([self.hashed(key) for key, _, _ in piece], dtype=np.uint64).view(np.int64)
+            times = pa.array([ms * 1000 for _, ms, _ in piece], pa.int64()).cast(pa.timestamp("us", "Asia/Tokyo"))
+            columns = [pa.array([key for key, _, _ in piece], pa.int64()), times, pa.array([v for *_, v in piece])]
+            sorter.add(pa.RecordBatch.from_arrays([*columns, pa.array(hashes)], names=["c0", "c1", "c2", HASH_COLUMN]))
+        bucket, changed = self.bucket(), SpillBuffer(self.folder, 1 << 10)
+        clock = Times(now_ms, watermark_ms, True)
+        recorder = Recorder(self.conf)
+        functions: dict[str, Callable[..., Any]] = {
+            ARROW: recorder.arrow,
+            ROWS: recorder.rows,
+            PANDAS: recorder.pandas,
+        }
+        function = self.function or functions[self.api]
+        metrics = CallMetrics("", "", self.batches, "worked", 3)
+        work = KeyWork(self.job(), function, bucket, self.schema, clock, self.batches, metrics, lambda: None)
+        frames = list(work.run(self._counted(sorter), changed))
+        self.timeouts = metrics.timeouts
+        self._check_order(changed)
+        pointer = bucket.commit(changed)
+        # As `runtime` stamps it.
+        if work.threshold_ms() is not None:
+            floor_version = pointer.version if pointer.ref != self.pointer.ref else pointer.version + 1
+            floor_ms = work.threshold_ms()
+            assert floor_ms is not None
+            pointer = replace(pointer, timeout_floor_ms=floor_ms, timeout_floor_version=floor_version)
+        self.pointer = pointer
+        self.batches += 1
+        return self._calls(frames)
+
+    def _counted(self, sorter: HashSorter) -> Iterator[tuple[int, pa.Table | None]]:
+        for one in sorter.ranges():
+            self.ranges += 1
+            yield one
+
+    def _check_order(self, changed: SpillBuffer) -> None:
+        """Ascending by hash, and no key twice, or the store takes one row for the other."""
+        hashes, keys = [], []
+        for batch in changed:
+            assert batch.schema.equals(self.schema.arrow)
+            batch.validate(full=True)
+            hashes += batch.column("key_hash").to_pylist()
+            keys += batch.column("key.k").to_pylist()
+        assert hashes == sorted(hashes)
+        assert len(keys) == len(set(keys)), "a key twice in one delta"
+
+    def _calls(self, frames: list[pd.DataFrame]) -> list[Call]:
+        if self.api == PANDAS:
+            rows = [tuple(row) for frame in frames for row in frame[OUTPUT].itertuples(index=False)]
+        else:
+            payloads = [pa.record_batch([pa.array(frame["payload"].tolist(), pa.binary())], ["p"]) for frame in frames]
+            rows = [tuple(row.values()) for batch in unpack(payloads) for row in batch.to_pylist()]
+        return [(k, total, None if n is None else (n, tags), out, action) for k, total, n, tags, out, action in rows]
+
+    def stored(self) -> dict[Key, tuple[State, int | None, int | None]]:
+        """What lies in the store: state, timeout and end of each key."""
+        found: dict[Key, tuple[State, int | None, int | None]] = {}
+        for batch in self.bucket().scan():
+            for row in batch.to_pylist():
+                assert row["key.k"] not in found, "a key twice"
+                state = (row["state.n"], row["state.tags"]) if row["defined"] else None
+                found[row["key.k"]] = state, row["timeout_ms"], row.get(EXPIRES_COLUMN)
+        return found
+
+
+@dataclass
+class Kept:
+    """What the model keeps of a key."""
+
+    state: State = None
+    timeout_ms: int | None = None
+    expires_ms: int | None = None
+
+
+@dataclass
+class Model:
+    """The same in a dict."""
+
+    api: str
+    conf: str
+    ttl: Ttl | None
+    keys: dict[Key, Kept] = field(default_factory=dict)
+
+    def visible(self, key: Key, clock_ms: int) -> State:
+        kept = self.keys.get(key, Kept())
+        gone = self.ttl is not None and kept.expires_ms is not None and kept.expires_ms <= clock_ms
+        return None if gone else kept.state
+
+    def batch(self, rows: list[tuple[Key, int, int]], now_ms: int, watermark_ms: int) -> list[Call]:
+        by_event_time = self.ttl is not None and self.ttl.clock == "event"
+        clock_ms = watermark_ms if by_event_time else now_ms
+        threshold_ms = {EVENT_TIME: watermark_ms, PROCESSING_TIME: now_ms}.get(self.conf, -1)
+        due = {key for key, it in self.keys.items() if it.timeout_ms is not None and it.timeout_ms < threshold_ms}
+        groups: dict[Key, list[tuple[int, int]]] = {}
+        for key, ms, value in rows:
+            groups.setdefault(key, []).append((ms, value))
+        calls: list[Call] = []
+
+        def call(key: Key, total: int, timed_out: bool, written_ms: int) -> bool:
+            state = self.visible(key, clock_ms)
+            action = action_of(self.conf, key, total, state, timed_out)
+            calls.append((key, total, state, timed_out, action))
+            if not action:
+                return False
+            new = updated(total, state) if action & 1 else None if action & 2 else state
+            base = max(watermark_ms, 1) if self.conf == EVENT_TIME else now_ms
+            timeout_ms = base + delay_of(key, total) if action & 4 else None
+            ends = None if new is None or self.ttl is None else written_ms + self.ttl.duration_ms
+            self.keys[key] = Kept(new, timeout_ms, ends)
+            return True
+
+        for key, mine in groups.items():
+            written_ms = max(clock_ms, *(ms for ms, _ in mine)) if by_event_time else clock_ms
+            if call(key, sum(value for _, value in mine), False, written_ms):
+                due.discard(key)
+                continue
+            if self.ttl is not None and self.ttl.refresh == "read" and self.visible(key, clock_ms) is not None:
+                self.keys[key].expires_ms = written_ms + self.ttl.duration_ms
+        for key in due:
+            call(key, 0, True, clock_ms)
+        return calls
+
+    def shown(self, clock_ms: int) -> dict[Key, tuple[State, int | None]]:
+        """State and timeout of all keys that have either."""
+        found = {key: (self.visible(key, clock_ms), it.timeout_ms) for key, it in self.keys.items()}
+        return {key: both for key, both in found.items() if both != (None, None)}
+
+
+def ordered(calls: list[Call]) -> list[Call]:
+    return sorted(calls, key=repr)
+
+
+def compare(lived: Lived, model: Model, clock_ms: int) -> None:
+    """The store holds what the model does, and besides only what has expired and waits to be removed."""
+    shown: dict[Key, tuple[State, int | None]] = {}
+    for key, (state, timeout_ms, expires_ms) in lived.stored().items():
+        if lived.ttl is not None and expires_ms is not None and expires_ms <= clock_ms:
+            state = None
+        elif state is not None and model.ttl is not None:
+            assert expires_ms == model.keys[key].expires_ms
+        if (state, timeout_ms) != (None, None):
+            shown[key] = state, timeout_ms
+    assert shown == model.shown(clock_ms)

@@ -1,0 +1,149 @@
+"""`StateBatch.set_timeout`: the forms of times, what a timeout does beside an update, and what is refused."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from batch_driver import Stored
+from default_batch import (
+    EVENT_TIME,
+    MASK,
+    PROCESSING_TIME,
+    A,
+    B,
+    C,
+    D,
+    after,
+    batch_of,
+    key,
+)
+
+from spark_state_ext.errors import StateValueError, UsageError
+
+
+@pytest.mark.parametrize("conf", [EVENT_TIME, PROCESSING_TIME])
+def test_a_timeout_alone_leaves_the_state_and_an_update_clears_it(conf: str) -> None:
+    name, base = ("timestamp_ms", 0) if conf == EVENT_TIME else ("duration_ms", 1_000)
+    batch = batch_of(timeout_conf=conf, watermark_ms=3)
+    batch.set_timeout(**{name: 20})
+    assert after(batch) == {
+        A: Stored((10, "ten"), base + 20),
+        key(B): Stored(None, base + 20),
+        key(C): Stored(None, base + 20),
+        D: Stored((40, None), base + 20),
+    }
+    batch = batch_of(timeout_conf=conf, watermark_ms=3)
+    batch.update(batch.state.slice(3, 1), where=[False, False, False, True])
+    assert after(batch)[D] == Stored((40, None), None), "an update without a timeout clears that of before"
+    batch.set_timeout(**{name: [None, 30, None, 40]})
+    assert after(batch) == {
+        A: Stored((10, "ten")),
+        key(B): Stored(None, base + 30),
+        D: Stored((40, None), base + 40),
+    }
+
+
+TIMES: dict[str, Any] = {
+    "a list": [30, 40],
+    "numpy": np.array([30, 40]),
+    "numpy of another width": np.array([30, 40], dtype=np.int32),
+    "arrow": pa.array([30, 40]),
+    "chunks": pa.chunked_array([[30], [40]]),
+    "whole floats": pa.array([30.0, 40.0]),
+    "decimals": pa.array([decimal.Decimal(30), decimal.Decimal(40)]),
+    "for each key": [1, 30, None, 40],
+    "a slice": pa.array([1, 30, 40, 1]).slice(1, 2),
+    "pandas": pd.Series([30, 40]),
+    "timestamps": pa.array([30_000, 40_999], pa.timestamp("us", "UTC")),
+    "naive timestamps": pa.array([30, 40], pa.timestamp("ms")),
+    "datetimes": [dt.datetime(1970, 1, 1, 0, 0, 0, ms * 1000, dt.timezone.utc) for ms in (30, 40)],
+}
+
+
+@pytest.mark.parametrize("form", TIMES)
+def test_the_forms_of_times(form: str) -> None:
+    batch = batch_of(timeout_conf=EVENT_TIME)
+    batch.set_timeout(timestamp_ms=TIMES[form], where=MASK)
+    assert batch.outcome.timeouts_ms.tolist() == [-1, 30, -1, 40]
+    assert batch.outcome.touched.tolist() == MASK
+
+
+DURATIONS: dict[str, Any] = {
+    "a number": 50,
+    "numpy's number": np.int32(50),
+    "arrow's number": pa.scalar(50),
+    "a timedelta": dt.timedelta(milliseconds=50),
+    "arrow's durations": pa.array([50_000] * 4, pa.duration("us")),
+}
+
+
+@pytest.mark.parametrize("form", DURATIONS)
+def test_the_forms_of_durations(form: str) -> None:
+    batch = batch_of(timeout_conf=PROCESSING_TIME)
+    batch.set_timeout(duration_ms=DURATIONS[form])
+    assert batch.outcome.timeouts_ms.tolist() == [1_050] * 4
+
+
+def test_a_datetime_is_a_time_for_all() -> None:
+    batch = batch_of(timeout_conf=EVENT_TIME)
+    batch.set_timeout(timestamp_ms=dt.datetime(1970, 1, 1, 0, 0, 5, tzinfo=dt.timezone.utc))
+    assert batch.outcome.timeouts_ms.tolist() == [5_000] * 4
+
+
+def test_no_timeout_at_all_clears_the_old_one() -> None:
+    batch = batch_of(timeout_conf=EVENT_TIME)
+    batch.set_timeout(timestamp_ms=[None] * 4)
+    assert after(batch) == {A: Stored((10, "ten")), D: Stored((40, None))}
+
+
+TIMEOUT_ERRORS: list[tuple[str, str, dict[str, Any], type[Exception], str]] = [
+    ("none in this query", "NoTimeout", {"timestamp_ms": 5}, UsageError, r"set_timeout\(\) under NoTimeout takes nothing: give timeout_conf='EventTimeTimeout' or 'ProcessingTimeTimeout'"),
+    ("a duration for event time", EVENT_TIME, {"duration_ms": 5}, UsageError, "under EventTimeTimeout takes timestamp_ms"),
+    ("a timestamp for processing time", PROCESSING_TIME, {"timestamp_ms": 5}, UsageError, "under ProcessingTimeTimeout takes duration_ms"),
+    ("neither", EVENT_TIME, {}, UsageError, "under EventTimeTimeout takes timestamp_ms"),
+    ("both", EVENT_TIME, {"timestamp_ms": 500, "duration_ms": 5}, UsageError, "under EventTimeTimeout takes timestamp_ms"),
+    ("both in processing time", PROCESSING_TIME, {"timestamp_ms": 500, "duration_ms": 5}, UsageError, "takes duration_ms"),
+    ("a negative duration", PROCESSING_TIME, {"duration_ms": -1}, StateValueError, r"given -1 for key \{'name': 'a', 'x': 1.0\}: a duration must be positive"),
+    ("no duration", PROCESSING_TIME, {"duration_ms": 0}, StateValueError, "a duration must be positive"),
+    ("too few", EVENT_TIME, {"timestamp_ms": [200]}, StateValueError, r"set_timeout\(\) was given 1 times for 4 keys"),
+    ("too few of the chosen", EVENT_TIME, {"timestamp_ms": [200], "where": MASK}, StateValueError, r"given 1 times for 2 keys"),
+    ("a text", EVENT_TIME, {"timestamp_ms": ["soon"] * 4}, StateValueError, r"set_timeout\(\) .*soon"),
+    ("a truth", EVENT_TIME, {"timestamp_ms": True}, StateValueError, r"set_timeout\(\)"),
+    ("a date for a duration", PROCESSING_TIME, {"duration_ms": pa.array([5] * 4, pa.timestamp("ms"))}, StateValueError, r"set_timeout\(\)"),
+    ("a duration for a date", EVENT_TIME, {"timestamp_ms": pa.array([500] * 4, pa.duration("ms"))}, StateValueError, r"set_timeout\(\)"),
+    ("an object", EVENT_TIME, {"timestamp_ms": object()}, StateValueError, r"set_timeout\(\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("conf", "arguments", "kind", "text"), [e[1:] for e in TIMEOUT_ERRORS], ids=[e[0] for e in TIMEOUT_ERRORS]
+)
+def test_what_set_timeout_refuses(conf: str, arguments: dict[str, Any], kind: type[Exception], text: str) -> None:
+    batch = batch_of(timeout_conf=conf, watermark_ms=100 if conf == EVENT_TIME else None)
+    with pytest.raises(kind, match=text):
+        batch.set_timeout(**arguments)
+    assert not batch.outcome.touched.any()
+
+
+def test_a_time_before_the_watermark_counts_as_the_watermark() -> None:
+    """One key's late time must not fail the batch of all; it is over when the watermark moves."""
+    batch = batch_of(timeout_conf=EVENT_TIME, watermark_ms=100)
+    batch.set_timeout(timestamp_ms=[200, 99, None, 100])
+    assert batch.outcome.timeouts_ms.tolist() == [200, 100, -1, 100]
+
+
+def test_the_first_moment_is_no_timeout() -> None:
+    """As Spark has it: a timestamp must be positive, also while the watermark is still 0."""
+    batch = batch_of(timeout_conf=EVENT_TIME, watermark_ms=0)
+    with pytest.raises(StateValueError, match=r"given 0 for key .*: a timestamp must be positive"):
+        batch.set_timeout(timestamp_ms=0)
+    batch.set_timeout(timestamp_ms=1)
+    batch = batch_of(timeout_conf=EVENT_TIME, watermark_ms=100)
+    batch.set_timeout(timestamp_ms=100)
+    assert batch.outcome.timeouts_ms.tolist() == [100] * 4

@@ -1,0 +1,106 @@
+"""Time to live on real Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from api_jobs import (
+    COUNTERS,
+    DATA_ONLY,
+    EVENT_TIME,
+    HOUR_MS,
+    ApiJob,
+    count_arrow,
+    count_rows,
+)
+from jobs import CLASSIC, TIMED, count, event_rows, keyed
+from pyspark.sql.streaming.state import GroupState
+
+from spark_state_ext import Ttl
+
+pytestmark = pytest.mark.spark
+
+
+@CLASSIC
+@pytest.mark.parametrize("api", ["arrow", "pandas"])
+def test_time_to_live_by_event_time(session: Any, api: str, tmp_path: Path) -> None:
+    """A count begins anew once the watermark is ten seconds past the key's last row."""
+    job = ApiJob(session, "arrow", tmp_path, COUNTERS[api], api=api, schema=TIMED, watermark=("at", "0 seconds"))
+    job.conf, job.options = DATA_ONLY, {"ttl": Ttl(10_000, clock="event"), "buckets": 2}
+    rows = job.run(
+        event_rows(("a", 10, 1), ("b", 15, 1)),
+        event_rows(("a", 19, 1), ("c", 20, 1)),  # the watermark is 15 s
+        event_rows(("a", 11, 1), ("b", 12, 1), ("d", 25, 1)),  # 20 s
+    )
+    rows |= job.run(event_rows(("a", 34, 1), ("b", 26, 1)), event_rows(("a", 40, 1), ("b", 40, 1)))  # 25 s, 34 s
+    # Late rows of "a" and "b" in batch 2 count as written at the watermark, 20 s: until 30 s.
+    assert rows == {
+        0: [("a", 1), ("b", 1)],
+        1: [("a", 2), ("c", 1)],
+        2: [("a", 3), ("b", 2), ("d", 1)],
+        3: [("a", 4), ("b", 3)],
+        4: [("a", 5), ("b", 4)],
+    }
+    rows = job.run(event_rows(("x", 51, 1)), event_rows(("a", 52, 1), ("d", 52, 1)))  # 40 s, 51 s
+    assert rows == {5: [("x", 1)], 6: [("a", 1), ("d", 1)]}
+
+
+@CLASSIC
+def test_a_time_to_live_is_added_changed_and_dropped(session: Any, tmp_path: Path) -> None:
+    """From one start of a query to the next, by processing time: 1 ms is over in the next batch, an hour is not."""
+    job = ApiJob(session, "arrow", tmp_path, count, api="pandas", options={"buckets": 2})
+    assert job.run(keyed("a", "b"))[0] == [("a", 1), ("b", 1)]
+    # A query may also change from one kind of function to another.
+    job.api, job.function = "arrow", count_arrow
+    job.options = {"buckets": 2, "ttl": Ttl(1)}
+    # State of before has no end; what is written now is gone in the next batch.
+    assert job.run(keyed("a"), keyed("a", "b")) == {1: [("a", 2)], 2: [("a", 1), ("b", 2)]}
+    job.options = {"buckets": 2, "ttl": Ttl(HOUR_MS, refresh="read")}
+    assert job.run(keyed("a", "b"), keyed("a", "b")) == {3: [("a", 1), ("b", 1)], 4: [("a", 2), ("b", 2)]}
+    job.options = {"buckets": 2}
+    job.api, job.function = "rows", count_rows
+    assert job.run(keyed("a"), keyed("a")) == {5: [("a", 3)], 6: [("a", 4)]}
+    assert sorted(path.name for path in (tmp_path / "root" / "tested").glob("*/operator_*")) == [
+        "operator_0.json",
+        "operator_1.json",
+    ]
+    # A new column beside the hidden one.
+    job.state, job.options = "n bigint, note string", {"buckets": 2, "ttl": Ttl(HOUR_MS)}
+
+    def noted(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, ...]]:
+        n, note = state.getOption or (0, None)
+        state.update((n + len(rows), f"seen {n}"))
+        return [(f"{key.key} {note}", n + len(rows))]
+
+    job.function = noted
+    assert job.run(keyed("a", "b"), keyed("a")) == {7: [("a None", 5), ("b None", 3)], 8: [("a seen 4", 6)]}
+
+
+@CLASSIC
+def test_timeouts_and_time_to_live_together_under_the_pandas_api(session: Any, tmp_path: Path) -> None:
+    """A timeout fires although the state it was set with has expired."""
+
+    def function(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        text = f"{key[0]} {'timed out' if state.hasTimedOut else 'rows'} {state.getOption}"
+        if state.hasTimedOut:
+            state.remove()
+        elif key[0] != "driver":
+            state.update((len(list(pdfs)),))
+            state.setTimeoutTimestamp(20_000)
+        yield pd.DataFrame({"text": [text]})
+
+    job = ApiJob(session, "arrow", tmp_path, function, output="text string", api="pandas", schema=TIMED)
+    job.watermark, job.timeout, job.options = ("at", "0 seconds"), EVENT_TIME, {"ttl": Ttl(15_000, clock="event")}
+    rows = job.run(event_rows(("a", 1, 1), ("b", 10, 1)), event_rows(("driver", 21, 1)))
+    found = {text for texts in rows.values() for (text,) in texts}
+    assert found == {
+        "a rows None",
+        "b rows None",
+        "driver rows None",
+        "a timed out None",
+        "b timed out (1,)",
+    }
