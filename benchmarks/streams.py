@@ -83,7 +83,7 @@ class TimedStream:
         self.durations: list[dict[str, int]] = []
         """Spark's ``durationMs`` of each timed batch, that of batches without input after it included."""
         self.cpu_parts: list[dict[str, float]] = []
-        """Processor seconds of each timed batch, by program."""
+        """Processor seconds of each timed batch, by program; empty where these are not known."""
         self._last_batch = -1
 
     @property
@@ -106,7 +106,9 @@ class TimedStream:
             for name, ms in one["durationMs"].items():
                 together[name] = together.get(name, 0) + int(ms)
         self.durations.append(together)
-        self.cpu_parts.append({program: seconds - before.get(program, 0.0) for program, seconds in after.items()})
+        parts = {program: seconds - before.get(program, 0.0) for program, seconds in after.items()}
+        # Workers that end without being waited for take their time with them.
+        self.cpu_parts.append(parts if all(seconds >= 0 for seconds in parts.values()) else {})
 
     def kept(self, tables: Sequence[pa.Table]) -> pa.Table:
         """Hand over a batch that is not timed; returns its output, and that of batches without input after it."""
@@ -130,7 +132,8 @@ class TimedStream:
             if p["batchId"] > self._last_batch and "addBatch" in p["durationMs"]
         ]
         rows = sum(table.num_rows for table in tables)
-        if not progress or progress[0]["numInputRows"] != rows:
+        # A query that reads its input twice counts it twice.
+        if not progress or progress[0]["numInputRows"] not in (rows, 2 * rows):
             raise BenchmarkError(f"{self.name}: a batch of {rows} rows did not arrive as one micro-batch")
         self._last_batch = progress[-1]["batchId"]
         return progress
@@ -156,10 +159,11 @@ def in_turns(streams: Sequence[TimedStream], batches: Sequence[Sequence[pa.Table
 def note_times(stream: TimedStream, report: Report) -> None:
     """A stream's times after the first batch."""
     report.timing(f"{stream.name}: batch", stream.seconds[1:])
-    if processes.supported():
-        report.timing(f"{stream.name}: batch, processor time", stream.cpu_seconds[1:])
-        for program in sorted({program for parts in stream.cpu_parts for program in parts}):
-            part = [parts.get(program, 0.0) for parts in stream.cpu_parts[1:]]
+    known = [parts for parts in stream.cpu_parts[1:] if parts]
+    if known:
+        report.timing(f"{stream.name}: batch, processor time", [sum(parts.values()) for parts in known])
+        for program in sorted({program for parts in known for program in parts}):
+            part = [parts.get(program, 0.0) for parts in known]
             report.timing(f"{stream.name}: batch, processor time of {program}", part)
     report.details[f"{stream.name}: seconds of the first batch"] = stream.seconds[0]
     report.details[f"{stream.name}: durationMs of each batch"] = stream.durations

@@ -17,7 +17,7 @@ q20    bids with their auction, of auctions of category 10
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +70,7 @@ class Query:
 
     name: str
     title: str
-    plans: dict[str, Plan]
+    plans: Mapping[str, Plan]
     output_mode: str
     answer: tuple[str, ...]
     clocked: bool = False
@@ -101,9 +101,13 @@ def _q5_sql(events: DataFrame, folder: Path) -> DataFrame:
 
 
 def _q5_ours(events: DataFrame, folder: Path) -> DataFrame:
-    bids = _timed(events).select("dateTime", "auction", F.lit(0).alias("all"))
+    counted = (
+        _bids(events)
+        .select("dateTime", "auction")
+        .mapInArrow(bids_by_pane, "dateTime timestamp, auction bigint, bids bigint")
+    )
     return _state(folder, 1).apply_in_arrow_with_state(
-        bids,
+        counted.withWatermark("dateTime", _DELAY).withColumn("all", F.lit(0)),
         "all",
         hot_items,
         "start timestamp, auction bigint, bids bigint",
@@ -111,6 +115,21 @@ def _q5_ours(events: DataFrame, folder: Path) -> DataFrame:
         "append",
         "EventTimeTimeout",
     )
+
+
+def bids_by_pane(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Before the shuffle: bids on an auction in a pane of 2 s are counted, and have the time of the latest."""
+    for batch in batches:
+        if batch.num_rows:
+            time, auction = batch.column(0).cast(pa.int64()).to_numpy(), batch.column(1).to_numpy()
+            order = np.lexsort((time, auction, time // _SLIDE_US))
+            time, auction = time[order], auction[order]
+            last = np.flatnonzero(np.append((np.diff(time // _SLIDE_US) != 0) | (np.diff(auction) != 0), True))
+            times = pa.array(time[last]).cast(batch.schema.field(0).type)
+            yield pa.record_batch(
+                [times, pa.array(auction[last]), pa.array(np.diff(last, prepend=-1))],
+                names=["dateTime", "auction", "bids"],
+            )
 
 
 _Q5_LISTS = ("pane", "auction", "bids")
@@ -121,7 +140,7 @@ def hot_items(batch: StateBatch) -> pa.Table | None:
     state, rows = batch.state, batch.rows
     old = [np.asarray(pc.list_flatten(state[name])) for name in _Q5_LISTS]
     new_pane = rows["dateTime"].cast(pa.int64()).to_numpy() // _SLIDE_US
-    new = [new_pane, rows["auction"].to_numpy(), np.ones(rows.num_rows, dtype=np.int64)]
+    new = [new_pane, rows["auction"].to_numpy(), rows["bids"].to_numpy()]
     pane, auction, bids = _summed(*(np.concatenate(pair) for pair in zip(old, new, strict=True)))
     # A window is over when the watermark has reached its end.
     panes = _WINDOW_US // _SLIDE_US
@@ -171,12 +190,32 @@ def _q7_sql(events: DataFrame, folder: Path) -> DataFrame:
 
 
 def _q7_ours(events: DataFrame, folder: Path) -> DataFrame:
-    bids = _timed(events).select("dateTime", "price", "auction", "bidder", F.lit(0).alias("all"))
+    bids = _bids(events).select("dateTime", "price", "auction", "bidder")
+    best = bids.mapInArrow(bids_that_count, bids.schema).withWatermark("dateTime", _DELAY)
     fields = "price array<bigint>, auction array<bigint>, bidder array<bigint>, time array<bigint>"
     output = "start timestamp, price bigint, auction bigint, bidder bigint, dateTime timestamp"
     return _state(folder, 1).apply_in_arrow_with_state(
-        bids, "all", highest_bids, output, f"window array<bigint>, {fields}", "append", "EventTimeTimeout"
+        best.withColumn("all", F.lit(0)),
+        "all",
+        highest_bids,
+        output,
+        f"window array<bigint>, {fields}",
+        "append",
+        "EventTimeTimeout",
     )
+
+
+def bids_that_count(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Before the shuffle: the bids with the highest price of each window, and the latest, which the watermark goes by."""
+    for batch in batches:
+        if batch.num_rows:
+            time, price = batch.column(0).cast(pa.int64()).to_numpy(), batch.column(1).to_numpy()
+            window = time // _WINDOW_US
+            best = np.zeros(int(np.ptp(window)) + 1, dtype=np.int64)
+            np.maximum.at(best, window - window.min(), price)
+            counts = price == best[window - window.min()]
+            counts[np.argmax(time)] = True
+            yield batch.filter(pa.array(counts))
 
 
 def highest_bids(batch: StateBatch) -> pa.Table | None:
@@ -321,7 +360,7 @@ def _ranked(auction: int, best: list[list[Any]]) -> pd.DataFrame:
 
 
 def _q19_processor(events: DataFrame, folder: Path) -> DataFrame:
-    from pyspark.sql.streaming import StatefulProcessor
+    from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 
     class BestBids(StatefulProcessor):
         """The same as `best_bids`."""

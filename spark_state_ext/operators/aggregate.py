@@ -13,12 +13,12 @@ import pyarrow as pa
 from arrow_schemas.columns import flat
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.errors import StateValueError
-from spark_state_ext.operators.arrays import Segments, bools
+from spark_state_ext.operators.arrays import Segments, bools, interleaved
 from spark_state_ext.operators.deadlines import due_ms, key_times_us, passed
 from spark_state_ext.operators.functions import Buffers, Kernel, OverflowAt
 from spark_state_ext.state_batch import StateBatch
 
-__all__ = ["Aggregates", "Aggregation", "Bound"]
+__all__ = ["Aggregates", "Aggregation", "Bound", "PartialAggregation"]
 
 # Names the key at a position, for an error.
 KeyAt = Callable[[int], object]
@@ -86,6 +86,29 @@ class Aggregates:
                 merged += bound.kernel.merge(left[at], right[at])
         return merged
 
+    def combine(self, buffers: Buffers, segments: Segments, key_at: KeyAt) -> Buffers:
+        """Buffers of segments of adjacent buffers, merged from left to right by pairs, and these by pairs, …"""
+        owners = segments.ids
+        while not segments.single:
+            places = np.arange(segments.rows) - segments.starts[segments.ids]
+            left = np.flatnonzero((places % 2 == 0) & (places + 1 < segments.sizes[segments.ids]))
+            at, behind = pa.array(left), pa.array(left + 1)
+            mine = owners[left]
+            merged = self.merge(
+                [column.take(at) for column in buffers],
+                [column.take(behind) for column in buffers],
+                lambda position, mine=mine: key_at(int(mine[position])),  # type: ignore[misc]  # bound in this round
+            )
+            # Every other row stays, merged where another was behind it.
+            index = np.flatnonzero(places % 2 == 0)
+            source = index.copy()
+            source[np.searchsorted(index, left)] = segments.rows + np.arange(len(left))
+            buffers = interleaved(buffers, merged, source)
+            owners = owners[index]
+            sizes = (segments.sizes + 1) // 2
+            segments = Segments(np.cumsum(sizes) - sizes, len(index))
+        return buffers
+
     def finish(self, buffers: Buffers) -> list[pa.Array]:
         """Results, in the order of `names`."""
         with np.errstate(all="ignore"):
@@ -101,6 +124,44 @@ class Aggregates:
 
 
 @dataclass(frozen=True)
+class PartialAggregation:
+    """What an aggregation does before the shuffle: rows become buffers, one for each key of a task's rows.
+
+    Parameters
+    ----------
+    aggregates
+        The functions.
+    keys
+        Names of the key columns.
+    """
+
+    aggregates: Aggregates
+    keys: tuple[str, ...]
+
+    @property
+    def buffer_names(self) -> list[str]:
+        """Names of the buffers' columns; no key is called so."""
+        return buffer_names(self.aggregates)
+
+    def __call__(self, rows: pa.Table, starts: IndexArray) -> tuple[pa.Table, IndexArray]:
+        """Keys and buffers, a row a key."""
+        segments = Segments(starts, rows.num_rows)
+        keys = rows.select(list(self.keys))
+
+        def key_at(position: int) -> object:
+            return keys.slice(int(starts[position]), 1).to_pylist()[0]
+
+        buffers = self.aggregates.reduce(rows, segments, key_at)
+        firsts = keys if segments.single else keys.take(pa.array(starts))
+        return pa.table([*firsts.columns, *buffers], names=[*self.keys, *self.buffer_names]), np.arange(len(starts))
+
+
+def buffer_names(aggregates: Aggregates) -> list[str]:
+    """Names of the columns that buffers come in."""
+    return [f"__buffer{at}" for at in range(len(aggregates.state_names))]
+
+
+@dataclass(frozen=True)
 class Aggregation:
     """The vectorised function of an aggregation.
 
@@ -113,11 +174,14 @@ class Aggregation:
         watermark has passed them. None: there is none, and nothing is removed.
     append
         Whether a group is given when it is removed, and not with every batch that has rows for it.
+    partial
+        Whether the rows are what a `PartialAggregation` made of the input's.
     """
 
     aggregates: Aggregates
     event_time: str | None = None
     append: bool = False
+    partial: bool = False
 
     def __call__(self, batch: StateBatch) -> pa.Table | None:
         """New totals of the keys with rows, or final ones."""
@@ -154,7 +218,11 @@ class Aggregation:
         def key_at(position: int) -> object:
             return batch.keys.slice(position, 1).to_pylist()[0]
 
-        found = self.aggregates.reduce(batch.rows, segments, key_at)
+        if self.partial:
+            buffers = [flat(batch.rows.column(name)) for name in buffer_names(self.aggregates)]
+            found = self.aggregates.combine(buffers, segments, key_at)
+        else:
+            found = self.aggregates.reduce(batch.rows, segments, key_at)
         if not batch.exists.true_count:
             return found
         return self.aggregates.merge([column.slice(0, fresh) for column in self._state(batch)], found, key_at)

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from arrow_schemas.columns import flat
 from arrow_schemas.equality import BoolArray, IndexArray
-from spark_state_ext.operators.arrays import before, numbers, order_within, sort_codes
+from spark_state_ext.operators.arrays import Segments, before, numbers, order_within, sort_codes
 from spark_state_ext.state_batch import StateBatch
 
 __all__ = ["TOP", "TopK"]
@@ -68,6 +68,18 @@ class TopK:
         columns = self._columns(batch, held, entries)
         self._update(batch, columns, changed, keys)
         return self._given(batch, held, columns, entries, keys, ranks)
+
+    def thin(self, rows: pa.Table, starts: IndexArray) -> tuple[pa.Table, IndexArray]:
+        """Before the shuffle: of each key's rows the best, in the order in which they came."""
+        if len(starts) == rows.num_rows:
+            return rows, np.arange(len(starts))
+        keys = Segments(starts, rows.num_rows).ids
+        codes: list[IndexArray] = []
+        for name, descending in self.order:
+            codes += sort_codes(flat(rows.column(name)), descending)
+        order = order_within(keys, codes)
+        best = np.sort(order[_ranks(keys) <= self.k])
+        return rows.take(pa.array(best)), keys[best]
 
     # -- inside ------------------------------------------------------------------------------------
 

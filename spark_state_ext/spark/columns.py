@@ -41,7 +41,7 @@ def resolve_keys(
     extra: list[KeyLike] = []
     for key, resolved in zip(keys, selected.fields, strict=True):
         # An expression may be named like a column, so only a bare name is taken for that column.
-        bare = key if isinstance(key, str) else _bare_name(key)
+        bare = _unquoted(key) if isinstance(key, str) else _bare_name(key)
         if bare == resolved.name and input_type.names.count(bare) == 1:
             positions.append(input_type.names.index(bare))
         else:
@@ -49,6 +49,12 @@ def resolve_keys(
             extra.append(key)
     fields = [StructField(f.name, f.dataType, f.nullable, _without_watermark(f.metadata)) for f in selected.fields]
     return StructType(fields), tuple(positions), extra
+
+
+def _unquoted(name: str) -> str:
+    """A name that may be in backticks."""
+    match = re.fullmatch(r"`((?:[^`]|``)+)`", name)
+    return match[1].replace("``", "`") if match else name
 
 
 def _bare_name(column: Column) -> str | None:

@@ -30,11 +30,13 @@ from pyspark.sql.types import (
 from arrow_schemas.spark_types import state_fields
 from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
 from spark_state_ext.operators.agg import Aggregate, kernel_of
-from spark_state_ext.operators.aggregate import Aggregates, Aggregation, Bound
+from spark_state_ext.operators.aggregate import Aggregates, Aggregation, Bound, PartialAggregation
 from spark_state_ext.operators.deduplicate import EXPIRES_US, Deduplication
 from spark_state_ext.operators.sessionize import END, SESSION_WINDOW, SESSIONS, START, Sessions
 from spark_state_ext.operators.top_k import TOP, TopK
 from spark_state_ext.spark.columns import WATERMARK_KEY, KeyLike, event_time_of, resolve_keys
+from spark_state_ext.spark.combine import Combining
+from spark_state_ext.spark.job import ARROW
 from spark_state_ext.spark.plan import ArrowState
 
 if TYPE_CHECKING:
@@ -117,10 +119,17 @@ def aggregate(
             "aggregate in append mode gives a group when the watermark has passed it, and no key has a watermark: call "
             "withWatermark, and group by that column or a window of it, or use output_mode='update'"
         )
-    function = Aggregation(Aggregates(bound), names[found[0]] if found else None, output_mode == "append")
+    partial = PartialAggregation(Aggregates(bound), tuple(names))
+    # For the time to live each row's time counts.
+    combining = None if lives_by is not None else _partially(partial, key_fields, state_type)
+    function = Aggregation(
+        partial.aggregates, names[found[0]] if found else None, output_mode == "append", combining is not None
+    )
     output = StructType([*(_plain(field) for field in key_fields), *_results(bound, narrow.schema)])
     timeout = _EVENT_TIME if found else _NO_TIMEOUT
-    return state.apply_in_arrow_with_state(narrow, _quoted(names), function, output, state_type, output_mode, timeout)
+    return state.planned(
+        ARROW, narrow, _quoted(names), function, output, state_type, output_mode, timeout, "aggregate", combining
+    )
 
 
 def deduplicate(
@@ -347,9 +356,27 @@ def top_k(
     rows = StructType([StructField(field.name, field.dataType) for field in kept])
     output_type = StructType([*output, StructField(rank, IntegerType())])
     state_type = StructType([StructField(TOP, ArrayType(rows))])
-    return state.apply_in_arrow_with_state(
-        wide, _quoted(key_type.names), function, output_type, state_type, "update", _NO_TIMEOUT
+    return state.planned(
+        ARROW,
+        wide,
+        _quoted(key_type.names),
+        function,
+        output_type,
+        state_type,
+        "update",
+        _NO_TIMEOUT,
+        "top_k",
+        # Under a time to live by event time each row's time counts.
+        None if state.ttl is not None else Combining(function.thin, wide.schema),
     )
+
+
+def _partially(partial: PartialAggregation, keys: Sequence[StructField], buffers: StructType) -> Combining:
+    """Aggregate a task's rows before the shuffle: their columns are then keys and buffers."""
+    columns = [
+        StructField(name, field.dataType) for name, field in zip(partial.buffer_names, buffers.fields, strict=True)
+    ]
+    return Combining(partial, StructType([*keys, *columns]))
 
 
 # -- inside --------------------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ from pyspark import TaskContext
 from arrow_schemas.columns import event_times_us
 from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.labels import bucket_label
+from arrow_schemas.row import RowSchema
+from arrow_schemas.spark_types import key_fields
+from spark_state_ext.spark.combine import Combiner, combined
 from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.payload import HASH_COLUMN, HEARTBEAT, encode, payload_bytes_max, spill_folder, spilled
 from spark_state_ext.spark.task import TaskInfo, operator_folder, scratch_folder
@@ -52,7 +55,9 @@ def inline_share(partition: int) -> int:
     return int(_BUCKET_INLINE_BYTES_MAX / (2.11 * n * math.log(n) ** 2))
 
 
-def pack(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def pack(
+    plain: dict[str, Any], batches: Iterable[pa.RecordBatch], combiner: Combiner | None = None
+) -> Iterator[pa.RecordBatch]:
     """Body of the `mapInArrow` stage.
 
     Parameters
@@ -61,12 +66,14 @@ def pack(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
         `Job.to_plain`.
     batches
         Input rows: the packed columns and then the hash.
+    combiner
+        Makes rows fewer before they are packed; None: they stay as they are.
     """
     job = Job.from_plain(plain)
     task = TaskInfo.current(job)
     context = TaskContext.get()
     partition = context.partitionId() if context is not None else 0
-    packer = _Packer(job, task, inline_share(partition))
+    packer = _Packer(job, task, inline_share(partition), combiner)
     if context is not None and partition == 0:
         # Every bucket is called in every batch with data: to restore, to time out, to be cleaned up.
         labels = [bucket_label(bucket) for bucket in range(job.buckets)]
@@ -89,8 +96,10 @@ def pack(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
 
 
 class _Packer:
-    def __init__(self, job: Job, task: TaskInfo, bucket_bytes_max: int) -> None:
+    def __init__(self, job: Job, task: TaskInfo, bucket_bytes_max: int, combiner: Combiner | None) -> None:
         self._job = job
+        self._combiner = combiner
+        self._schema = RowSchema(key_fields(job.key_schema), ())
         self._task = task
         self._labels = pa.array([bucket_label(bucket) for bucket in range(job.buckets)], pa.int32())
         self._target_bytes = payload_bytes_max(job.frame_rows_max)
@@ -100,6 +109,8 @@ class _Packer:
         self._spill: _SpillFile | None = None
 
     def packed(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
+        if self._combiner is not None:
+            table = combined(table, self._combiner, self._schema)
         hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
         buckets = buckets_of(hashes, self._job.buckets)
         order = np.argsort(buckets, kind="stable")

@@ -29,6 +29,7 @@ from spark_state_ext.spark.columns import (
     resolve_keys,
     struct_of,
 )
+from spark_state_ext.spark.combine import Combiner, Combining
 from spark_state_ext.spark.job import ARROW, PANDAS, ROWS, Job
 from spark_state_ext.spark.output import OUTPUT_SCHEMA
 from spark_state_ext.spark.payload import PAYLOAD_SCHEMA
@@ -228,7 +229,7 @@ class ArrowState:
         UsageError
             When an argument cannot work.
         """
-        return self._planned(
+        return self.planned(
             PANDAS, df, keys, func, outputStructType, stateStructType, outputMode, timeoutConf, "applyInPandasWithState"
         )
 
@@ -272,7 +273,7 @@ class ArrowState:
         UsageError
             When an argument cannot work.
         """
-        return self._planned(
+        return self.planned(
             ARROW, df, keys, func, output_schema, state_schema, output_mode, timeout_conf, "apply_in_arrow_with_state"
         )
 
@@ -303,11 +304,11 @@ class ArrowState:
         UnsupportedTypeError, UnsupportedPlanError, UsageError
             As for `apply_in_arrow_with_state`.
         """
-        return self._planned(
+        return self.planned(
             ROWS, df, keys, func, output_schema, state_schema, output_mode, timeout_conf, "apply_rows_with_state"
         )
 
-    def _planned(
+    def planned(
         self,
         api: str,
         df: DataFrame,
@@ -318,7 +319,21 @@ class ArrowState:
         output_mode: str,
         timeout_conf: str,
         name: str,
+        combining: Combining | None = None,
     ) -> DataFrame:
+        """Plan an operator: for the methods above, and for the operators built on them.
+
+        Parameters
+        ----------
+        api
+            How `func` is called: `PANDAS`, `ROWS` or `ARROW`.
+        df, keys, func, output, state, output_mode, timeout_conf
+            As for `apply_in_arrow_with_state`.
+        name
+            What the user called, for errors.
+        combining
+            What makes rows fewer before the shuffle; `func` gets what it gives.
+        """
         if not df.isStreaming:
             raise UnsupportedPlanError(
                 f"{name} is not supported with a batch DataFrame: state lives from micro-batch to "
@@ -347,13 +362,24 @@ class ArrowState:
         event_time = event_time_of(input_type)
         if self.ttl is not None and self.ttl.clock == "event" and event_time is None:
             raise UnsupportedPlanError("a Ttl with clock='event' needs an input with a watermark: call withWatermark")
+        hashed = packable(df, input_type, key_type, positions, extra_keys)
+        combiner, given_type = None, input_type
+        if combining is not None:
+            # What is packed is what the combiner makes of the rows; its columns begin with the keys.
+            assert not extra_keys, "operators select their keys"
+            combiner = Combiner(combining.function, tuple(input_type.names), positions)
+            given_type = combining.row_type
+            names = [input_type.names[at] for at in positions]
+            positions = tuple(given_type.names.index(name) for name in names)
+            if event_time is not None:
+                event_time = given_type.names.index(input_type.names[event_time[0]]), event_time[1]
         job = Job(
             operator=self.operator,
             root=self.root,
             buckets=self.buckets,
             key_schema=key_type.json(),
             state_schema=state_type.json(),
-            columns=tuple(input_type.names),
+            columns=tuple(given_type.names),
             key_positions=positions,
             timeout_conf=timeout_conf,
             event_time_position=-1 if event_time is None else event_time[0],
@@ -375,12 +401,12 @@ class ArrowState:
             pointer_read=self.pointer_read,
             clean_up=self.clean_up,
             api=api,
-            input_schema=input_type.json(),
+            input_schema=given_type.json(),
             output_schema=output_type.json(),
             ttl=self.ttl,
             storage_options=self.storage_options,
         ).to_plain()
-        packed = packable(df, input_type, key_type, positions, extra_keys).mapInArrow(pack_entry(job), PAYLOAD_SCHEMA)
+        packed = hashed.mapInArrow(pack_entry(job, combiner), PAYLOAD_SCHEMA)
         if event_time is not None:
             packed = packed.withMetadata("event_time", {WATERMARK_KEY: event_time[1]})
         given = output if api == PANDAS else OUTPUT_SCHEMA

@@ -12,12 +12,12 @@ from typing import Any
 __all__ = ["bucket_entry", "pack_entry", "unpack_entry"]
 
 
-def pack_entry(plain: dict[str, Any]) -> Callable[[Any], Any]:
+def pack_entry(plain: dict[str, Any], combiner: Any = None) -> Callable[[Any], Any]:
     """Function for `mapInArrow`."""
     load = _loader()
 
     def pack_rows(batches: Any) -> Any:
-        return load("spark_state_ext.spark.pack").pack(plain, batches)
+        return load("spark_state_ext.spark.pack").pack(plain, batches, combiner)
 
     return pack_rows
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from spark_state_ext.spark.combine import Combine
 from spark_state_ext.state_batch import NO_TIMEOUT, StateBatch
 
 __all__ = ["MemoryBucket", "plain", "us"]
@@ -37,6 +38,8 @@ class MemoryBucket:
         Fields of keys and state; keys are columns of the input.
     event_time
         Column with the event time: late rows are dropped by it, a window's by its end. None: there are no timeouts.
+    combine
+        What the operator does before the shuffle, and by how many tasks; None: nothing.
     """
 
     def __init__(
@@ -45,26 +48,24 @@ class MemoryBucket:
         keys: Sequence[Any],
         state: Sequence[Any],
         event_time: str | None = None,
+        combine: tuple[Combine, int] | None = None,
     ) -> None:
         self.function = function
         self.keys = pa.schema(list(keys))
         self.state = pa.schema(list(state))
         self.event_time = event_time
+        self.combine = combine
         self.watermark_ms = 0
         self.stored: dict[Any, tuple[dict[str, Any], dict[str, Any] | None, int]] = {}
 
     def step(self, rows: Any, watermark_ms: int = 0) -> list[dict[str, Any]]:
         """A batch; returns the output's rows. The watermark is the batch's own, and that of the one before says what is late."""
         late_ms, self.watermark_ms = self.watermark_ms, watermark_ms
+        if self.combine is not None:
+            rows = self._combined(rows, *self.combine)
         if self.event_time is not None:
             rows = self._on_time(rows, late_ms)
-        groups: dict[Any, list[int]] = {}
-        found: dict[Any, dict[str, Any]] = {}
-        names = self.keys.names
-        for at, row in enumerate(rows.select(names).to_pylist()):
-            key = tuple(plain(row[name]) for name in names)
-            groups.setdefault(key, []).append(at)
-            found.setdefault(key, row)
+        groups, found = self._grouped(rows)
         due = [
             key
             for key, (_, _, timeout) in self.stored.items()
@@ -92,6 +93,32 @@ class MemoryBucket:
         return [] if given is None else given.to_pylist()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _grouped(self, rows: Any) -> tuple[dict[Any, list[int]], dict[Any, dict[str, Any]]]:
+        """Where each key's rows are, and the key as its first row has it."""
+        groups: dict[Any, list[int]] = {}
+        found: dict[Any, dict[str, Any]] = {}
+        names = self.keys.names
+        for at, row in enumerate(rows.select(names).to_pylist()):
+            key = tuple(plain(row[name]) for name in names)
+            groups.setdefault(key, []).append(at)
+            found.setdefault(key, row)
+        return groups, found
+
+    def _combined(self, rows: Any, combine: Combine, tasks: int) -> Any:
+        """Each task has a piece of the rows; every other one finds it not worth the while to look for equal keys."""
+        step, pieces = max(1, -(-rows.num_rows // tasks)), []
+        for task, start in enumerate(range(0, max(1, rows.num_rows), step)):
+            piece = rows.slice(start, step)
+            places = list(self._grouped(piece)[0].values()) if task % 2 == 0 else [[at] for at in range(len(piece))]
+            order = np.array([at for mine in places for at in mine], dtype=np.int64)
+            starts = np.cumsum([0, *map(len, places)])[:-1].astype(np.int64)
+            given, positions = pickle.loads(pickle.dumps(combine))(piece.take(pa.array(order)), starts)
+            keys = [tuple(plain(row[name]) for name in self.keys.names) for row in given.to_pylist()]
+            wanted = [tuple(plain(row[name]) for name in self.keys.names) for row in piece.to_pylist()]
+            assert keys == [wanted[places[at][0]] for at in positions.tolist()], "positions are those of the rows' keys"
+            pieces.append(given)
+        return pa.concat_tables(pieces)
 
     def _on_time(self, rows: Any, late_ms: int) -> Any:
         times = rows.column(self.event_time).to_pylist()

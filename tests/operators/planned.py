@@ -10,7 +10,7 @@ import pyarrow as pa
 from memory_bucket import MemoryBucket
 
 from spark_state_ext.operators.agg import Aggregate, kernel_of
-from spark_state_ext.operators.aggregate import Aggregates, Aggregation, Bound
+from spark_state_ext.operators.aggregate import Aggregates, Aggregation, Bound, PartialAggregation
 from spark_state_ext.operators.deduplicate import EXPIRES_US, Deduplication
 from spark_state_ext.operators.sessionize import END, SESSIONS, START, Sessions
 from spark_state_ext.operators.top_k import TOP, TopK
@@ -55,11 +55,14 @@ def aggregation(
     aggregates: Mapping[str, Aggregate],
     event_time: str | None = None,
     append: bool = False,
+    tasks: int = 0,
 ) -> MemoryBucket:
-    """A bucket of an aggregation."""
+    """A bucket of an aggregation, with so many tasks that aggregate their rows first, if any."""
     found = aggregates_of(schema, aggregates)
     key_fields = [schema.field(key) for key in keys]
-    return MemoryBucket(Aggregation(found, event_time, append), key_fields, state_of(found), event_time)
+    function = Aggregation(found, event_time, append, partial=tasks > 0)
+    combine = (PartialAggregation(found, tuple(keys)), tasks) if tasks else None
+    return MemoryBucket(function, key_fields, state_of(found), event_time, combine)
 
 
 def deduplication(
@@ -84,10 +87,16 @@ def sessions(
 
 
 def top(
-    schema: Any, keys: Sequence[str], k: int, order: Sequence[tuple[str, bool]], changed_only: bool
+    schema: Any, keys: Sequence[str], k: int, order: Sequence[tuple[str, bool]], changed_only: bool, tasks: int = 0
 ) -> MemoryBucket:
-    """A bucket of a top k."""
+    """A bucket of a top k, with so many tasks that leave out rows first, if any."""
     kept = [name for name in schema.names if name not in keys]
     function = TopK(k, tuple(order), tuple(kept), tuple(schema.names), "rank", changed_only)
     kind = pa.list_(pa.struct([schema.field(name) for name in kept]))
-    return MemoryBucket(function, [schema.field(key) for key in keys], [pa.field(TOP, kind)])
+    return MemoryBucket(
+        function,
+        [schema.field(key) for key in keys],
+        [pa.field(TOP, kind)],
+        None,
+        (function.thin, tasks) if tasks else None,
+    )

@@ -74,6 +74,8 @@ ROWS = st.fixed_dictionaries(
         },
     }
 )
+# Tasks that aggregate their rows before the shuffle; none: that is not done.
+TASKS = st.sampled_from([0, 1, 2, 5])
 BATCHES = st.lists(st.lists(ROWS, max_size=12), min_size=1, max_size=4)
 
 
@@ -161,9 +163,9 @@ def same(mine: Any, wanted: Any) -> bool:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(BATCHES)
-def test_all_functions_of_all_types(batches: list[list[dict[str, Any]]]) -> None:
-    bucket = aggregation(SCHEMA, ["key"], ALL)
+@given(BATCHES, TASKS)
+def test_all_functions_of_all_types(batches: list[list[dict[str, Any]]], tasks: int) -> None:
+    bucket = aggregation(SCHEMA, ["key"], ALL, tasks=tasks)
     seen: dict[Any, list[dict[str, Any]]] = {}
     for batch in batches:
         # As Arrow holds them, which has no more digits for a float.
@@ -204,11 +206,13 @@ STEPS = st.lists(
 
 
 @settings(max_examples=100, deadline=None)
-@given(STEPS, st.booleans(), st.booleans())
-def test_groups_leave_with_the_watermark(steps: list[tuple[list[Any], int]], append: bool, windows: bool) -> None:
+@given(STEPS, st.booleans(), st.booleans(), TASKS)
+def test_groups_leave_with_the_watermark(
+    steps: list[tuple[list[Any], int]], append: bool, windows: bool, tasks: int
+) -> None:
     """As Spark has it: late is what the last watermark has reached, and what this one has reached leaves."""
     schema = TIMED if not windows else TIMED.set(0, pa.field("at", WINDOW))
-    bucket = aggregation(schema, ["at", "key"], {"n": Agg.count(), "total": Agg.sum("value")}, "at", append)
+    bucket = aggregation(schema, ["at", "key"], {"n": Agg.count(), "total": Agg.sum("value")}, "at", append, tasks)
     state: dict[Any, list[Any]] = {}
     watermark = 0
     for rows, by in [*steps, ([], 60)]:

@@ -37,12 +37,12 @@ def rank_of(value: Any) -> Any:
 
 
 @settings(max_examples=120, deadline=None)
-@given(BATCHES, st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+@given(BATCHES, st.integers(1, 4), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 1, 2, 5]))
 def test_row_numbers_over_all_input(
-    batches: list[list[Any]], k: int, down: bool, down_text: bool, changed_only: bool
+    batches: list[list[Any]], k: int, down: bool, down_text: bool, changed_only: bool, tasks: int
 ) -> None:
     order = [("value", down), ("text", down_text)]
-    bucket = top(SCHEMA, ["key"], k, order, changed_only)
+    bucket = top(SCHEMA, ["key"], k, order, changed_only, tasks)
     seen: dict[Any, list[Any]] = {}
     written: dict[Any, Any] = {}
     number = 0

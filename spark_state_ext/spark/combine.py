@@ -1,0 +1,100 @@
+"""Combining: rows of a task are made fewer before the shuffle, where an operator can. Runs in the packing stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql.types import StructType
+
+from arrow_schemas.columns import flat
+from arrow_schemas.equality import HashArray, IndexArray, group_by_key
+from arrow_schemas.row import RowSchema
+from arrow_schemas.spark_types import normal_type
+from spark_state_ext.spark.payload import HASH_COLUMN
+
+__all__ = ["Combine", "Combiner", "Combining", "combined"]
+
+# Rows adjacent by key and where each key begins → fewer rows, and for each its key's position, ascending.
+Combine = Callable[[pa.Table, IndexArray], tuple[pa.Table, IndexArray]]
+
+# What is looked at to tell whether it is worth the while, and how many distinct keys it may have for that.
+_SAMPLE_ROWS = 65_536
+_DISTINCT_SHARE_MAX = 0.5
+
+
+@dataclass(frozen=True)
+class Combining:
+    """What an operator asks for.
+
+    Parameters
+    ----------
+    function
+        As of `Combiner`.
+    row_type
+        The columns that it gives, the keys among them under their own names.
+    """
+
+    function: Combine
+    row_type: StructType
+
+
+@dataclass(frozen=True)
+class Combiner:
+    """An operator's way to have fewer rows.
+
+    Parameters
+    ----------
+    function
+        It may get each row as a key of its own: then only their form changes.
+    columns
+        Names of the columns that it gets.
+    key_positions
+        Which of them are keys.
+    """
+
+    function: Combine
+    columns: tuple[str, ...]
+    key_positions: tuple[int, ...]
+
+
+def combined(table: pa.Table, combiner: Combiner, schema: RowSchema) -> pa.Table:
+    """Rows as they are packed, with their hash at the end, as fewer such rows.
+
+    Parameters
+    ----------
+    table
+        The combiner's columns, and the hash.
+    schema
+        Has the keys' types.
+    """
+    hashes: HashArray = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
+    rows = pa.table(
+        [_normal(table.column(at)) for at in range(len(combiner.columns))],
+        names=list(combiner.columns),
+    )
+    if _worth_while(hashes):
+        keys = schema.normalise_keys([flat(rows.column(at)) for at in combiner.key_positions])
+        order, starts = group_by_key(hashes, keys)
+        rows, hashes = rows.take(pa.array(order)), hashes[order[starts]]
+    else:
+        starts = np.arange(len(hashes))
+    found, positions = combiner.function(rows, starts)
+    names = [f"c{at}" for at in range(found.num_columns)]
+    return pa.table(
+        [*found.columns, pa.array(hashes[positions].view(np.int64))],
+        names=[*names, HASH_COLUMN],
+    )
+
+
+def _worth_while(hashes: HashArray) -> bool:
+    sample = hashes[:_SAMPLE_ROWS]
+    return len(np.unique(sample)) <= _DISTINCT_SHARE_MAX * len(sample)
+
+
+def _normal(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """As functions get it: only the zone of timestamps is relabelled."""
+    kind = normal_type(column.type)
+    return column if kind == column.type else column.cast(kind)
