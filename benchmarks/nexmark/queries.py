@@ -206,7 +206,7 @@ def _q7_ours(events: DataFrame, folder: Path) -> DataFrame:
 
 
 def bids_that_count(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Before the shuffle: the bids with the highest price of each window, and the latest, which the watermark goes by."""
+    """Before the shuffle: each window's bids with the highest price, and the latest, which the watermark goes by."""
     for batch in batches:
         if batch.num_rows:
             time, price = batch.column(0).cast(pa.int64()).to_numpy(), batch.column(1).to_numpy()
