@@ -67,7 +67,23 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     with session("vectorised", options.cores, options.memory, work, {_CHANGELOG: "true"}) as spark:
         for workload in {"small": [SMALL], "large": [LARGE], None: [SMALL, LARGE]}[options.only]:
             _workload(report, spark, workload, batches, options, work / workload.split()[0].replace(",", ""))
+    if options.only != "small" and not options.quick:
+        _against_bytewax(report, batches, options.seed, work)
     return report
+
+
+def _against_bytewax(report: Report, batches: int, seed: int, work: Path) -> None:
+    """The larger workload in Bytewax, with recovery on, in each way that is fastest for some function."""
+    from benchmarks.peers.compare import PROGRAMS, WORKLOADS, measure
+
+    events, keys = _SIZES[LARGE]
+    (workload,) = (one for one in WORKLOADS.values() if (one.events, one.keys) == (events, keys))
+    programs = [one for one in PROGRAMS if one.environment == "bytewax" and not one.slow]
+    medians = measure(report, workload, work / "bytewax", batches=batches, programs=programs, seed=seed)
+    if medians:
+        fastest = min(medians, key=medians.__getitem__)
+        ours = statistics.median(report.timings[f"{LARGE}: {ROWS}: batch"])
+        report.bar(f"{LARGE}: {ROWS} against {fastest}", medians[fastest] / ours, "at least", 1.0, "times")
 
 
 def _workload(report: Report, spark: Any, workload: str, batches: int, options: argparse.Namespace, work: Path) -> None:

@@ -215,7 +215,7 @@ def measure(
     seed: int = 7,
     environments: Path = FOLDER,
     timeout_s: float = 1800.0,
-) -> None:
+) -> dict[str, float]:
     """Measure programs on one workload, on the same files.
 
     Parameters
@@ -237,6 +237,11 @@ def measure(
     timeout_s
         Seconds for one program at most.
 
+    Returns
+    -------
+    dict of str to float
+        Median seconds of a batch, by program; without those that were left out.
+
     Raises
     ------
     BenchmarkError
@@ -248,7 +253,7 @@ def measure(
     )
     right = expected(frames)
     del frames
-    medians = {}
+    medians: dict[str, float] = {}
     for program in programs:
         name = f"{program.name}: {workload.name}"
         try:
@@ -265,6 +270,7 @@ def measure(
         if _BASE in medians and name != _BASE:
             report.ratio(f"{name} / {_BASE}: {workload.name}", median / medians[_BASE])
     shutil.rmtree(work / "batches")
+    return medians
 
 
 def _measured(
