@@ -89,6 +89,10 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "async_commit": lambda: _table("async_commit"),
     "big_bucket": lambda: _table("big_bucket"),
     "restore": lambda: _table("restore"),
+    "vectorised": lambda: _table("vectorised"),
+    "nexmark": lambda: _table("nexmark"),
+    "growth": lambda: _table("growth"),
+    "peers": lambda: _table("peers"),
 }
 
 

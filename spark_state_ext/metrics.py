@@ -49,7 +49,8 @@ class CallMetrics:
     ended_ms
         When the call was over: wall-clock time, milliseconds since 1970.
     rows, keys, timeouts
-        Input rows, distinct keys among them, and keys that were called because their time was up.
+        Input rows, distinct keys among them, and keys that were called because their time was up. (For an operator that
+        makes rows fewer before the shuffle: those that are left.)
     changed_rows
         Rows of the delta; 0 when nothing changed.
     state_rows

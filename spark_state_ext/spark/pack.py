@@ -99,7 +99,6 @@ class _Packer:
     def __init__(self, job: Job, task: TaskInfo, bucket_bytes_max: int, combiner: Combiner | None) -> None:
         self._job = job
         self._combiner = combiner
-        self._schema = RowSchema(key_fields(job.key_schema), ())
         self._task = task
         self._labels = pa.array([bucket_label(bucket) for bucket in range(job.buckets)], pa.int32())
         self._target_bytes = payload_bytes_max(job.frame_rows_max)
@@ -110,7 +109,7 @@ class _Packer:
 
     def packed(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
         if self._combiner is not None:
-            table = combined(table, self._combiner, self._schema)
+            table = combined(table, self._combiner, RowSchema(key_fields(self._job.key_schema), ()))
         hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
         buckets = buckets_of(hashes, self._job.buckets)
         order = np.argsort(buckets, kind="stable")

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from jobs import CLASSIC, SPARK, configured, ddl
+from jobs import CLASSIC, SPARK, configured, ddl, eventually
 from pyspark.sql import functions as F
 from streams import finish, read, write_batches
 
 from spark_state_ext import Agg, ArrowState, Ttl, aggregate, deduplicate, sessionize, top_k
 from spark_state_ext.errors import StateError, UnsupportedPlanError, UnsupportedTypeError, UsageError
+from spark_state_ext.metrics import read as read_metrics
 
 pytestmark = [pytest.mark.spark]
 
@@ -127,6 +128,52 @@ def assert_as_spark(
         for mine, own in zip(rows, found[1][batch], strict=True):
             assert mine == own, f"batch {batch}"
     return found[0]
+
+
+# -- before the shuffle --------------------------------------------------------------------------------------
+
+
+def shuffled_rows(folder: Path) -> int:
+    """Rows that came to buckets so far."""
+    return sum(read_metrics(folder).column("rows").to_pylist())
+
+
+@CLASSIC
+def test_rows_become_fewer_before_the_shuffle_where_keys_repeat(session: Any, tmp_path: Path) -> None:
+    repeated = [events(*(("abcde"[i % 5], i / 100, (7 * i + batch) % 100) for i in range(1_000))) for batch in range(2)]
+    single = [events(*((f"{batch} {i}", i / 100, i) for i in range(300))) for batch in range(2)]
+    counted = {"n": Agg.count(), "total": Agg.sum("value"), "mean": Agg.mean("value"), "last": Agg.max("at")}
+    native = [F.count("*"), F.sum("value"), F.avg("value"), F.max("at")]
+    for name, batches, least, most in (("repeated", repeated, 10, 40), ("single", single, 600, 600)):
+        folder = tmp_path / name
+        folder.mkdir()
+        assert_as_spark(
+            session,
+            folder,
+            batches,
+            lambda df, own: aggregate(state(own), df, "key", counted),
+            lambda df: df.groupBy("key").agg(*native),
+            "update",
+        )
+        eventually(lambda own=folder / "ours" / "local": shuffled_rows(own) >= least)
+        assert shuffled_rows(folder / "ours" / "local") <= most
+    found = run(
+        session,
+        tmp_path,
+        repeated,
+        lambda df: top_k(state(tmp_path), df, "key", ["value", "at"], 2).select("key", "value", "rank"),
+        "update",
+    )
+    for batch, rows in found.items():
+        seen = pa.concat_tables(repeated[: batch + 1]).to_pylist()
+        wanted = [
+            (key, value, rank)
+            for key in "abcde"
+            for rank, value in enumerate(sorted((r["value"] for r in seen if r["key"] == key), reverse=True)[:2], 1)
+        ]
+        assert set(rows) <= set(wanted)
+        assert batch > 0 or rows == wanted
+    assert shuffled_rows(tmp_path / "local") <= 2 * 2 * 10
 
 
 # -- aggregate -----------------------------------------------------------------------------------------------
