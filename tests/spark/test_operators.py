@@ -138,6 +138,10 @@ def shuffled_rows(folder: Path) -> int:
     return sum(read_metrics(folder).column("rows").to_pylist())
 
 
+def shuffled_at_least(folder: Path, rows: int) -> bool:
+    return shuffled_rows(folder) >= rows
+
+
 @CLASSIC
 def test_rows_become_fewer_before_the_shuffle_where_keys_repeat(session: Any, tmp_path: Path) -> None:
     repeated = [events(*(("abcde"[i % 5], i / 100, (7 * i + batch) % 100) for i in range(1_000))) for batch in range(2)]
@@ -155,7 +159,7 @@ def test_rows_become_fewer_before_the_shuffle_where_keys_repeat(session: Any, tm
             lambda df: df.groupBy("key").agg(*native),
             "update",
         )
-        eventually(lambda own=folder / "ours" / "local": shuffled_rows(own) >= least)
+        eventually(functools.partial(shuffled_at_least, folder / "ours" / "local", least))
         assert shuffled_rows(folder / "ours" / "local") <= most
     found = run(
         session,
