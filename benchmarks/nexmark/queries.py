@@ -67,7 +67,7 @@ class Query:
         We give a key's rows only when they changed, and Spark whenever the key has input: after the first batch Spark's
         answer is compared for the keys in ours. Empty: all rows are compared.
     slow
-        Contenders that take minutes a batch: they get the first batches only.
+        Contenders that take minutes a batch: only asked for, and then with the first batches only.
     """
 
     name: str

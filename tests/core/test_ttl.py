@@ -128,7 +128,9 @@ def test_without_the_hidden_column_rows_pass_as_they_are() -> None:
         assert expiry.due(rows) is rows
         assert not expiry.over(rows).any()
         lookup = Lookup(np.array([1, -1]), rows)
-        assert expiry.found(lookup) is lookup
+        found = expiry.found(lookup)
+        assert found.rows is rows
+        assert found.index is lookup.index
         assert list(rows_of(expiry.live(rows))) == [1, 2]
 
 
