@@ -53,7 +53,7 @@ _WORKERS = "python"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line."""
-    parser.add_argument("--batches", type=int, default=5, metavar="N", help="batches; the first is a warm-up")
+    parser.add_argument("--batches", type=int, default=6, metavar="N", help="batches; the first is a warm-up")
     parser.add_argument("--events", type=int, default=100_000, metavar="N", help="events a batch")
     parser.add_argument("--keys", type=int, default=50_000, metavar="N", help="keys that events are drawn from")
     add_buckets(parser, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import pyarrow as pa
@@ -93,11 +93,10 @@ class Aggregates:
             places = np.arange(segments.rows) - segments.starts[segments.ids]
             left = np.flatnonzero((places % 2 == 0) & (places + 1 < segments.sizes[segments.ids]))
             at, behind = pa.array(left), pa.array(left + 1)
-            mine = owners[left]
             merged = self.merge(
                 [column.take(at) for column in buffers],
                 [column.take(behind) for column in buffers],
-                lambda position, mine=mine: key_at(int(mine[position])),  # type: ignore[misc]  # bound in this round
+                partial(_key_of, key_at, owners[left]),
             )
             # Every other row stays, merged where another was behind it.
             index = np.flatnonzero(places % 2 == 0)
@@ -248,6 +247,11 @@ def _rows(columns: Sequence[pa.Array], mask: BoolArray) -> Buffers:
         return list(columns)
     chosen = pa.array(mask)
     return [column.filter(chosen) for column in columns]
+
+
+def _key_of(key_at: KeyAt, owners: IndexArray, position: int) -> object:
+    """The key of what is merged at a position."""
+    return key_at(int(owners[position]))
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ __all__ = ["LocalStore"]
 
 _STORE_FORMAT = 2
 # Chunks of one write transaction; LMDB keeps a transaction's dirty pages in memory.
-_TRANSACTION_BYTES = 64 << 20
+_TRANSACTION_BYTES = 16 << 20
 # Chunks remembered as checked; beyond, all are checked anew.
 _CHECKED_MAX = 100_000
 # A writer that died left its chunks without a run; they are removed after this time.
