@@ -36,12 +36,14 @@ def _readme() -> str:
     vectorised = _result("vectorised")
     bars = {bar["name"]: bar["value"] for bar in keyed["bars"] + store["bars"]}
     times_as_fast = vectorised["ratios"]
+    # Measured in two benchmarks, which differ in what else runs in their sessions.
+    least, most = sorted((bars[_SPEED], times_as_fast[_UNCHANGED]))
     ratios, times = keyed["ratios"], store["medians_s"]
     entry_get = 1000 * times["one entry a key, in any order: get, 1 run"]
     entry_put = 1000 * times["one entry a key: put"]
     ours_get, ours_put = bars["get, 1 run"], bars["put"]
     rows = [
-        ("an unchanged keyed count, against Spark's operator", f"{bars[_SPEED]:.1f} times the rows per second"),
+        ("an unchanged keyed count, against Spark's operator", f"{least:.1f} to {most:.1f} times the rows per second"),
         ("the same function giving tuples", f"{times_as_fast[_TUPLES]:.0f} times"),
         ("the same over plain rows", f"{times_as_fast[_ROWS]:.0f} times"),
         ("the same over Arrow tables", f"{times_as_fast[_ARROW]:.0f} times"),
@@ -89,6 +91,7 @@ def _where(result: dict[str, Any]) -> str:
 
 _SMALL = "100,000 events, 50,000 keys"
 _TUPLES = f"{_SMALL}: pandas function, tuples out / the same on Spark's own state, rows per second"
+_UNCHANGED = f"{_SMALL}: pandas function, unchanged / the same on Spark's own state, rows per second"
 _ROWS = f"{_SMALL}: function over rows / the same on Spark's own state, rows per second"
 _ARROW = f"{_SMALL}: function over Arrow tables / the same on Spark's own state, rows per second"
 _JVM = "function over Arrow tables / Spark's own aggregation (JVM), rows per second"
@@ -108,7 +111,6 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "vectorised": lambda: _table("vectorised"),
     "nexmark": lambda: _table("nexmark"),
     "growth": lambda: _table("growth"),
-    "peers": lambda: _table("peers"),
 }
 
 
