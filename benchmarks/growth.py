@@ -164,6 +164,11 @@ def _measure(
         found.snapshot.append(bool(now - snapshots))
         snapshots = now
     found.written_bytes = processes.written_bytes(os.getpid()) - written
+    # Where the time goes: Spark's own parts of a batch, and processor time by program.
+    report.details[f"{name}: durationMs of each batch"] = stream.durations[-batches:]
+    parts = [parts for parts in stream.cpu_parts[-batches:] if parts]
+    for program in sorted({program for one in parts for program in one}):
+        report.timing(f"{name}: processor time of {program} a batch", [one.get(program, 0.0) for one in parts])
     chosen, tables = load.some(events)
     report.check(f"{name}: count and sum of {len(chosen)} keys are right", load.is_right(stream.kept(tables), chosen))
     print(f"{name}: median {statistics.median(found.seconds):.3f} s", file=sys.stderr, flush=True)
