@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +13,8 @@ from sample_job import ROWS
 
 from arrow_schemas.lineage import parse_file_name
 
-# Enough for files to be cleaned up. `SAMPLING_RESTARTS=50` is the long run.
-RESTARTS = int(os.environ.get("SAMPLING_RESTARTS", "24"))
-KILLS = RESTARTS // 2
+# Fewer than these and clean-up has not yet come round to all files of the first batches.
+RESTARTS, KILLS = 50, 25
 
 
 def _check_clean_up(root: Path) -> None:
