@@ -6,8 +6,9 @@ call. Its environment has the same durability as ours: none, as it is a cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import cast
 
 import lmdb
 import numpy as np
@@ -51,7 +52,7 @@ class EntryStore:
         with self._env.begin() as txn:
             get = txn.cursor().get
             # A key that is not there would be a TypeError here: None is no bytes.
-            found = b"".join([get(key) for key in _split(keys.astype(_KEY))])  # type: ignore[misc]  # see above
+            found = b"".join(cast("Iterable[bytes]", map(get, _split(keys.astype(_KEY)))))
         return np.frombuffer(found, dtype=VALUE)
 
     def close(self) -> None:

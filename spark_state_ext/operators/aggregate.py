@@ -65,6 +65,11 @@ class Aggregates:
         return [name for bound in self.bound for name in bound.state_names]
 
     @property
+    def buffer_names(self) -> list[str]:
+        """Names of the columns in which buffers come to the shuffle; no key is called so."""
+        return [f"__buffer{at}" for at in range(len(self.state_names))]
+
+    @property
     def names(self) -> list[str]:
         """Names of the results."""
         return [bound.name for bound in self.bound]
@@ -137,11 +142,6 @@ class PartialAggregation:
     aggregates: Aggregates
     keys: tuple[str, ...]
 
-    @property
-    def buffer_names(self) -> list[str]:
-        """Names of the buffers' columns; no key is called so."""
-        return buffer_names(self.aggregates)
-
     def __call__(self, rows: pa.Table, starts: IndexArray) -> tuple[pa.Table, IndexArray]:
         """Keys and buffers, a row a key."""
         segments = Segments(starts, rows.num_rows)
@@ -152,12 +152,9 @@ class PartialAggregation:
 
         buffers = self.aggregates.reduce(rows, segments, key_at)
         firsts = keys if segments.single else keys.take(pa.array(starts))
-        return pa.table([*firsts.columns, *buffers], names=[*self.keys, *self.buffer_names]), np.arange(len(starts))
-
-
-def buffer_names(aggregates: Aggregates) -> list[str]:
-    """Names of the columns that buffers come in."""
-    return [f"__buffer{at}" for at in range(len(aggregates.state_names))]
+        return pa.table([*firsts.columns, *buffers], names=[*self.keys, *self.aggregates.buffer_names]), np.arange(
+            len(starts)
+        )
 
 
 @dataclass(frozen=True)
@@ -218,7 +215,7 @@ class Aggregation:
             return batch.keys.slice(position, 1).to_pylist()[0]
 
         if self.partial:
-            buffers = [flat(batch.rows.column(name)) for name in buffer_names(self.aggregates)]
+            buffers = [flat(batch.rows.column(name)) for name in self.aggregates.buffer_names]
             found = self.aggregates.combine(buffers, segments, key_at)
         else:
             found = self.aggregates.reduce(batch.rows, segments, key_at)

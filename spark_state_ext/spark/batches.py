@@ -12,10 +12,9 @@ import pyarrow as pa
 from arrow_schemas.columns import flat
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray
 from arrow_schemas.row import DEFINED, RowSchema
-from arrow_schemas.spark_types import normal_type
 from arrow_schemas.tables import is_table
 from spark_state_ext.errors import StateError, UserFunctionError
-from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, note_place
+from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, normal_rows, note_place
 from spark_state_ext.spark.output import Outbox
 from spark_state_ext.state_batch import NO_TIMEOUT, REMOVED, UNCHANGED, StateBatch
 from spark_state_ext.store import Lookup
@@ -57,7 +56,7 @@ class BatchCaller:
         self, groups: Groups, found: Lookup, expired: pa.RecordBatch, context: CallContext, result: Result
     ) -> Iterator[pd.DataFrame]:
         """One call for the keys with rows and those that timed out; as `Caller.data`."""
-        rows = _normal(groups.rows, self._input.names)
+        rows = normal_rows(groups.rows, self._input.names)
         known = found.index >= 0
         state = _taken(self._schema.state_columns(found.rows), found.index, known)
         defined = np.zeros(groups.count, dtype=np.bool_)
@@ -184,15 +183,6 @@ def _tables(given: Any) -> Iterator[Any]:
             f"the function returned {type(given).__name__}: return a table, an iterable of tables, or None"
         ) from None
     yield from items
-
-
-def _normal(rows: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Input rows under the user's names and in stored types, which only relabels the zone of timestamps."""
-    columns = []
-    for column in rows.columns:
-        kind = normal_type(column.type)
-        columns.append(column if kind == column.type else column.cast(kind))
-    return pa.table(columns, names=list(names))
 
 
 def _taken(columns: Sequence[pa.Array], index: IndexArray, known: BoolArray) -> list[pa.Array]:

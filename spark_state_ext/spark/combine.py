@@ -12,7 +12,7 @@ from pyspark.sql.types import StructType
 from arrow_schemas.columns import flat
 from arrow_schemas.equality import HashArray, IndexArray, group_by_key
 from arrow_schemas.row import RowSchema
-from arrow_schemas.spark_types import normal_type
+from spark_state_ext.spark.groups import normal_rows
 from spark_state_ext.spark.payload import HASH_COLUMN
 
 __all__ = ["Combine", "Combiner", "Combining", "combined"]
@@ -71,10 +71,7 @@ def combined(table: pa.Table, combiner: Combiner, schema: RowSchema) -> pa.Table
         Has the keys' types.
     """
     hashes: HashArray = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
-    rows = pa.table(
-        [_normal(table.column(at)) for at in range(len(combiner.columns))],
-        names=list(combiner.columns),
-    )
+    rows = normal_rows(table.select(list(range(len(combiner.columns)))), combiner.columns)
     if _worth_while(hashes):
         keys = schema.normalise_keys([flat(rows.column(at)) for at in combiner.key_positions])
         order, starts = group_by_key(hashes, keys)
@@ -92,9 +89,3 @@ def combined(table: pa.Table, combiner: Combiner, schema: RowSchema) -> pa.Table
 def _worth_while(hashes: HashArray) -> bool:
     sample = hashes[:_SAMPLE_ROWS]
     return len(np.unique(sample)) <= _DISTINCT_SHARE_MAX * len(sample)
-
-
-def _normal(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """As functions get it: only the zone of timestamps is relabelled."""
-    kind = normal_type(column.type)
-    return column if kind == column.type else column.cast(kind)

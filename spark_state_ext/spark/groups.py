@@ -13,10 +13,11 @@ import pyarrow as pa
 from arrow_schemas.columns import flat
 from arrow_schemas.equality import HashArray, IndexArray, group_by_key
 from arrow_schemas.row import RowSchema
+from arrow_schemas.spark_types import normal_type
 from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import Lookup
 
-__all__ = ["CallContext", "Caller", "Changed", "Groups", "Result", "note_place"]
+__all__ = ["CallContext", "Caller", "Changed", "Groups", "Result", "normal_rows", "note_place"]
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,15 @@ class Caller(Protocol):
 
     def timeouts(self, expired: pa.RecordBatch, context: CallContext, result: Result) -> Iterator[pd.DataFrame]:
         """Call for keys whose time is up; yields what goes to Spark."""
+
+
+def normal_rows(rows: pa.Table, names: Sequence[str]) -> pa.Table:
+    """Input rows under the user's names and in stored types, which only relabels the zone of timestamps."""
+    columns = []
+    for column in rows.columns:
+        kind = normal_type(column.type)
+        columns.append(column if kind == column.type else column.cast(kind))
+    return pa.table(columns, names=list(names))
 
 
 def note_place(error: StateError, *where: object) -> None:

@@ -374,7 +374,8 @@ def top_k(
 def _partially(partial: PartialAggregation, keys: Sequence[StructField], buffers: StructType) -> Combining:
     """Aggregate a task's rows before the shuffle: their columns are then keys and buffers."""
     columns = [
-        StructField(name, field.dataType) for name, field in zip(partial.buffer_names, buffers.fields, strict=True)
+        StructField(name, field.dataType)
+        for name, field in zip(partial.aggregates.buffer_names, buffers.fields, strict=True)
     ]
     return Combining(partial, StructType([*keys, *columns]))
 
