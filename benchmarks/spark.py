@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,3 +104,12 @@ class Feed:
             pq.write_table(table, hidden / f"part-{i:05d}.parquet", compression="none")
         # Renaming the folder is atomic: the stream sees all files of the batch or none.
         hidden.rename(self._shown / name)
+
+    def clear(self) -> None:
+        """Take away all batches, which the stream has read.
+
+        It would list them again for every batch, with a job of its own as soon as there are more than 32 folders
+        (``spark.sql.sources.parallelPartitionDiscovery.threshold``): time that grows with the length of a benchmark.
+        """
+        for folder in self._shown.iterdir():
+            shutil.rmtree(folder)

@@ -125,6 +125,7 @@ class TimedStream:
     def _processed(self, tables: Sequence[pa.Table]) -> list[dict[str, Any]]:
         self._feed.add_tables(iter(tables))
         self._query.processAllAvailable()
+        self._feed.clear()
         # An idle query reports now and then too, without having run a batch.
         progress = [
             dict(p)
