@@ -31,6 +31,8 @@ __all__ = ["add_arguments", "run"]
 
 GROWTH_AT_MOST = 1.5
 _SETTLING_BATCHES = 10
+# Before the first size is measured the JVM has to be warm, or the sizes after it would seem the faster ones.
+_WARMING_BATCHES = 20
 ANONYMOUS_AT_MOST = 1.5
 _FILES = 2
 _LOAD_KEYS = 1_000_000
@@ -144,12 +146,13 @@ class _Measured:
 def _measure(
     report: Report, stream: TimedStream, load: _Load, name: str, keys: int, events: int, batches: int
 ) -> _Measured:
+    first = load.loaded == 0
     while load.loaded < keys:
         stream.process(load.more(keys))
     print(f"{name}: loaded, the last batch of the load took {stream.seconds[-1]:.2f} s", file=sys.stderr, flush=True)
     found = _Measured()
     # Merging what the load left, and its snapshots, are not this size's ordinary business; some batches let it settle.
-    for _ in range(_SETTLING_BATCHES):
+    for _ in range(_SETTLING_BATCHES + (_WARMING_BATCHES if first else 0)):
         stream.process(load.some(events)[1])
     snapshots = _snapshots(stream)
     written = processes.written_bytes(os.getpid())

@@ -24,6 +24,7 @@ from spark_state_ext.committer import Committer
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
 from spark_state_ext.lineage import Chain, counted, presuming_snapshot, snapshot_due, snapshot_overdue
 from spark_state_ext.loading import Loader
+from spark_state_ext.memory import MUCH_BYTES, give_back
 from spark_state_ext.restoring import Sources, restore_order
 from spark_state_ext.sealed import seal
 from spark_state_ext.spill import SpillBuffer
@@ -189,7 +190,9 @@ class Bucket:
         """Compact and prune. The new checkpoint is safe already, so no failure here may fail the batch."""
         try:
             try:
-                self._store.compact(committed)
+                merged = self._store.compact(committed)
+                if merged is not None and merged.size_bytes > MUCH_BYTES:
+                    give_back()
             finally:
                 # Also where there is no room to merge: this makes some.
                 self._store.prune(committed)
@@ -282,6 +285,8 @@ class Bucket:
             self.committer.send(header.ref, sealed, names)
         finally:
             sealed.let_go()
+            if view.size_bytes > MUCH_BYTES:
+                give_back()
 
     def _unpin(self, pin: str) -> None:
         try:

@@ -1,0 +1,62 @@
+"""Memory given back to the system."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from spark_state_ext import memory
+
+_GNU_MEMORY = """
+    import ctypes
+    from pathlib import Path
+
+    from spark_state_ext.memory import give_back
+
+    def anonymous_kib():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+    c = ctypes.CDLL(None)
+    c.malloc.restype = ctypes.c_void_p
+    c.free.argtypes = [ctypes.c_void_p]
+    pieces = [c.malloc(20_000) for _ in range(4_000)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 20_000)
+    # Every tenth stays: the free memory between them does not end the heap, and is kept by itself.
+    for at, piece in enumerate(pieces):
+        if at % 10:
+            c.free(piece)
+    before = anonymous_kib()
+    give_back()
+    print(before, anonymous_kib())
+"""
+
+
+def _has_gnu_memory() -> bool:
+    return sys.platform == "linux" and any("libc.so.6" in line for line in Path("/proc/self/maps").open())
+
+
+@pytest.mark.skipif(not _has_gnu_memory(), reason="only the GNU C library keeps memory so")
+def test_memory_between_what_is_in_use_is_given_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_GNU_MEMORY)], capture_output=True, text=True, check=True
+    )
+    before, after = map(int, done.stdout.split())
+    assert before - after > 40_000
+
+
+def test_a_c_library_that_cannot_trim_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: object) -> object:
+        raise OSError("no such library")
+
+    memory._trim.cache_clear()
+    monkeypatch.setattr("ctypes.CDLL", refuse)
+    try:
+        memory.give_back()
+    finally:
+        memory._trim.cache_clear()
