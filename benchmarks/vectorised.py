@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from benchmarks.streams import TimedStream
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["ARROW", "CHANGELOG", "NATIVE", "ROWS", "add_arguments", "plans", "run"]
 
 NATIVE, ARROW, BUILT_IN = "Spark's own aggregation (JVM)", "function over Arrow tables", "built-in aggregate"
 ROWS, TUPLES, FRAMES = "function over rows", "pandas function, tuples out", "pandas function, unchanged"
@@ -38,7 +38,7 @@ DROP_IN_AT_LEAST, TUPLES_AT_LEAST, ROWS_AT_LEAST = 4.3, 8.0, 20.0
 _FILES = 2
 # With --quick there is this part of the events and keys.
 _QUICK_PART = 5
-_CHANGELOG = "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled"
+CHANGELOG = "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, work: Path) -> Report:
         raise BenchmarkError("--batches must be at least 2: the first is not counted")
     parameters = {name: getattr(options, name) for name in ("buckets", "cores", "memory", "seed")}
     report = Report("vectorised", {"batches": batches, **parameters})
-    with session("vectorised", options.cores, options.memory, work, {_CHANGELOG: "true"}) as spark:
+    with session("vectorised", options.cores, options.memory, work, {CHANGELOG: "true"}) as spark:
         for workload in {"small": [SMALL], "large": [LARGE], None: [SMALL, LARGE]}[options.only]:
             _workload(report, spark, workload, batches, options, work / workload.split()[0].replace(",", ""))
     if options.only != "small" and not options.quick:
@@ -97,7 +97,7 @@ def _workload(report: Report, spark: Any, workload: str, batches: int, options: 
     inputs = [cut(pa.Table.from_pandas(frame, preserve_index=False), _FILES) for frame in frames]
     streams: dict[str, TimedStream] = {}
     for number, name in enumerate(_ON[workload]):
-        plan = _plans(options.buckets)[name]
+        plan = plans(options.buckets)[name]
         streams[name] = TimedStream(spark, f"{shown}: {name}", INPUT, work / f"contender-{number}", plan)
     slow = [streams[PANDAS]] if PANDAS in streams else []
     in_turns([stream for stream in streams.values() if stream not in slow], inputs, report)
@@ -133,7 +133,8 @@ def _judge(report: Report, workload: str, shown: str, streams: dict[str, TimedSt
         bar(ROWS, PANDAS, ROWS_AT_LEAST)
 
 
-def _plans(buckets: int) -> dict[str, Callable[[DataFrame, Path], DataFrame]]:
+def plans(buckets: int) -> dict[str, Callable[[DataFrame, Path], DataFrame]]:
+    """Each contender's query of its input and a folder for its state."""
     from pyspark.sql import functions as F
 
     from spark_state_ext import ArrowState

@@ -32,7 +32,8 @@ __all__ = ["PROGRAMS", "WORKLOADS", "Program", "Workload", "add_arguments", "mea
 
 _FILES_PER_BATCH = 2
 _LEFT_OUT = "left out"
-# What the others are compared with.
+# What the others are compared with: the fastest of ours that calls a function for each key, and the plainest floor.
+_OURS = "Arrow state, a function over rows"
 _BASE = "LMDB, an entry a key"
 
 
@@ -110,6 +111,10 @@ def _bytewax(name: str, variant: str, slow: bool = False) -> Program:
     return Program(f"Bytewax, {name}", "benchmarks.peers.bytewax_peer", variant, "bytewax", slow=slow)
 
 
+def _spark(name: str, variant: str) -> Program:
+    return Program(name, "benchmarks.peers.spark_peer", variant, package="pyspark")
+
+
 def _flink(name: str, variant: str, slow: bool = False) -> Program:
     return Program(f"Flink, {name}", "benchmarks.peers.flink_peer", variant, "flink", slow=slow)
 
@@ -124,6 +129,9 @@ def _floor(name: str, variant: str) -> Program:
 
 # Two processes were the fastest on two cores throughout; the slow ones are how that is known.
 PROGRAMS = (
+    _spark("Arrow state, a function over Arrow tables", "arrow"),
+    _spark(_OURS, "rows"),
+    _spark("Spark's own aggregation (JVM)", "jvm"),
     _bytewax("stateful_map, 2 processes", "map-2x1"),
     _bytewax("stateful_map, 2 threads", "map-1x2", slow=True),
     _bytewax("stateful_map, 1 process", "map-1x1", slow=True),
@@ -267,8 +275,9 @@ def measure(
         report.details[name] = {"seconds of the first batch": seconds[0], **details}
         print(f"{name}: {', '.join(f'{one:.3f}' for one in seconds)} s", file=sys.stderr, flush=True)
     for name, median in medians.items():
-        if _BASE in medians and name != _BASE:
-            report.ratio(f"{name} / {_BASE}: {workload.name}", median / medians[_BASE])
+        for base in (_OURS, _BASE):
+            if base in medians and name != base:
+                report.ratio(f"{name} / {base}: {workload.name}", median / medians[base])
     shutil.rmtree(work / "batches")
     return medians
 
