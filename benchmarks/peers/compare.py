@@ -32,7 +32,7 @@ __all__ = ["PROGRAMS", "WORKLOADS", "Program", "Workload", "add_arguments", "mea
 
 _FILES_PER_BATCH = 2
 _LEFT_OUT = "left out"
-# What the others are compared with: the fastest of ours that calls a function for each key, and the plainest floor.
+# What systems and floors are compared with: the way of ours that calls a function for each key, and the plainest floor.
 _OURS = "Arrow state, a function over rows"
 _BASE = "LMDB, an entry a key"
 
@@ -154,6 +154,7 @@ PROGRAMS = (
     _floor("LMDB, an entry a key, unsynced", "LMDB-unsynced"),
     _floor("cp of the changed rows", "cp"),
 )
+_FLOORS = frozenset(program.name for program in PROGRAMS if program.module == "benchmarks.floors")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -275,9 +276,11 @@ def measure(
         report.details[name] = {"seconds of the first batch": seconds[0], **details}
         print(f"{name}: {', '.join(f'{one:.3f}' for one in seconds)} s", file=sys.stderr, flush=True)
     for name, median in medians.items():
-        for base in (_OURS, _BASE):
-            if base in medians and name != base:
-                report.ratio(f"{name} / {base}: {workload.name}", median / medians[base])
+        base = _BASE if name in _FLOORS else _OURS
+        if base in medians and name != base:
+            report.ratio(f"{name} / {base}: {workload.name}", median / medians[base])
+    if _OURS in medians and _BASE in medians:
+        report.ratio(f"{_OURS} / {_BASE}: {workload.name}", medians[_OURS] / medians[_BASE])
     shutil.rmtree(work / "batches")
     return medians
 
