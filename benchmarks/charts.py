@@ -125,7 +125,7 @@ def _by_workload(result: dict[str, Any]) -> list[Chart]:
         elif _IN_WORKLOAD.search(name):
             contender, workload = name.rsplit(": ", 1)
             workload = workload.replace(" events of ", " events, ")
-            workloads.setdefault(workload, []).append((contender, tuple(times), False))
+            workloads.setdefault(workload, []).append((contender, tuple(times), "Arrow state" in contender))
     return [
         Chart(f"{result['name']}-{number}", f"Running count and sum: {workload} a batch", tuple(bars))
         for number, (workload, bars) in enumerate(workloads.items(), 1)

@@ -82,6 +82,23 @@ def _table(name: str) -> str:
     return "\n".join([*lines, "", _where(result), ""])
 
 
+def _peers() -> str:
+    """Median seconds a batch: a row a program, a column a workload."""
+    result = _result("peers")
+    workloads = result["parameters"]["workloads"]
+    programs: dict[str, dict[str, str]] = {}
+    for name, median in result["medians_s"].items():
+        program, workload = name.rsplit(": ", 1)
+        programs.setdefault(program, {})[workload] = f"{median:.3g} s"
+    for name, why in result["details"].get("left out", {}).items():
+        program, workload = name.rsplit(": ", 1)
+        programs.setdefault(program, {})[workload] = f"left out: {why}"
+    lines = [f"| seconds a batch | {' | '.join(workloads)} |", "| --- |" + " --- |" * len(workloads)]
+    for program, cells in programs.items():
+        lines.append(f"| {program} | {' | '.join(cells.get(workload, '') for workload in workloads)} |")
+    return "\n".join([*lines, "", _where(result), ""])
+
+
 def _where(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("pyspark", "pandas", "pyarrow", "lmdb"))
@@ -111,6 +128,7 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "vectorised": lambda: _table("vectorised"),
     "nexmark": lambda: _table("nexmark"),
     "growth": lambda: _table("growth"),
+    "peers": _peers,
 }
 
 

@@ -137,10 +137,12 @@ def _same(report: Report, query: Query, which: str, answers: dict[str, pd.DataFr
     (first, answer), *others = answers.items()
     for name, other in others:
         if query.changes and which != "first":
-            other = other[other[query.changes].isin(answer[query.changes])].reset_index(drop=True)
-        ours, theirs = answer.astype(str), other.astype(str)
-        same = ours.equals(theirs)
+            keys = list(query.changes)
+            theirs = pd.MultiIndex.from_frame(other[keys]).isin(pd.MultiIndex.from_frame(answer[keys]))
+            other = other[theirs].reset_index(drop=True)
+        left, right = answer.astype(str), other.astype(str)
+        same = left.equals(right)
         if not same:
-            apart = ours.merge(theirs, how="outer", indicator=True).query("_merge != 'both'")
+            apart = left.merge(right, how="outer", indicator=True).query("_merge != 'both'")
             print(f"{query.name}: left is {first}, right is {name}\n{apart.head(20)}", file=sys.stderr)
         report.check(f"{query.name}: the {len(answer)} rows of the {which} batch of {first} and {name} are equal", same)

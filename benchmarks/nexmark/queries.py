@@ -64,8 +64,8 @@ class Query:
     clocked
         The answer depends on the time of day: batches are compared that begin a window.
     changes
-        We give a key's rows only when they changed, and Spark whenever the key has input: after the first batch Spark's
-        answer is compared for the keys in ours. Empty: all rows are compared.
+        The key's columns, where we give a key's rows only when they changed, and Spark whenever the key has input: from
+        the second batch on Spark's answer is compared for the keys in ours. Empty: all rows are compared.
     slow
         Contenders that take minutes a batch: only asked for, and then with the first batches only.
     """
@@ -77,7 +77,7 @@ class Query:
     moved: Callable[[DataFrame], DataFrame]
     answer: tuple[str, ...]
     clocked: bool = False
-    changes: str = ""
+    changes: tuple[str, ...] = ()
     slow: frozenset[str] = frozenset()
 
 
@@ -307,28 +307,8 @@ def _q18_sql(events: DataFrame, folder: Path) -> DataFrame:
 
 
 def _q18_ours(events: DataFrame, folder: Path) -> DataFrame:
-    return _state(folder).apply_in_arrow_with_state(
-        _bids(events).select(*_BID),
-        ["bidder", "auction"],
-        last_bids,
-        "bidder bigint, auction bigint, dateTime timestamp, price bigint, channel string, url string",
-        "dateTime timestamp, price bigint, channel string, url string",
-    )
-
-
-def last_bids(batch: StateBatch) -> pa.Table:
-    """Of each key the latest of its rows and its state."""
-    state, names = batch.state, batch.state.column_names
-    # State and rows together, one after the other; then the best of each key is the last of its own in sorted order.
-    old = np.flatnonzero(np.asarray(batch.exists))
-    both = pa.concat_tables([state.take(pa.array(old)), batch.rows.select(names)]).combine_chunks()
-    ids = np.concatenate([old, np.asarray(batch.group_ids)])
-    time, price = both["dateTime"].cast(pa.int64()).to_numpy(), both["price"].to_numpy()
-    order = np.lexsort((price, time, ids))
-    last = order[np.append(np.diff(ids[order]) != 0, True)]
-    best = both.take(pa.array(last))
-    batch.update(best)
-    return pa.table([*batch.keys.columns, *best.columns], names=[*batch.keys.column_names, *names])
+    bids = _bids(events).select(*_BID)
+    return top_k(_state(folder), bids, ["bidder", "auction"], ["dateTime", "price", "channel", "url"], 1)
 
 
 _Q19_OUTPUT = "auction bigint, rank int, price bigint, dateTime timestamp, bidder bigint, channel string, url string"
@@ -512,6 +492,7 @@ QUERIES = {
             "update",
             lambda events: _bids(events).select(*_BID),
             ("bidder", "auction", "dateTime", "price", "channel", "url"),
+            changes=("bidder", "auction"),
         ),
         Query(
             "q19",
@@ -522,7 +503,7 @@ QUERIES = {
             "update",
             lambda events: _bids(events).select(*_BID),
             ("auction", "rank", "price", "dateTime", "bidder", "channel", "url"),
-            changes="auction",
+            changes=("auction",),
             slow=frozenset({_PANDAS, _PROCESSOR}),
         ),
         Query(

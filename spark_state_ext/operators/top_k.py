@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,9 +50,8 @@ class TopK:
     def __call__(self, batch: StateBatch) -> pa.Table | None:
         """The top rows of each key whose top has changed."""
         held = _Held.of(batch)
-        codes = self._codes(batch, held)
         row_keys = numbers(batch.group_ids)
-        candidates = self._candidates(held, codes, row_keys)
+        candidates = self._candidates(batch, held, row_keys)
         if not len(candidates):
             return None
         changed: BoolArray = np.zeros(len(batch), dtype=np.bool_)
@@ -60,63 +59,75 @@ class TopK:
         # Rows are counted on behind those that are held.
         entries = np.concatenate([np.flatnonzero(changed[held.keys]), held.count + candidates])
         keys = np.concatenate([held.keys, row_keys])[entries]
-        order = order_within(keys, [code[entries] for code in codes])
-        entries, keys = entries[order], keys[order]
-        ranks = _ranks(keys)
-        best = ranks <= self.k
-        entries, keys, ranks = entries[best], keys[best], ranks[best]
-        columns = self._columns(batch, held, entries)
+        best = self._best(keys, lambda name, at: _values(batch, held, name, entries[at]))
+        entries, keys = entries[best], keys[best]
+        columns = [_values(batch, held, name, entries) for name in self.kept]
         self._update(batch, columns, changed, keys)
-        return self._given(batch, held, columns, entries, keys, ranks)
+        return self._given(batch, held, columns, entries, keys)
 
     def thin(self, rows: pa.Table, starts: IndexArray) -> tuple[pa.Table, IndexArray]:
         """Before the shuffle: of each key's rows the best, in the order in which they came."""
         if len(starts) == rows.num_rows:
             return rows, np.arange(len(starts))
         keys = Segments(starts, rows.num_rows).ids
-        codes: list[IndexArray] = []
-        for name, descending in self.order:
-            codes += sort_codes(flat(rows.column(name)), descending)
-        order = order_within(keys, codes)
-        best = np.sort(order[_ranks(keys) <= self.k])
+        best = np.sort(self._best(keys, lambda name, at: flat(rows.column(name)).take(pa.array(at))))
         return rows.take(pa.array(best)), keys[best]
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _codes(self, batch: StateBatch, held: _Held) -> list[IndexArray]:
-        """What to order by: of the rows that are held, and then of those that are new."""
-        codes: list[IndexArray] = []
+    def _best(self, keys: IndexArray, values: Callable[[str, IndexArray], pa.Array]) -> IndexArray:
+        """Of each key the best rows, the best first, by key.
+
+        A column is looked at only where those before it leave rows equal that may be among the best: text, which takes
+        longest to compare, mostly not at all.
+
+        Parameters
+        ----------
+        keys
+            The key of each row, int64 (number of rows,).
+        values
+            Gives a column's values at some rows.
+
+        Returns
+        -------
+        numpy.ndarray
+            Positions of rows, int64.
+        """
+        order = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+        keys = keys[order]
+        # Where a set of rows begins that are equal as far as is known.
+        begins = _begins(keys)
         for name, descending in self.order:
-            own = flat(batch.rows.column(name))
-            both = pa.concat_arrays([held.column(name), own]) if held.count else own
-            codes += sort_codes(both, descending)
-        return codes
+            sets = Segments(np.flatnonzero(begins), len(order))
+            possible = (_ranks(keys)[sets.starts] <= self.k)[sets.ids]
+            order, keys, begins = order[possible], keys[possible], begins[possible]
+            sets = Segments(np.flatnonzero(begins), len(order))
+            at = np.flatnonzero((sets.sizes > 1)[sets.ids])
+            if not len(at):
+                break
+            codes = sort_codes(values(name, order[at]), descending)
+            within = order_within(sets.ids[at], codes)
+            order[at] = order[at[within]]
+            for code in codes:
+                begins[at[1:][np.diff(code[within]) != 0]] = True
+        return order[_ranks(keys) <= self.k]
 
-    def _candidates(self, held: _Held, codes: list[IndexArray], row_keys: IndexArray) -> IndexArray:
+    def _candidates(self, batch: StateBatch, held: _Held, row_keys: IndexArray) -> IndexArray:
         """Rows that are better than the last of their key's top, or find room there."""
-        full = held.sizes >= self.k
-        if not full.any():
-            return np.arange(len(row_keys))
-        last = np.where(full, held.starts + self.k - 1, 0)
-        places = held.count + np.arange(len(row_keys))
-        return np.flatnonzero(~full[row_keys] | before(codes, places, last[row_keys]))
-
-    def _columns(self, batch: StateBatch, held: _Held, entries: IndexArray) -> list[pa.Array]:
-        """The kept columns of some entries."""
-        is_row = entries >= held.count
-        rows = pa.array(entries[is_row] - held.count)
-        found = [flat(batch.rows.column(name)).take(rows) for name in self.kept]
-        if is_row.all():
-            return found
-        places = np.empty(len(entries), dtype=np.int64)
-        places[~is_row] = np.arange(len(entries) - len(rows))
-        places[is_row] = np.arange(len(entries) - len(rows), len(entries))
-        kept = held.rows.take(pa.array(entries[~is_row]))
-        at = pa.array(places)
-        return [
-            pa.concat_arrays([pc.struct_field(kept, name), column]).take(at)
-            for name, column in zip(self.kept, found, strict=True)
-        ]
+        has_room = held.sizes[row_keys] < self.k
+        found, tied = [np.flatnonzero(has_room)], np.flatnonzero(~has_room)
+        for name, descending in self.order:
+            if not len(tied):
+                break
+            last = held.starts[row_keys[tied]] + self.k - 1
+            pair = [held.column(name).take(pa.array(last)), flat(batch.rows.column(name)).take(pa.array(tied))]
+            codes = sort_codes(pa.concat_arrays(pair), descending)
+            lasts = np.arange(len(tied))
+            rows = lasts + len(tied)
+            wins, loses = before(codes, rows, lasts), before(codes, lasts, rows)
+            found.append(tied[wins])
+            tied = tied[~(wins | loses)]
+        return np.sort(np.concatenate(found))
 
     def _update(self, batch: StateBatch, columns: Sequence[pa.Array], changed: BoolArray, keys: IndexArray) -> None:
         kind = batch.state.schema.field(TOP).type
@@ -132,8 +143,8 @@ class TopK:
         columns: Sequence[pa.Array],
         entries: IndexArray,
         keys: IndexArray,
-        ranks: IndexArray,
     ) -> pa.Table:
+        ranks = _ranks(keys)
         named = dict(zip(self.kept, columns, strict=True))
         if self.changed_only:
             before_ranks = np.append(_ranks(held.keys), 0)[np.minimum(entries, held.count)]
@@ -180,8 +191,25 @@ class _Held:
         return pc.struct_field(self.rows, name)
 
 
+def _values(batch: StateBatch, held: _Held, name: str, entries: IndexArray) -> pa.Array:
+    """A column at some entries: rows that are held, and behind these the rows of the batch."""
+    is_row = entries >= held.count
+    rows = flat(batch.rows.column(name)).take(pa.array(entries[is_row] - held.count))
+    if is_row.all():
+        return rows
+    places = np.empty(len(entries), dtype=np.int64)
+    places[~is_row] = np.arange(len(entries) - len(rows))
+    places[is_row] = np.arange(len(entries) - len(rows), len(entries))
+    old = held.column(name).take(pa.array(entries[~is_row]))
+    return pa.concat_arrays([old, rows]).take(pa.array(places))
+
+
+def _begins(keys: IndexArray) -> BoolArray:
+    """Where each key begins; keys are adjacent."""
+    return np.append(True, keys[1:] != keys[:-1])[: len(keys)]
+
+
 def _ranks(keys: IndexArray) -> IndexArray:
-    """Place of each row among those of its key, from 1; keys ascend."""
+    """Place of each row among those of its key, from 1; keys are adjacent."""
     places = np.arange(len(keys))
-    first = np.append(True, keys[1:] != keys[:-1])[: len(keys)]
-    return places - np.maximum.accumulate(np.where(first, places, 0)) + 1
+    return places - np.maximum.accumulate(np.where(_begins(keys), places, 0)) + 1

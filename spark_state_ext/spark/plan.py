@@ -133,11 +133,20 @@ class ArrowState:
         clean_up: bool = True,
         ttl: Ttl | None = None,
     ) -> None:
-        root = os.fspath(root)
-        local_dir = None if local_dir is None else os.fspath(local_dir)
-        if not _OPERATOR_NAME.fullmatch(operator):
+        root = _path("root", root)
+        local_dir = None if local_dir is None else _path("local_dir", local_dir)
+        if not isinstance(operator, str) or not _OPERATOR_NAME.fullmatch(operator):
             raise UsageError(f"operator must be a name of letters, digits, '.', '_' and '-', not {operator!r}")
-        if not isinstance(buckets, int) or not 1 <= buckets <= BUCKETS_MAX:
+        _check_whole(
+            buckets=buckets,
+            lease_ms=lease_ms,
+            memory_bytes_max=memory_bytes_max,
+            commit_delay_ms_max=commit_delay_ms_max,
+            commit_timeout_ms=commit_timeout_ms,
+            inline_bytes_max=inline_bytes_max,
+            task_inline_bytes_max=task_inline_bytes_max,
+        )
+        if not 1 <= buckets <= BUCKETS_MAX:
             raise UsageError(f"buckets must be a whole number from 1 to {BUCKETS_MAX}, not {buckets!r}")
         if "://" not in root and not root.startswith("/"):
             raise UsageError(
@@ -151,8 +160,8 @@ class ArrowState:
             raise UsageError(
                 f"memory_bytes_max must be from {MEMORY_BYTES_MIN} to {MEMORY_BYTES_MAX}, not {memory_bytes_max}"
             )
-        if not local_keep_s >= 0:
-            raise UsageError(f"local_keep_s must not be negative: {local_keep_s}")
+        if not isinstance(local_keep_s, (int, float)) or not local_keep_s >= 0:
+            raise UsageError(f"local_keep_s must be a number of seconds, not negative: {local_keep_s!r}")
         if not 0 <= commit_delay_ms_max <= commit_timeout_ms or commit_timeout_ms < 1:
             raise UsageError(
                 "commit_delay_ms_max must be from 0 to commit_timeout_ms, and that at least 1, not "
@@ -420,3 +429,19 @@ class ArrowState:
 def _frame_rows_max(text: str | None) -> int:
     rows = int(text or "10000")
     return rows if rows > 0 else 2**31 - 1
+
+
+def _path(name: str, value: str | os.PathLike[str]) -> str:
+    try:
+        path = os.fspath(value)
+    except TypeError:
+        path = None
+    if not isinstance(path, str):
+        raise UsageError(f"{name} must be a path or a URL as str or os.PathLike, not {value!r}")
+    return path
+
+
+def _check_whole(**values: int) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UsageError(f"{name} must be a whole number, not {value!r}")

@@ -146,7 +146,16 @@ def test_what_cannot_be_a_key_is_refused_when_planned(spark: Any, tmp_path: Path
         ({"root": "nosuchprotocol://x"}, "nosuchprotocol"),
         ({"local_dir": "here"}, "local_dir"),
         ({"lease_ms": 1}, "lease_ms"),
+        ({"lease_ms": "1s"}, "lease_ms must be a whole number, not '1s'"),
         ({"memory_bytes_max": 1}, "memory_bytes_max"),
+        ({"memory_bytes_max": 1e9}, "memory_bytes_max must be a whole number"),
+        ({"commit_timeout_ms": None}, "commit_timeout_ms must be a whole number, not None"),
+        ({"buckets": True}, "buckets must be a whole number, not True"),
+        ({"root": None}, "root must be a path or a URL"),
+        ({"root": b"/tmp/x"}, "root must be a path or a URL"),
+        ({"local_dir": 1}, "local_dir must be a path"),
+        ({"local_keep_s": "1 day"}, "local_keep_s must be a number of seconds"),
+        ({"operator": None}, "operator must be a name"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], named: str) -> None:
