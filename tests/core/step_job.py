@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import fsspec
+import fsspec.implementations.chained
+import lmdb
+import pandas
 from core_support import KEYS, SCHEMA, Changes, Model, Row, buffer_of, changed, first_pointer, scanned
 from fsspec.implementations.local import LocalFileSystem
 
@@ -34,6 +37,8 @@ from spark_state_ext.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
 
+# Imported here, or each of a thousand children would do it: that took most of their time.
+IMPORTED = (pandas, lmdb, fsspec.implementations.chained)
 # This driver hands out the last pointer only, so that clean-up has something to do within five batches, where two went
 # before.
 BEFORE, BATCHES, RETAINED = 2, 7, 0
