@@ -25,6 +25,8 @@ _OURS, _OTHERS, _TEXT = "#0b6e99", "#b8b8b8", "#333333"
 _BATCH = ": batch"
 # Would leave no room for the others.
 _PER_KEY = re.compile("applyInPandasWithState|transformWithState")
+# A bar so many times as long as the next is not drawn.
+_GIANT = 8
 _IN_WORKLOAD = re.compile(r": [\d,]+ events of [\d,]+ keys$")
 
 
@@ -127,9 +129,21 @@ def _by_workload(result: dict[str, Any]) -> list[Chart]:
             workload = workload.replace(" events of ", " events, ")
             workloads.setdefault(workload, []).append((contender, tuple(times), "Arrow state" in contender))
     return [
-        Chart(f"{result['name']}-{number}", f"Running count and sum: {workload} a batch", tuple(bars))
+        _without_a_giant(Chart(f"{result['name']}-{number}", f"Running count and sum: {workload} a batch", tuple(bars)))
         for number, (workload, bars) in enumerate(workloads.items(), 1)
     ]
+
+
+def _without_a_giant(chart: Chart) -> Chart:
+    """The chart without a bar that would leave no room for the others; its title tells of it."""
+    if len(chart.bars) < 3:
+        return chart
+    *_, (_, second, _), giant = sorted(chart.bars, key=lambda bar: statistics.median(bar[1]))
+    seconds = statistics.median(giant[1])
+    if seconds <= _GIANT * statistics.median(second):
+        return chart
+    bars = tuple(bar for bar in chart.bars if bar is not giant)
+    return Chart(chart.name, f"{chart.title}\n(not shown: {giant[0]}, {seconds:.0f} s)", bars)
 
 
 def _nexmark(result: dict[str, Any]) -> list[Chart]:

@@ -52,6 +52,7 @@ def _readme() -> str:
             f"{times_as_fast[_JVM_SMALL]:.1f} times",
         ),
         ("and 1,000,000 events of 1,000,000 keys", f"{times_as_fast[_JVM_LARGE]:.1f} times"),
+        ("the same, against Flink's SQL on RocksDB, and against Bytewax at its fastest", _others()),
         ("time that workers add to the function's own", f"{bars[_ADDED]:.0f} %"),
         (
             "a whole batch, Spark's own work included, over the function alone",
@@ -65,7 +66,19 @@ def _readme() -> str:
         ),
     ]
     lines = ["| | measured |", "| --- | --- |", *(f"| {what} | {figure} |" for what, figure in rows)]
-    return "\n".join([*lines, "", _where(keyed), ""])
+    return "\n".join([*lines, "", *_machines([keyed, vectorised, _result("peers"), store, commit]), ""])
+
+
+def _others() -> str:
+    """How many times as fast a function over Arrow tables is as Flink and Bytewax, on the larger workload."""
+    result = _result("peers")
+    of_larger = f": {result['parameters']['workloads'][-1]}"
+    medians = {
+        name[: -len(of_larger)]: median for name, median in result["medians_s"].items() if name.endswith(of_larger)
+    }
+    ours = medians["Arrow state, a function over Arrow tables"]
+    fastest = (min(median for name, median in medians.items() if name.startswith(it)) for it in ("Flink", "Bytewax"))
+    return " and ".join(f"{median / ours:.1f}" for median in fastest) + " times"
 
 
 def _table(name: str) -> str:
@@ -104,6 +117,16 @@ def _where(result: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {versions[name]}" for name in ("pyspark", "pandas", "pyarrow", "lmdb"))
     day = result["finished"][:10]
     return f"{machine['cores']} cores of an {machine['cpu']}, Python {versions['python']}, {packages}; {day}."
+
+
+def _machines(results: list[dict[str, Any]]) -> list[str]:
+    """Where some results were measured, which may be on more than one machine."""
+    by_cpu: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        by_cpu.setdefault(result["machine"]["cpu"], []).append(result)
+    if len(by_cpu) == 1:
+        return [_where(results[0])]
+    return [f"* {', '.join(result['name'] for result in found)}: {_where(found[0])}" for found in by_cpu.values()]
 
 
 _SMALL = "100,000 events, 50,000 keys"
