@@ -32,13 +32,11 @@ CONF = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in two processes, all that share a Spark session run in one of them, and so does the fuzzer."""
-    alone = ("test_sampling.py", "test_worker_kill.py")
+    """Where tests run in several processes, the fuzzer runs in one of them: its targets run once, for all its tests."""
     for item in items:
-        if item.path.is_relative_to(HERE / "spark") and item.path.name not in alone:
-            item.add_marker(pytest.mark.xdist_group("spark"))
-        elif item.path.is_relative_to(HERE / "fuzz"):
+        if item.path.is_relative_to(HERE / "fuzz"):
             item.add_marker(pytest.mark.xdist_group("fuzz"))
 
 

@@ -16,19 +16,18 @@ q20    bids with their auction, of auctions of category 10
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import GroupedData
 from pyspark.sql import functions as F
 
+from benchmarks.nexmark.per_key import BEST, KEPT, with_a_processor, with_pandas
 from spark_state_ext import Agg, ArrowState, StateBatch, aggregate, sessionize, top_k
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ OURS = "Arrow state"
 _SQL, _PANDAS, _PROCESSOR = "Spark SQL", "Spark applyInPandasWithState", "Spark transformWithStateInPandas"
 _DELAY = "4 seconds"
 _WINDOW_US, _SLIDE_US, _WINDOW_MS = 10_000_000, 2_000_000, 10_000
-_BEST = 10
 
 Plan = Callable[["DataFrame", Path], "DataFrame"]
 
@@ -311,13 +309,9 @@ def _q18_ours(events: DataFrame, folder: Path) -> DataFrame:
     return top_k(_state(folder), bids, ["bidder", "auction"], ["dateTime", "price", "channel", "url"], 1)
 
 
-_Q19_OUTPUT = "auction bigint, rank int, price bigint, dateTime timestamp, bidder bigint, channel string, url string"
-_Q19_BID = ["price", "dateTime", "bidder", "channel", "url"]
-
-
 def _q19_collected(events: DataFrame, folder: Path) -> DataFrame:
-    bid = F.struct(*_Q19_BID)
-    best = F.slice(F.sort_array(F.collect_list(bid), asc=False), 1, _BEST)
+    bid = F.struct(*KEPT)
+    best = F.slice(F.sort_array(F.collect_list(bid), asc=False), 1, BEST)
     ranked = _bids(events).groupBy("auction").agg(best.alias("best"))
     return ranked.select("auction", F.posexplode("best").alias("at", "bid")).selectExpr(
         "auction", "at + 1 AS rank", "bid.*"
@@ -325,60 +319,16 @@ def _q19_collected(events: DataFrame, folder: Path) -> DataFrame:
 
 
 def _q19_pandas(events: DataFrame, folder: Path) -> DataFrame:
-    # Lists beside each other in text: Spark's workers cannot read the schema of a state with arrays.
-    grouped = _bids(events).select(*_BID).groupBy("auction")
-    return grouped.applyInPandasWithState(best_bids, _Q19_OUTPUT, "best string", "update", "NoTimeout")
-
-
-def best_bids(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    """The ten best bids on an auction, kept as its state."""
-    best = _best_of(json.loads(state.get[0]) if state.exists else [], pdfs)
-    state.update((json.dumps(best),))
-    yield _ranked(key[0], best)
-
-
-def _best_of(best: list[list[Any]], pdfs: Iterable[pd.DataFrame]) -> list[list[Any]]:
-    for pdf in pdfs:
-        times = pdf["dateTime"].astype("datetime64[us]").astype("int64")
-        best += [list(row) for row in pdf.assign(dateTime=times)[_Q19_BID].itertuples(index=False, name=None)]
-    return sorted(best, reverse=True)[:_BEST]
-
-
-def _ranked(auction: int, best: list[list[Any]]) -> pd.DataFrame:
-    frame = pd.DataFrame(best, columns=_Q19_BID)
-    frame["dateTime"] = frame["dateTime"].astype("datetime64[us]")
-    frame.insert(0, "rank", range(1, len(best) + 1))
-    frame.insert(0, "auction", auction)
-    return frame
+    return with_pandas(_bids(events).select(*_BID))
 
 
 def _q19_processor(events: DataFrame, folder: Path) -> DataFrame:
-    from pyspark.sql.streaming.stateful_processor import StatefulProcessor
-
-    class BestBids(StatefulProcessor):
-        """The same as `best_bids`."""
-
-        def init(self, handle: Any) -> None:
-            """Get the state."""
-            self._best = handle.getValueState("best", "best string")
-
-        def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Iterator[pd.DataFrame]:
-            """Take a key's rows."""
-            best = _best_of(json.loads(self._best.get()[0]) if self._best.exists() else [], rows)
-            self._best.update((json.dumps(best),))
-            yield _ranked(key[0], best)
-
-        def close(self) -> None:
-            """Nothing is left to do."""
-
-    grouped: Any = _bids(events).select(*_BID).groupBy("auction")
-    planned: DataFrame = grouped.transformWithStateInPandas(BestBids(), _Q19_OUTPUT, "update", "None")
-    return planned
+    return with_a_processor(_bids(events).select(*_BID))
 
 
 def _q19_ours(events: DataFrame, folder: Path) -> DataFrame:
     bids = _bids(events).select(*_BID)
-    return top_k(_state(folder), bids, "auction", _Q19_BID, _BEST)
+    return top_k(_state(folder), bids, "auction", KEPT, BEST)
 
 
 # -- q20 ---------------------------------------------------------------------------------------------------------------
