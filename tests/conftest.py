@@ -32,14 +32,6 @@ CONF = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in several processes, the fuzzer runs in one of them: its targets run once, for all its tests."""
-    for item in items:
-        if item.path.is_relative_to(HERE / "fuzz"):
-            item.add_marker(pytest.mark.xdist_group("fuzz"))
-
-
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A classic session on two local cores."""

@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ SCRIPT = Path(__file__).with_name("fuzz.py")
 SECONDS = 3
 # Arrow's reading of a whole file takes longer than that of a few fields; a busy machine has a tenth of the speed.
 EXECUTIONS_MIN = 500
-AT_ONCE = 2
 
 needs_atheris = pytest.mark.skipif(
     importlib.util.find_spec("atheris") is None,
@@ -42,15 +40,6 @@ def _fuzz(name: str, folder: Path, seconds: int) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
-    """What became of each target."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        done = pool.map(lambda name: _fuzz(name, folder, SECONDS), TARGETS)
-        return dict(zip(TARGETS, done, strict=True))
-
-
 def _coverage(output: str, event: str) -> int:
     """Edges of our code that were reached, as libFuzzer counts them."""
     found = re.search(rf"^#\d+\s+{event}\s+cov: (\d+) ", output, re.MULTILINE)
@@ -60,10 +49,9 @@ def _coverage(output: str, event: str) -> int:
 
 @needs_atheris
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TARGETS)
-def test_nothing_is_found(name: str, outcomes: dict[str, subprocess.CompletedProcess[str]]) -> None:
-    done = outcomes[name]
+def test_nothing_is_found(name: str, tmp_path: Path) -> None:
+    done = _fuzz(name, tmp_path, SECONDS)
     # The end of the output names the exception, and a file with the bytes that cause it.
     assert done.returncode == 0, done.stdout[-6_000:]
     executions = re.search(r"^stat::number_of_executed_units: (\d+)$", done.stdout, re.MULTILINE)
