@@ -23,9 +23,7 @@ __all__ = ["CHARTS", "Chart", "charts_of", "draw", "main"]
 CHARTS = Path(__file__).parent.parent / "docs" / "charts"
 _OURS, _OTHERS, _TEXT = "#0b6e99", "#b8b8b8", "#333333"
 _BATCH = ": batch"
-# Would leave no room for the others.
-_PER_KEY = re.compile("applyInPandasWithState|transformWithState")
-# A bar so many times as long as the next is not drawn.
+# A bar so many times as long as the longest of ours is not drawn.
 _GIANT = 8
 _IN_WORKLOAD = re.compile(r": [\d,]+ events of [\d,]+ keys$")
 
@@ -52,7 +50,7 @@ class Chart:
 def charts_of(result: dict[str, Any]) -> list[Chart]:
     """The charts of a result file; none for benchmarks that have none."""
     maker = _MAKERS.get(result["name"])
-    return [chart for chart in maker(result) if chart.bars] if maker is not None else []
+    return [_without_giants(chart) for chart in maker(result) if chart.bars] if maker is not None else []
 
 
 def draw(chart: Chart, folder: Path, note: str) -> list[Path]:
@@ -129,31 +127,30 @@ def _by_workload(result: dict[str, Any]) -> list[Chart]:
             workload = workload.replace(" events of ", " events, ")
             workloads.setdefault(workload, []).append((contender, tuple(times), "Arrow state" in contender))
     return [
-        _without_a_giant(Chart(f"{result['name']}-{number}", f"Running count and sum: {workload} a batch", tuple(bars)))
+        Chart(f"{result['name']}-{number}", f"Running count and sum: {workload} a batch", tuple(bars))
         for number, (workload, bars) in enumerate(workloads.items(), 1)
     ]
 
 
-def _without_a_giant(chart: Chart) -> Chart:
-    """The chart without a bar that would leave no room for the others; its title tells of it."""
-    if len(chart.bars) < 3:
+def _without_giants(chart: Chart) -> Chart:
+    """The chart without bars that would leave no room for ours; its title tells of them."""
+    ours = [statistics.median(times) for _, times, is_ours in chart.bars if is_ours]
+    if not ours:
         return chart
-    *_, (_, second, _), giant = sorted(chart.bars, key=lambda bar: statistics.median(bar[1]))
-    seconds = statistics.median(giant[1])
-    if seconds <= _GIANT * statistics.median(second):
-        return chart
-    bars = tuple(bar for bar in chart.bars if bar is not giant)
-    return Chart(chart.name, f"{chart.title}\n(not shown: {giant[0]}, {seconds:.0f} s)", bars)
+    giants = [bar for bar in chart.bars if statistics.median(bar[1]) > _GIANT * max(ours)]
+    told = [f"\n(not shown: {label}, {statistics.median(times):.0f} s)" for label, times, _ in giants]
+    bars = tuple(bar for bar in chart.bars if bar not in giants)
+    return Chart(chart.name, "".join([chart.title, *told]), bars)
 
 
 def _nexmark(result: dict[str, Any]) -> list[Chart]:
     bars = tuple(
         (name[: -len(_BATCH)], tuple(times), "Arrow state" in name)
         for name, times in result["timings_s"].items()
-        if name.endswith(_BATCH) and not _PER_KEY.search(name)
+        if name.endswith(_BATCH)
     )
     events = result["parameters"]["events"]
-    return [Chart("nexmark", f"Nexmark: {events:,} events a batch (Spark's per-key forms are in the table)", bars)]
+    return [Chart("nexmark", f"Nexmark: {events:,} events a batch", bars)]
 
 
 def _growth(result: dict[str, Any]) -> list[Chart]:

@@ -52,7 +52,7 @@ def _readme() -> str:
             f"{times_as_fast[_JVM_SMALL]:.1f} times",
         ),
         ("and 1,000,000 events of 1,000,000 keys", f"{times_as_fast[_JVM_LARGE]:.1f} times"),
-        ("the same, against Flink's SQL on RocksDB, and against Bytewax at its fastest", _others()),
+        ("the same, against Flink and against Bytewax, each at its fastest", _others()),
         ("time that workers add to the function's own", f"{bars[_ADDED]:.0f} %"),
         (
             "a whole batch, Spark's own work included, over the function alone",
@@ -72,13 +72,20 @@ def _readme() -> str:
 def _others() -> str:
     """How many times as fast a function over Arrow tables is as Flink and Bytewax, on the larger workload."""
     result = _result("peers")
-    of_larger = f": {result['parameters']['workloads'][-1]}"
-    medians = {
-        name[: -len(of_larger)]: median for name, median in result["medians_s"].items() if name.endswith(of_larger)
-    }
+    larger = result["parameters"]["workloads"][-1]
+    medians = {program: found[larger] for program, found in _by_program(result["medians_s"]).items()}
     ours = medians["Arrow state, a function over Arrow tables"]
     fastest = (min(median for name, median in medians.items() if name.startswith(it)) for it in ("Flink", "Bytewax"))
     return " and ".join(f"{median / ours:.1f}" for median in fastest) + " times"
+
+
+def _by_program(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is noted as ``<program>: <workload>``, by program and workload."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in named.items():
+        program, workload = name.rsplit(": ", 1)
+        found.setdefault(program, {})[workload] = value
+    return found
 
 
 def _table(name: str) -> str:
@@ -99,15 +106,10 @@ def _peers() -> str:
     """Median seconds a batch: a row a program, a column a workload."""
     result = _result("peers")
     workloads = result["parameters"]["workloads"]
-    programs: dict[str, dict[str, str]] = {}
-    for name, median in result["medians_s"].items():
-        program, workload = name.rsplit(": ", 1)
-        programs.setdefault(program, {})[workload] = f"{median:.3g} s"
-    for name, why in result["details"].get("left out", {}).items():
-        program, workload = name.rsplit(": ", 1)
-        programs.setdefault(program, {})[workload] = f"left out: {why}"
+    shown = {name: f"{median:.3g} s" for name, median in result["medians_s"].items()}
+    shown |= {name: f"left out: {why}" for name, why in result["details"].get("left out", {}).items()}
     lines = [f"| seconds a batch | {' | '.join(workloads)} |", "| --- |" + " --- |" * len(workloads)]
-    for program, cells in programs.items():
+    for program, cells in _by_program(shown).items():
         lines.append(f"| {program} | {' | '.join(cells.get(workload, '') for workload in workloads)} |")
     return "\n".join([*lines, "", _where(result), ""])
 
@@ -120,13 +122,11 @@ def _where(result: dict[str, Any]) -> str:
 
 
 def _machines(results: list[dict[str, Any]]) -> list[str]:
-    """Where some results were measured, which may be on more than one machine."""
-    by_cpu: dict[str, list[dict[str, Any]]] = {}
+    """Where and when some results were measured, which may differ."""
+    by_place: dict[str, list[str]] = {}
     for result in results:
-        by_cpu.setdefault(result["machine"]["cpu"], []).append(result)
-    if len(by_cpu) == 1:
-        return [_where(results[0])]
-    return [f"* {', '.join(result['name'] for result in found)}: {_where(found[0])}" for found in by_cpu.values()]
+        by_place.setdefault(_where(result), []).append(result["name"])
+    return [f"* {', '.join(names)}: {where}" for where, names in by_place.items()]
 
 
 _SMALL = "100,000 events, 50,000 keys"

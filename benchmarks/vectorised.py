@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from benchmarks.streams import TimedStream
 
-__all__ = ["ARROW", "CHANGELOG", "NATIVE", "ROWS", "add_arguments", "plans", "run"]
+__all__ = ["ARROW", "NATIVE", "ROWS", "add_arguments", "plans", "run"]
 
 NATIVE, ARROW, BUILT_IN = "Spark's own aggregation (JVM)", "function over Arrow tables", "built-in aggregate"
 ROWS, TUPLES, FRAMES = "function over rows", "pandas function, tuples out", "pandas function, unchanged"
@@ -38,7 +38,6 @@ DROP_IN_AT_LEAST, TUPLES_AT_LEAST, ROWS_AT_LEAST = 4.3, 8.0, 20.0
 _FILES = 2
 # With --quick there is this part of the events and keys.
 _QUICK_PART = 5
-CHANGELOG = "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +58,7 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     BenchmarkError
         When answers are wrong.
     """
-    from benchmarks.spark import session
+    from benchmarks.spark import CHANGELOG, session
 
     batches = 4 if options.quick else options.batches
     if batches < 2:

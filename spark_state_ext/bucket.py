@@ -24,7 +24,7 @@ from spark_state_ext.committer import Committer
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
 from spark_state_ext.lineage import Chain, counted, presuming_snapshot, snapshot_due, snapshot_overdue
 from spark_state_ext.loading import Loader
-from spark_state_ext.memory import MUCH_BYTES, give_back
+from spark_state_ext.memory import give_back
 from spark_state_ext.restoring import Sources, restore_order
 from spark_state_ext.sealed import seal
 from spark_state_ext.spill import SpillBuffer
@@ -191,8 +191,8 @@ class Bucket:
         try:
             try:
                 merged = self._store.compact(committed)
-                if merged is not None and merged.size_bytes > MUCH_BYTES:
-                    give_back()
+                if merged is not None:
+                    give_back(merged.size_bytes)
             finally:
                 # Also where there is no room to merge: this makes some.
                 self._store.prune(committed)
@@ -285,8 +285,7 @@ class Bucket:
             self.committer.send(header.ref, sealed, names)
         finally:
             sealed.let_go()
-            if view.size_bytes > MUCH_BYTES:
-                give_back()
+            give_back(view.size_bytes)
 
     def _unpin(self, pin: str) -> None:
         try:

@@ -8,19 +8,22 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-__all__ = ["MUCH_BYTES", "give_back"]
+__all__ = ["give_back"]
 
 # Work over fewer bytes leaves nothing behind that is worth the milliseconds.
-MUCH_BYTES = 8 << 20
+_MUCH_BYTES = 8 << 20
 
 
-def give_back() -> None:
-    """Give unused memory back: after work on much of it that is done seldom, as a merge of large runs or a snapshot.
+def give_back(after_bytes: int) -> None:
+    """Give unused memory back, after work over so many bytes if these are many: a merge of large runs, a snapshot.
 
     A worker goes on for as long as its query. What its allocators keep for the next such piece of work is memory that
     others lack, and it becomes more with every larger piece, though what is in use stays the same. Trimming takes some
-    milliseconds, and fetching the memory again as many: not for every call. As Dask's workers do it (``malloc_trim``).
+    milliseconds, and fetching the memory again as many: not for every call. As Dask's workers do it (``malloc_trim``);
+    Arrow's own way to trim the C library's memory does nothing in its wheels.
     """
+    if after_bytes <= _MUCH_BYTES:
+        return
     pa.default_memory_pool().release_unused()
     _trim()(0)
 

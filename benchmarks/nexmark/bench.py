@@ -26,7 +26,6 @@ _FILES = 2
 _MOVED = "rows brought to Python, and nothing else"
 # Contenders that take minutes a batch get so many timed ones, the first a warm-up.
 _SLOW_BATCHES = 3
-_CHANGELOG = "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled"
 _CLOCK_WINDOW_S = 10
 
 
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace, work: Path) -> Report:
         When answers differ.
     """
     from benchmarks.nexmark.queries import QUERIES
-    from benchmarks.spark import session
+    from benchmarks.spark import CHANGELOG, session
 
     size, count = (200_000, 3) if options.quick else (options.events, options.batches)
     names = options.query or list(QUERIES)
@@ -62,7 +61,7 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     report = Report("nexmark", {"events": size, "batches": count, **parameters})
     # One batch before and one after those that are timed: their answers are compared.
     batches = [_files(config, number * size, size) for number in range(count + 2)]
-    settings = {_CHANGELOG: "true", "spark.sql.session.timeZone": "UTC"}
+    settings = {CHANGELOG: "true", "spark.sql.session.timeZone": "UTC"}
     with session("nexmark", options.cores, options.memory, work, settings) as spark:
         for name in names:
             _query(report, spark, QUERIES[name], batches, options.per_key, work / name)

@@ -152,9 +152,8 @@ class PartialAggregation:
 
         buffers = self.aggregates.reduce(rows, segments, key_at)
         firsts = keys if segments.single else keys.take(pa.array(starts))
-        return pa.table([*firsts.columns, *buffers], names=[*self.keys, *self.aggregates.buffer_names]), np.arange(
-            len(starts)
-        )
+        names = [*self.keys, *self.aggregates.buffer_names]
+        return pa.table([*firsts.columns, *buffers], names=names), np.arange(len(starts))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from arrow_schemas.columns import flat
 from arrow_schemas.equality import BoolArray, IndexArray
-from spark_state_ext.operators.arrays import Segments, before, numbers, order_within, sort_codes
+from spark_state_ext.operators.arrays import Segments, before, interleaved, numbers, order_within, sort_codes
 from spark_state_ext.state_batch import StateBatch
 
 __all__ = ["TOP", "TopK"]
@@ -99,10 +99,8 @@ class TopK:
         begins = _begins(keys)
         for name, descending in self.order:
             sets = Segments(np.flatnonzero(begins), len(order))
-            possible = (_ranks(keys)[sets.starts] <= self.k)[sets.ids]
-            order, keys, begins = order[possible], keys[possible], begins[possible]
-            sets = Segments(np.flatnonzero(begins), len(order))
-            at = np.flatnonzero((sets.sizes > 1)[sets.ids])
+            undecided = (sets.sizes > 1) & (_ranks(keys)[sets.starts] <= self.k)
+            at = np.flatnonzero(undecided[sets.ids])
             if not len(at):
                 break
             codes = sort_codes(values(name, order[at]), descending)
@@ -120,8 +118,8 @@ class TopK:
             if not len(tied):
                 break
             last = held.starts[row_keys[tied]] + self.k - 1
-            pair = [held.column(name).take(pa.array(last)), flat(batch.rows.column(name)).take(pa.array(tied))]
-            codes = sort_codes(pa.concat_arrays(pair), descending)
+            pairs = np.concatenate([last, held.count + tied])
+            codes = sort_codes(_values(batch, held, name, pairs), descending)
             lasts = np.arange(len(tied))
             rows = lasts + len(tied)
             wins, loses = before(codes, rows, lasts), before(codes, lasts, rows)
@@ -193,15 +191,7 @@ class _Held:
 
 def _values(batch: StateBatch, held: _Held, name: str, entries: IndexArray) -> pa.Array:
     """A column at some entries: rows that are held, and behind these the rows of the batch."""
-    is_row = entries >= held.count
-    rows = flat(batch.rows.column(name)).take(pa.array(entries[is_row] - held.count))
-    if is_row.all():
-        return rows
-    places = np.empty(len(entries), dtype=np.int64)
-    places[~is_row] = np.arange(len(entries) - len(rows))
-    places[is_row] = np.arange(len(entries) - len(rows), len(entries))
-    old = held.column(name).take(pa.array(entries[~is_row]))
-    return pa.concat_arrays([old, rows]).take(pa.array(places))
+    return interleaved([held.column(name)], [flat(batch.rows.column(name))], entries)[0]
 
 
 def _begins(keys: IndexArray) -> BoolArray:
