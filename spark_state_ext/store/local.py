@@ -375,6 +375,7 @@ class LocalStore:
             pending.chunks.append(chunk)
             pending.waiting.append((len(pending.chunks) - 1, data))
             pending.waiting_bytes += data.size
+            del batch, data  # LMDB holds a copy while a transaction is open; two are enough
             if pending.waiting_bytes >= _TRANSACTION_BYTES:
                 # Visible to nobody: a run exists only once the manifest names it.
                 self._environment.write(pending.put_waiting, pending.waiting_bytes)

@@ -211,8 +211,8 @@ def cut(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.RecordB
         while batch.num_rows:
             room = int((_CHUNK_BYTES_MAX - held_bytes) // row_bytes) if row_bytes else rows_max
             if held and room < 1:
-                yield joined(held)
-                held, count, held_bytes = [], 0, 0.0
+                yield _joined_off(held)
+                count, held_bytes = 0, 0.0
                 continue
             piece = batch.slice(0, min(rows_max - count, max(1, room)))
             batch = batch.slice(piece.num_rows)
@@ -220,10 +220,17 @@ def cut(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.RecordB
             count += piece.num_rows
             held_bytes += piece.num_rows * row_bytes
             if count == rows_max:
-                yield joined(held)
-                held, count, held_bytes = [], 0, 0.0
+                yield _joined_off(held)
+                count, held_bytes = 0, 0.0
     if held:
-        yield joined(held)
+        yield _joined_off(held)
+
+
+def _joined_off(held: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """The rows of the list as one batch, and the list emptied: whoever takes the batch should not pay for both."""
+    together = joined(held)
+    held.clear()
+    return together
 
 
 def joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:

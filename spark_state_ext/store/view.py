@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["Lookup", "View"]
 
 OpenChunk = Callable[[Run, int], pa.RecordBatch]
+
+# About so many bytes of the view's runs are merged at once; several copies of them exist on the way.
+_SCAN_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class View:
 
     def scan(self, *, keep_tombstones: bool = False) -> Iterator[pa.RecordBatch]:
         """All live rows, ascending by hash, in batches of bounded size; one short transaction each."""
-        for after, upto in self.ranges():
+        for after, upto in self._small_ranges():
             pieces = self._copied(after, upto)
             if pieces:
                 merged = newest_wins(pieces, self._schema, drop_tombstones=not keep_tombstones)
@@ -259,6 +263,17 @@ class View:
             return
         borders = sorted({chunk.hash_max for chunk in largest.chunks[:-1]} | {2**64 - 1})
         yield from zip([-1, *borders], borders, strict=False)
+
+    def _small_ranges(self) -> Iterator[tuple[int, int]]:
+        """The ranges, cut further, so that what is at work at once does not depend on how many rows a chunk has.
+
+        Evenly, as hashes are spread evenly; with a bad hash function a range may hold more.
+        """
+        ranges = list(self.ranges())
+        parts = max(1, -(-self.size_bytes // (_SCAN_BYTES * max(1, len(ranges)))))
+        for after, upto in ranges:
+            borders = [after + (upto - after) * part // parts for part in range(parts + 1)]
+            yield from itertools.pairwise(borders)
 
 
 def _lowest(run: Run, floor_ms: int, floor_version: int) -> int:

@@ -7,18 +7,53 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from core_support import KEYS, SCHEMA, Row, changed, run_of, scanned, small_disk
 from store_contract import LocalStoreContract
 
-from arrow_schemas import RowSchema
+from arrow_schemas import CheckpointRef, RowSchema
+from arrow_schemas.equality import HashArray
+from arrow_schemas.row import DELETED, KEY_HASH
 from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullError
 from spark_state_ext.store import LocalStore, environment, local
+from spark_state_ext.store import view as view_module
 from spark_state_ext.store.environment import Environment
+from spark_state_ext.store.runs import cut, hashes_of
+
+
+def numbered(hashes: HashArray, version: int) -> pa.RecordBatch:
+    """A run of distinct keys."""
+    at = np.arange(len(hashes))
+    columns = {
+        "key.name": pc.binary_join_element_wise(f"version {version} row ", pa.array(at).cast(pa.string()), ""),
+        "key.x": pa.array(at.astype(np.float64)),
+        "state.count": pa.array(at),
+        DELETED: pa.array(np.zeros(len(at), dtype=np.bool_)),
+        "defined": pa.array(np.ones(len(at), dtype=np.bool_)),
+        KEY_HASH: pa.array(hashes),
+    }
+    return pa.RecordBatch.from_arrays(
+        [columns.get(field.name, pa.nulls(len(at), field.type)) for field in SCHEMA.arrow], schema=SCHEMA.arrow
+    )
+
+
+def test_what_was_joined_is_let_go() -> None:
+    def fresh() -> Iterator[pa.RecordBatch]:
+        for _ in range(20):
+            yield pa.record_batch({"x": pc.add(pa.array(np.arange(50_000)), 1)})  # memory of Arrow's, not NumPy's
+
+    before = pa.total_allocated_bytes()
+    for batch in cut(fresh(), 200_000):
+        held = pa.total_allocated_bytes() - before
+        assert batch.num_rows == 200_000
+        assert held < 1.5 * batch.nbytes, "the batch, and of its parts at most the last"
 
 
 class TestLocalStore(LocalStoreContract):
@@ -89,6 +124,22 @@ class TestLocalStore(LocalStoreContract):
         store._environment.write(lambda txn: txn.put(b"runs", b"run/" + b"0" * 32, b"{nonsense"))
         with pytest.raises(CorruptStoreError):
             store.view(ref)
+
+    def test_a_scan_holds_little_at_once_however_large_chunks_are(self) -> None:
+        store = self.store()
+        ref: CheckpointRef | None = None
+        rows = 100_000
+        for version in range(1, 4):
+            hashes = np.sort(np.random.default_rng(version).integers(0, 2**64, rows, dtype=np.uint64))
+            parent, ref = ref, self.refs.next(version)
+            store.apply([numbered(hashes, version)], ref, parent)
+        view = store.view(ref)
+        assert all(len(run.chunks) == 1 for run in view.runs)
+        batches = list(view.scan())
+        assert sum(batch.num_rows for batch in batches) == 3 * rows
+        hashes = np.concatenate([hashes_of(batch) for batch in batches])
+        assert (hashes[1:] >= hashes[:-1]).all()
+        assert max(batch.nbytes for batch in batches) < 1.2 * view_module._SCAN_BYTES < view.size_bytes / 3
 
     def test_abandoned_chunks_go_and_live_ones_stay(self, monkeypatch: pytest.MonkeyPatch) -> None:
         store = self.store(chunk_rows=1)

@@ -44,6 +44,7 @@ from hypothesis.stateful import (
 from arrow_schemas import CheckpointRef
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store import LocalStore, View
+from spark_state_ext.store import view as view_module
 
 _FOLDERS = itertools.count()
 
@@ -65,8 +66,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.pins: list[tuple[str, View, Model]] = []
         self.held: list[tuple[Any, str]] = []
 
-    @initialize(chunk_rows=st.sampled_from([1, 2, 3, 7]), hashed=st.sampled_from(HASHES))
-    def start(self, chunk_rows: int, hashed: HashFunction) -> None:
+    @initialize(
+        chunk_rows=st.sampled_from([1, 2, 3, 7]),
+        hashed=st.sampled_from(HASHES),
+        scan_bytes=st.sampled_from([200, view_module._SCAN_BYTES]),
+    )
+    def start(self, chunk_rows: int, hashed: HashFunction, scan_bytes: int) -> None:
+        self.patched = pytest.MonkeyPatch()
+        self.patched.setattr(view_module, "_SCAN_BYTES", scan_bytes)
         self.chunk_rows = chunk_rows
         self.hashed = hashed
         self.open()
@@ -77,6 +84,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "store"):
             self.store.close()
+            self.patched.undo()
         shutil.rmtree(self.root, ignore_errors=True)
 
     @property
