@@ -24,7 +24,7 @@ from spark_state_ext.committer import Committer
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
 from spark_state_ext.lineage import Chain, counted, presuming_snapshot, snapshot_due, snapshot_overdue
 from spark_state_ext.loading import Loader
-from spark_state_ext.memory import give_back
+from spark_state_ext.memory import Calls, give_back
 from spark_state_ext.restoring import Sources, restore_order
 from spark_state_ext.sealed import seal
 from spark_state_ext.spill import SpillBuffer
@@ -46,6 +46,7 @@ _WAITING_PIN_S = 3_600.0
 _PIN_S = 600.0
 # Spark's default of spark.sql.streaming.minBatchesToRetain.
 BATCHES_RETAINED = 100
+_CALLS = Calls()
 
 
 class Bucket:
@@ -155,6 +156,7 @@ class Bucket:
         StorageError
             When a backend failed, now or since the commit before; `CommitTimeoutError` when one takes too long.
         """
+        _CALLS.note(rows.size_bytes)
         # Counted before anything is written, so that each file tells its beat.
         pointer = counted(self.committer.begin(self.pointer), heartbeat, self._batches_retained)
         behind = self.committer.behind(pointer)

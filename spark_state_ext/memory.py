@@ -8,10 +8,14 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-__all__ = ["give_back"]
+__all__ = ["Calls", "give_back"]
 
 # Work over fewer bytes leaves nothing behind that is worth the milliseconds.
 _MUCH_BYTES = 8 << 20
+# A call with less than one part in so many of the largest one's changes is a small one.
+_SMALL_PART = 4
+# So many small calls in a row mean that large ones are over. Beside a few large buckets there may be small ones.
+_SMALL_CALLS = 16
 
 
 def give_back(after_bytes: int) -> None:
@@ -26,6 +30,25 @@ def give_back(after_bytes: int) -> None:
         return
     pa.default_memory_pool().release_unused()
     _trim()(0)
+
+
+class Calls:
+    """The calls of a process: once large ones are over, a backlog's for instance, their memory is given back."""
+
+    def __init__(self) -> None:
+        self._most_bytes = 0
+        self._small = 0
+
+    def note(self, changed_bytes: int) -> None:
+        """A call ends, which changed so many bytes of state."""
+        if changed_bytes * _SMALL_PART > self._most_bytes:
+            self._most_bytes = max(self._most_bytes, changed_bytes)
+            self._small = 0
+            return
+        self._small += 1
+        if self._small == _SMALL_CALLS:
+            give_back(self._most_bytes)
+            self._most_bytes, self._small = changed_bytes, 0
 
 
 @functools.lru_cache(maxsize=1)

@@ -28,7 +28,9 @@ from core_support import (
 
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
+from spark_state_ext import bucket as bucket_module
 from spark_state_ext import lineage as lineage_module
+from spark_state_ext import memory
 from spark_state_ext import sealed as sealed_module
 from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import BATCHES_RETAINED, Bucket
@@ -336,6 +338,17 @@ def test_a_snapshot_that_cannot_be_written(
     assert len(place.snapshots()) == 1
     for pointer, model in zip(pointers, models, strict=True):
         assert place.state(pointer, "fresh") == model
+
+
+def test_memory_of_a_backlog_is_given_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(memory, "give_back", given.append)
+    monkeypatch.setattr(bucket_module, "_CALLS", memory.Calls())
+    pointer = place.commit(first_pointer(), {key: Row(i, "n" * 10_000) for i, key in enumerate(KEYS)})
+    for i in range(17):
+        pointer = place.commit(pointer, {KEYS[0]: Row(i)})
+    (after_bytes,) = given
+    assert after_bytes > len(KEYS) * 10_000
 
 
 def test_a_damaged_local_store_does_not_stop_the_job(place: Place) -> None:

@@ -56,3 +56,38 @@ def test_a_c_library_that_cannot_trim_is_left_alone(monkeypatch: pytest.MonkeyPa
         memory.give_back(after_bytes=1 << 30)
     finally:
         memory._trim.cache_clear()
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """After how many bytes memory was given back, each time."""
+    found: list[int] = []
+    monkeypatch.setattr(memory, "give_back", found.append)
+    return found
+
+
+def test_memory_goes_back_once_large_calls_are_over(given: list[int]) -> None:
+    calls = memory.Calls()
+    for size in [*[90] * 3, 100, *[25] * 15]:
+        calls.note(size)
+    assert given == []
+    calls.note(25)
+    assert given == [100]
+    for _ in range(1_000):
+        calls.note(25)
+    assert given == [100], "once"
+
+
+def test_small_calls_beside_large_ones_give_nothing_back(given: list[int]) -> None:
+    calls = memory.Calls()
+    for _ in range(100):
+        for size in [100, *[1] * 10, 60, 40]:
+            calls.note(size)
+    assert given == []
+
+
+def test_calls_of_one_size_give_nothing_back(given: list[int]) -> None:
+    calls = memory.Calls()
+    for at in range(1_000):
+        calls.note(100 + at % 7)
+    assert given == []
