@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 GROWTH_AT_MOST = 1.5
+# Merging what the load left, and its snapshots, are not a size's ordinary business; some batches let it settle.
 _SETTLING_BATCHES = 10
 # Before the first size is measured the JVM has to be warm, or the sizes after it would seem the faster ones.
 _WARMING_BATCHES = 20
@@ -83,7 +84,11 @@ def run(options: argparse.Namespace, work: Path) -> Report:
         load = _Load(int(sizes[-1] * 1e6), np.random.default_rng(options.seed))
         for size in sizes:
             name = f"{size:g} million keys"
-            measured[name] = _measure(report, stream, load, name, int(size * 1e6), options.events, batches)
+            _fill(stream, load, int(size * 1e6), name)
+            warming = _WARMING_BATCHES if size == sizes[0] and not options.quick else 0
+            for _ in range(_SETTLING_BATCHES + warming):
+                stream.process(load.some(options.events)[1])
+            measured[name] = _measure(report, stream, load, name, options.events, batches)
         stream.stop()
     _judge(report, measured)
     return report
@@ -143,17 +148,14 @@ class _Measured:
         """For each batch whether snapshots were published while it ran, or since the batch before."""
 
 
-def _measure(
-    report: Report, stream: TimedStream, load: _Load, name: str, keys: int, events: int, batches: int
-) -> _Measured:
-    first = load.loaded == 0
+def _fill(stream: TimedStream, load: _Load, keys: int, name: str) -> None:
     while load.loaded < keys:
         stream.process(load.more(keys))
     print(f"{name}: loaded, the last batch of the load took {stream.seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+
+
+def _measure(report: Report, stream: TimedStream, load: _Load, name: str, events: int, batches: int) -> _Measured:
     found = _Measured()
-    # Merging what the load left, and its snapshots, are not this size's ordinary business; some batches let it settle.
-    for _ in range(_SETTLING_BATCHES + (_WARMING_BATCHES if first else 0)):
-        stream.process(load.some(events)[1])
     snapshots = _snapshots(stream)
     written = processes.written_bytes(os.getpid())
     for _ in range(batches):

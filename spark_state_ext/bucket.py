@@ -283,11 +283,12 @@ class Bucket:
             sealed = seal(header, self._store.schema, batches(), self._scratch)
         finally:
             self._unpin(pin)
+            # Before it is sent, which may take far longer.
+            give_back(view.size_bytes)
         try:
             self.committer.send(header.ref, sealed, names)
         finally:
             sealed.let_go()
-            give_back(view.size_bytes)
 
     def _unpin(self, pin: str) -> None:
         try:

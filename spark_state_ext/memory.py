@@ -15,7 +15,7 @@ _MUCH_BYTES = 8 << 20
 # A call with less than one part in so many of the largest one's changes is a small one.
 _SMALL_PART = 4
 # So many small calls in a row mean that large ones are over. Beside a few large buckets there may be small ones.
-_SMALL_CALLS = 16
+_SMALL_CALLS = 8
 
 
 def give_back(after_bytes: int) -> None:

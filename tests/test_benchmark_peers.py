@@ -100,7 +100,7 @@ def test_a_wrong_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_table_says_what_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "PROGRAMS", (Program("it", "benchmarks.floors", "cp", package="no_such_package"),))
-    monkeypatch.setattr(compare, "WORKLOADS", {_SMALL.name: _SMALL})
+    monkeypatch.setattr(compare, "_QUICK", _SMALL)
     parser = argparse.ArgumentParser()
     compare.add_arguments(parser)
     report = compare.run(parser.parse_args(["--quick"]), tmp_path)

@@ -68,7 +68,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_memory_goes_back_once_large_calls_are_over(given: list[int]) -> None:
     calls = memory.Calls()
-    for size in [*[90] * 3, 100, *[25] * 15]:
+    for size in [*[90] * 3, 100, *[25] * 7]:
         calls.note(size)
     assert given == []
     calls.note(25)
@@ -81,7 +81,7 @@ def test_memory_goes_back_once_large_calls_are_over(given: list[int]) -> None:
 def test_small_calls_beside_large_ones_give_nothing_back(given: list[int]) -> None:
     calls = memory.Calls()
     for _ in range(100):
-        for size in [100, *[1] * 10, 60, 40]:
+        for size in [100, *[1] * 7, 60, 40]:
             calls.note(size)
     assert given == []
 
