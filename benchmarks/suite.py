@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.charts import CHARTS
 from benchmarks.report import RESULTS
 
 __all__ = ["FULL", "QUICK", "run_all"]
@@ -36,7 +37,10 @@ FULL: dict[str, tuple[str, ...]] = {
 
 
 def run_all(arguments: list[str]) -> int:
-    """Run them; returns the exit status: the worst of theirs, so 1 when some bar is not met and 2 when one failed."""
+    """Run them; returns the exit status: the worst of theirs, so 1 when some bar is not met and 2 when one failed.
+
+    Bars are promised for the full sizes, so a quick one that is not met is no failure.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks all",
         description="Run all benchmarks, each in a process of its own, and draw charts.",
@@ -55,7 +59,10 @@ def run_all(arguments: list[str]) -> int:
         print(f"== {' '.join(command[1:])}", file=sys.stderr, flush=True)
         status = subprocess.run(command, check=False).returncode
         print(f"== {name}: exit {status}, {time.monotonic() - started_s:.0f} s\n", file=sys.stderr, flush=True)
-        worst = max(worst, status if 0 <= status <= 2 else 2)
-    charts = ["--results", str(results), *(() if options.full else ("--charts", str(results / "charts")))]
+        failed = 2 if status not in (0, 1) else status if options.full else 0
+        worst = max(worst, failed)
+    charts = ["--results", str(results), "--charts", str(CHARTS if results == RESULTS else results / "charts")]
     drawn = subprocess.run([sys.executable, "-m", "benchmarks.charts", *charts], check=False).returncode
+    if not options.full:
+        print("Bars are promised for the sizes of --full; of these small ones some may be missed.", file=sys.stderr)
     return max(worst, 2 if drawn else 0)
