@@ -267,13 +267,18 @@ class View:
     def _small_ranges(self) -> Iterator[tuple[int, int]]:
         """The ranges, cut further, so that what is at work at once does not depend on how many rows a chunk has.
 
-        Evenly, as hashes are spread evenly; with a bad hash function a range may hold more.
+        Evenly between the lowest and the highest hash there is (a bucket's are a part of all), as hashes are spread
+        evenly; with a bad hash function a range may hold more.
         """
-        ranges = list(self.ranges())
-        parts = max(1, -(-self.size_bytes // (_SCAN_BYTES * max(1, len(ranges)))))
+        chunks = [chunk for run in self.runs for chunk in run.chunks]
+        if not chunks:
+            return
+        lowest, highest = min(chunk.hash_min for chunk in chunks) - 1, max(chunk.hash_max for chunk in chunks)
+        ranges = [(max(after, lowest), min(upto, highest)) for after, upto in self.ranges()]
+        parts = -(-self.size_bytes // (_SCAN_BYTES * len(ranges)))
         for after, upto in ranges:
             borders = [after + (upto - after) * part // parts for part in range(parts + 1)]
-            yield from itertools.pairwise(borders)
+            yield from ((begin, end) for begin, end in itertools.pairwise(borders) if begin < end)
 
 
 def _lowest(run: Run, floor_ms: int, floor_version: int) -> int:
