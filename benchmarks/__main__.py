@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report = _BENCHMARKS[options.name].run(options, Path(folder))
         except BenchmarkError as error:
             print(f"error: {error}", file=sys.stderr)
+            return 2
+        except Exception:
+            # Python's own exit status for it is 1, which says here that a bar is not met.
+            traceback.print_exc()
             return 2
     print(report.table())
     print(f"\nresult file: {report.write(options.results)}")

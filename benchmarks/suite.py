@@ -57,7 +57,8 @@ def run_all(arguments: list[str]) -> int:
         print(f"== {' '.join(command[1:])}", file=sys.stderr, flush=True)
         statuses.append(subprocess.run(command, check=False).returncode)
         print(f"== {name}: exit {statuses[-1]}, {time.monotonic() - started_s:.0f} s\n", file=sys.stderr, flush=True)
-    charts = ["--results", str(results), "--charts", str(CHARTS if results == RESULTS else results / "charts")]
+    committed = options.full and results.resolve() == RESULTS.resolve()
+    charts = ["--results", str(results), "--charts", str(CHARTS if committed else results / "charts")]
     drawn = subprocess.run([sys.executable, "-m", "benchmarks.charts", *charts], check=False).returncode
     if not options.full:
         print("Bars are promised for the sizes of --full; of these small ones some may be missed.", file=sys.stderr)

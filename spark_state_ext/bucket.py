@@ -156,7 +156,7 @@ class Bucket:
         StorageError
             When a backend failed, now or since the commit before; `CommitTimeoutError` when one takes too long.
         """
-        _CALLS.note(rows.size_bytes)
+        _CALLS.note(str(self._store.folder), rows.size_bytes)
         # Counted before anything is written, so that each file tells its beat.
         pointer = counted(self.committer.begin(self.pointer), heartbeat, self._batches_retained)
         behind = self.committer.behind(pointer)

@@ -12,10 +12,10 @@ __all__ = ["Calls", "give_back"]
 
 # Work over fewer bytes leaves nothing behind that is worth the milliseconds.
 _MUCH_BYTES = 8 << 20
-# A call with less than one part in so many of the largest one's changes is a small one.
+# A call with at most one part in so many of its bucket's largest one's changes is a small one.
 _SMALL_PART = 4
-# So many small calls in a row mean that large ones are over. Beside a few large buckets there may be small ones.
-_SMALL_CALLS = 8
+# So many small calls of a bucket in a row mean that its large ones are over.
+_SMALL_CALLS = 2
 
 
 def give_back(after_bytes: int) -> None:
@@ -33,22 +33,25 @@ def give_back(after_bytes: int) -> None:
 
 
 class Calls:
-    """The calls of a process: once large ones are over, a backlog's for instance, their memory is given back."""
+    """The calls of a process: once a bucket's large ones are over, after a backlog for instance, memory is given back.
+
+    By bucket, as a few large ones may lie beside many small ones.
+    """
 
     def __init__(self) -> None:
-        self._most_bytes = 0
-        self._small = 0
+        # By bucket, bytes of the largest call and how many small ones followed.
+        self._known: dict[str, tuple[int, int]] = {}
 
-    def note(self, changed_bytes: int) -> None:
-        """A call ends, which changed so many bytes of state."""
-        if changed_bytes * _SMALL_PART > self._most_bytes:
-            self._most_bytes = max(self._most_bytes, changed_bytes)
-            self._small = 0
-            return
-        self._small += 1
-        if self._small == _SMALL_CALLS:
-            give_back(self._most_bytes)
-            self._most_bytes, self._small = changed_bytes, 0
+    def note(self, bucket: str, changed_bytes: int) -> None:
+        """A call of a bucket changed so many bytes of state."""
+        most_bytes, small = self._known.get(bucket, (0, 0))
+        if changed_bytes * _SMALL_PART > most_bytes:
+            self._known[bucket] = max(most_bytes, changed_bytes), 0
+        elif small + 1 < _SMALL_CALLS:
+            self._known[bucket] = most_bytes, small + 1
+        else:
+            self._known[bucket] = changed_bytes, 0
+            give_back(most_bytes)
 
 
 @functools.lru_cache(maxsize=1)

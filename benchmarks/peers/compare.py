@@ -191,7 +191,7 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     if batches < 2:
         raise BenchmarkError("--batches must be at least 2: the first is not counted")
     workloads = list(WORKLOADS.values()) if options.workload is None else [WORKLOADS[options.workload]]
-    if options.quick:
+    if options.quick and options.workload is None:
         workloads = [_QUICK]
     if options.only:
         programs = [one for one in PROGRAMS if one.name.startswith(tuple(options.only))]

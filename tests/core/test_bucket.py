@@ -345,7 +345,7 @@ def test_memory_of_a_backlog_is_given_back(place: Place, monkeypatch: pytest.Mon
     monkeypatch.setattr(memory, "give_back", given.append)
     monkeypatch.setattr(bucket_module, "_CALLS", memory.Calls())
     pointer = place.commit(first_pointer(), {key: Row(i, "n" * 10_000) for i, key in enumerate(KEYS)})
-    for i in range(9):
+    for i in range(5):
         pointer = place.commit(pointer, {KEYS[0]: Row(i)})
     (after_bytes,) = given
     assert after_bytes > len(KEYS) * 10_000

@@ -68,26 +68,26 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_memory_goes_back_once_large_calls_are_over(given: list[int]) -> None:
     calls = memory.Calls()
-    for size in [*[90] * 3, 100, *[25] * 7]:
-        calls.note(size)
+    for size in [90, 90, 100, 25, 26, 25]:
+        calls.note("a", size)
     assert given == []
-    calls.note(25)
+    calls.note("a", 25)
     assert given == [100]
     for _ in range(1_000):
-        calls.note(25)
+        calls.note("a", 25)
     assert given == [100], "once"
 
 
-def test_small_calls_beside_large_ones_give_nothing_back(given: list[int]) -> None:
+def test_small_buckets_beside_a_large_one_give_nothing_back(given: list[int]) -> None:
     calls = memory.Calls()
     for _ in range(100):
-        for size in [100, *[1] * 7, 60, 40]:
-            calls.note(size)
+        for bucket, size in [("large", 100), *[(f"small {i}", 1) for i in range(20)]]:
+            calls.note(bucket, size)
     assert given == []
 
 
 def test_calls_of_one_size_give_nothing_back(given: list[int]) -> None:
     calls = memory.Calls()
     for at in range(1_000):
-        calls.note(100 + at % 7)
+        calls.note("a", 100 + at % 7)
     assert given == []

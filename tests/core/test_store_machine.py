@@ -84,6 +84,7 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "store"):
             self.store.close()
+        if hasattr(self, "patched"):
             self.patched.undo()
         shutil.rmtree(self.root, ignore_errors=True)
 
