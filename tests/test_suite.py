@@ -34,6 +34,6 @@ def test_bars_count_at_full_size_only(statuses: list[int], quick: int, full: int
 
 @pytest.mark.parametrize("how", ["--quick", "--full"])
 def test_one_that_fails_does_not_stop_the_others(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite, how[2:].upper(), {"growth": ("--batches", "none"), "store": _TINY})
+    monkeypatch.setattr(suite, how[2:].upper(), {"growth": ("--sizes", "nonsense"), "store": _TINY})
     assert suite.run_all([how, "--results", str(tmp_path)]) == 2
     assert (tmp_path / "store.json").exists()
