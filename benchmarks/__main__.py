@@ -92,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix=f"benchmark-{options.name}-", dir=options.work_dir) as folder:
         try:
             report = _BENCHMARKS[options.name].run(options, Path(folder))
+            print(report.table())
+            print(f"\nresult file: {report.write(options.results)}")
         except BenchmarkError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -99,8 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Python's own exit status for it is 1, which says here that a bar is not met.
             traceback.print_exc()
             return 2
-    print(report.table())
-    print(f"\nresult file: {report.write(options.results)}")
     # Without a promise there is none to break.
     return 0 if report.met or not report.bars else 1
 

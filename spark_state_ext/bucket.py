@@ -46,6 +46,7 @@ _WAITING_PIN_S = 3_600.0
 _PIN_S = 600.0
 # Spark's default of spark.sql.streaming.minBatchesToRetain.
 BATCHES_RETAINED = 100
+# One for the process: all its buckets share the memory.
 _CALLS = Calls()
 
 

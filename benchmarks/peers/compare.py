@@ -190,9 +190,10 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     batches = 3 if options.quick else options.batches
     if batches < 2:
         raise BenchmarkError("--batches must be at least 2: the first is not counted")
-    workloads = list(WORKLOADS.values()) if options.workload is None else [WORKLOADS[options.workload]]
-    if options.quick and options.workload is None:
-        workloads = [_QUICK]
+    if options.workload is not None:
+        workloads = [WORKLOADS[options.workload]]
+    else:
+        workloads = [_QUICK] if options.quick else list(WORKLOADS.values())
     if options.only:
         programs = [one for one in PROGRAMS if one.name.startswith(tuple(options.only))]
     else:

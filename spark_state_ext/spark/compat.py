@@ -1,19 +1,20 @@
-"""Where PySpark's releases differ. All of it is here, and only public API is used.
+"""Where releases of PySpark and pandas differ. All of it is here, and only public API is used.
 
 PySpark 3.5 names the parameters of its errors `error_class` and `message_parameters`; 4.0 and later `errorClass` and
-`messageParameters`.
+`messageParameters`. Before pandas 3, joining frames passes over columns of nothing but None where others hold floats.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+from importlib import metadata
 from typing import Any
 
 import pyspark
 from pyspark.errors import PySparkTypeError
 
-__all__ = ["SPARK_VERSION", "STATE_BINARY", "udf_return_type_error"]
+__all__ = ["NONE_JOINS_FLOATS", "PANDAS_MAJOR", "SPARK_VERSION", "STATE_BINARY", "udf_return_type_error"]
 
 _found = re.match(r"(\d+)\.(\d+)", pyspark.__version__)
 if _found is None:
@@ -22,6 +23,10 @@ if _found is None:
 SPARK_VERSION: tuple[int, int] = (int(_found[1]), int(_found[2]))
 # What a function finds for a binary value in its state.
 STATE_BINARY: type[bytes] | type[bytearray] = bytes if SPARK_VERSION >= (4, 1) else bytearray
+# Asked of the package's description: the rows' API does without pandas, and importing it takes a while.
+PANDAS_MAJOR: int = int(metadata.version("pandas").split(".")[0])
+# Whether `pd.concat` makes one column of floats of None in one frame and numbers in others.
+NONE_JOINS_FLOATS: bool = PANDAS_MAJOR < 3
 
 _NAMES = inspect.signature(PySparkTypeError.__init__).parameters
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -14,7 +15,7 @@ from pyspark.sql.types import StructType
 from arrow_schemas.equality import IndexArray
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateValueError
-from spark_state_ext.spark.compat import SPARK_VERSION, udf_return_type_error
+from spark_state_ext.spark.compat import NONE_JOINS_FLOATS, SPARK_VERSION, udf_return_type_error
 from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
 from spark_state_ext.spark.groups import CallContext, Groups
 from spark_state_ext.spark.pandas_values import (
@@ -283,13 +284,17 @@ def _frame_of(rows: Sequence[Any], names: list[Any], widen: bool) -> pd.DataFram
     """Rows as a frame. A column of numbers of one type has that as its dtype, any other holds Python values.
 
     With `widen`, whole numbers beside floats become floats, and booleans beside either become numbers: columns of the
-    frames that the rows came from were of the one type or the other, and this is how pandas, and so Spark, joins them.
+    frames that the rows came from were of the one type or the other, and this is how pandas, and so Spark, joins them;
+    and so does None beside floats become NaN where pandas does that.
     """
     columns = {}
     for at, values in enumerate(zip(*rows, strict=True)):
         kinds = set(map(type, values))
         if widen and len(kinds) > 1 and kinds <= _DTYPES.keys():
             kinds = {float if float in kinds else int}
+        elif widen and NONE_JOINS_FLOATS and {float, type(None)} <= kinds <= {float, int, type(None)}:
+            kinds = {float}
+            values = tuple(math.nan if value is None else value for value in values)
         dtype = _DTYPES.get(kinds.pop(), object) if len(kinds) == 1 else object
         try:
             columns[at] = np.fromiter(values, dtype=dtype, count=len(rows))

@@ -30,6 +30,7 @@ import pyarrow.types as pat
 
 from arrow_schemas.columns import flat
 from spark_state_ext.errors import UnsupportedTypeError
+from spark_state_ext.spark.compat import PANDAS_MAJOR
 
 __all__ = [
     "column_to_series",
@@ -68,7 +69,7 @@ def _rules(version: tuple[int, int]) -> _Rules:
     if version >= (4, 2):
         # Integers beside a NULL within an array, struct or map stay Python ints; before, they became floats.
         options["integer_object_nulls"] = True
-    micro = version >= (4, 2) and int(pd.__version__.split(".")[0]) >= 3
+    micro = version >= (4, 2) and PANDAS_MAJOR >= 3
     return _Rules(
         options=options,
         zoned_by_arrow=version >= (4, 2),

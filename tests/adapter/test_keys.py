@@ -243,13 +243,14 @@ def test_a_settled_worker_still_collects_garbage() -> None:
 
 @pytest.mark.parametrize("first", [1, 2.5, True, "a", None, 2**70], ids=str)
 @pytest.mark.parametrize("second", [3, 4.5, False, "b", None], ids=str)
-def test_joined_frames_have_the_values_and_dtypes_that_pandas_gives(first: Any, second: Any) -> None:
-    frames = [pd.DataFrame({"k": [key], "n": [value]}) for key, value in ((1, first), (2, second))]
+@pytest.mark.parametrize("third", [5, None], ids=str)
+def test_joined_frames_have_the_values_and_dtypes_that_pandas_gives(first: Any, second: Any, third: Any) -> None:
+    frames = [pd.DataFrame({"k": [key], "n": [value]}) for key, value in enumerate((first, second, third), 1)]
 
     def function(key: tuple[Any, ...], pdfs: Any, state: KeyState) -> Iterator[pd.DataFrame]:
         yield frames[key[0] - 1]
 
-    (found,) = called(caller(function), grouped([1, 2], [0, 0]))
+    (found,) = called(caller(function), grouped([1, 2, 3], [0, 0, 0]))
     expected = pd.concat(frames, ignore_index=True)
     assert found["n"].tolist() == expected["n"].tolist() or found["n"].isna().any()
     assert found["n"].isna().tolist() == expected["n"].isna().tolist()
