@@ -26,7 +26,7 @@ from spark_state_ext.lineage import Chain, counted, presuming_snapshot, snapshot
 from spark_state_ext.loading import Loader
 from spark_state_ext.memory import Calls, give_back
 from spark_state_ext.restoring import Sources, restore_order
-from spark_state_ext.sealed import seal
+from spark_state_ext.sealed import SealedFile, seal
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.uploads import Uploads, WorkerUploads
@@ -175,11 +175,18 @@ class Bucket:
             self._reconciled(self.pointer, lambda view: self._store.apply(rows, ref, parent))
             # Only what is committed for certain is merged and dropped: the pointer we were given, not the one we make.
             self._tidy(parent)
-            state_bytes, rows_max = self._reconciled(new, lambda view: (view.size_bytes, view.rows_max))
+            state_bytes, rows_max = self._reconciled(new, lambda view: (self._state_bytes(view), view.rows_max))
             new = self.committer.finish(replace(new, rows=rows_max), handed_in)
             return self._in_old_terms(self._with_snapshots(new, snapshot_due(new.lineage, state_bytes), behind))
         finally:
             sealed.let_go()
+
+    def _state_bytes(self, view: View) -> int:
+        """About the bytes of the state."""
+        if not self._store.outgrown(view):
+            return view.size_bytes
+        # Most of the runs may be rows that were written anew, and only the snapshot that this is about removes them.
+        return max(run.size_bytes for run in view.runs)
 
     def _next_ref(self) -> CheckpointRef:
         """The new checkpoint: unique to this very call, whatever batch and attempt it is."""
@@ -193,7 +200,9 @@ class Bucket:
         """Compact and prune. The new checkpoint is safe already, so no failure here may fail the batch."""
         try:
             try:
-                merged = self._store.compact(committed)
+                # The snapshot that was due last, which may be under way still.
+                presumed = self.pointer.lineage[0].ref if self.pointer.lineage else None
+                merged = self._store.compact(committed, presumed)
                 if merged is not None:
                     give_back(merged.size_bytes)
             finally:
@@ -287,9 +296,17 @@ class Bucket:
             # Before it is sent, which may take far longer.
             give_back(view.size_bytes)
         try:
+            if self._store.outgrown(view):
+                self._adopt(sealed, header.ref)
             self.committer.send(header.ref, sealed, names)
         finally:
             sealed.let_go()
+
+    def _adopt(self, snapshot: SealedFile, ref: CheckpointRef) -> None:
+        try:
+            self._loader.adopt(snapshot, ref)
+        except StateError as error:
+            _LOGGER.warning("the local store goes on with its old runs: %s", error)
 
     def _unpin(self, pin: str) -> None:
         try:

@@ -13,11 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
-from arrow_schemas.lineage import DELTA, SNAPSHOT
+from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint, read_header
 from spark_state_ext.errors import CorruptError, CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.lineage import Chain, Fetch, plan_load
 from spark_state_ext.restoring import Sources
+from spark_state_ext.sealed import SealedFile, SealedFiles
 from spark_state_ext.store import LocalStore
 
 __all__ = ["Loader"]
@@ -69,6 +70,31 @@ class Loader:
             if not self._fetch_all(chain, plan, gone):
                 continue
             return
+
+    def adopt(self, made: SealedFile, ref: CheckpointRef) -> None:
+        """Have the local store use a snapshot that was made of its runs in place of these.
+
+        Parameters
+        ----------
+        made
+            The snapshot's file; a small one is passed over, as merging does well with such runs.
+        ref
+            The checkpoint.
+
+        Raises
+        ------
+        StorageError
+            When the local store cannot take it.
+        """
+        keep = self._store.incoming()
+        try:
+            found = read_checkpoint(
+                SealedFiles([made], "just made"), ref, SNAPSHOT, self._store.schema, self._scratch, keep
+            )
+            if found.copy is not None:
+                self._store.adopt(keep, found.copy.body_bytes, found.copy.blocks, found.copy.rows, ref)
+        finally:
+            keep.unlink(missing_ok=True)  # gone already where it was adopted
 
     def _fetch_all(self, chain: Chain, plan: list[Fetch], gone: dict[Fetch, Failure]) -> bool:
         """Apply the planned files, oldest first; False when one of them is of no use, which is noted."""

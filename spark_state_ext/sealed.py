@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import tempfile
 import threading
 import weakref
@@ -131,7 +132,15 @@ class SealedFiles:
         return self._file(name).get_range(start, end)
 
     def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
-        Path(local_path).write_bytes(self.get(name))
+        file, path = self._file(name), Path(local_path)
+        if file.path is None:
+            path.write_bytes(self.get(name))
+            return
+        try:
+            # It will not change, so both names may mean the same bytes.
+            path.hardlink_to(file.path)
+        except OSError:  # another disk
+            shutil.copyfile(file.path, path)
 
     def open_local(self, name: str) -> pa.NativeFile | None:
         return None

@@ -29,7 +29,7 @@ from spark_state_ext.store.base_file import (
     remove_abandoned,
 )
 from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment, Reader, Writing
-from spark_state_ext.store.merging import MERGE_BYTES_MAX, choose_merge, choose_runs, droppable
+from spark_state_ext.store.merging import MERGE_BYTES_MAX, choose_merge, choose_runs, droppable, outgrown
 from spark_state_ext.store.runs import CHUNK_ROWS, Chunk, Run, cut, decode_chunk, encode_chunk
 from spark_state_ext.store.view import View
 
@@ -208,13 +208,27 @@ class LocalStore:
             self._checked.update((run.key, block) for block in range(len(blocks)))
         return written
 
-    def compact(self, head: CheckpointRef | None) -> Run | None:
+    def outgrown(self, view: View) -> bool:
+        """Whether a snapshot of a view should replace its runs (`adopt`), as merging does not keep them small."""
+        return outgrown([run.size_bytes for run in view.runs], self._merge_bytes_max)
+
+    def compact(self, head: CheckpointRef | None, presumed: CheckpointRef | None = None) -> Run | None:
         """Merge some runs of a *committed* checkpoint, if that is due; at most `merge_bytes_max` bytes.
 
         Returns the new run. The runs it covers stay until `prune`.
+
+        Parameters
+        ----------
+        head
+            The checkpoint.
+        presumed
+            The checkpoint before it whose snapshot may still become a run here. Where the runs need that, none that
+            ends above it and begins below is made: the snapshot would then lie beside the way from the head down.
         """
-        runs = self.view(head).runs
-        chosen = choose_merge([run.size_bytes for run in runs], self._merge_bytes_max)
+        view = self.view(head)
+        runs = view.runs
+        border = next((at for at, run in enumerate(runs) if run.newest == presumed), 0) if self.outgrown(view) else 0
+        chosen = choose_merge([run.size_bytes for run in runs], self._merge_bytes_max, border)
         if chosen is None:
             return None
         merging = runs[slice(*chosen)]

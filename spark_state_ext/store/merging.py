@@ -9,7 +9,7 @@ from arrow_schemas.lineage import CheckpointRef
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store.runs import Run
 
-__all__ = ["MERGE_BYTES_MAX", "choose_merge", "choose_runs", "droppable"]
+__all__ = ["MERGE_BYTES_MAX", "choose_merge", "choose_runs", "droppable", "outgrown"]
 
 FANOUT = 4
 # One commit never rewrites more than this; runs that would need more stay apart.
@@ -62,7 +62,23 @@ def _best_last(runs: list[Run]) -> list[Run]:
     return sorted(runs, key=lambda run: (not run.base, run.oldest.version), reverse=True)
 
 
-def choose_merge(sizes: Sequence[int], bytes_max: int = MERGE_BYTES_MAX) -> tuple[int, int] | None:
+def outgrown(sizes: Sequence[int], bytes_max: int = MERGE_BYTES_MAX) -> bool:
+    """Whether runs are more than bounded merges can keep few and free of rows that were written anew.
+
+    Four runs that hold most of a state beyond a quarter of the bound can no longer be merged. Then it takes a snapshot,
+    which goes through all of them anyway, to replace them.
+
+    Parameters
+    ----------
+    sizes
+        Bytes of a checkpoint's runs.
+    bytes_max
+        Bound of the bytes that one merge reads.
+    """
+    return sum(sizes) > bytes_max // 2
+
+
+def choose_merge(sizes: Sequence[int], bytes_max: int = MERGE_BYTES_MAX, border: int = 0) -> tuple[int, int] | None:
     """Which neighbouring runs to merge now (tiered, so that a row is rewritten a logarithmic number of times).
 
     Parameters
@@ -71,6 +87,8 @@ def choose_merge(sizes: Sequence[int], bytes_max: int = MERGE_BYTES_MAX) -> tupl
         Bytes of the runs, newest first.
     bytes_max
         Bound of the bytes that one merge reads.
+    border
+        Place of a run that no merge may cover together with newer ones.
 
     Returns
     -------
@@ -79,7 +97,8 @@ def choose_merge(sizes: Sequence[int], bytes_max: int = MERGE_BYTES_MAX) -> tupl
     """
     for start in range(len(sizes)):
         total, stop = sizes[start], start + 1
-        while stop < len(sizes) and sizes[stop] <= _GROWTH * total and total + sizes[stop] <= bytes_max:
+        end = border if start < border else len(sizes)
+        while stop < end and sizes[stop] <= _GROWTH * total and total + sizes[stop] <= bytes_max:
             total += sizes[stop]
             stop += 1
         if stop - start >= FANOUT:

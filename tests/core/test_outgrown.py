@@ -1,0 +1,150 @@
+"""A state larger than merges may be: its snapshots become runs, and the store stays small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from core_support import WRITER, first_pointer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arrow_schemas import CheckpointRef, Pointer, RowSchema
+from arrow_schemas.lineage import SNAPSHOT, parse_file_name
+from spark_state_ext import checkpoint as checkpoint_module
+from spark_state_ext.backends.files import sole_place
+from spark_state_ext.background import Background
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.errors import StoreFullError
+from spark_state_ext.folder import Folder
+from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.store import LocalStore
+from spark_state_ext.store.merging import choose_merge
+from spark_state_ext.store.runs import sorted_run
+
+SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
+KEYS, CHANGED, ROW_BYTES = 20_000, 500, 26
+MERGE_BYTES_MAX = 512 << 10
+STATE_BYTES = KEYS * ROW_BYTES
+
+
+def rows_of(keys: np.ndarray, value: int) -> pa.RecordBatch:
+    n = len(keys)
+    hashes = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    columns = [hashes, keys, np.full(n, value), pa.nulls(n, pa.int64()), np.full(n, True), np.full(n, False)]
+    return sorted_run(pa.RecordBatch.from_arrays([pa.array(it) for it in columns], schema=SCHEMA.arrow))
+
+
+class Job:
+    """A bucket whose keys change at random; after each batch its values are known."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = LocalStore(folder / "store", SCHEMA, merge_bytes_max=MERGE_BYTES_MAX)
+        self.places = sole_place(Folder(str(folder / "root")).child("3"), folder)
+        self.pointer: Pointer = replace(first_pointer(), operator="counts")
+        self.values = np.full(KEYS, -1)
+        self.rng = np.random.default_rng(1)
+        self.background: Background | None = None
+
+    def bucket(self) -> Bucket:
+        return Bucket(self.store, self.places, self.pointer, WRITER, self.folder, self.background, 2)
+
+    def batch(self, keys: np.ndarray) -> None:
+        value = self.pointer.version + 1
+        buffer = SpillBuffer(self.folder, 1 << 30)
+        buffer.append(rows_of(keys, value))
+        self.pointer = self.bucket().commit(buffer)
+        self.values[keys] = value
+
+    def history(self, batches: int, each: Callable[[], None] = lambda: None) -> None:
+        self.batch(np.arange(KEYS))
+        for _ in range(batches):
+            self.batch(self.rng.choice(KEYS, CHANGED, replace=False))
+            each()
+
+    def snapshots(self) -> set[CheckpointRef]:
+        found = [parse_file_name(path.name) for path in (self.folder / "root" / "3").iterdir()]
+        return {it[0] for it in found if it is not None and it[1] == SNAPSHOT}
+
+    def check(self) -> None:
+        table = pa.Table.from_batches(self.bucket().scan()).sort_by("key.k")
+        assert table["key.k"].to_pylist() == list(range(KEYS))
+        assert np.array_equal(table["state.n"].to_numpy(), self.values)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setattr(checkpoint_module, "_ADOPTED_BYTES_MIN", 64 << 10)
+    return Job(tmp_path)
+
+
+def test_the_store_stays_in_proportion_to_the_state(job: Job) -> None:
+    sizes: list[int] = []
+    runs: list[int] = []
+    on_disk: list[int] = []
+
+    def note() -> None:
+        view = job.store.view(job.pointer.ref)
+        sizes.append(view.size_bytes)
+        runs.append(len(view.runs))
+        on_disk.append(sum(path.stat().st_size for path in job.store._environment.folder.glob("base-*")))
+
+    job.history(400, note)
+    assert max(sizes) < 4 * STATE_BYTES
+    assert max(sizes[200:]) <= 1.2 * max(sizes[:200]), "it does not grow with the batches"
+    assert max(runs) < 25
+    assert max(on_disk) < 4 * STATE_BYTES
+    job.check()
+
+
+def test_merging_alone_would_not_do(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the test above can fail."""
+    monkeypatch.setattr(LocalStore, "outgrown", lambda store, view: False)
+    job.history(300)
+    assert job.store.view(job.pointer.ref).size_bytes > 6 * STATE_BYTES
+    job.check()
+
+
+def test_where_snapshots_come_late(job: Job) -> None:
+    """Written in the background, while the batches go on and merge what they may."""
+    job.background = Background()
+    ends: set[CheckpointRef] = set()
+
+    def note() -> None:
+        ends.update(run.newest for run in job.store.view(job.pointer.ref).runs if run.file_bytes)
+
+    job.history(250, note)
+    assert job.background.wait(30)
+    job.batch(np.arange(9))
+    note()
+    assert len(ends) > 1, "a snapshot lies on the way from the head down, whatever was merged meanwhile"
+    assert ends == job.snapshots()
+    job.check()
+
+
+def test_a_snapshot_that_does_not_fit_is_sent_all_the_same(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr(LocalStore, "adopt", full)
+    job.history(120)
+    assert "goes on with its old runs: no room" in caplog.text
+    assert job.snapshots()
+    assert not list(job.store._environment.folder.glob("incoming-*"))
+    job.check()
+
+
+@given(st.lists(st.integers(1, 1_000), max_size=30), st.integers(1, 5_000), st.integers(0, 30))
+def test_no_merge_crosses_the_border(sizes: list[int], bytes_max: int, border: int) -> None:
+    border = min(border, len(sizes))
+    chosen = choose_merge(sizes, bytes_max, border)
+    if chosen is not None:
+        start, stop = chosen
+        assert stop <= border or start >= border
