@@ -339,16 +339,16 @@ class FileHeaders:
         self._files = files
         self._names = names
         listed = {parsed[0] for name in names if (parsed := parse_file_name(name))}
-        known = self._origins.pop(files.root, {})
+        known = self._origins.pop(files.identity, {})
         self._known = {ref: origin for ref, origin in known.items() if ref in listed}
-        self._origins[files.root] = self._known
+        self._origins[files.identity] = self._known
         if len(self._origins) > self._FOLDERS_MAX:
             self._origins.popitem(last=False)
 
     def of(self, ref: CheckpointRef) -> LineageHeader:
         """The header of a checkpoint's file."""
         kind = DELTA if file_name(ref, DELTA) in self._names else SNAPSHOT
-        where = self._files.where(file_name(ref, kind))
+        where = f"{self._files.identity} {file_name(ref, kind)}"
         # Taken out and put in again: in the order of their last use.
         header = self._headers.pop(where, None) or read_header(self._files, ref, kind)
         self._headers[where] = header
@@ -374,7 +374,7 @@ _WHOLE_MAX = 4_096
 
 def _is_whole(files: Listed, ref: CheckpointRef, scratch: Path) -> bool:
     """Whether a snapshot has the checksum that it announces; each worker process reads it once."""
-    where = files.where(file_name(ref, SNAPSHOT))
+    where = f"{files.identity} {file_name(ref, SNAPSHOT)}"
     if where in _whole:
         return True
     try:

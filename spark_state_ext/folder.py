@@ -7,7 +7,9 @@ on object stores, a PUT is atomic. A file's name holds its identity, so writing 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
+import json
 import os
 import posixpath
 import uuid
@@ -83,7 +85,12 @@ class Listed(Readable, Protocol):
     """A bucket's files, as clean-up sees them."""
 
     root: str
-    """Names the bucket and where it lies: what is known of the files is remembered under it."""
+    """Names the bucket and where it lies, in messages."""
+
+    @property
+    def identity(self) -> str:
+        """What is known of the files is remembered under it; two stores may have a folder of one name."""
+        ...
 
     def entries(self) -> list[Entry]:
         """All that is there."""
@@ -108,6 +115,9 @@ class Folder:
 
     def __init__(self, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self.root = root
+        # Of the options as given; they may hold secrets.
+        given = json.dumps(dict(storage_options or {}), sort_keys=True, default=repr)
+        self._options_digest = hashlib.blake2b(given.encode(), digest_size=16).hexdigest()
         # Listings are remembered for the life of a process by some, s3fs among them, and then files that others wrote
         # since "do not exist".
         self._options = dict(storage_options or {})
@@ -125,6 +135,11 @@ class Folder:
     def is_local(self) -> bool:
         """Whether it is on a file system of this machine."""
         return self._local
+
+    @property
+    def identity(self) -> str:
+        """The folder's root, and what else decides where that is."""
+        return f"{self.root} {self._options_digest}"
 
     def child(self, *names: str) -> Folder:
         """A folder below this one."""

@@ -42,7 +42,7 @@ def admit(operator_files: Folder, wanted: OperatorFile, strict: bool, *, again: 
     ExistingStateError
         When `strict` and another query's state is there.
     """
-    key = (operator_files.root, wanted.encode())
+    key = (operator_files.identity, wanted.encode())
     with _admitted_lock:
         if again or key not in _admitted:
             _admitted[key] = _admit(operator_files, wanted, strict)

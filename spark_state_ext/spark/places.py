@@ -51,7 +51,8 @@ def places_of(job: Job, home: str, bucket: int, scratch: Path) -> list[Place]:
 
 
 def _is_root(job: Job, backend: Backend) -> bool:
-    return backend.kind == FSSPEC and backend.root == (job.root.rstrip("/") or job.root)
+    here = (job.root.rstrip("/") or job.root, dict(job.storage_options))
+    return backend.kind == FSSPEC and (backend.root, dict(backend.storage_options)) == here
 
 
 def _context(job: Job, backend: Backend, home: str, bucket: int | None, scratch: Path) -> BackendContext:

@@ -95,7 +95,7 @@ class Spread:
         return f"spread-{self.run_id}"
 
     def _key(self, home: Folder) -> str:
-        return f"{home.root} {self.run_id} {self.partitions}"
+        return f"{home.identity} {self.run_id} {self.partitions}"
 
     def _remember(self, home: Folder, unlike: bool) -> None:
         self._unlike[self._key(home)] = unlike

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 from core_support import KEYS, SCHEMA, Model, Row, buffer_of, changed, first_pointer, state_at
+from fsspec.implementations.local import LocalFileSystem
+from life import Life
 from object_store import S3
 
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, Writer
@@ -468,3 +471,30 @@ def test_file_systems_tell_when_files_were_written(scene: Scene) -> None:
         assert abs(found.modified_s - now_s) < 300
         assert found.size_bytes > 0
         assert not found.folder
+
+
+def test_what_is_known_of_one_store_is_not_believed_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket's name at two endpoints: a snapshot that is whole at one may be damaged at the other."""
+    life = Life(tmp_path / "life")
+    for _ in range(40):
+        life.batch()
+        life.settle()
+    east, west = (tmp_path / name for name in ("east", "west"))
+    for endpoint in (east, west):
+        shutil.copytree(tmp_path / "life" / "a" / "3", endpoint / "bucket" / "3")
+    for path in (west / "bucket" / "3").glob("*.snapshot.*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+    def at(endpoint: Path) -> Folder:
+        made = {"implementation": "fsspec.implementations.dirfs.DirFileSystem", "fs": LocalFileSystem()}
+        return Folder("store://bucket/3", {**made, "path": str(endpoint)})
+
+    old = time.time() + 10_000
+    deleted = [
+        clean_up(at(endpoint), life.pointers[-1], RETAINED, tmp_path, lambda: None, now_s=old)
+        for endpoint in (east, west)
+    ]
+    assert deleted[0] > 0
+    assert deleted[1] == 0, "the deltas are the only way back there"

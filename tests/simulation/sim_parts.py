@@ -246,7 +246,7 @@ class FaultyFolder:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._real, name)
-        if name in ("where", "root", "child", "is_local"):
+        if name in ("where", "root", "identity", "child", "is_local"):
             return found
 
         def call(*args: Any) -> Any:

@@ -283,8 +283,9 @@ class World:
             return
         files = self.folders[self.configured[numbers.below(len(self.configured))]]
         snapshots = [n for n in files.names() if (parse_file_name(n) or (None, ""))[1] == SNAPSHOT]
-        if self.damaged & {files.where(name) for name in snapshots} & cleanup._whole.keys():
-            snapshots = [name for name in snapshots if files.where(name) not in cleanup._whole]
+        believed = {name for name in snapshots if f"{files.identity} {name}" in cleanup._whole}
+        if self.damaged & {files.where(name) for name in believed}:
+            snapshots = [name for name in snapshots if name not in believed]
         if not snapshots:
             return
         name = snapshots[numbers.below(len(snapshots))]

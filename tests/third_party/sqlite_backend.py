@@ -46,6 +46,7 @@ class SqliteFiles:
         self._path = str(context.options["path"])
         bucket = "" if context.bucket is None else context.bucket
         self.root = f"sqlite:{self._path}/{context.operator}/{context.home}/{bucket}"
+        self.identity = self.root
         self.closed = threading.Event()
 
     @contextmanager
