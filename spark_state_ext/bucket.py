@@ -248,6 +248,7 @@ class Bucket:
             self._snapshot_work(header.ref), lambda: self._write_snapshot(header, view, pin, names)
         ):
             self._unpin(pin)
+            self.committer.not_sent(header.ref, names, "the background has too much to do")
             return new
         if due and self._options.pointer_write == V2:
             return replace(presuming_snapshot(awaiting), snapshots_missed=missed)
@@ -291,6 +292,10 @@ class Bucket:
 
         try:
             sealed = seal(header, self._store.schema, batches(), self._scratch)
+        except BaseException as error:
+            # Whoever waits for it should have another one made.
+            self.committer.not_sent(header.ref, names, str(error) or repr(error))
+            raise
         finally:
             self._unpin(pin)
             # Before it is sent, which may take far longer.
@@ -339,16 +344,20 @@ class Bucket:
                 view = self._whole_view(pointer)
                 try:
                     return work(view)
-                except MissingRunError:
+                except MissingRunError as error:
                     # Pruned by another process in the middle of the work. The view may be whole still, by way of a
                     # merged run, so it is asked for again before anything is fetched.
                     rounds += 1
                     if rounds > _ROUNDS_MAX:
-                        raise
-            except CorruptStoreError:
+                        # The manifest names what is not there: somebody has removed a file.
+                        raise CorruptStoreError(
+                            f"the local store {self._store.folder} has lost what it names: {error}"
+                        ) from error
+            except CorruptStoreError as error:
                 if rebuilt:
                     raise
-                rebuilt = True
+                _LOGGER.warning("%s; it is built anew from the checkpoint files", error)
+                rebuilt, rounds = True, 0
                 self._store.rebuild()
 
     def _whole_view(self, pointer: Pointer) -> View:

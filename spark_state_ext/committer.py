@@ -399,7 +399,11 @@ class Committer:
         futures: dict[str, Future[Markers]] = {}
         for name in names:
             manager = self._places[name].backup
-            futures[name] = manager.upload(ref, manager.snapshot(ref, {STATE: sealed}))
+            try:
+                futures[name] = manager.upload(ref, manager.snapshot(ref, {STATE: sealed}))
+            except Exception as raised:
+                futures[name] = Future()
+                futures[name].set_exception(raised)
         for name, future in futures.items():
             state, error = DONE, ""
             try:
@@ -412,6 +416,15 @@ class Committer:
             raise failure
         if failure is not None:
             raise UploadFailedError(f"{sealed.name} could not be kept: {failure!r}") from failure
+
+    def not_sent(self, ref: CheckpointRef, names: Sequence[str], why: str) -> None:
+        """Note that a snapshot which backends may wait for was not made."""
+        note = Note(FAILED, self._uploads.owner, self._clock_s(), error=why).encode()
+        try:
+            self._store.note({note_name(name, file_name(ref, SNAPSHOT)): note for name in names})
+        except StateError as error:
+            # It comes to light when this process ends.
+            _LOGGER.warning("that checkpoint %s has no snapshot could not be noted: %s", ref, error)
 
     def has_snapshot(self, pointer: Pointer, ref: CheckpointRef) -> bool:
         """Whether a backend that holds everything has the snapshot of a checkpoint."""

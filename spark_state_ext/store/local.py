@@ -28,6 +28,7 @@ from spark_state_ext.store.base_file import (
     mapped,
     remove_abandoned,
 )
+from spark_state_ext.store.checked import checked, opened
 from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment, Reader, Writing
 from spark_state_ext.store.merging import MERGE_BYTES_MAX, choose_merge, choose_runs, droppable, outgrown
 from spark_state_ext.store.runs import CHUNK_ROWS, Chunk, Run, cut, decode_chunk, encode_chunk
@@ -35,7 +36,7 @@ from spark_state_ext.store.view import View
 
 __all__ = ["LocalStore"]
 
-_STORE_FORMAT = 2
+_STORE_FORMAT = 3
 # Chunks of one write transaction; LMDB keeps a transaction's dirty pages in memory.
 _TRANSACTION_BYTES = 16 << 20
 # Chunks remembered as checked; beyond, all are checked anew.
@@ -257,7 +258,7 @@ class LocalStore:
                 txn.delete_prefix(b"chunks", bytes.fromhex(run.key))
             # Copied before the first change: a change may move what a view shows.
             for key, value in [(key, bytes(value)) for key, value in txn.items(b"runs", b"new/")]:
-                if json.loads(value)["started_s"] < now - _ABANDONED_AFTER_S:
+                if json.loads(opened(key, value))["started_s"] < now - _ABANDONED_AFTER_S:
                     txn.delete_prefix(b"chunks", bytes.fromhex(key[4:].decode()))
                     txn.delete(b"runs", key)
             return dropped
@@ -418,7 +419,7 @@ class LocalStore:
                     "abandoned; try again"
                 )
             pending.put_waiting(txn)
-            txn.put(b"runs", b"run/" + run.key.encode(), run.encode())
+            _put(txn, b"run/" + run.key.encode(), run.encode())
             txn.delete(b"runs", b"new/" + run.key.encode())
             return run
 
@@ -480,7 +481,7 @@ class _Pending:
         self.any_flushed = False
 
     def put_waiting(self, txn: Writing) -> None:
-        txn.put(b"runs", b"new/" + self.key.encode(), json.dumps({"started_s": time.time()}).encode())
+        _put(txn, b"new/" + self.key.encode(), json.dumps({"started_s": time.time()}).encode())
         for index, data in self.waiting:
             txn.put(b"chunks", _chunk_key(self.key, index), memoryview(data))
 
@@ -494,8 +495,12 @@ def _same_or_new(txn: Writing, run: Run) -> Run:
     for existing in _runs(txn):
         if (existing.newest, existing.oldest, existing.base) == (run.newest, run.oldest, run.base):
             return existing
-    txn.put(b"runs", b"run/" + run.key.encode(), run.encode())
+    _put(txn, b"run/" + run.key.encode(), run.encode())
     return run
+
+
+def _put(txn: Writing, key: bytes, value: bytes) -> None:
+    txn.put(b"runs", key, checked(key, value))
 
 
 def _chunk_key(run_key: str, index: int) -> bytes:
@@ -503,8 +508,8 @@ def _chunk_key(run_key: str, index: int) -> bytes:
 
 
 def _runs(txn: Reader) -> Iterator[Run]:
-    for _, value in txn.items(b"runs", b"run/"):
-        yield Run.decode(bytes(value))
+    for key, value in txn.items(b"runs", b"run/"):
+        yield Run.decode(opened(key, value))
 
 
 def _all_present(txn: Reader, runs: Iterable[Run], doing: str) -> None:

@@ -5,8 +5,11 @@ They are of use as long as they are there, like all of the store; nothing may de
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 
+from spark_state_ext.errors import CorruptStoreError
+from spark_state_ext.store.checked import checked, opened
 from spark_state_ext.store.environment import Reader, Writing
 
 __all__ = ["every", "put", "remove"]
@@ -17,12 +20,17 @@ _TABLE = b"notes"
 def put(txn: Writing, notes: Mapping[str, bytes]) -> None:
     """Leave notes, in the place of those of the same names."""
     for name, value in notes.items():
-        txn.put(_TABLE, name.encode(), value)
+        key = name.encode()
+        txn.put(_TABLE, key, checked(key, value))
 
 
 def every(txn: Reader) -> dict[str, bytes]:
-    """All notes."""
-    return {name.decode(): bytes(value) for name, value in txn.items(_TABLE)}
+    """All notes; a damaged one is as good as none."""
+    found: dict[str, bytes] = {}
+    for key, value in txn.items(_TABLE):
+        with contextlib.suppress(CorruptStoreError):
+            found[key.decode(errors="replace")] = opened(key, value)
+    return found
 
 
 def remove(txn: Writing, names: Iterable[str]) -> None:

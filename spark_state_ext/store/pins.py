@@ -9,7 +9,9 @@ import json
 import os
 import time
 from collections.abc import Iterable
+from typing import Any
 
+from spark_state_ext.store.checked import checked, opened
 from spark_state_ext.store.environment import Reader, Writing
 
 __all__ = ["expires_s", "extend", "pinned", "put", "release"]
@@ -19,22 +21,22 @@ _TABLE = b"pins"
 
 def put(txn: Writing, name: str, run_keys: Iterable[str], seconds: float) -> None:
     """Pin runs."""
-    pin = {"runs": list(run_keys), "expires_s": time.time() + seconds, "pid": os.getpid()}
-    txn.put(_TABLE, name.encode(), json.dumps(pin).encode())
+    key, pin = name.encode(), {"runs": list(run_keys), "expires_s": time.time() + seconds, "pid": os.getpid()}
+    txn.put(_TABLE, key, checked(key, json.dumps(pin).encode()))
 
 
 def expires_s(txn: Reader, name: str) -> float:
     """When a pin expires, seconds since 1970; 0 when there is none."""
-    value = txn.get(_TABLE, name.encode())
-    return 0.0 if value is None else float(json.loads(bytes(value))["expires_s"])
+    pin = _pin(txn, name)
+    return 0.0 if pin is None else float(pin["expires_s"])
 
 
 def extend(txn: Writing, name: str, seconds: float) -> bool:
     """Let a pin expire later; False when there is none."""
-    value = txn.get(_TABLE, name.encode())
-    if value is None:
+    pin = _pin(txn, name)
+    if pin is None:
         return False
-    put(txn, name, json.loads(bytes(value))["runs"], seconds)
+    put(txn, name, pin["runs"], seconds)
     return True
 
 
@@ -48,9 +50,18 @@ def pinned(txn: Writing) -> set[str]:
     found: set[str] = set()
     # Copied before the first change: a change may move what a view shows.
     for key, value in [(key, bytes(value)) for key, value in txn.items(_TABLE)]:
-        pin = json.loads(value)
+        pin = json.loads(opened(key, value))
         if pin["expires_s"] < time.time():
             txn.delete(_TABLE, key)
         else:
             found.update(pin["runs"])
     return found
+
+
+def _pin(txn: Reader, name: str) -> dict[str, Any] | None:
+    key = name.encode()
+    value = txn.get(_TABLE, key)
+    if value is None:
+        return None
+    pin: dict[str, Any] = json.loads(opened(key, value))
+    return pin

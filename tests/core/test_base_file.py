@@ -128,7 +128,7 @@ def test_commits_lie_over_it_and_pruning_removes_it(files: Folder, tmp_path: Pat
     store.close()
 
 
-@pytest.mark.parametrize("harm", ["damage", "truncate"])
+@pytest.mark.parametrize("harm", ["damage", "truncate", "remove"])
 def test_damage_on_the_local_disk_is_noticed_and_mended(files: Folder, tmp_path: Path, harm: str) -> None:
     store = LocalStore(tmp_path / "store", SCHEMA)
     assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max) == ROWS
@@ -139,7 +139,10 @@ def test_damage_on_the_local_disk_is_noticed_and_mended(files: Folder, tmp_path:
         data[len(data) // 2] ^= 1
     else:
         del data[len(data) // 2 :]
-    path.write_bytes(data)
+    if harm == "remove":  # as cleaners of temporary folders do with what looks old
+        path.unlink()
+    else:
+        path.write_bytes(data)
     later = LocalStore(tmp_path / "store", SCHEMA)
     bucket = bucket_on(later, files, POINTER, tmp_path)
     assert bucket.read(lambda view: sum(batch.num_rows for batch in view.scan())) == ROWS

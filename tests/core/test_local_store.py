@@ -125,6 +125,36 @@ class TestLocalStore(LocalStoreContract):
         with pytest.raises(CorruptStoreError):
             store.view(ref)
 
+    @pytest.mark.parametrize("table", [b"runs", b"pins", b"notes"])
+    def test_no_bit_of_an_entry_changes_unnoticed(self, table: bytes) -> None:
+        """A smaller hash_max would hide rows, a smaller number of tombstones would bring deleted ones back."""
+        store = self.store()
+        ref = self.add(store, None, {KEYS[0]: Row(1)})
+        ref = self.add(store, ref, {KEYS[1]: Row(2)})
+        pin = store.pin(store.view(ref), 60)
+        store.note({"a": b"1"})
+        (key, value), *_ = store._environment.read(lambda txn: [(k, bytes(v)) for k, v in txn.items(table)])
+
+        def put(value: bytes) -> None:
+            store._environment.write(lambda txn: txn.put(table, key, value))
+
+        for at in range(len(value)):
+            harmed = bytearray(value)
+            harmed[at] ^= 1 << at % 8
+            put(bytes(harmed))
+            if table == b"runs":
+                with pytest.raises(CorruptStoreError, match="differs from its checksum"):
+                    store.view(ref)
+            elif table == b"pins":
+                with pytest.raises(CorruptStoreError, match="differs from its checksum"):
+                    store.renew(pin, 60)
+            else:
+                assert store.notes() == {}
+        put(value)
+        assert scanned(store.view(ref)) == {KEYS[0]: Row(1), KEYS[1]: Row(2)}
+        assert store.notes() == {"a": b"1"}
+        store.renew(pin, 60)
+
     @pytest.mark.parametrize("buckets", [1, 64])
     def test_a_scan_holds_little_at_once_however_large_chunks_are(self, buckets: int) -> None:
         store = self.store()

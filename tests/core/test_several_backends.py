@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from life import Life
 
-from arrow_schemas import Pointer
+from arrow_schemas import CheckpointRef, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT
 from arrow_schemas.pointer import BOTH, V1, V2, Standing
+from spark_state_ext import bucket as bucket_module
 from spark_state_ext import lineage as lineage_module
+from spark_state_ext import sealed
+from spark_state_ext.backends import Markers
+from spark_state_ext.commit import is_complete
 from spark_state_ext.errors import (
     CorruptError,
     MissingCheckpointError,
     StateError,
+    StoreFullError,
 )
+from spark_state_ext.sealed import SealedFile
 
 # -- several backends ------------------------------------------------------------------------------
 
@@ -35,6 +43,38 @@ def test_a_backend_that_is_added_catches_up(life: Life) -> None:
     assert (life.files("b", SNAPSHOT), life.files("b", DELTA)) == ([5], [6])
     for name in ("a", "b"):
         assert life.restored(pointer, name) == life.models[-1]
+
+
+@pytest.mark.parametrize("failing", ["seal", "upload"])
+def test_a_backend_catches_up_after_its_first_snapshot_failed(
+    life: Life, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(4):
+        life.batch()
+    life.settle()
+    life.names = ("a", "b")
+    fails = [True]
+
+    def seal(header: LineageHeader, *rest: Any) -> SealedFile:
+        if header.kind == SNAPSHOT and fails:
+            fails.clear()
+            raise StoreFullError("the disk is full, once")
+        return sealed.seal(header, *rest)
+
+    def upload(ref: CheckpointRef, markers: Markers) -> Future[Markers]:
+        monkeypatch.undo()
+        raise StoreFullError("no thread for it, once")
+
+    if failing == "seal":
+        monkeypatch.setattr(bucket_module, "seal", seal)
+    else:
+        monkeypatch.setattr(life.manager("b"), "upload", upload)
+    for _ in range(5):
+        life.batch()
+        life.settle()
+    pointer = life.batch({})
+    assert is_complete(pointer.standings["b"])
+    assert life.restored(pointer, "b") == life.models[-1]
 
 
 def test_a_quiet_bucket_is_copied_too(life: Life) -> None:
