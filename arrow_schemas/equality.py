@@ -1,14 +1,13 @@
 """Which rows hold the same key: Spark's grouping semantics over Arrow columns.
 
-NULL equals NULL, NaN equals NaN, and ``-0.0`` equals ``0.0``, at every depth. All of it is vectorised; only
-rows whose 64-bit hashes collide are told apart one by one.
+NULL equals NULL, NaN equals NaN, and ``-0.0`` equals ``0.0``, at every depth. All of it is vectorised, also
+where 64-bit hashes collide. That is common: Spark's hash passes over NULLs, and so ``(x, NULL)`` and ``(NULL, x)`` have
+the same one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ __all__ = ["BoolArray", "HashArray", "IndexArray", "group_by_key", "rows_equal"]
 HashArray = npt.NDArray[np.uint64]
 IndexArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+_CodeArray = npt.NDArray[np.int32]
 
 
 def rows_equal(left: Sequence[pa.Array], right: Sequence[pa.Array]) -> BoolArray:
@@ -106,35 +106,84 @@ def group_by_key(hashes: HashArray, keys: Sequence[pa.Array]) -> tuple[IndexArra
         first, second = pa.array(order[pairs]), pa.array(order[pairs + 1])
         equal = rows_equal([k.take(first) for k in keys], [k.take(second) for k in keys])
         if not equal.all():
-            collided = np.unique(ordered[pairs[~equal]])
-            _split_collisions(order, ordered, boundary, collided, keys)
+            hash_ids = np.cumsum(boundary) - 1
+            shared = np.zeros(int(hash_ids[-1]) + 1, dtype=np.bool_)
+            shared[hash_ids[pairs[~equal]]] = True
+            _split_collisions(order, boundary, hash_ids, np.flatnonzero(shared[hash_ids]), keys)
     return order, np.flatnonzero(boundary).astype(np.int64, copy=False)
 
 
 def _split_collisions(
-    order: IndexArray, ordered: HashArray, boundary: BoolArray, collided: HashArray, keys: Sequence[pa.Array]
+    order: IndexArray, boundary: BoolArray, hash_ids: IndexArray, places: IndexArray, keys: Sequence[pa.Array]
 ) -> None:
-    """Within each hash that different keys share, order rows by key (first seen first) and mark the borders."""
-    starts = np.searchsorted(ordered, collided, side="left")
-    ends = np.searchsorted(ordered, collided, side="right")
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        rows = order[start:end]
-        taken = [column.take(pa.array(rows)).to_pylist() for column in keys]
-        members: dict[Any, list[int]] = {}
-        for position, row in enumerate(zip(*taken, strict=True)):
-            members.setdefault(_canonical(row), []).append(position)
-        order[start:end] = rows[np.concatenate([np.asarray(m) for m in members.values()])]
-        boundary[start:end] = False
-        sizes = np.cumsum([0, *(len(m) for m in members.values())][:-1])
-        boundary[start + sizes] = True
+    """Order rows by key within each hash that different keys share, and mark where keys begin.
+
+    Parameters
+    ----------
+    order, boundary
+        As of hashes alone; changed in place.
+    hash_ids
+        Number of each row's hash, in that order.
+    places
+        Where in that order the rows of shared hashes are, ascending.
+    keys
+        Key columns.
+    """
+    rows = order[places]
+    taken = pa.array(rows)
+    codes = _joint_codes([_codes(column.take(taken)) for column in keys])
+    # Stable, and so rows of one key stay in the order they are in.
+    by_key = np.lexsort((codes, hash_ids[places]))
+    order[places] = rows[by_key]
+    ids, codes = hash_ids[places], codes[by_key]
+    boundary[places] = np.append(True, (ids[1:] != ids[:-1]) | (codes[1:] != codes[:-1]))
 
 
-def _canonical(value: Any) -> Any:
-    """A hashable stand-in for a key value under which equal keys are equal."""
-    if isinstance(value, float):
-        return ("nan",) if math.isnan(value) else value + 0.0
-    if isinstance(value, dict):
-        return ("struct", *(_canonical(v) for v in value.values()))
-    if isinstance(value, (list, tuple)):
-        return ("list", *(_canonical(v) for v in value))
-    return value
+def _codes(column: pa.Array) -> _CodeArray:
+    """A number a row, the same for those that `rows_equal` calls equal and for no others.
+
+    Values are never made Python's: text need not be UTF-8, nor times lie in the years 1 to 9999.
+    """
+    types = pa.types
+    if types.is_struct(column.type):
+        return _joint_codes([_validity(column), *(_codes(child) for child in column.flatten())])
+    if types.is_list(column.type):
+        return _joint_codes([_validity(column), _list_codes(column)])
+    if types.is_floating(column.type):
+        return _float_codes(column)
+    return _flat_codes(column)
+
+
+def _validity(column: pa.Array) -> _CodeArray:
+    return _numpy(column.is_valid()).astype(np.int32)
+
+
+def _flat_codes(column: pa.Array) -> _CodeArray:
+    codes: _CodeArray = pc.fill_null(column.dictionary_encode().indices, -1).to_numpy(zero_copy_only=False)
+    return codes
+
+
+def _float_codes(column: pa.Array) -> _CodeArray:
+    # Arrow's dictionaries tell 0.0 from -0.0, and NaNs by their bits.
+    with np.errstate(invalid="ignore"):  # some of them signal
+        values = column.to_numpy(zero_copy_only=False).astype(np.float64)
+        bits = np.where(np.isnan(values), np.nan, values + 0.0).view(np.int64)
+    return _flat_codes(pa.array(bits, mask=_numpy(column.is_null())))
+
+
+def _list_codes(column: pa.Array) -> _CodeArray:
+    """By the elements; NULL is as a list of none."""
+    elements = _codes(column.flatten())
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(lengths, dtype=np.int64) * elements.itemsize
+    buffers = [None, pa.py_buffer(np.append(np.int64(0), ends)), pa.py_buffer(elements)]
+    return _flat_codes(pa.Array.from_buffers(pa.large_binary(), len(column), buffers))
+
+
+def _joint_codes(parts: Sequence[_CodeArray]) -> _CodeArray:
+    """A number a row for what several numbers say together."""
+    if len(parts) == 1:
+        return parts[0]
+    together = np.stack(parts, axis=1)
+    kind = pa.binary(len(parts) * together.itemsize)
+    return _flat_codes(pa.Array.from_buffers(kind, len(together), [None, pa.py_buffer(together)]))

@@ -3,58 +3,95 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from core_support import canonical
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrow_schemas import RowSchema, group_by_key, rows_equal
+from arrow_schemas.equality import HashArray
 
 _FLOATS = st.sampled_from([0.0, -0.0, 1.0, float("nan"), -float("nan"), float("inf")])
-_TEXT = st.sampled_from(["", "a", "ab"])
+# Text is given as bytes, dates and times as numbers: Spark's need not be UTF-8, nor lie in the years 1 to 9999.
+_TEXT = st.sampled_from([b"", b"a", b"ab", b"\xff", b"\xfe", b"a\xff"])
+_INT64 = st.sampled_from([0, 1, -1, 2**53, 2**53 + 1, 2**63 - 1, -(2**63)])
+_INT32 = st.sampled_from([0, 1, -1, 2**31 - 1, -(2**31)])
+
+
+def _fields(**parts: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Structs, their fields in this order."""
+    return st.tuples(*parts.values()).map(lambda drawn: dict(zip(parts, drawn, strict=True)))
+
+
 _STRUCT = pa.struct([pa.field("f", pa.float32()), pa.field("s", pa.string())])
 # Each type with a strategy of its values; few values, so that equal ones are common.
 _TYPES: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
-    (pa.int64(), st.sampled_from([0, 1, 2**53, 2**53 + 1])),
+    (pa.int64(), _INT64),
     (pa.float64(), _FLOATS),
     (pa.float32(), _FLOATS),
     (pa.string(), _TEXT),
     (pa.binary(), st.sampled_from([b"", b"\0", b"a"])),
     (pa.bool_(), st.booleans()),
     (pa.decimal128(5, 2), st.decimals(0, 1, places=2)),
-    (pa.timestamp("us", tz="UTC"), st.sampled_from([0, 1, -1])),
-    (_STRUCT, st.fixed_dictionaries({"f": st.none() | _FLOATS, "s": st.none() | _TEXT})),
+    (pa.timestamp("us", tz="UTC"), _INT64),
+    (pa.timestamp("us"), _INT64),
+    (pa.date32(), _INT32),
+    (_STRUCT, _fields(f=st.none() | _FLOATS, s=st.none() | _TEXT)),
     (pa.list_(pa.float64()), st.lists(st.none() | _FLOATS, max_size=3)),
+    (pa.list_(pa.date32()), st.lists(st.none() | _INT32, max_size=3)),
     (pa.list_(pa.list_(pa.string())), st.lists(st.none() | st.lists(_TEXT, max_size=2), max_size=2)),
     (
         pa.list_(_STRUCT),
-        st.lists(st.none() | st.fixed_dictionaries({"f": _FLOATS, "s": st.none() | _TEXT}), max_size=2),
+        st.lists(st.none() | _fields(f=_FLOATS, s=st.none() | _TEXT), max_size=2),
     ),
     (
         pa.struct([pa.field("l", pa.list_(pa.float64()))]),
-        st.fixed_dictionaries({"l": st.none() | st.lists(_FLOATS, max_size=2)}),
+        _fields(l=st.none() | st.lists(_FLOATS, max_size=2)),
     ),
 ]
 
 
+def _made(values: list[Any], data_type: pa.DataType) -> pa.Array:
+    """An array of values, those that Python's text, dates and times cannot say included."""
+    types = pa.types
+    if types.is_struct(data_type):
+        children = [_made([v and v[field.name] for v in values], field.type) for field in data_type]
+        return pa.StructArray.from_arrays(
+            children, fields=list(data_type), mask=pa.array([v is None for v in values], pa.bool_())
+        )
+    if types.is_list(data_type):
+        starts = np.cumsum([0, *(len(v or ()) for v in values)]).tolist()
+        offsets = [None if v is None else start for v, start in zip(values, starts[:-1], strict=True)]
+        elements = _made([e for v in values for e in v or ()], data_type.value_type)
+        return pa.ListArray.from_arrays(pa.array([*offsets, starts[-1]], pa.int32()), elements, type=data_type)
+    if types.is_string(data_type):
+        return pa.array(values, pa.binary()).view(data_type)
+    if types.is_temporal(data_type):
+        return pa.array(values, pa.int32() if types.is_date32(data_type) else pa.int64()).view(data_type)
+    return pa.array(values, data_type)
+
+
 def _array(values: list[Any], data_type: pa.DataType, offset: int) -> pa.Array:
     """An array that is a slice of a larger one, as arrays from a shuffle often are."""
-    return pa.array([*values[:offset], *values], data_type).slice(min(offset, len(values)))
+    return _made([*values[:offset], *values], data_type).slice(min(offset, len(values)))
 
 
 @st.composite
 def _columns(draw: st.DrawFn) -> tuple[list[tuple[Any, ...]], list[pa.Array]]:
-    picked = draw(st.lists(st.sampled_from(_TYPES), min_size=1, max_size=2))
-    count = draw(st.integers(0, 12))
+    picked = draw(st.lists(st.sampled_from(_TYPES), min_size=1, max_size=3))
+    count = draw(st.integers(0, 20))
     offset = draw(st.integers(0, 2))
     values = [draw(st.lists(st.none() | one, min_size=count, max_size=count)) for _, one in picked]
     arrays = [_array(column, t, offset) for column, (t, _) in zip(values, picked, strict=True)]
-    # The rows as Arrow holds them, so that float32 is rounded.
-    return list(zip(*(a.to_pylist() for a in arrays), strict=True)), arrays
+    return list(zip(*values, strict=True)), arrays
 
 
 @given(data=_columns(), seed=st.integers(0, 5))
@@ -75,13 +112,116 @@ def test_group_by_key_with_hashes_that_collide(
     rows, arrays = data
     hashes = np.array([(hash(canonical(row)) % 2**64) % buckets for row in rows], dtype=np.uint64)
     order, starts = group_by_key(hashes, arrays)
-    groups = [part.tolist() for part in np.split(order, starts)[1:]]
-    expected: dict[Any, list[int]] = {}
-    for position, row in enumerate(rows):
-        expected.setdefault(canonical(row), []).append(position)
     # Rows of a key are together and in their input order; groups ascend by hash.
-    assert sorted(groups) == sorted(expected.values())
+    assert sorted(_groups(order, starts)) == _modelled(rows)
     assert (np.diff(hashes[order].astype(object)) >= 0).all()
+
+
+def _groups(order: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> list[list[int]]:
+    return [part.tolist() for part in np.split(order, starts)[1:]]
+
+
+def _modelled(rows: list[tuple[Any, ...]]) -> list[list[int]]:
+    """Rows by key, as a dict has them."""
+    found: dict[Any, list[int]] = {}
+    for position, row in enumerate(rows):
+        found.setdefault(canonical(row), []).append(position)
+    return sorted(found.values())
+
+
+_LAST_US, _LAST_DAY = 253_402_300_799_999_999, 2_932_896  # of the year 9999
+_FIRST_US, _FIRST_DAY = -62_135_596_800_000_000, -719_162  # of the year 1
+_POINT = pa.struct([pa.field("x", pa.float64()), pa.field("tags", pa.list_(pa.string()))])
+# For each type, values that are different keys.
+_DIFFERENT: dict[str, tuple[pa.DataType, list[Any]]] = {
+    "text that is not UTF-8": (pa.string(), [b"\xff", b"\xfe", b"\xff\xff", b"\xc3", b"", b"a", None]),
+    "dates": (pa.date32(), [_LAST_DAY, _LAST_DAY + 1, 2**31 - 1, _FIRST_DAY, _FIRST_DAY - 1, -(2**31), None]),
+    "timestamps": (
+        pa.timestamp("us", tz="UTC"),
+        [_LAST_US, _LAST_US + 1, 2**63 - 1, _FIRST_US, _FIRST_US - 1, -(2**63), None],
+    ),
+    "timestamps without zone": (pa.timestamp("us"), [_LAST_US + 1, 2**63 - 1, _FIRST_US - 1, -(2**63), None]),
+    "lists of text": (pa.list_(pa.string()), [[b"\xff"], [b"\xfe"], [b"\xff", None], [None, b"\xff"], [None], [], None]),
+    "lists of lists": (pa.list_(pa.list_(pa.int64())), [[[1], [2]], [[1, 2]], [[1, 2], []], [[], [1, 2]], [None], []]),
+    "structs": (
+        _POINT,
+        [
+            {"x": 1.0, "tags": [b"\xff"]},
+            {"x": 1.0, "tags": [b"\xff", b"\xff"]},
+            {"x": 1.0, "tags": []},
+            {"x": 1.0, "tags": None},
+            {"x": None, "tags": None},
+            None,
+        ],
+    ),
+    "lists of structs": (
+        pa.list_(_POINT),
+        [[{"x": 1.0, "tags": None}], [{"x": None, "tags": None}], [{"x": 1.0, "tags": []}], [None], [None, None], []],
+    ),
+    "structs of nothing": (pa.struct([]), [{}, None]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", _DIFFERENT)
+def test_different_keys_of_one_hash(which: str) -> None:
+    data_type, values = _DIFFERENT[which]
+    given_values = [*values, *reversed(values), *values[::2]]
+    column = _array(given_values, data_type, 1)
+    order, starts = group_by_key(np.full(len(column), 7, dtype=np.uint64), [column])
+    assert sorted(_groups(order, starts)) == _modelled([(v,) for v in given_values])
+    assert len(starts) == len(values)
+
+
+@pytest.mark.parametrize("which", _DIFFERENT)
+def test_nulls_in_either_of_two_columns_are_two_keys(which: str) -> None:
+    """Spark's hash passes over NULLs, and so gives both the same."""
+    data_type, values = _DIFFERENT[which]
+    pairs = [(a, b) for value in values for a, b in [(value, None), (None, value), (value, value)]] * 2
+    hashes = np.array([hash(repr(a or b)) % 2**64 for a, b in pairs], dtype=np.uint64)
+    columns = [_array([pair[at] for pair in pairs], data_type, 2) for at in range(2)]
+    order, starts = group_by_key(hashes, columns)
+    assert sorted(_groups(order, starts)) == _modelled(pairs)
+    assert (np.diff(hashes[order].astype(object)) >= 0).all()
+
+
+def test_spellings_of_one_key_are_one_among_collisions() -> None:
+    odd = np.array([0x7FF8_0000_0000_0000, 0xFFF8_0000_0000_0123, 0x7FF0_0000_0000_0001], dtype=np.uint64)
+    floats = np.concatenate([odd.view(np.float64), [0.0, -0.0, 1.0]])
+    elements = pa.array(floats)
+    each = pa.array(range(7), pa.int32())
+    columns = [
+        elements,
+        pa.array(np.array([0x7FC0_0000, 0xFFC0_0123, 0x7F80_0001, 0, 1 << 31, 1], dtype=np.uint32).view(np.float32)),
+        pa.ListArray.from_arrays(each, elements),
+        pa.StructArray.from_arrays([elements], names=["x"]),
+    ]
+    for column in columns:
+        order, starts = group_by_key(np.zeros(6, dtype=np.uint64), [column])
+        assert sorted(_groups(order, starts)) == [[0, 1, 2], [3, 4], [5]]
+
+
+@pytest.mark.parametrize(
+    "hashed", [lambda x: x, lambda x: x % 3, lambda x: x * 0], ids=["two keys each", "three hashes", "one hash"]
+)
+def test_many_collisions_take_little_time(hashed: Callable[[HashArray], HashArray]) -> None:
+    """A call's keys may all be in such pairs."""
+    count = 100_000
+    numbers = np.concatenate([np.arange(count, dtype=np.uint64)] * 2)
+    second = np.arange(2 * count) >= count
+    times = pa.array(numbers.astype(np.int64)).view(pa.timestamp("us"))
+    lists = pa.ListArray.from_arrays(pa.array(np.arange(2 * count + 1, dtype=np.int32)), times)
+    columns = [
+        pc.if_else(pa.array(second), None, times),
+        pc.if_else(pa.array(second), times, None),
+        pc.if_else(pa.array(second), None, lists),
+    ]
+    before_s = time.process_time()
+    order, starts = group_by_key(hashed(numbers), columns)
+    taken_s = time.process_time() - before_s
+    assert len(starts) == 2 * count
+    assert len(np.unique(order)) == 2 * count
+    # It takes a tenth of that; rows taken one by one take more.
+    assert taken_s < 3
 
 
 @pytest.mark.parametrize(
