@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from arrow_schemas.errors import StateValueError
@@ -191,6 +192,105 @@ def test_values_that_fit_are_cast(column: pa.Array, kind: pa.DataType, value: An
         found = cast_column(given, pa.field("v", kind), "output column")
         assert found.type == kind
         assert found.to_pylist() == [value]
+
+
+VIEWS = ["list_view", "large_list_view"]
+
+
+def views_of(name: str, values: list[Any], value_type: pa.DataType) -> pa.Array:
+    """Views of lists, where the installed PyArrow can look into them."""
+    if not hasattr(pa, name):
+        pytest.skip(f"this PyArrow has no {name}")
+    kind = getattr(pa, name)(value_type)
+    try:
+        pc.list_flatten(pa.nulls(1, kind))
+        return pa.array(values, kind)
+    except pa.ArrowException as error:
+        pytest.skip(f"this PyArrow does little with a {name}: {error}")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_lists(view: str) -> None:
+    cases: list[tuple[list[Any], pa.DataType]] = [
+        ([[1, 2], None, [3], []] * 5, pa.int64()),
+        ([None, [], None], pa.int64()),
+        ([[[1, 2], None], None, [[], [3]]], pa.list_(pa.int64())),
+        ([["a", None], None, ["b"]], pa.string()),
+        ([], pa.int64()),
+    ]
+    for values, element in cases:
+        column = views_of(view, values, element)
+        for given, expected in ((column, values), (column.slice(1), values[1:]), (column.slice(1, 1), values[1:2])):
+            for one in (given, pa.chunked_array([given, given])):
+                found = cast_column(one, pa.field("v", pa.list_(element)), "output column")
+                found.validate(full=True)
+                assert found.type == pa.list_(element)
+                assert found.to_pylist() == expected * (1 if one is given else 2)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_lists_that_overlap_in_any_order(view: str) -> None:
+    column = views_of(view, [[0]], pa.int16())
+    index = column.offsets.type
+    mask = pa.array([False, True, False, False])
+    column = type(column).from_arrays(
+        pa.array([2, 0, 1, 0], index), pa.array([1, 3, 2, 2], index), pa.array([1, 2, 3], pa.int16()), mask=mask
+    )
+    found = cast_column(column, pa.field("v", pa.list_(pa.int64())), "output column")
+    found.validate(full=True)
+    assert found.to_pylist() == [[3], None, [2, 3], [1, 2]]
+    with pytest.raises(StateValueError, match=r"output column 'v' of type list<.*int8> cannot hold .*list_view"):
+        cast_column(views_of(view, [[300]], pa.int64()), pa.field("v", pa.list_(pa.int8())), "output column")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_lists_within_others(view: str) -> None:
+    lists: list[Any] = [[1, 2], None, [3], []]
+    column = views_of(view, lists, pa.int64())
+    kind = pa.list_(pa.int64())
+    offsets = pa.array([0, 1, 1, 4], pa.int32())
+    mask = pa.array([False, True, False, False])
+    keys = pa.array(["a", "b", "c", "d"])
+    cases: list[tuple[pa.Array, pa.DataType, list[Any]]] = [
+        (pa.StructArray.from_arrays([column], names=["l"]), pa.struct([("l", kind)]), [{"l": one} for one in lists]),
+        (pa.ListArray.from_arrays(offsets, column), pa.list_(kind), [lists[:1], [], lists[1:]]),
+        (
+            pa.MapArray.from_arrays(offsets, keys, column),
+            pa.map_(pa.string(), kind),
+            [[("a", lists[0])], [], list(zip("bcd", lists[1:], strict=True))],
+        ),
+        (
+            pa.StructArray.from_arrays([column], names=["l"], mask=mask),
+            pa.struct([("l", kind)]),
+            [{"l": lists[0]}, None, *({"l": one} for one in lists[2:])],
+        ),
+    ]
+    for given, wanted, expected in cases:
+        for first in (0, 1):
+            found = cast_column(given.slice(first), pa.field("v", wanted), "output column")
+            found.validate(full=True)
+            assert found.type == wanted
+            assert found.to_pylist() == expected[first:]
+
+
+def test_maps_of_structs() -> None:
+    """Their values are cast as they are elsewhere."""
+    given_type = pa.map_(pa.large_string(), pa.struct([("tags", pa.large_list(pa.string())), ("x", pa.int64())]))
+    values: list[Any] = [[("a", {"tags": ["t"], "x": 1}), ("b", None)], None, [], [("c", {"tags": None, "x": 2})]]
+    wanted = pa.map_(pa.string(), pa.field("value", POINT))
+    column = pa.array(values, given_type)
+    for given, expected in ((column, values), (column.slice(1, 3), values[1:4]), (column.slice(3), values[3:])):
+        found = cast_column(given, pa.field("v", wanted), "output column")
+        found.validate(full=True)
+        assert found.type == wanted
+        assert found.to_pylist() == expected
+    assert cast_column(column.slice(0, 0), pa.field("v", wanted), "output column").to_pylist() == []
+    with pytest.raises(StateValueError, match=r"output column 'v' of type map<.* cannot hold .*: its fields are x"):
+        cast_column(
+            pa.array([[("a", {"x": 1})]], pa.map_(pa.string(), pa.struct([("x", pa.int64())]))),
+            pa.field("v", wanted),
+            "output column",
+        )
 
 
 REFUSED: list[tuple[str, pa.Array, pa.DataType]] = [
