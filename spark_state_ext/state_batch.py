@@ -31,6 +31,7 @@ REMOVED = -1
 UNCHANGED = -2
 # What is 0, and not NULL, where there are no rows.
 _COUNTS = frozenset({"count", "count_all", "count_distinct"})
+_TIME_MS_MAX = 2**63 - 1
 
 
 class Outcome:
@@ -306,7 +307,7 @@ class StateBatch:
         UsageError
             When the query has another kind of timeout.
         StateValueError
-            For a timestamp or duration that is not positive; names the key.
+            For a timestamp or duration that is not positive, or ends past what 64 bits hold; names the key.
         """
         event_time = self._timeout_conf == "EventTimeTimeout"
         given, other = (timestamp_ms, duration_ms) if event_time else (duration_ms, timestamp_ms)
@@ -319,11 +320,15 @@ class StateBatch:
             )
         positions = np.arange(len(self)) if where is None else self._chosen(where)
         times, is_set = self._times(given, event_time, positions)
-        wrong = np.flatnonzero(is_set & (times < 1))
-        if len(wrong):
-            key, time_ms = self.keys.slice(int(positions[wrong[0]]), 1).to_pylist()[0], int(times[wrong[0]])
-            why = f"a {'timestamp' if event_time else 'duration'} must be positive"
-            raise StateValueError(f"set_timeout() was given {time_ms} for key {key}: {why}")
+        what = "timestamp" if event_time else "duration"
+        self._refuse_times(is_set & (times < 1), times, positions, f"a {what} must be positive")
+        if not event_time:
+            too_long = is_set & (times > _TIME_MS_MAX - self.processing_time_ms)
+            why = (
+                f"that long after {self.processing_time_ms}, the batch's processing time, is past the last millisecond "
+                "that 64 bits hold; give a shorter duration, or NULL for no timeout"
+            )
+            self._refuse_times(too_long, times, positions, why)
         times = np.maximum(times, self.watermark_ms or 0) if event_time else times + self.processing_time_ms
         self.outcome.time_out(positions, np.where(is_set, times, NO_TIMEOUT))
 
@@ -376,6 +381,12 @@ class StateBatch:
             raise StateValueError(f"{call} was given {len(positions)} rows in which a key is there more than once")
         return positions
 
+    def _refuse_times(self, wrong: BoolArray, times: IndexArray, positions: IndexArray, why: str) -> None:
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            key = self.keys.slice(int(positions[first]), 1).to_pylist()[0]
+            raise StateValueError(f"set_timeout() was given {times[first]} for key {key}: {why}")
+
     def _times(self, given: Any, event_time: bool, positions: IndexArray) -> tuple[IndexArray, BoolArray]:
         """Times of the chosen keys in milliseconds, and which of these are set."""
         alone = isinstance(given, (int, np.generic, pa.Scalar, datetime.datetime, datetime.timedelta))
@@ -397,18 +408,23 @@ def _milliseconds(given: Any, event_time: bool) -> Any:
         column = given if isinstance(given, (pa.Array, pa.ChunkedArray)) else pa.array(given)
         kind = column.type
         if event_time and pa.types.is_timestamp(kind):
-            column = column.cast(pa.timestamp("ms", tz=kind.tz), safe=False)
+            column = _whole(column, pa.timestamp("ms", tz=kind.tz))
         elif not event_time and pa.types.is_duration(kind):
-            column = column.cast(pa.duration("ms"), safe=False)
+            column = _whole(column, pa.duration("ms"))
         elif pa.types.is_temporal(kind) or pa.types.is_boolean(kind):
             raise TypeError(f"not {kind}")
         return column.cast(pa.int64())
-    except (pa.ArrowException, TypeError, ValueError) as error:
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         what = "timestamps" if event_time else "durations"
         raise StateValueError(
             f"set_timeout() takes {what}, or whole numbers of milliseconds, and was given "
             f"{reprlib.repr(given)}: {error}"
         ) from error
+
+
+def _whole(column: Any, kind: pa.DataType) -> Any:
+    """Times in another unit: what is less than one of it is cut off, and what it cannot hold is an error."""
+    return column.cast(options=pc.CastOptions(kind, allow_time_truncate=True))
 
 
 def _mask(given: Any, length: int) -> BoolArray:

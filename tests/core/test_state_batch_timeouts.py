@@ -117,6 +117,16 @@ TIMEOUT_ERRORS: list[tuple[str, str, dict[str, Any], type[Exception], str]] = [
     ("a truth", EVENT_TIME, {"timestamp_ms": True}, StateValueError, r"set_timeout\(\)"),
     ("a date for a duration", PROCESSING_TIME, {"duration_ms": pa.array([5] * 4, pa.timestamp("ms"))}, StateValueError, r"set_timeout\(\)"),
     ("a duration for a date", EVENT_TIME, {"timestamp_ms": pa.array([500] * 4, pa.duration("ms"))}, StateValueError, r"set_timeout\(\)"),
+    ("a duration without end", PROCESSING_TIME, {"duration_ms": 2**63 - 1}, StateValueError, r"set_timeout\(\) was given 9223372036854775807 for key \{'name': 'a', 'x': 1.0\}: that long after 1000, the batch's processing time, is past .* give a shorter duration, or NULL for no timeout"),
+    ("a millisecond too long", PROCESSING_TIME, {"duration_ms": 2**63 - 1_000}, StateValueError, "given 9223372036854774808 for key .* give a shorter duration"),
+    ("one of several", PROCESSING_TIME, {"duration_ms": [1, None, 2**63 - 1, 1]}, StateValueError, r"given 9223372036854775807 for key \{'name': None, 'x': 0.0\}: that long"),
+    ("one of the chosen", PROCESSING_TIME, {"duration_ms": pa.array([1, 2**63 - 1], pa.duration("ms")), "where": MASK}, StateValueError, r"for key \{'name': 'd', 'x': None\}: that long"),
+    ("seconds past 64 bits", PROCESSING_TIME, {"duration_ms": pa.array([2**62] * 4, pa.duration("s"))}, StateValueError, r"(?s)set_timeout\(\) takes durations.*out of bounds"),
+    ("a timestamp past 64 bits", EVENT_TIME, {"timestamp_ms": pa.array([2**62] * 4, pa.timestamp("s"))}, StateValueError, r"(?s)set_timeout\(\) takes timestamps.*out of bounds"),
+    ("more than 64 bits", PROCESSING_TIME, {"duration_ms": 2**63}, StateValueError, r"set_timeout\(\) takes durations"),
+    ("many more than 64 bits", EVENT_TIME, {"timestamp_ms": [2**70] * 4}, StateValueError, r"set_timeout\(\) takes timestamps"),
+    ("unsigned past 63 bits", PROCESSING_TIME, {"duration_ms": np.array([2**63] * 4, dtype=np.uint64)}, StateValueError, r"set_timeout\(\) takes durations"),
+    ("the longest timedelta", PROCESSING_TIME, {"duration_ms": dt.timedelta.max}, StateValueError, r"set_timeout\(\) takes durations"),
     ("an object", EVENT_TIME, {"timestamp_ms": object()}, StateValueError, r"set_timeout\(\)"),
 ]  # fmt: skip
 
@@ -129,6 +139,21 @@ def test_what_set_timeout_refuses(conf: str, arguments: dict[str, Any], kind: ty
     with pytest.raises(kind, match=text):
         batch.set_timeout(**arguments)
     assert not batch.outcome.touched.any()
+
+
+def test_the_longest_times_there_are() -> None:
+    batch = batch_of(timeout_conf=PROCESSING_TIME)
+    batch.set_timeout(duration_ms=[1, 2**63 - 1_001, None, 2])
+    assert batch.outcome.timeouts_ms.tolist() == [1_001, 2**63 - 1, -1, 1_002]
+    batch = batch_of(timeout_conf=EVENT_TIME, watermark_ms=100)
+    batch.set_timeout(timestamp_ms=2**63 - 1)
+    assert batch.outcome.timeouts_ms.tolist() == [2**63 - 1] * 4
+
+
+def test_parts_of_a_millisecond_are_cut_off() -> None:
+    batch = batch_of(timeout_conf=PROCESSING_TIME)
+    batch.set_timeout(duration_ms=pa.array([1_999, None, 2_000, 1_000_000], pa.duration("us")))
+    assert batch.outcome.timeouts_ms.tolist() == [1_001, -1, 1_002, 2_000]
 
 
 def test_a_time_before_the_watermark_counts_as_the_watermark() -> None:
