@@ -35,7 +35,8 @@ class DaemonPool(Executor):
         self._pid = os.getpid()
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._idle = 0
+        # Work submitted and not done, callbacks included: a thread that has just taken some is not free for more.
+        self._outstanding = 0
         self._threads = 0
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -43,39 +44,45 @@ class DaemonPool(Executor):
             # Threads do not survive a fork.
             self._forget()
         future: Future[Any] = Future()
-        self._work.put((future, lambda: fn(*args, **kwargs)))
         with self._lock:
-            if self._idle < self._work.qsize() and self._threads < self.threads_max:
-                try:
-                    threading.Thread(target=self._loop, name=f"spark_state_ext {self._name}", daemon=True).start()
-                    self._threads += 1
-                except RuntimeError as error:  # no address space for its stack
-                    if not self._threads:
-                        raise StorageError(f"no thread can be made for uploads: {error}") from error
+            if self._outstanding >= self._threads and self._threads < self.threads_max:
+                self._add_thread()
+            self._outstanding += 1
+            self._work.put((future, lambda: fn(*args, **kwargs)))
         return future
+
+    def _add_thread(self) -> None:
+        try:
+            threading.Thread(target=self._loop, name=f"spark_state_ext {self._name}", daemon=True).start()
+            self._threads += 1
+        except RuntimeError as error:  # no address space for its stack
+            if not self._threads:
+                raise StorageError(f"no thread can be made for {self._name}: {error}") from error
 
     def _loop(self) -> None:
         while True:
-            with self._lock:
-                self._idle += 1
             try:
-                found = self._work.get(timeout=_IDLE_S)
+                future, work = self._work.get(timeout=_IDLE_S)
             except queue.Empty:
-                found = None
-            with self._lock:
-                self._idle -= 1
-                if found is None:
+                with self._lock:
                     if not self._work.empty():
                         continue
                     self._threads -= 1
                     return
-            future, work = found
-            if not future.set_running_or_notify_cancel():
-                continue
             try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
+                _run(future, work)
+            finally:
+                with self._lock:
+                    self._outstanding -= 1
+
+
+def _run(future: Future[Any], work: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class CallerExecutor(Executor):

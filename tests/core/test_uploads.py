@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from core_support import SCHEMA, Refs
@@ -216,6 +219,50 @@ def test_a_pool_gives_results_and_errors_on() -> None:
     ]
     with pytest.raises(ZeroDivisionError):
         pool.submit(lambda: 1 // 0).result(WAIT_S)
+
+
+class Handing(queue.SimpleQueue[Any]):
+    """Work that a thread has been handed and, the first time, comes to only when it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handed = threading.Event()
+        self.go_on = threading.Event()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        found = super().get(block, timeout)
+        if not self.handed.is_set():
+            self.handed.set()
+            assert self.go_on.wait(WAIT_S)
+        return found
+
+
+def test_a_thread_that_has_just_taken_work_is_not_free_for_more() -> None:
+    pool = DaemonPool("p")
+    pool.threads_max = 2
+    pool._work = work = Handing()
+    hanging = threading.Event()
+    first = pool.submit(hanging.wait, WAIT_S)
+    assert work.handed.wait(WAIT_S)
+    assert pool.submit(pow, 2, 3).result(WAIT_S) == 8
+    assert not first.done()
+    work.go_on.set()
+    # Now it hangs in its work, and the other thread is free: no third is needed, nor allowed.
+    assert [pool.submit(pow, 2, n).result(WAIT_S) for n in range(5)] == [1, 2, 4, 8, 16]
+    assert pool._threads == 2
+    hanging.set()
+    assert first.result(WAIT_S)
+
+
+def test_work_that_no_thread_can_be_made_for_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = DaemonPool("p")
+    done: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(StorageError, match="no thread can be made for p"):
+            pool.submit(done.append, "refused")
+    pool.submit(done.append, "taken").result(WAIT_S)
+    assert done == ["taken"]
 
 
 def test_a_value_that_is_no_note_is_passed_over(store: LocalStore) -> None:
