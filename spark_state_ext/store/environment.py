@@ -26,7 +26,7 @@ import lmdb
 
 from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullError
 
-__all__ = ["DATABASES", "Environment", "boot_id"]
+__all__ = ["DATABASES", "ClosedEnvironmentError", "Environment", "SharedEnvironment", "boot_id"]
 
 T = TypeVar("T")
 
@@ -35,6 +35,7 @@ MAP_BYTES_MIN = 1 << 20
 # Task slots of an executor that may work on one bucket at once, with retries and speculation, are far fewer.
 _READERS_MAX = 512
 _GROW_ATTEMPTS_MAX = 32
+_REOPEN_ATTEMPTS_MAX = 32
 # With less than this a disk counts as full.
 _FREE_BYTES_MIN = 1 << 20
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
@@ -46,6 +47,10 @@ def boot_id() -> str:
         return _BOOT_ID_FILE.read_text().strip().replace("-", "")[:16]
     except OSError:
         return "unknown-boot"
+
+
+class ClosedEnvironmentError(StorageError):
+    """Another user of this process closed the environment; nothing was done. `Environment.at` opens it again."""
 
 
 class Gate:
@@ -133,7 +138,7 @@ class Environment:
         folder = bucket_folder / boot_id()
         with cls._open_lock:
             found = cls._open.get(folder)
-            if found is not None and found._pid == os.getpid():
+            if found is not None and not found.closed and found._pid == os.getpid():
                 return found
             # 0700 on every level we make: state is user data, and the folder's parent is often world-readable.
             _make_private(bucket_folder)
@@ -150,35 +155,68 @@ class Environment:
 
     def discard(self) -> None:
         """Set the environment aside as damaged, so that the next `at` builds a new one."""
-        # Closed first: py-lmdb 2 opens no environment at a path where this process still has one.
-        self.close()
-        set_aside(self.folder)
+        with self._alone():
+            try:
+                # Closed first: py-lmdb 2 opens no environment at a path where this process still has one.
+                self._env.close()
+                set_aside(self.folder)
+            finally:
+                self._end()
+        self._forget()
 
     def close(self) -> None:
         """Close it, when nobody in this process uses it; the next `at` opens it again."""
+        with contextlib.suppress(ClosedEnvironmentError), self._alone():
+            self._end()
+        self._forget()
+
+    def _end(self) -> None:
+        self._env.close()
+        # Not before: whoever finds it closed opens the folder again, which LMDB allows once a process.
+        self.closed = True
+
+    def _forget(self) -> None:
+        # After the gate, which nobody waits for with the lock in hand.
         with self._open_lock:
             if self._open.get(self.folder) is self:
                 del self._open[self.folder]
+
+    @contextlib.contextmanager
+    def _used(self) -> Iterator[None]:
+        with self._gate.shared():
+            self._check_open()
+            yield
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
         with self._gate.exclusive():
-            self._env.close()
-            self.closed = True
+            self._check_open()
+            yield
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedEnvironmentError(f"the local store {self.folder} was closed while it was used; try again")
 
     @property
     def map_bytes(self) -> int:
         """Present size of the map."""
+        with self._used():
+            return self._map_bytes()
+
+    def _map_bytes(self) -> int:
         size: int = self._env.info()["map_size"]
         return size
 
     def check_readers(self) -> None:
         """Free the slots of readers that were killed: as long as they stand, no page they saw is used again."""
-        with self._gate.shared(), _translated(self.folder):
+        with self._used(), _translated(self.folder):
             self._env.reader_check()
 
     def read(self, work: Callable[[Reader], T]) -> T:
         """Run `work` in one read transaction. Memory it gets from the reader dies with the call."""
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
-                with self._gate.shared(), _translated(self.folder), self._env.begin(buffers=True) as txn:
+                with self._used(), _translated(self.folder), self._env.begin(buffers=True) as txn:
                     return work(Reader(txn, self._dbs))
             except lmdb.MapResizedError:
                 self._adopt()
@@ -194,7 +232,7 @@ class Environment:
         """
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
-                with self._gate.shared(), _translated(self.folder), self._env.begin(write=True, buffers=True) as txn:
+                with self._used(), _translated(self.folder), self._env.begin(write=True, buffers=True) as txn:
                     return work(Writing(txn, self._dbs))
             except lmdb.MapResizedError:
                 self._adopt()
@@ -203,22 +241,76 @@ class Environment:
         raise StoreFullError(f"the map of {self.folder} is {self.map_bytes} bytes large and still full")
 
     def _adopt(self) -> None:
-        with self._gate.exclusive(), _translated(self.folder):
+        with self._alone(), _translated(self.folder):
             self._env.set_mapsize(0)
 
     def _grow(self, need_bytes: int) -> None:
-        with self._gate.exclusive(), _translated(self.folder):
-            present = self.map_bytes
+        with self._alone(), _translated(self.folder):
+            present = self._map_bytes()
             try:
                 self._env.set_mapsize(max(2 * present, present + 2 * need_bytes) // MAP_BYTES_MIN * MAP_BYTES_MIN)
             except lmdb.Error:
                 # The old map is gone, so nothing can be done with it; the next `at` opens it again.
-                self._env.close()
-                self.closed = True
-                with self._open_lock:
-                    if self._open.get(self.folder) is self:
-                        del self._open[self.folder]
+                self._end()
                 raise
+
+
+class SharedEnvironment:
+    """A bucket's environment as one of its users has it: opened again whenever another one closed it.
+
+    Parameters
+    ----------
+    bucket_folder, map_bytes
+        As for `Environment.at`.
+    """
+
+    def __init__(self, bucket_folder: Path, map_bytes: int) -> None:
+        self._bucket_folder = bucket_folder
+        self._map_bytes = map_bytes
+        self._opened = Environment.at(bucket_folder, map_bytes)
+
+    @property
+    def opened(self) -> Environment:
+        """The environment; open, unless it is closed at this very moment."""
+        if self._opened.closed:
+            self._opened = Environment.at(self._bucket_folder, self._map_bytes)
+        return self._opened
+
+    @property
+    def folder(self) -> Path:
+        """Its folder."""
+        return self.opened.folder
+
+    @property
+    def map_bytes(self) -> int:
+        """As `Environment.map_bytes`."""
+        return self._do(lambda opened: opened.map_bytes)
+
+    def check_readers(self) -> None:
+        """As `Environment.check_readers`."""
+        self._do(Environment.check_readers)
+
+    def read(self, work: Callable[[Reader], T]) -> T:
+        """As `Environment.read`."""
+        return self._do(lambda opened: opened.read(work))
+
+    def write(self, work: Callable[[Writing], T], need_bytes: int = 0) -> T:
+        """As `Environment.write`."""
+        return self._do(lambda opened: opened.write(work, need_bytes))
+
+    def discard(self) -> None:
+        """As `Environment.discard`."""
+        self._do(Environment.discard)
+
+    def close(self) -> None:
+        """As `Environment.close`."""
+        self._opened.close()
+
+    def _do(self, task: Callable[[Environment], T]) -> T:
+        for _ in range(_REOPEN_ATTEMPTS_MAX - 1):
+            with contextlib.suppress(ClosedEnvironmentError):
+                return task(self.opened)
+        return task(self.opened)
 
 
 class Reader:

@@ -29,7 +29,7 @@ from spark_state_ext.store.base_file import (
     remove_abandoned,
 )
 from spark_state_ext.store.checked import checked, opened
-from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment, Reader, Writing
+from spark_state_ext.store.environment import MAP_BYTES_MIN, Reader, SharedEnvironment, Writing
 from spark_state_ext.store.merging import MERGE_BYTES_MAX, choose_merge, choose_runs, droppable, outgrown
 from spark_state_ext.store.runs import CHUNK_ROWS, Chunk, Run, cut, decode_chunk, encode_chunk
 from spark_state_ext.store.view import View
@@ -78,12 +78,11 @@ class LocalStore:
     ) -> None:
         self.folder = Path(folder)
         self.schema = schema
-        self._map_bytes = map_bytes
         self._chunk_rows = chunk_rows
         self._merge_bytes_max = merge_bytes_max
         self._checked: set[tuple[str, int]] = set()
         self._maps: dict[str, pa.Buffer] = {}
-        self._opened = Environment.at(self.folder, map_bytes)
+        self._environment = SharedEnvironment(self.folder, map_bytes)
         self._check_identity()
 
     # -- reading -----------------------------------------------------------------------------------
@@ -327,19 +326,12 @@ class LocalStore:
     def close(self) -> None:
         """Close the environment in this process."""
         self._maps.clear()
-        self._opened.close()
+        self._environment.close()
 
     @property
     def map_bytes(self) -> int:
         """Present size of the map."""
         return self._environment.map_bytes
-
-    @property
-    def _environment(self) -> Environment:
-        """The environment; opened again when it was closed, by another store object of this process too."""
-        if self._opened.closed:
-            self._opened = Environment.at(self.folder, self._map_bytes)
-        return self._opened
 
     # -- for View ----------------------------------------------------------------------------------
 

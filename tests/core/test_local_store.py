@@ -304,5 +304,5 @@ print("as expected")
 
     def test_environments_are_opened_once(self) -> None:
         first, second = self.store(), self.store()
-        assert first._environment is second._environment
-        assert Environment._open[first._environment.folder] is first._environment
+        assert first._environment.opened is second._environment.opened
+        assert Environment._open[first._environment.folder] is first._environment.opened
