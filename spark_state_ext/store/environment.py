@@ -8,6 +8,8 @@ What this module knows of LMDB, and nobody above it needs to:
 * With ``sync=False`` a crash of the *machine* may leave a damaged file. The environment's folder is named after the
   machine's boot, so after a restart the old one is simply not used, and is removed.
 * An environment must not be carried over a fork or opened twice in a process.
+* A page beyond the end of the file is a fault that ends the process, so a file that was cut short is not used. LMDB
+  itself leaves out free pages at the end; writers make the file as long as its last page number says, to tell the two.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +41,9 @@ _GROW_ATTEMPTS_MAX = 32
 _REOPEN_ATTEMPTS_MAX = 32
 # With less than this a disk counts as full.
 _FREE_BYTES_MIN = 1 << 20
+_LENGTH_CHECKS = 3
+_LENGTHENED_WITHIN_S = 0.05
+_DATA_FILE = "data.mdb"
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -117,10 +123,43 @@ class Environment:
                 raise CorruptStoreError(f"the local store {folder} cannot be read: {error}") from error
             raise _storage_error(folder, error) from error
         try:
+            self._file = os.open(folder / _DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:  # another process has just set it aside
+            self._env.close()
+            raise _storage_error(folder, error) from error
+        try:
+            self._check_length()
             self._dbs: dict[bytes, Any] = self._databases()
         except BaseException:
-            self._env.close()
+            self._end()
             raise
+
+    def _check_length(self) -> None:
+        """See that the file was not cut short; of its pages only the first two are looked at, as LMDB did."""
+        for _ in range(_LENGTH_CHECKS):
+            # First where it must end: it may grow meanwhile.
+            length = self._least_length()
+            found = os.fstat(self._file).st_size
+            if found >= length:
+                return
+            # Another process may have committed just now, and be about to lengthen it.
+            time.sleep(_LENGTHENED_WITHIN_S)
+        raise CorruptStoreError(f"the local store {self.folder} was cut short: {found} of {length} bytes are left")
+
+    def _lengthen(self) -> None:
+        if os.fstat(self._file).st_size >= self._least_length():
+            return
+        # What was written is committed. A file that stays short is at worst built anew.
+        with contextlib.suppress(lmdb.Error, OSError), self._env.begin(write=True):
+            # In a transaction, when no other process makes it longer.
+            if os.fstat(self._file).st_size < (length := self._least_length()):
+                os.ftruncate(self._file, length)
+
+    def _least_length(self) -> int:
+        """Where the file's last page ends."""
+        pages: int = self._env.info()["last_pgno"] + 1
+        size: int = self._env.stat()["psize"]
+        return pages * size
 
     def _databases(self) -> dict[bytes, Any]:
         with _translated(self.folder):
@@ -172,6 +211,7 @@ class Environment:
 
     def _end(self) -> None:
         self._env.close()
+        os.close(self._file)
         # Not before: whoever finds it closed opens the folder again, which LMDB allows once a process.
         self.closed = True
 
@@ -232,8 +272,11 @@ class Environment:
         """
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
-                with self._used(), _translated(self.folder), self._env.begin(write=True, buffers=True) as txn:
-                    return work(Writing(txn, self._dbs))
+                with self._used(), _translated(self.folder):
+                    with self._env.begin(write=True, buffers=True) as txn:
+                        done = work(Writing(txn, self._dbs))
+                    self._lengthen()
+                    return done
             except lmdb.MapResizedError:
                 self._adopt()
             except lmdb.MapFullError:

@@ -1,7 +1,10 @@
-"""LMDB environments that are closed while others use them."""
+"""LMDB environments that are closed while others use them, and files that were cut short."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -174,3 +177,102 @@ def test_closing_and_using_at_once(tmp_path: Path) -> None:
         for user in users:
             user.result(WAIT_S)
     assert min(*rounds, closed) > 10
+
+
+_CUT_SHORT = """
+import os, sys
+from pathlib import Path
+from core_support import KEYS, SCHEMA, Refs, Row, run_of, scanned
+from spark_state_ext.store import LocalStore
+folder, part = Path(sys.argv[1]), float(sys.argv[2])
+refs = Refs()
+store = LocalStore(folder, SCHEMA)
+ref = None
+for version in range(1, 6):
+    parent, ref = ref, refs.next(version)
+    store.apply([run_of({(f"key {i}", None): Row(i, "x" * 100) for i in range(300)})], ref, parent)
+store.close()
+(file,) = folder.glob("*/data.mdb")
+os.truncate(file, max(round(file.stat().st_size * part), 2 * os.sysconf("SC_PAGE_SIZE")))
+again = LocalStore(folder, SCHEMA)
+assert again.runs() == [], "set aside"
+ref = refs.next(1)
+again.apply([run_of({KEYS[0]: Row(1)})], ref, None)
+assert scanned(again.view(ref)) == {KEYS[0]: Row(1)}
+assert len(list(folder.iterdir())) == 1, "nothing is left behind"
+print("as expected")
+"""
+
+
+@pytest.mark.parametrize("part", [0.0, 0.25, 0.5, 0.9, 0.999])
+def test_a_file_that_was_cut_short_is_set_aside(tmp_path: Path, part: float) -> None:
+    """In a process of its own, which a fault would end."""
+    done = subprocess.run(
+        [sys.executable, "-c", _CUT_SHORT, str(tmp_path / "bucket"), str(part)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "as expected"), done.stderr[-3000:]
+
+
+def _is_whole(opened: Environment) -> bool:
+    return (opened.folder / "data.mdb").stat().st_size >= opened._least_length()
+
+
+def test_new_and_grown_environments_are_whole(tmp_path: Path) -> None:
+    shared = _shared(tmp_path / "bucket")
+    assert _is_whole(shared.opened)
+    shared.close()
+    for number in range(6):
+        shared.write(_put(b"%d" % number, b"x" * (MAP_BYTES_MIN // 2)))
+        assert _is_whole(shared.opened)
+        shared.close()
+    assert shared.map_bytes > 2 * MAP_BYTES_MIN
+    assert all(shared.read(_got(b"%d" % number)) for number in range(6))
+    # Larger than asked for, as it is in the file.
+    assert _shared(tmp_path / "bucket").read(_got(b"5"))
+
+
+def _leave_free_pages_at_the_end(shared: SharedEnvironment) -> None:
+    def put_and_delete(txn: Writing) -> None:
+        txn.put(b"notes", b"large", b"x" * 300_000)
+        txn.delete(b"notes", b"large")
+
+    def put_many(txn: Writing) -> None:
+        for number in range(300):
+            txn.put(b"notes", b"%04d" % number, b"x" * 1500)
+
+    def delete_some(txn: Writing) -> None:
+        for number in range(0, 300, 7):
+            txn.delete(b"notes", b"%04d" % number)
+
+    # Pages to use again, but no many in a row.
+    shared.write(put_many)
+    for _ in range(2):
+        shared.write(delete_some)
+    shared.write(put_and_delete)
+
+
+def test_pages_that_were_free_before_they_were_written_are_no_damage(tmp_path: Path) -> None:
+    shared = _shared(tmp_path / "bucket")
+    _leave_free_pages_at_the_end(shared)
+    assert _is_whole(shared.opened)
+    shared.close()
+    assert shared.read(_got(b"0001")) == b"x" * 1500
+
+
+def test_a_file_that_its_writer_is_about_to_lengthen_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = _shared(tmp_path / "bucket")
+    with monkeypatch.context() as patched:
+        patched.setattr(Environment, "_lengthen", lambda self: None)
+        _leave_free_pages_at_the_end(shared)
+    assert not _is_whole(shared.opened)
+    length, path = shared.opened._least_length(), shared.folder / "data.mdb"
+    shared.close()
+    monkeypatch.setattr(time, "sleep", lambda seconds: os.truncate(path, length))
+    assert shared.read(_got(b"0001")) == b"x" * 1500
