@@ -4,6 +4,10 @@ A copied Spark checkpoint keeps its query id, so two runs can claim one folder. 
 but clean-up and the user's intent do not allow it: the second live run is refused, and a run that another has replaced
 stops. A lease is a small file with the run's id and the time of its last renewal.
 
+A PUT may arrive long after it was sent, and then overwrites the record of the run that took the lease meanwhile. That
+run remembers whom it replaced, and writes its own again. The other one does not get the lease by it: it looks while a
+PUT hangs and after one that took long, and does not forget that it saw a successor.
+
 A restart must not wait for the lease of a run that is known to be over: Spark itself never has one query active twice
 in an application, and on one machine a process that is gone renews nothing.
 """
@@ -17,6 +21,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -44,6 +50,7 @@ _POLL_S = 0.2
 _REPLACED_MAX = 100
 TAKE, WAIT = "take", "wait"
 _STOP_ONE = ", which started later. Stop one of the two, and give a copied checkpoint a root of its own."
+_NOT_DONE = "; what it had left to do in the background is not done."
 
 
 @dataclass(frozen=True)
@@ -158,7 +165,6 @@ class Lease:
 
     _held: ClassVar[dict[tuple[str, str], Lease]] = {}
     _lock = threading.Lock()
-    _beside: ClassVar[DaemonPool] = DaemonPool("leases")
 
     def __init__(self, files: Folder, me: RunIdentity, lease_ms: int, *, once: bool = True) -> None:
         if lease_ms < 100:
@@ -174,7 +180,12 @@ class Lease:
         self._seen = False
         self._holding = threading.Lock()
         self._renewing = False
-        self._lost: LiveRunError | None = None
+        self._looking = False
+        # Each its own threads: a store that hangs does not keep the others' leases from being renewed.
+        self._beside = DaemonPool("leases")
+        self._beside.threads_max = 2  # to look while a renewal hangs
+        self._successor: RunIdentity | None = None
+        self._replaced: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, files: Folder, run_id: str, application_id: str, lease_ms: int, *, once: bool = True) -> Lease:
@@ -192,17 +203,16 @@ class Lease:
         """Take or renew the lease when that is due; cheap otherwise.
 
         A lease that this process holds is renewed beside what it does, so that nobody waits for a slow store. Only
-        where that did not come to pass for long, as batches are far between, does a call see first that it is held.
+        where that did not come to pass for long, as batches are far between or a renewal hangs, does a call see first
+        that it is held; it waits for a third of the lease at most.
 
         Raises
         ------
         LiveRunError
             When another live run holds it, or has taken it over from this one.
         """
+        self._stop_if_replaced(_STOP_ONE)
         now_s = time.monotonic()
-        if self._lost is not None:
-            lost, self._lost = self._lost, None
-            raise lost
         if now_s < max(self._check_at_s, self._not_before_s):
             return
         if not self._seen:
@@ -210,24 +220,52 @@ class Lease:
                 if time.monotonic() >= self._check_at_s:
                     self._renew()
             return
-        if self._renewing:
-            return
-        if now_s >= self._check_at_s + self._lease_ms / 3000:
-            self._check_if_possible()
-        self._renewing = True
-        self._beside.submit(self._renew_beside)
+        if not self._looking and now_s >= max(self._check_at_s, self._checked_at_s) + self._lease_ms / 3000:
+            self._looking = True
+            self._do_beside(self._look_beside, self._lease_ms / 3000)
+            self._stop_if_replaced(_STOP_ONE)
+        if not self._renewing:
+            self._renewing = True
+            self._do_beside(self._renew_beside, 0.0)
 
-    def _check_if_possible(self) -> None:
-        """Look; that a store does not answer is no reason to stop a run that holds it. (Clean-up looks itself.)"""
+    def _do_beside(self, work: Callable[[], None], timeout_s: float) -> None:
+        try:
+            wait([self._beside.submit(work)], timeout_s)
+        except StorageError as error:  # no thread
+            self._looking = self._renewing = False
+            self._not_answered(error)
+
+    def _look_beside(self) -> None:
         try:
             self._look(_STOP_ONE)
-        except StorageError as error:
+        except LiveRunError:
+            pass  # kept as the successor
+        except StateError as error:
+            # That a store does not answer is no reason to stop a run that holds it. (Clean-up looks itself.)
             self._not_answered(error)
+        finally:
+            self._looking = False
 
     def _look(self, and_so: str) -> None:
         found = self._read()
-        if found is not None and found.owner.run_id != self._me.run_id:
+        if found is not None and self._is_another(found) and not self._is_late(found):
             raise self._lost_to(found.owner, and_so)
+        self._checked_at_s = time.monotonic()
+
+    def _is_another(self, found: LeaseRecord) -> bool:
+        return found.owner.run_id != self._me.run_id
+
+    def _is_late(self, found: LeaseRecord) -> bool:
+        """Whether it was sent before this run replaced its writer, who did not know of that."""
+        return found.owner.run_id in self._replaced and self._me.run_id not in found.replaced
+
+    def _stop_if_replaced(self, and_so: str) -> None:
+        successor = self._successor
+        if successor is not None:
+            if not self._once:
+                # It may come back, and then looks anew.
+                self._successor = None
+            raise self._lost_error(successor, and_so)
 
     def _is_replaced_here(self) -> bool:
         """Whether this process works for another run on the same folder by now."""
@@ -237,10 +275,10 @@ class Lease:
         try:
             with self._holding:
                 # Not after its run: the next one may have taken it.
-                if time.monotonic() >= self._check_at_s and not self._is_replaced_here():
+                if self._successor is None and time.monotonic() >= self._check_at_s and not self._is_replaced_here():
                     self._renew()
-        except LiveRunError as error:
-            self._lost = error
+        except LiveRunError:
+            pass  # kept as the successor
         except StateError as error:
             self._not_answered(error)
         finally:
@@ -258,25 +296,36 @@ class Lease:
         LiveRunError
             When another run has taken it.
         """
-        if time.monotonic() < max(self._check_at_s, self._checked_at_s + self._lease_ms / 3000):
-            return
-        self._look("; what it had left to do in the background is not done.")
-        self._checked_at_s = time.monotonic()
+        self._stop_if_replaced(_NOT_DONE)
+        if time.monotonic() >= max(self._check_at_s, self._checked_at_s + self._lease_ms / 3000):
+            self._look(_NOT_DONE)
 
     def _renew(self) -> None:
+        begun_s = time.monotonic()
         found = self._read()
-        replaced = () if found is None else found.replaced
-        if found is not None and found.owner.run_id != self._me.run_id:
-            # A run whose workers are new, and a late task of a run that is over, know it from the record only.
-            if self._seen or (self._once and self._me.run_id in replaced):
-                raise self._lost_to(found.owner, _STOP_ONE)
-            self._wait_for_end(found)
-            replaced = (*replaced, found.owner.run_id)[-_REPLACED_MAX:]
+        replaced = self._replaced if found is None else (*self._replaced, *found.replaced)
+        if found is not None and self._is_another(found):
+            if not self._is_late(found):
+                # A run whose workers are new, and a late task of a run that is over, know it from the record only.
+                if self._seen or (self._once and self._me.run_id in replaced):
+                    raise self._lost_to(found.owner, _STOP_ONE)
+                self._wait_for_end(found)
+                begun_s = time.monotonic()
+            replaced = (*replaced, found.owner.run_id)
+        replaced = tuple(dict.fromkeys(replaced))[-_REPLACED_MAX:]
         self._files.put(_FILE, LeaseRecord(self._me, int(time.time() * 1000), replaced).encode())
+        self._replaced = replaced
+        if time.monotonic() > begun_s + self._lease_ms / 1000:
+            # It had run out, and whoever took it over meanwhile may have written it again.
+            self._look(_STOP_ONE)
         self._seen = True
-        self._check_at_s = time.monotonic() + self._lease_ms / 3000
+        self._check_at_s = begun_s + self._lease_ms / 3000
 
     def _lost_to(self, owner: RunIdentity, and_so: str) -> LiveRunError:
+        self._successor = owner
+        return self._lost_error(owner, and_so)
+
+    def _lost_error(self, owner: RunIdentity, and_so: str) -> LiveRunError:
         return LiveRunError(
             f"run {self._me.run_id} has lost the state at {self._files.root} to run {owner.run_id} on "
             f"{owner.host}{and_so}"

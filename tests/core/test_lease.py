@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from spark_state_ext import lease as lease_module
 from spark_state_ext.errors import CorruptFileError, LiveRunError, UsageError, VersionSkewError
 from spark_state_ext.folder import Folder
 from spark_state_ext.lease import TAKE, WAIT, Lease, LeaseRecord, RunIdentity, verdict
@@ -231,3 +233,267 @@ def test_background_work_sees_that_the_lease_is_lost_and_never_renews_it(tmp_pat
     time.sleep(0.15)
     with pytest.raises(LiveRunError, match=r"run old has lost .* to run new .* in the background is not done"):
         old.check()
+
+
+_WAIT_S = 30.0
+_LEASE_MS = 30_000
+_LEASE_S = _LEASE_MS / 1000
+
+
+class Clock:
+    """In place of the module `time`: it stands until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    time = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(lease_module, "time", clock)
+    return clock
+
+
+class Slow(Folder):
+    """A store with something to do before a file is read, and before and after one is written; once each."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(str(root))
+        self.gets = 0
+        self.before_get: Callable[[], object] | None = None
+        self.before_put: Callable[[], object] | None = None
+        self.after_put: Callable[[], object] | None = None
+
+    def get(self, name: str) -> bytes:
+        self.gets += 1
+        work, self.before_get = self.before_get, None
+        if work is not None:
+            work()
+        return super().get(name)
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        work, self.before_put = self.before_put, None
+        if work is not None:
+            work()
+        super().put(name, data)
+        work, self.after_put = self.after_put, None
+        if work is not None:
+            work()
+
+
+class Hang:
+    """Something that hangs until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.go_on.wait(_WAIT_S)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+def _renewed(lease: Lease) -> None:
+    """Hold it, and wait for what is begun beside."""
+    lease.hold()
+    _until(lambda: not lease._renewing)
+
+
+def _on_file(root: Path) -> LeaseRecord:
+    return LeaseRecord.decode(Folder(str(root)).get("lease.json"), "lease.json")
+
+
+def _hanging_renewal(lease: Lease, files: Slow, clock: Clock) -> Hang:
+    clock.now_s += 0.4 * _LEASE_S
+    files.before_put = hang = Hang()
+    lease.hold()
+    assert hang.begun.wait(_WAIT_S)
+    return hang
+
+
+def test_a_run_that_was_replaced_stops_while_its_renewal_hangs(tmp_path: Path, clock: Clock) -> None:
+    files = Slow(tmp_path)
+    first, second = Lease(files, _ME, _LEASE_MS), Lease(Folder(str(tmp_path)), _OTHER, _LEASE_MS)
+    first.hold()
+    hang = _hanging_renewal(first, files, clock)
+    clock.now_s += 1.1 * _LEASE_S
+    asked = files.gets
+    for _ in range(3):
+        first.hold()
+    assert files.gets == asked + 1, "it looks, and not at every call"
+    second.hold()
+    clock.now_s += 0.4 * _LEASE_S
+    with pytest.raises(LiveRunError, match=r"run run has lost .* to run other run"):
+        first.hold()
+    # And when the PUT arrives after all: the one that it was sent by is not the owner, the other one still is.
+    hang.go_on.set()
+    _until(lambda: not first._renewing)
+    assert _on_file(tmp_path) == replace(_on_file(tmp_path), owner=_ME, replaced=())
+    clock.now_s += 0.4 * _LEASE_S
+    for look in (first.hold, first.hold, first.check):
+        with pytest.raises(LiveRunError, match=r"run run has lost .* to run other run"):
+            look()
+    second.check()
+    _renewed(second)
+    _renewed(second)
+    assert _on_file(tmp_path).owner == _OTHER
+    assert _on_file(tmp_path).replaced == ("run",)
+    with pytest.raises(LiveRunError):
+        Lease(files, _ME, _LEASE_MS).hold()
+
+
+def test_every_worker_of_a_run_knows_whom_it_replaced(tmp_path: Path, clock: Clock) -> None:
+    """Not only the one that took the lease over: the others learn it when they renew."""
+    files = Folder(str(tmp_path))
+    Lease(files, _ME, _LEASE_MS).hold()
+    late = files.get("lease.json")
+    clock.now_s += 1.1 * _LEASE_S
+    taker, other = Lease(files, _OTHER, _LEASE_MS), Lease(files, _OTHER, _LEASE_MS)
+    taker.hold()
+    other.hold()
+    files.put("lease.json", late)
+    clock.now_s += 0.4 * _LEASE_S
+    _renewed(other)
+    other.hold()
+    assert (_on_file(tmp_path).owner, _on_file(tmp_path).replaced) == (_OTHER, ("run",))
+
+
+def test_a_run_looks_after_a_put_that_took_longer_than_its_lease(tmp_path: Path, clock: Clock) -> None:
+    files = Slow(tmp_path)
+    first, second = Lease(files, _ME, _LEASE_MS), Lease(Folder(str(tmp_path)), _OTHER, _LEASE_MS)
+
+    def taken_over() -> None:
+        clock.now_s += 1.5 * _LEASE_S
+        second.hold()
+
+    def written_again() -> None:
+        assert _on_file(tmp_path).owner == _ME, "the late write"
+        clock.now_s += 0.4 * _LEASE_S
+        _renewed(second)
+
+    first.hold()
+    clock.now_s += 0.4 * _LEASE_S
+    files.before_put, files.after_put = taken_over, written_again
+    _renewed(first)
+    with pytest.raises(LiveRunError, match=r"run run has lost .* to run other run"):
+        first.hold()
+    assert _on_file(tmp_path).owner == _OTHER
+
+
+def test_a_run_that_begins_with_a_put_that_took_long_looks_too(tmp_path: Path, clock: Clock) -> None:
+    files, third = Slow(tmp_path), replace(_OTHER, run_id="third")
+    Lease(files, _ME, _LEASE_MS).hold()
+    clock.now_s += 1.1 * _LEASE_S
+
+    def taken_over() -> None:
+        clock.now_s += 1.5 * _LEASE_S
+        Lease(Folder(str(tmp_path)), third, _LEASE_MS).hold()
+
+    taken = LeaseRecord(third, int((clock.now_s + 1.5 * _LEASE_S) * 1000), ("run",))
+    files.before_put, files.after_put = taken_over, lambda: Folder.put(files, "lease.json", taken.encode())
+    second = Lease(files, _OTHER, _LEASE_MS)
+    for _ in range(2):
+        with pytest.raises(LiveRunError, match=r"run other run has lost .* to run third"):
+            second.hold()
+
+
+def test_a_slow_store_alone_stops_nobody(tmp_path: Path, clock: Clock) -> None:
+    files = Slow(tmp_path)
+    lease = Lease(files, _ME, _LEASE_MS)
+
+    def slow() -> None:
+        clock.now_s += 2 * _LEASE_S
+
+    for _ in range(3):
+        files.before_put = slow
+        _renewed(lease)
+    # It is due again at once, as the record is old.
+    written = _on_file(tmp_path)
+    _renewed(lease)
+    assert _on_file(tmp_path).renewed_ms > written.renewed_ms
+    assert _on_file(tmp_path).owner == _ME
+
+
+def test_a_store_that_does_not_answer_holds_up_no_call_for_long(tmp_path: Path, clock: Clock) -> None:
+    files = Slow(tmp_path)
+    lease = Lease(files, _ME, 100)
+    lease.hold()
+    clock.now_s += 1.0
+    files.before_get = hang = Hang()
+    lease.hold()
+    assert hang.begun.wait(_WAIT_S)
+    renewing = Hang()
+    files.before_put = renewing
+    clock.now_s += 1.0
+    lease.hold()
+    lease.hold()
+    # What it hears at last counts.
+    Folder.put(files, "lease.json", LeaseRecord(_OTHER, 0, ("run",)).encode())
+    hang.go_on.set()
+    _until(lambda: lease._successor is not None)
+    renewing.go_on.set()
+    with pytest.raises(LiveRunError, match="to run other run"):
+        lease.hold()
+
+
+def test_a_store_that_hangs_does_not_keep_other_leases_from_being_renewed(tmp_path: Path, clock: Clock) -> None:
+    hanging, well = Slow(tmp_path / "hanging"), Slow(tmp_path / "well")
+    first, second = Lease(hanging, _ME, _LEASE_MS), Lease(well, _ME, _LEASE_MS)
+    first.hold()
+    second.hold()
+    before = _on_file(tmp_path / "well").renewed_ms
+    hang = _hanging_renewal(first, hanging, clock)
+    _renewed(second)
+    assert _on_file(tmp_path / "well").renewed_ms > before
+    hang.go_on.set()
+
+
+def test_a_run_that_came_back_knowing_its_successor_is_no_late_write(tmp_path: Path, clock: Clock) -> None:
+    """Where a plan stands in for the run, the one it had been replaced by stops."""
+    files = Folder(str(tmp_path))
+    Lease(files, _ME, _LEASE_MS, once=False).hold()
+    clock.now_s += 1.1 * _LEASE_S
+    second = Lease(files, _OTHER, _LEASE_MS, once=False)
+    second.hold()
+    clock.now_s += 1.1 * _LEASE_S
+    Lease(files, _ME, _LEASE_MS, once=False).hold()
+    with pytest.raises(LiveRunError, match=r"run other run has lost .* to run run"):
+        second.hold()
+    # It may come back as well, in the same process too: what it saw once is not kept.
+    (tmp_path / "lease.json").unlink()
+    _renewed(second)
+    assert _on_file(tmp_path).owner == _OTHER
+
+
+def test_no_thread_for_a_renewal_is_no_end_of_renewing(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = _second(tmp_path, _LEASE_MS)
+    lease.hold()
+    before = _on_file(tmp_path).renewed_ms
+    clock.now_s += 0.4 * _LEASE_S
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        lease.hold()
+    clock.now_s += 0.2 * _LEASE_S
+    _renewed(lease)
+    assert _on_file(tmp_path).renewed_ms > before
