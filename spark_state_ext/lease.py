@@ -191,10 +191,10 @@ class Lease:
     def of(cls, files: Folder, run_id: str, application_id: str, lease_ms: int, *, once: bool = True) -> Lease:
         """The process's lease object of a run."""
         with cls._lock:
-            key = (files.root, run_id)
+            key = (files.identity, run_id)
             if key not in cls._held:
                 # A worker outlives queries; only the current run of a folder is of interest.
-                for stale in [k for k in cls._held if k[0] == files.root]:
+                for stale in [k for k in cls._held if k[0] == files.identity]:
                     del cls._held[stale]
                 cls._held[key] = cls(files, RunIdentity.here(run_id, application_id), lease_ms, once=once)
             return cls._held[key]
@@ -269,7 +269,7 @@ class Lease:
 
     def _is_replaced_here(self) -> bool:
         """Whether this process works for another run on the same folder by now."""
-        return any(it is not self and it._files.root == self._files.root for it in list(self._held.values()))
+        return any(it is not self and it._files.identity == self._files.identity for it in list(self._held.values()))
 
     def _renew_beside(self) -> None:
         try:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext import lease as lease_module
 from spark_state_ext.errors import CorruptFileError, LiveRunError, UsageError, VersionSkewError
@@ -497,3 +498,11 @@ def test_no_thread_for_a_renewal_is_no_end_of_renewing(
     clock.now_s += 0.2 * _LEASE_S
     _renewed(lease)
     assert _on_file(tmp_path).renewed_ms > before
+
+
+def test_two_stores_with_a_folder_of_one_name_have_a_lease_each(tmp_path: Path) -> None:
+    made = {"implementation": "fsspec.implementations.dirfs.DirFileSystem", "fs": LocalFileSystem(auto_mkdir=True)}
+    folders = [Folder("store://bucket/op", {**made, "path": str(tmp_path / name)}) for name in ("east", "west")]
+    for folder in folders:
+        Lease.of(folder, "run", "app", 10_000).hold()
+    assert all((tmp_path / name / "bucket" / "op" / "lease.json").exists() for name in ("east", "west"))
