@@ -74,7 +74,12 @@ class Agg:
 
     @staticmethod
     def mean(column: ColumnLike) -> Aggregate:
-        """Mean: a double; for decimals a decimal with four more digits, as Spark's ``avg``."""
+        """Mean: a double; for decimals a decimal with four more digits, as Spark's ``avg``.
+
+        Where a mean of decimals, or the sum that it is made of, is beyond its type, the query fails with
+        `StateValueError`, as in Spark's ANSI mode. The mean of a ``decimal(38, 2)`` is a ``decimal(38, 6)``, which has
+        four digits less before the point.
+        """
         return Aggregate("mean", column)
 
     @staticmethod

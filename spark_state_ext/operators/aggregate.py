@@ -18,7 +18,7 @@ from spark_state_ext.operators.deadlines import due_ms, key_times_us, passed
 from spark_state_ext.operators.functions import Buffers, Kernel, OverflowAt
 from spark_state_ext.state_batch import StateBatch
 
-__all__ = ["Aggregates", "Aggregation", "Bound", "PartialAggregation"]
+__all__ = ["Aggregates", "Aggregation", "Bound", "KeyAt", "PartialAggregation", "nth_key"]
 
 # Names the key at a position, for an error.
 KeyAt = Callable[[int], object]
@@ -113,10 +113,13 @@ class Aggregates:
             segments = Segments(np.cumsum(sizes) - sizes, len(index))
         return buffers
 
-    def finish(self, buffers: Buffers) -> list[pa.Array]:
+    def finish(self, buffers: Buffers, key_at: KeyAt) -> list[pa.Array]:
         """Results, in the order of `names`."""
-        with np.errstate(all="ignore"):
-            return [bound.kernel.finish(buffers[at]) for bound, at in self._slices()]
+        found = []
+        for bound, at in self._slices():
+            with _naming(bound, key_at):
+                found.append(bound.kernel.finish(buffers[at]))
+        return found
 
     def _slices(self) -> list[tuple[Bound, slice]]:
         found, start = [], 0
@@ -148,7 +151,7 @@ class PartialAggregation:
         keys = rows.select(list(self.keys))
 
         def key_at(position: int) -> object:
-            return keys.slice(int(starts[position]), 1).to_pylist()[0]
+            return nth_key(keys, int(starts[position]))
 
         buffers = self.aggregates.reduce(rows, segments, key_at)
         firsts = keys if segments.single else keys.take(pa.array(starts))
@@ -209,10 +212,7 @@ class Aggregation:
     def _merged(self, batch: StateBatch, fresh: int) -> Buffers:
         """Buffers of the keys with rows: state and rows together."""
         segments = Segments(_starts(batch, fresh), batch.rows.num_rows)
-
-        def key_at(position: int) -> object:
-            return batch.keys.slice(position, 1).to_pylist()[0]
-
+        key_at = partial(nth_key, batch.keys)
         if self.partial:
             buffers = [flat(batch.rows.column(name)) for name in self.aggregates.buffer_names]
             found = self.aggregates.combine(buffers, segments, key_at)
@@ -229,8 +229,13 @@ class Aggregation:
         return pa.table(states, names=self.aggregates.state_names)
 
     def _results(self, keys: pa.Table, states: Buffers) -> pa.Table:
-        columns = [*keys.columns, *self.aggregates.finish(states)]
+        columns = [*keys.columns, *self.aggregates.finish(states, partial(nth_key, keys))]
         return pa.table(columns, names=[*keys.column_names, *self.aggregates.names])
+
+
+def nth_key(keys: pa.Table, position: int) -> object:
+    """The key at a position, for an error."""
+    return keys.slice(position, 1).to_pylist()[0]
 
 
 def _starts(batch: StateBatch, fresh: int) -> IndexArray:
@@ -252,7 +257,7 @@ def _key_of(key_at: KeyAt, owners: IndexArray, position: int) -> object:
 
 @contextlib.contextmanager
 def _naming(bound: Bound, key_at: KeyAt) -> Iterator[None]:
-    """Run a kernel, and say of which key a sum is too large."""
+    """Run a kernel, and say of which key a value is too large."""
     try:
         with np.errstate(all="ignore"):
             yield

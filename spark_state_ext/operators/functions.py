@@ -50,7 +50,7 @@ _HALF = 0xFFFFFFFF
 
 
 class OverflowAt(Exception):  # noqa: N818  # made a StateValueError by whoever knows the key
-    """A sum is beyond its type.
+    """A sum or a mean is beyond its type.
 
     Parameters
     ----------

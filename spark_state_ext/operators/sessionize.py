@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ import pyarrow.compute as pc
 
 from arrow_schemas.columns import flat
 from arrow_schemas.equality import BoolArray, IndexArray
-from spark_state_ext.operators.aggregate import Aggregates, KeyAt
+from spark_state_ext.operators.aggregate import Aggregates, KeyAt, nth_key
 from spark_state_ext.operators.arrays import Segments, bools, interleaved, numbers, order_within
 from spark_state_ext.operators.deadlines import due_ms, passed
 from spark_state_ext.operators.functions import Buffers
@@ -95,7 +96,7 @@ class Sessions:
         piece_keys, sessions = keys[pieces], np.cumsum(new)[pieces] - 1
 
         def key_at(of: IndexArray) -> KeyAt:
-            return lambda position: batch.keys.slice(int(of[position]), 1).to_pylist()[0]
+            return lambda position: nth_key(batch.keys, int(of[position]))
 
         row_order = order[is_row] - len(stored)
         rows = batch.rows
@@ -161,7 +162,7 @@ class Sessions:
         bounds = [pa.array(times).view(kind) for times in (ended.starts, ended.ends)]
         keys = batch.keys.take(pa.array(ended.keys))
         window = pa.StructArray.from_arrays(bounds, names=["start", "end"])
-        columns = [*keys.columns, window, *self.aggregates.finish(ended.buffers)]
+        columns = [*keys.columns, window, *self.aggregates.finish(ended.buffers, partial(nth_key, keys))]
         return pa.table(columns, names=[*keys.column_names, SESSION_WINDOW, *self.aggregates.names])
 
 

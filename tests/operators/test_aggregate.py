@@ -322,6 +322,40 @@ def test_means_of_decimals_are_rounded_half_up() -> None:
     assert found.type == pa.decimal128(12, 6)
 
 
+HUGE, SMALL = decimal.Decimal(10**35), decimal.Decimal(5)
+BEYOND = r"the aggregate 'm' of the key \{.*'key': 'b'\} is beyond decimal128\(38, 6\)"
+
+
+def test_a_mean_of_decimals_beyond_its_type_names_the_key() -> None:
+    """It has four digits less before the point than the values."""
+    schema = pa.schema([("key", pa.string()), ("v", pa.decimal128(38, 2))])
+    bucket = aggregation(schema, ["key"], {"n": Agg.count(), "m": Agg.mean("v")})
+    bucket.step(pa.table({"key": ["z"], "v": [SMALL]}, schema=schema))
+    with pytest.raises(StateValueError, match=BEYOND):
+        bucket.step(pa.table({"key": ["a", "b", "c"], "v": [SMALL, HUGE, None]}, schema=schema))
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_mean_beyond_its_type_names_the_key_of_a_group_by_event_time(append: bool) -> None:
+    schema = pa.schema([("at", TIME), ("key", pa.string()), ("v", pa.decimal128(38, 2))])
+    bucket = aggregation(schema, ["at", "key"], {"m": Agg.mean("v")}, "at", append)
+
+    def step(watermark_s: int, *rows: tuple[int, str, decimal.Decimal]) -> None:
+        times, keys, values = zip(*rows, strict=True)
+        columns = [pa.array([at(time) for time in times], TIME), list(keys), pa.array(values, schema.field("v").type)]
+        bucket.step(pa.table(columns, schema=schema), 1000 * watermark_s)
+
+    if append:
+        # What is given is some of the keys with rows, and some of those that waited.
+        step(0, (9, "z", SMALL), (3, "w", SMALL), (3, "b", HUGE))
+        with pytest.raises(StateValueError, match=BEYOND):
+            step(5, (8, "x", SMALL), (4, "y", SMALL))
+        return
+    step(0, (9, "z", SMALL))
+    with pytest.raises(StateValueError, match=BEYOND):
+        step(5, (4, "y", SMALL), (7, "b", HUGE))
+
+
 def test_the_variance_of_large_numbers_loses_nothing() -> None:
     """The naive formula gives 0, or less, here."""
     kernel = kernel_of(Agg.variance("v"), pa.float64(), "x")

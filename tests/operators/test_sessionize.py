@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from decimal import Decimal
 from typing import Any
 
 import pyarrow as pa
@@ -118,3 +119,15 @@ def test_a_sum_beyond_a_long_names_the_key() -> None:
     bucket.step(batch([("a", 1, 1), ("a", 20, 2), ("b", 1, 2**62), ("b", 8, 2**62)]))
     with pytest.raises(StateValueError, match=r"'total' of the key \{'key': 'b'\} is beyond int64"):
         bucket.step(batch([("a", 1, 1), ("b", 5, 0)]))
+
+
+def test_a_mean_of_decimals_beyond_its_type_names_the_key() -> None:
+    """The sessions that end are some of those there are."""
+    schema = SCHEMA.set(2, pa.field("value", pa.decimal128(38, 2)))
+    bucket = sessions(schema, ["key"], "end", GAP_S, {"n": Agg.count(), "m": Agg.mean("value")})
+    rows = [("z", 90, 1), ("a", 1, 1), ("c", 80, 1), ("b", 70, 1), ("b", 2, 10**35), ("d", 90, 10**35)]
+    columns = [[key for key, *_ in rows], pa.array([at(time + GAP_S) for _, time, _ in rows], TIME)]
+    values = pa.array([Decimal(value) for *_, value in rows], schema.field("value").type)
+    bucket.step(pa.table([*columns, values], schema=schema))
+    with pytest.raises(StateValueError, match=r"'m' of the key \{'key': 'b'\} is beyond decimal128\(38, 6\)"):
+        bucket.step(schema.empty_table(), 60_000)
