@@ -110,6 +110,10 @@ class Segments:
         """Whether each has one row."""
         return len(self) == self.rows
 
+    def spread(self, values: NumberArray) -> NumberArray:
+        """For each row the value of its segment."""
+        return values if self.single else np.repeat(values, self.sizes)
+
     def counts(self, valid: BoolArray | None) -> IndexArray:
         """Number of rows of each that are valid (None: all)."""
         if valid is None:

@@ -253,7 +253,8 @@ class Variance:
     """``var_samp``: of the sample, NULL for fewer than two values.
 
     Kept as number, mean and sum of squared differences from it, and merged as Chan, Golub and LeVeque do: large means
-    with small differences lose nothing.
+    with small differences lose nothing. It is infinite where the squares are beyond a double, and NaN where a value is
+    NaN or infinite, however the rows come in batches.
     """
 
     buffers = (("count", pa.int64()), ("mean", pa.float64()), ("squares", pa.float64()))
@@ -263,8 +264,14 @@ class Variance:
         assert values is not None
         valid = valid_of(values)
         count = segments.counts(valid)
-        mean = segments.reduced(np.add, _doubles(values)) / np.maximum(count, 1)
-        off = _doubles(values) - (mean if segments.single else np.repeat(mean, segments.sizes))
+        doubles = _doubles(values)
+        first = np.where(count > 0, doubles[_first_places(valid, segments)], 0.0)
+        # Shares of a difference: sums of values, or of differences, may be beyond a double where the mean is not.
+        shares = (doubles - segments.spread(first)) / segments.spread(np.maximum(count, 1))
+        if valid is not None:
+            shares[~valid] = 0.0
+        mean = first + segments.reduced(np.add, shares)
+        off = doubles - segments.spread(mean)
         squares = off * off
         if valid is not None:
             squares[~valid] = 0.0
@@ -280,7 +287,8 @@ class Variance:
         both = (n > 0) & (m > 0)
         merged = np.where(both, mean + step * m, np.where(n > 0, mean, other))
         squares = numbers(left[2], 0.0) + numbers(right[2], 0.0)
-        squares = np.where(both, squares + delta * step * n * m, squares)
+        # Squares of finite values only are infinite, and stay so: their mean may be none, and delta NaN.
+        squares = np.where(both & ~np.isinf(squares), squares + delta * step * n * m, squares)
         return [pa.array(count), pa.array(merged), pa.array(squares)]
 
     def finish(self, buffers: Buffers) -> pa.Array:
@@ -402,6 +410,15 @@ def _doubles(values: pa.Array) -> NumberArray:
     if pa.types.is_decimal(values.type):
         values = values.cast(pa.float64())
     found: NumberArray = numbers(values, 0).astype(np.float64, copy=False)
+    return found
+
+
+def _first_places(valid: BoolArray | None, segments: Segments) -> IndexArray:
+    """Where the first valid value of each segment is; of one without any, some row."""
+    if valid is None:
+        return segments.starts
+    places = np.append(np.flatnonzero(valid), segments.rows - 1)
+    found: IndexArray = places[np.searchsorted(places[:-1], segments.starts)]
     return found
 
 

@@ -366,6 +366,59 @@ def test_the_variance_of_large_numbers_loses_nothing() -> None:
     assert kernel.finish(buffers)[0].as_py() == pytest.approx(statistics.variance(values), rel=1e-8)
 
 
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ([1e308, 1e308, 1e308], 0.0),
+        ([None, 1e308, None, 1e308], 0.0),
+        ([1.5e308, 1.5e308, -1.5e308, -1.5e308, 1.5e308], math.inf),
+        ([0.0, 1e308, 1e308, -1e308, -1e308, -1e308], math.inf),
+        ([math.inf, 1.0], math.nan),
+        ([1.0, 2.0, -math.inf], math.nan),
+    ],
+)
+def test_the_variance_does_not_depend_on_batches(values: list[float | None], wanted: float) -> None:
+    """Sums of such values are beyond a double."""
+    kernel = kernel_of(Agg.variance("v"), pa.float64(), "x")
+    column = pa.array(values, pa.float64())
+    with np.errstate(all="ignore"):
+        whole = reduced(kernel, column, 0)
+        single = reduced(kernel, column, *range(len(values)))
+        merged = [part.slice(0, 1) for part in single]
+        for at in range(1, len(values)):
+            merged = kernel.merge(merged, [part.slice(at, 1) for part in single])
+        found = [kernel.finish(buffers)[0].as_py() for buffers in (whole, merged)]
+    assert same(found[0], wanted), found
+    assert same(found[1], wanted), found
+
+
+EXTREME = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(EXTREME, min_size=1, max_size=5), min_size=1, max_size=5))
+def test_the_variance_of_any_numbers_is_that_of_any_batches(batches: list[list[float | None]]) -> None:
+    kernel = kernel_of(Agg.variance("v"), pa.float64(), "x")
+    values = [value for batch in batches for value in batch]
+    with np.errstate(all="ignore"):
+        starts = np.cumsum([0, *map(len, batches)])[:-1].tolist()
+        parts = reduced(kernel, pa.array(values, pa.float64()), *starts)
+        merged = [part.slice(0, 1) for part in parts]
+        for at in range(1, len(batches)):
+            merged = kernel.merge(merged, [part.slice(at, 1) for part in parts])
+        whole = kernel.finish(reduced(kernel, pa.array(values, pa.float64()), 0))[0].as_py()
+        found = kernel.finish(merged)[0].as_py()
+    if whole is None or found is None:
+        assert whole is found
+        return
+    # As far off as rounding the mean may be.
+    rounded = 1e-15 * max(abs(value) for value in values if value is not None)
+    off = rounded * rounded * len(values)
+    near = whole == found or math.isclose(whole, found, rel_tol=1e-9, abs_tol=off)
+    assert near or min(whole, found) > 1e306 or off == math.inf, (whole, found)
+    assert not math.isnan(whole + found)
+
+
 # -- distinct values -------------------------------------------------------------------------------------------
 
 
