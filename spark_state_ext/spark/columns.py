@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 from pyspark.sql import functions as F
@@ -14,11 +15,21 @@ from spark_state_ext.spark.payload import HASH_COLUMN
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["WATERMARK_KEY", "KeyLike", "event_time_of", "packable", "resolve_keys", "struct_of"]
+__all__ = [
+    "WATERMARK_KEY",
+    "KeyLike",
+    "event_time_of",
+    "packable",
+    "refuse_session_windows",
+    "resolve_keys",
+    "struct_of",
+]
 
 KeyLike = Union[str, "Column"]
 
 WATERMARK_KEY = "spark.watermarkDelayMs"
+# By this Spark's own aggregations know that they have to merge the windows.
+_SESSION_KEY = "spark.sessionWindow"
 
 
 def struct_of(given: StructType | str, spark: Any, name: str) -> StructType:
@@ -37,6 +48,7 @@ def resolve_keys(
 ) -> tuple[StructType, tuple[int, ...], list[KeyLike]]:
     """The key columns' type, their places among the packed columns, and those that are not input columns."""
     selected = df.select(*keys).schema
+    refuse_session_windows(selected.fields)
     positions: list[int] = []
     extra: list[KeyLike] = []
     for key, resolved in zip(keys, selected.fields, strict=True):
@@ -49,6 +61,16 @@ def resolve_keys(
             extra.append(key)
     fields = [StructField(f.name, f.dataType, f.nullable, _without_watermark(f.metadata)) for f in selected.fields]
     return StructType(fields), tuple(positions), extra
+
+
+def refuse_session_windows(keys: Sequence[StructField]) -> None:
+    """Refuse keys that are session windows: each row would stay a session of its own."""
+    for field in keys:
+        if _SESSION_KEY in (field.metadata or {}):
+            raise UnsupportedPlanError(
+                f"the key {field.name!r} is a session window, and only sessionize merges sessions: as a key, each "
+                "row's would stay one of its own. Call sessionize with the other keys, the time column and the gap."
+            )
 
 
 def _unquoted(name: str) -> str:

@@ -34,7 +34,7 @@ from spark_state_ext.operators.aggregate import Aggregates, Aggregation, Bound, 
 from spark_state_ext.operators.deduplicate import EXPIRES_US, Deduplication
 from spark_state_ext.operators.sessionize import END, SESSION_WINDOW, SESSIONS, START, Sessions
 from spark_state_ext.operators.top_k import TOP, TopK
-from spark_state_ext.spark.columns import WATERMARK_KEY, KeyLike, event_time_of, resolve_keys
+from spark_state_ext.spark.columns import WATERMARK_KEY, KeyLike, event_time_of, refuse_session_windows, resolve_keys
 from spark_state_ext.spark.combine import Combining
 from spark_state_ext.spark.job import ARROW
 from spark_state_ext.spark.plan import ArrowState
@@ -442,6 +442,7 @@ def _selected(
             names[known] = f"__v{len(names)}"
             values.append(_column(spec.column).alias(names[known], metadata=_PLAIN))
     narrow = df.select(*keys, *more, *values)
+    refuse_session_windows(narrow.schema.fields[: len(keys)])
     _distinct(narrow.columns, "keys")
     bound = []
     for name, spec in specs.items():

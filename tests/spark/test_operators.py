@@ -494,3 +494,26 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
     for error, text, plan in refused:
         with pytest.raises(error, match=text):
             plan()
+
+
+def test_session_windows_are_no_keys(session: Any, tmp_path: Path) -> None:
+    """As keys their sessions would never be merged."""
+    mine = state(tmp_path)
+    timed = session.readStream.schema(ddl(EVENTS)).parquet(str(tmp_path)).withWatermark("at", "5 seconds")
+    own = F.session_window("at", "10 seconds")
+    n = {"n": Agg.count()}
+    nothing: Any = print
+    for plan in (
+        lambda: aggregate(mine, timed, ["key", own], n),
+        lambda: aggregate(mine, timed, [own, "at"], n, "append"),
+        lambda: deduplicate(mine, timed, ["key", own]),
+        lambda: sessionize(mine, timed, ["key", own.alias("s")], "at", GAP_MS, n),
+        lambda: top_k(mine, timed, ["key", F.expr("session_window(at, '10 seconds')")], "value", 1),
+        lambda: mine.apply_in_arrow_with_state(timed, own, nothing, "n long", "n long"),
+        lambda: mine.apply_rows_with_state(timed, ["key", own.alias("s")], nothing, "n long", "n long"),
+        lambda: mine.apply_in_pandas_with_state(
+            timed, ["key", own], nothing, "n long", "n long", "update", "NoTimeout"
+        ),
+    ):
+        with pytest.raises(UnsupportedPlanError, match=r"the key '(session_window|s)' is .* Call sessionize"):
+            plan()
