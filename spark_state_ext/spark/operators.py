@@ -46,6 +46,7 @@ __all__ = ["aggregate", "deduplicate", "sessionize", "top_k"]
 
 Keys = KeyLike | Sequence[KeyLike]
 _NAME = re.compile(r"\w+")
+_SORT_ORDER = re.compile(r" (ASC|DESC) NULLS (FIRST|LAST)\b")
 # In place of the metadata that a column has by itself: Spark passes on that of event times.
 _PLAIN = {"spark_state_ext.value": True}
 _EVENT_TIME, _NO_TIMEOUT = GroupStateTimeout.EventTimeTimeout, GroupStateTimeout.NoTimeout
@@ -290,7 +291,8 @@ def top_k(
     keys
         Columns, as for `DataFrame.groupBy`.
     order_by
-        What rows are ordered by: columns or expressions of types that are not nested.
+        What rows are ordered by: columns or expressions of types that are not nested, and without an order of their
+        own such as that of ``F.desc``.
     k
         How many rows a key has at most, from 1 on.
     descending
@@ -325,11 +327,18 @@ def top_k(
     downwards = [descending] * len(orders) if isinstance(descending, bool) else list(descending)
     if not orders or len(orders) != len(downwards):
         raise UsageError(f"order_by of top_k has {len(orders)} columns, and descending {len(downwards)} values")
+    _refuse_sort_orders(orders, df.schema.names)
     key_type, _, extra = resolve_keys(df, df.schema, _listed(keys))
-    inputs, extra_names = df.schema.names, [name for name in key_type.names if name not in df.schema.names]
-    if len(extra) != len(extra_names):
+    inputs, extra_fields = df.schema.names, [field for field in key_type.fields if field.name not in df.schema.names]
+    if len(extra) != len(extra_fields):
         raise UsageError("a key of top_k is an expression under the name of an input column: give it another, by alias")
+    extra_names = [field.name for field in extra_fields]
     _distinct([*inputs, *extra_names, rank], "output columns of top_k")
+    # A window has its column's watermark, which would then be there twice.
+    derived = [
+        _column(key).alias(field.name, metadata=field.metadata or _PLAIN)
+        for key, field in zip(extra, extra_fields, strict=True)
+    ]
     # An order column that the key has too is kept beside it.
     ordered = [
         order if isinstance(order, str) and order in inputs and order not in key_type.names else f"__order{i}"
@@ -340,7 +349,7 @@ def top_k(
         for order, name in zip(orders, ordered, strict=True)
         if name is not order
     ]
-    wide = df.select("*", *extra, *hidden)
+    wide = df.select("*", *derived, *hidden)
     for name in ordered:
         _check_flat(wide.schema[name], "order column")
     kept = [field for field in wide.schema.fields if field.name not in key_type.names]
@@ -401,6 +410,19 @@ def _column(given: KeyLike) -> Column:
     return F.col(given) if isinstance(given, str) else given
 
 
+def _refuse_sort_orders(orders: Sequence[KeyLike], inputs: Sequence[str]) -> None:
+    """Refuse ``F.col("v").desc()``, which Spark only notices when it runs."""
+    for order in orders:
+        text = str(order)
+        if isinstance(order, str) or text in {f"Column<'{name}'>" for name in inputs}:
+            continue
+        if _SORT_ORDER.search(text):
+            raise UsageError(
+                f"order_by of top_k has {text}, a column with an order of its own: give the column as it is, and use "
+                "descending=True or False, for each of them if they differ. NULLs are the smallest."
+            )
+
+
 def _quoted(names: Sequence[str]) -> list[Any]:
     return [name if _NAME.fullmatch(name) else f"`{name.replace('`', '``')}`" for name in names]
 
@@ -415,7 +437,9 @@ def _distinct(names: Sequence[str], what: str) -> None:
 
 def _plain(field: StructField) -> StructField:
     """An output column: the same, without a watermark."""
-    metadata = {name: value for name, value in (field.metadata or {}).items() if name != WATERMARK_KEY}
+    metadata = {
+        name: value for name, value in (field.metadata or {}).items() if name != WATERMARK_KEY and name not in _PLAIN
+    }
     return StructField(field.name, field.dataType, field.nullable, metadata)
 
 

@@ -427,6 +427,40 @@ def test_top_rows(session: Any, emit: str, tmp_path: Path) -> None:
         assert sum(len(rows) for rows in found.values()) < 6 * len(table) / 2
 
 
+@CLASSIC
+def test_top_rows_of_windows(session: Any, tmp_path: Path) -> None:
+    """The window has the watermark that the input's column has too."""
+
+    def plan(df: Any) -> Any:
+        keys: list[Any] = [F.window("at", "10 seconds"), "key", F.col("at").cast("date").alias("day")]
+        return top_k(
+            state(tmp_path, ttl=Ttl(10_000, clock="event")), df.withWatermark("at", "0 seconds"), keys, "value", 1
+        )
+
+    made = plan(session.readStream.schema(ddl(EVENTS)).parquet(str(tmp_path)))
+    assert made.columns == ["key", "at", "value", "window", "day", "rank"]
+    assert made.schema["window"].metadata in ({}, {"spark.timeWindow": True})
+    assert not made.schema["day"].metadata
+    batches = [
+        events(("a", 1, 1), ("a", 2, 3), ("a", 11, 2), ("b", 5, 1)),
+        events(("a", 3, 2), ("a", 4, 9), ("b", 5, 1), ("c", 50, 1)),
+        events(("a", 3, 1), ("b", 51, 1)),
+    ]
+    found = run(
+        session,
+        tmp_path,
+        batches,
+        lambda df: plan(df).selectExpr("key", "unix_seconds(window.start)", "value"),
+        "update",
+    )
+    # In the third batch the watermark is 50 s, and what was there before is no more.
+    assert found == {
+        0: [("a", 0, 3), ("a", 10, 2), ("b", 0, 1)],
+        1: [("a", 0, 9), ("c", 50, 1)],
+        2: [("a", 0, 1), ("b", 50, 1)],
+    }
+
+
 # -- time to live ---------------------------------------------------------------------------------------------
 
 
@@ -496,6 +530,22 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
             plan()
 
 
+def test_columns_with_an_order_of_their_own_are_refused(session: Any, tmp_path: Path) -> None:
+    """Spark says that it has an internal error, and only when it runs."""
+    mine = state(tmp_path)
+    odd = "x DESC NULLS LAST"
+    df = session.readStream.schema(ddl(EVENTS)).parquet(str(tmp_path)).withColumn(odd, F.col("value"))
+    for order in (
+        F.col("value").desc(),
+        F.asc("value"),
+        F.col("value").desc_nulls_first().alias("v"),
+        F.asc_nulls_last("value") + 1,
+    ):
+        with pytest.raises(UsageError, match=r"order of its own: .*descending=True or False"):
+            top_k(mine, df, "key", ["at", order], 1)
+    assert top_k(mine, df, "key", [odd, F.col(odd), F.col("value") + 1], 1).isStreaming
+
+
 def test_session_windows_are_no_keys(session: Any, tmp_path: Path) -> None:
     """As keys their sessions would never be merged."""
     mine = state(tmp_path)
@@ -503,7 +553,7 @@ def test_session_windows_are_no_keys(session: Any, tmp_path: Path) -> None:
     own = F.session_window("at", "10 seconds")
     n = {"n": Agg.count()}
     nothing: Any = print
-    for plan in (
+    plans: list[Callable[[], Any]] = [
         lambda: aggregate(mine, timed, ["key", own], n),
         lambda: aggregate(mine, timed, [own, "at"], n, "append"),
         lambda: deduplicate(mine, timed, ["key", own]),
@@ -514,6 +564,7 @@ def test_session_windows_are_no_keys(session: Any, tmp_path: Path) -> None:
         lambda: mine.apply_in_pandas_with_state(
             timed, ["key", own], nothing, "n long", "n long", "update", "NoTimeout"
         ),
-    ):
+    ]
+    for plan in plans:
         with pytest.raises(UnsupportedPlanError, match=r"the key '(session_window|s)' is .* Call sessionize"):
             plan()
