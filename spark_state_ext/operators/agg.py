@@ -99,12 +99,19 @@ class Agg:
 
     @staticmethod
     def first(column: ColumnLike, ignore_nulls: bool = False) -> Aggregate:
-        """The value that came first: in the order of arrival at the bucket, and within sessions of event times."""
+        """The value that came first: in the order of arrival at the bucket.
+
+        Of sessions by event time within a batch; a session in the state counts by its start, as Spark has it.
+        """
         return Aggregate("first", column, ignore_nulls=ignore_nulls)
 
     @staticmethod
     def last(column: ColumnLike, ignore_nulls: bool = False) -> Aggregate:
-        """The value that came last: in the order of arrival at the bucket, and within sessions of event times."""
+        """The value that came last: in the order of arrival at the bucket.
+
+        Of sessions by event time within a batch; a session in the state counts by its start, as Spark has it. So rows
+        that come in a later batch are behind all of a session that began before them.
+        """
         return Aggregate("last", column, ignore_nulls=ignore_nulls)
 
     @staticmethod

@@ -215,8 +215,8 @@ def sessionize(
     gap_ms
         After how long without rows a session ends, milliseconds.
     aggregates
-        Output columns and what is in them, as for `aggregate`. ``first`` and ``last`` go by event time. They cannot
-        change while there is state.
+        Output columns and what is in them, as for `aggregate`. ``first`` and ``last`` go by event time within a batch,
+        and a session that is in the state counts by its start, as in Spark. They cannot change while there is state.
 
     Returns
     -------
