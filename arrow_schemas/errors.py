@@ -12,6 +12,7 @@ __all__ = [
     "CorruptError",
     "CorruptFileError",
     "CorruptPointerError",
+    "FunctionChangedError",
     "LineageError",
     "SchemaChangedError",
     "StateError",
@@ -50,6 +51,10 @@ class ChangedJobError(StateError):
 
 class SchemaChangedError(ChangedJobError):
     """The key or state schema changed beyond the allowed additions and widenings."""
+
+
+class FunctionChangedError(ChangedJobError):
+    """A built-in operator was given other parameters than those its state was made with."""
 
 
 class BucketCountChangedError(ChangedJobError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 
@@ -17,6 +18,7 @@ from arrow_schemas.checksum import checksum_of
 from arrow_schemas.errors import (
     BucketCountChangedError,
     CorruptFileError,
+    FunctionChangedError,
     SchemaChangedError,
     StateError,
     VersionSkewError,
@@ -74,6 +76,9 @@ class OperatorFile:
         Number of this file.
     hash_name
         How keys are hashed and hashes become buckets.
+    function
+        Of a built-in operator, as JSON: ``{"name": …, "parameters": {name: value}}``, what the state depends on and its
+        schema does not tell. None: the user's own function, or an older release wrote the file.
     """
 
     operator: str
@@ -83,6 +88,7 @@ class OperatorFile:
     state_schema: str
     schema_id: int = 0
     hash_name: str = HASH_NAME
+    function: str | None = None
 
     def row_schema(self) -> RowSchema:
         """Schema of the rows written under this file."""
@@ -105,6 +111,8 @@ class OperatorFile:
             "state_schema": json.loads(self.state_schema),
             "schema_id": self.schema_id,
         }
+        if self.function is not None:
+            fields["function"] = json.loads(self.function)
         fields["checksum"] = checksum_of(fields)
         return json.dumps(fields, sort_keys=True, indent=1).encode() + b"\n"
 
@@ -138,6 +146,7 @@ class OperatorFile:
                 state_schema=json.dumps(fields["state_schema"]),
                 schema_id=fields["schema_id"],
                 hash_name=fields["hash"],
+                function=_function_of(fields.get("function")),
             )
         except StateError:
             raise
@@ -154,8 +163,8 @@ class OperatorFile:
 
         Raises
         ------
-        BucketCountChangedError, SchemaChangedError
-            When stored rows cannot serve the job; the text says which column and why.
+        BucketCountChangedError, SchemaChangedError, FunctionChangedError
+            When stored rows cannot serve the job; the text says which column or parameter, and why.
         """
         if self.buckets != wanted.buckets:
             raise BucketCountChangedError(
@@ -170,7 +179,39 @@ class OperatorFile:
             asked = wanted.row_schema()
         _same_keys(self.operator, stored.keys, asked.keys)
         changed = state_change(self.operator, stored.state, asked.state)
+        _same_function(self.operator, self.function, wanted.function)
         return replace(wanted, schema_id=self.schema_id + 1) if changed else self
+
+
+def _function_of(given: Any) -> str | None:
+    """A built-in operator as it is in a file, checked."""
+    if given is None:
+        return None
+    if not isinstance(given["name"], str) or not isinstance(given["parameters"], dict):
+        raise TypeError(f"no function: {given!r}")
+    return json.dumps(given, sort_keys=True)
+
+
+def _same_function(operator: str, stored: str | None, asked: str | None) -> None:
+    if stored is None or asked is None:
+        return
+    before, after = json.loads(stored), json.loads(asked)
+    if before["name"] != after["name"]:
+        detail = f"it was {before['name']} and is now {after['name']}"
+    else:
+        # A new aggregate is a parameter that was not there; one that is gone is a state column that is gone.
+        changed = [
+            f"{name!r} was {was} and is now {after['parameters'][name]}"
+            for name, was in before["parameters"].items()
+            if name in after["parameters"] and after["parameters"][name] != was
+        ]
+        if not changed:
+            return
+        detail = f"of {before['name']}, {', '.join(changed)}"
+    raise FunctionChangedError(
+        f"operator {operator!r} changed: {detail}. Its state was made with the old and cannot serve the new: go back "
+        "to the old, add a new aggregate under a name of its own, or start from a new checkpoint location."
+    )
 
 
 def _same_keys(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Field, ...]) -> None:

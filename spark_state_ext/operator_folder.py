@@ -37,7 +37,7 @@ def admit(operator_files: Folder, wanted: OperatorFile, strict: bool, *, again: 
 
     Raises
     ------
-    BucketCountChangedError, SchemaChangedError
+    BucketCountChangedError, SchemaChangedError, FunctionChangedError
         When the stored state cannot serve the job.
     ExistingStateError
         When `strict` and another query's state is there.

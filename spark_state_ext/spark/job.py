@@ -57,6 +57,8 @@ class Job:
         `StructType.json()` of the input's columns and of the output.
     ttl
         As given to `ArrowState`.
+    function
+        Of a built-in operator, as in `OperatorFile`.
     plan_id
         A fresh id of this plan: stands in for query and run where a task is not told them (`task`).
     package_version
@@ -92,6 +94,7 @@ class Job:
     input_schema: str
     output_schema: str
     ttl: Ttl | None = None
+    function: str | None = None
     storage_options: dict[str, Any] = field(default_factory=dict)
     package_version: str = __version__
 
@@ -127,5 +130,7 @@ class Job:
 
     def operator_file(self, home: str) -> OperatorFile:
         """The operator file this job asks for, for state in the folder `home`."""
-        asked = OperatorFile(self.operator, home, self.buckets, self.key_schema, self.state_schema)
+        asked = OperatorFile(
+            self.operator, home, self.buckets, self.key_schema, self.state_schema, function=self.function
+        )
         return asked if self.ttl is None else asked.with_expiry()

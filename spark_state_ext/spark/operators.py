@@ -5,6 +5,7 @@ What they do is in `spark_state_ext.operators`; here Spark's schemas become thos
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -81,7 +82,8 @@ def aggregate(
         Grouping columns, as for `DataFrame.groupBy`; one may be ``F.window(…)``.
     aggregates
         Output columns and what is in them: ``{"n": Agg.count(), "total": Agg.sum("value")}``. More can be added to a
-        query that has state; they begin with the rows that come then.
+        query that has state; they begin with the rows that come then. Another function under an old name is refused
+        when the query is started again (`FunctionChangedError`).
     output_mode
         ``"update"``: the keys that have rows, in each batch. ``"append"``: each group once, when the watermark has
         passed it.
@@ -129,7 +131,17 @@ def aggregate(
     output = StructType([*(_plain(field) for field in key_fields), *_results(bound, narrow.schema)])
     timeout = _EVENT_TIME if found else _NO_TIMEOUT
     return state.planned(
-        ARROW, narrow, _quoted(names), function, output, state_type, output_mode, timeout, "aggregate", combining
+        ARROW,
+        narrow,
+        _quoted(names),
+        function,
+        output,
+        state_type,
+        output_mode,
+        timeout,
+        "aggregate",
+        combining,
+        _identity("aggregate", _functions(specs)),
     )
 
 
@@ -263,7 +275,18 @@ def sessionize(
     )
     state_type = StructType([StructField(SESSIONS, ArrayType(session))])
     function = Sessions(Aggregates(bound), "__end", 1000 * gap_ms)
-    return state.apply_in_arrow_with_state(narrow, _quoted(names), function, output, state_type, "append", _EVENT_TIME)
+    return state.planned(
+        ARROW,
+        narrow,
+        _quoted(names),
+        function,
+        output,
+        state_type,
+        "append",
+        _EVENT_TIME,
+        "sessionize",
+        function=_identity("sessionize", _functions(specs)),
+    )
 
 
 def top_k(
@@ -294,7 +317,8 @@ def top_k(
         What rows are ordered by: columns or expressions of types that are not nested, and without an order of their
         own such as that of ``F.desc``.
     k
-        How many rows a key has at most, from 1 on.
+        How many rows a key has at most, from 1 on. While there is state, `k`, `order_by` and `descending` cannot change
+        (`FunctionChangedError`); of an expression in `order_by` that is not noticed.
     descending
         Whether the largest come first: for all of `order_by`, or for each.
     emit
@@ -377,6 +401,7 @@ def top_k(
         "top_k",
         # Under a time to live by event time each row's time counts.
         None if state.ttl is not None else Combining(function.thin, wide.schema),
+        _identity("top_k", {"k": k, "order_by": _order_text(orders, downwards)}),
     )
 
 
@@ -421,6 +446,24 @@ def _refuse_sort_orders(orders: Sequence[KeyLike], inputs: Sequence[str]) -> Non
                 f"order_by of top_k has {text}, a column with an order of its own: give the column as it is, and use "
                 "descending=True or False, for each of them if they differ. NULLs are the smallest."
             )
+
+
+def _identity(name: str, parameters: Mapping[str, Any]) -> str:
+    """A built-in operator as in `OperatorFile`."""
+    return json.dumps({"name": name, "parameters": dict(parameters)}, sort_keys=True)
+
+
+def _functions(specs: Mapping[str, Aggregate]) -> dict[str, str]:
+    """What is in each aggregate's state. Their columns may be others: a renamed column has the same values."""
+    return {name: spec.function + (" ignoring NULLs" if spec.ignore_nulls else "") for name, spec in specs.items()}
+
+
+def _order_text(orders: Sequence[KeyLike], downwards: Sequence[bool]) -> str:
+    """An order; the text of an expression is another in other releases of Spark, and so is left out."""
+    return ", ".join(
+        f"{order if isinstance(order, str) else 'an expression'} {'descending' if descending else 'ascending'}"
+        for order, descending in zip(orders, downwards, strict=True)
+    )
 
 
 def _quoted(names: Sequence[str]) -> list[Any]:

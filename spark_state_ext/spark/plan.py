@@ -329,6 +329,7 @@ class ArrowState:
         timeout_conf: str,
         name: str,
         combining: Combining | None = None,
+        function: str | None = None,
     ) -> DataFrame:
         """Plan an operator: for the methods above, and for the operators built on them.
 
@@ -342,6 +343,8 @@ class ArrowState:
             What the user called, for errors.
         combining
             What makes rows fewer before the shuffle; `func` gets what it gives.
+        function
+            Of a built-in operator, as in `OperatorFile`: what must not change while there is state.
         """
         if not df.isStreaming:
             raise UnsupportedPlanError(
@@ -413,6 +416,7 @@ class ArrowState:
             input_schema=given_type.json(),
             output_schema=output_type.json(),
             ttl=self.ttl,
+            function=function,
             storage_options=self.storage_options,
         ).to_plain()
         packed = hashed.mapInArrow(pack_entry(job, combiner), PAYLOAD_SCHEMA)

@@ -105,7 +105,10 @@ def _operator() -> Kind:
         field = {"name": name, "type": spark_type, "nullable": True, "metadata": {}}
         return json.dumps({"type": "struct", "fields": [field]})
 
-    file = OperatorFile("counts", "6f1d7f0e", 8, schema("name", "string"), schema("count", "long"), 1)
+    function = json.dumps({"name": "top_k", "parameters": {"k": 3, "order_by": "count descending"}}, sort_keys=True)
+    file = OperatorFile(
+        "counts", "6f1d7f0e", 8, schema("name", "string"), schema("count", "long"), 1, function=function
+    )
     return Kind(file.encode(), lambda data: OperatorFile.decode(data, "operator_1.json"))
 
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from arrow_schemas import OperatorFile
 from spark_state_ext import operator_folder
-from spark_state_ext.errors import BucketCountChangedError, CorruptFileError, ExistingStateError, SchemaChangedError
+from spark_state_ext.errors import (
+    BucketCountChangedError,
+    CorruptFileError,
+    ExistingStateError,
+    FunctionChangedError,
+    SchemaChangedError,
+)
 from spark_state_ext.folder import Folder
 
 
@@ -51,6 +58,47 @@ def test_first_start_restart_and_evolution(tmp_path: Path) -> None:
     with pytest.raises(BucketCountChangedError, match="buckets=4"):
         _again(files, _wanted("long", buckets=5))
     assert files.child("query").names() == ["operator_0.json", "operator_1.json"], "a refusal writes nothing"
+
+
+def _top(**parameters: object) -> OperatorFile:
+    return replace(_wanted(), function=json.dumps({"name": "top_k", "parameters": parameters}, sort_keys=True))
+
+
+def test_a_built_in_operator_keeps_its_parameters(tmp_path: Path) -> None:
+    files = Folder(str(tmp_path))
+    for _ in range(2):
+        assert _again(files, _top(k=3, order_by="at descending")).schema_id == 0
+    with pytest.raises(FunctionChangedError, match=r"'counts' changed: of top_k, 'k' was 3 and is now 5.* go back"):
+        _again(files, _top(k=5, order_by="at descending"))
+    with pytest.raises(
+        FunctionChangedError, match="'k' was 3 and is now 2, 'order_by' was at descending and is now at"
+    ):
+        _again(files, _top(k=2, order_by="at ascending"))
+    with pytest.raises(FunctionChangedError, match="it was top_k and is now aggregate"):
+        _again(files, replace(_wanted(), function='{"name": "aggregate", "parameters": {}}'))
+    assert files.child("query").names() == ["operator_0.json"], "a refusal writes nothing"
+    # A new aggregate, and a function of the user's, which nothing is known of.
+    assert _again(files, _top(k=3, order_by="at descending", more="sum")).schema_id == 0
+    assert _again(files, _wanted()).schema_id == 0
+
+
+def test_an_operator_file_without_a_function_serves_any(tmp_path: Path) -> None:
+    files = Folder(str(tmp_path))
+    _again(files, _wanted())
+    assert b"function" not in files.child("query").get("operator_0.json")
+    assert _again(files, _top(k=3)).function is None
+    # It is known from the next file on.
+    assert _again(files, replace(_wanted("long"), function=_top(k=3).function)).schema_id == 1
+    with pytest.raises(FunctionChangedError):
+        _again(files, replace(_wanted("long"), function=_top(k=4).function))
+
+
+@pytest.mark.parametrize(
+    "function", ["top_k", {"name": 1, "parameters": {}}, {"name": "top_k"}, {"name": "top_k", "parameters": [1]}]
+)
+def test_a_function_of_another_form_is_no_operator_file(function: object) -> None:
+    with pytest.raises(CorruptFileError, match=r"operator_0\.json"):
+        OperatorFile.decode(replace(_wanted(), function=json.dumps(function)).encode(), "operator_0.json")
 
 
 def test_many_tasks_at_once(tmp_path: Path) -> None:

@@ -461,6 +461,34 @@ def test_top_rows_of_windows(session: Any, tmp_path: Path) -> None:
     }
 
 
+# -- started again with other parameters --------------------------------------------------------------------
+
+
+@CLASSIC
+def test_operators_keep_the_functions_of_their_state(session: Any, tmp_path: Path) -> None:
+    batches = [events(("a", 1, 1), ("b", 1, 1)), events(("a", 2, 2))]
+    first: dict[str, Plan] = {
+        "sum": lambda df: aggregate(state(tmp_path / "sum"), df, "key", {"total": Agg.sum("value")}),
+        "top": lambda df: top_k(state(tmp_path / "top"), df, "key", "value", 1),
+    }
+    then: dict[str, tuple[Plan, str]] = {
+        "sum": (
+            lambda df: aggregate(state(tmp_path / "sum"), df, "key", {"n": Agg.count(), "total": Agg.max("value")}),
+            "of aggregate, 'total' was sum and is now max",
+        ),
+        "top": (
+            lambda df: top_k(state(tmp_path / "top"), df, "key", "value", 2, descending=False),
+            "'k' was 1 and is now 2, 'order_by' was value descending and is now value ascending",
+        ),
+    }
+    for name, plan in first.items():
+        (tmp_path / name).mkdir()
+        run(session, tmp_path / name, batches[:1], plan, "update")
+        changed, text = then[name]
+        with pytest.raises(Exception, match=text):
+            run(session, tmp_path / name, batches[1:], changed, "update")
+
+
 # -- time to live ---------------------------------------------------------------------------------------------
 
 
