@@ -36,7 +36,8 @@ __all__ = [
     "with_expiry",
 ]
 
-OPERATOR_FORMAT = 1
+# With a built-in operator's parameters; without them files are as they always were.
+OPERATOR_FORMAT = 2
 # Spark's xxhash64 with its seed of 42 over the normalised keys; bucket = (high 32 bits * buckets) >> 32.
 HASH_NAME = "spark-xxhash64-42/high32-multiply"
 _NAME = re.compile(r"operator_(0|[1-9][0-9]{0,8})\.json")
@@ -101,7 +102,7 @@ class OperatorFile:
     def encode(self) -> bytes:
         """The file's bytes; equal contents give equal bytes."""
         fields = {
-            "format": OPERATOR_FORMAT,
+            "format": 1 if self.function is None else OPERATOR_FORMAT,
             "operator": self.operator,
             "query_id": self.query_id,
             "buckets": self.buckets,

@@ -11,7 +11,7 @@ import pytest
 
 from arrow_schemas import OperatorFile, RowSchema, conform
 from arrow_schemas.errors import BucketCountChangedError, CorruptFileError, SchemaChangedError, VersionSkewError
-from arrow_schemas.operator import operator_file_name, parse_operator_file_name
+from arrow_schemas.operator import OPERATOR_FORMAT, operator_file_name, parse_operator_file_name
 
 
 def _json(*columns: tuple[str, Any] | tuple[str, Any, bool]) -> str:
@@ -174,7 +174,7 @@ def test_operator_files_are_byte_identical_from_every_writer() -> None:
 def test_operator_files_of_other_formats_and_damaged_ones() -> None:
     data = _operator(_STORED).encode()
     newer = json.loads(data)
-    for change in ({"format": 2}, {"hash": "other"}):
+    for change in ({"format": OPERATOR_FORMAT + 1}, {"hash": "other"}):
         with pytest.raises(VersionSkewError, match=r"operator_0\.json"):
             OperatorFile.decode(json.dumps({**newer, **change}).encode(), "operator_0.json")
     for at in range(len(data)):
