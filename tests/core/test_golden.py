@@ -116,3 +116,14 @@ def test_the_expected_rows_are_of_every_kind(golden: Path) -> None:
     assert any(row["timeout_ms"] for row in rows)
     assert {row["key.name"] is None for row in rows} == {True, False}
     assert {json.dumps(row["key.x"]) == "NaN" for row in rows} == {True, False}
+
+
+def test_an_operator_file_of_a_built_in_operator() -> None:
+    """Format 2 of operator files."""
+    data = (_GOLDEN / "operator-format-2.json").read_bytes()
+    found = OperatorFile.decode(data, "operator_0.json")
+    assert found.encode() == data
+    assert json.loads(found.function or "") == {
+        "name": "top_k",
+        "parameters": {"k": 3, "order_by": "price descending, an expression ascending"},
+    }
