@@ -123,11 +123,24 @@ class BackupManager(Protocol):
     """
 
     def init(self, checkpoint: Checkpoint | None) -> None:
-        """Begin, after the last committed checkpoint; None when there is none."""
+        """Begin a call of the bucket: comes with each batch that the bucket has a part in, before the rest.
+
+        Parameters
+        ----------
+        checkpoint
+            The last committed checkpoint, with the markers of all backends; None when there is none.
+        """
         ...
 
     def snapshot(self, ref: CheckpointRef, files: Mapping[str, SealedFile]) -> Markers:
         """Take hold of a checkpoint's file of each store. No row is processed meanwhile, so it must be quick.
+
+        Parameters
+        ----------
+        ref
+            The checkpoint.
+        files
+            Its file of each store.
 
         Returns
         -------
@@ -139,11 +152,35 @@ class BackupManager(Protocol):
     def upload(self, ref: CheckpointRef, markers: Markers) -> Future[Markers]:
         """Store what `snapshot` took hold of, beside processing. When the future is done, it can be restored from
         there, on any machine, for certain: what was stored has been compared with what was to be.
+
+        Parameters
+        ----------
+        ref
+            The checkpoint. It may come a second time, also while its first upload hangs.
+        markers
+            What `snapshot` gave for it.
+
+        Returns
+        -------
+        Future
+            Of the markers that pointers keep, by which a `RestoreManager` finds the files. It fails with
+            `StorageError`.
         """
         ...
 
     def clean_up(self, request: CleanUp) -> Future[int]:
-        """Remove what no pointer needs that Spark may still hand out; how many files. May be repeated, and stopped."""
+        """Remove what no pointer needs that Spark may still hand out. May be repeated, and stopped.
+
+        Parameters
+        ----------
+        request
+            What to go by, as for `spark_state_ext.cleanup.clean_up`.
+
+        Returns
+        -------
+        Future
+            Of how many files were removed.
+        """
         ...
 
     def close(self) -> None:
@@ -155,11 +192,23 @@ class RestoreManager(Protocol):
     """Gives the files of one bucket back."""
 
     def init(self, checkpoint: Checkpoint) -> None:
-        """Begin with the checkpoint that is to be restored."""
+        """Begin a restore; there may be several, one after the other.
+
+        Parameters
+        ----------
+        checkpoint
+            The one that is to be restored, with the markers of all backends.
+        """
         ...
 
     def restore(self) -> Readable:
-        """The files. They are read from several threads, in any order, and not all of them."""
+        """The files, by name. They are read from several threads, in any order, and not all of them.
+
+        Returns
+        -------
+        Readable
+            Reading what is not there raises `MissingCheckpointError`.
+        """
         ...
 
     def close(self) -> None:
@@ -182,8 +231,32 @@ class BackendAdmin(Protocol):
 class BackendFactory(Protocol):
     """Makes the sides of a backend. The class of an entry point, called without arguments."""
 
-    def backup_manager(self, context: BackendContext) -> BackupManager: ...
+    def backup_manager(self, context: BackendContext) -> BackupManager:
+        """Make what keeps the files of a bucket. A worker does so once for a bucket and plan, and anew if it forgot.
 
-    def restore_manager(self, context: BackendContext) -> RestoreManager: ...
+        Parameters
+        ----------
+        context
+            The backend's name and options, the operator and its bucket.
+        """
+        ...
 
-    def admin(self, context: BackendContext) -> BackendAdmin: ...
+    def restore_manager(self, context: BackendContext) -> RestoreManager:
+        """Make what gives the files of a bucket back: right after `backup_manager`, with the same context.
+
+        Parameters
+        ----------
+        context
+            The backend's name and options, the operator and its bucket.
+        """
+        ...
+
+    def admin(self, context: BackendContext) -> BackendAdmin:
+        """Make what looks after the operator as a whole: once a worker, and anew when the schema changed.
+
+        Parameters
+        ----------
+        context
+            The backend's name and options, the operator and its files (`resources`); the bucket is None.
+        """
+        ...
