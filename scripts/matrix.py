@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import operator
 import re
 import subprocess
 import sys
@@ -36,6 +37,17 @@ class Corner:
     because: str
 
 
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?(.*)")
+_COMPARED = {
+    "==": operator.eq,
+    ">=": operator.ge,
+    "<=": operator.le,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
 @dataclass(frozen=True)
 class Result:
     """What became of a corner."""
@@ -46,6 +58,42 @@ class Result:
     java: str
     outcome: str
     passed: bool
+
+    def contradictions(self) -> list[str]:
+        """Return what was asked for and is not what the tests ran with; of packages that are in the table."""
+        found = []
+        for requirement in self.corner.requirements:
+            name, wanted = parsed(requirement)
+            version = self.versions.get(name)
+            if version is not None and not all(holds(version, one) for one in wanted):
+                found.append(f"{self.corner.name} asks for {requirement} and ran with {name} {version}")
+        return found
+
+
+def parsed(requirement: str) -> tuple[str, list[str]]:
+    """Return a requirement's name and its conditions: ``lmdb>=2,<3`` has two. (A plain Python may lack packaging.)"""
+    match = _REQUIREMENT.fullmatch(requirement.replace(" ", ""))
+    if match is None:
+        raise SystemExit(f"{CORNERS.name} has a requirement that cannot be read: {requirement!r}")
+    return match[1], [one for one in match[2].split(",") if one]
+
+
+def holds(version: str, condition: str) -> bool:
+    """Return whether a version is as a condition asks, by the numbers that both begin with."""
+    match = re.fullmatch(r"(==|>=|<=|!=|>|<)(\d+(?:\.\d+)*)", condition)
+    if match is None:
+        raise SystemExit(f"{CORNERS.name} has a condition that cannot be read: {condition!r}")
+    have, asked = numbers(version), numbers(match[2])
+    # 3 is 3.0.0.
+    length = max(len(have), len(asked))
+    have, asked = ([*of, *[0] * (length - len(of))] for of in (have, asked))
+    return bool(_COMPARED[match[1]](have, asked))
+
+
+def numbers(version: str) -> list[int]:
+    """Return the numbers that a version begins with."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    return [int(number) for number in match[0].split(".")] if match else []
 
 
 def corners() -> list[Corner]:
@@ -170,6 +218,9 @@ def main() -> int:
     if options.write:
         if options.corner or options.tests:
             raise SystemExit("--write needs all corners and the usual tests")
+        wrong = [line for result in results for line in result.contradictions()]
+        if wrong:
+            raise SystemExit("\n".join(["nothing is written, as results are not of what was asked for:", *wrong]))
         text = replace_section(DOCUMENT.read_text(), "corners", corner_table())
         today = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
         text = replace_section(text, "results", f"Of {today}:\n\n{result_table(results)}")
