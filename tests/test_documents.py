@@ -1,0 +1,308 @@
+"""Documents against the code: tables name what there is, with its numbers; snippets run as they are; links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from arrow_schemas.lineage import DELTA, FILE_FORMATS, SNAPSHOT
+from arrow_schemas.operator import OPERATOR_FORMAT
+from arrow_schemas.pointer import POINTER_FORMAT
+from spark_state_ext import Agg, ArrowState, disable, enable, errors
+from spark_state_ext.backends import BackendAdmin, BackendFactory, BackupManager, RestoreManager
+from spark_state_ext.folder import Folder
+from spark_state_ext.lease import _LEASE_FORMAT
+from spark_state_ext.spark import operators
+from spark_state_ext.store.local import _STORE_FORMAT
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+_WAIT_S = 120
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+
+def section(page: Path, title: str) -> str:
+    """Text below a heading, down to the next of its kind or of a higher one."""
+    found = re.search(rf"^(##+) {re.escape(title)}\n(.*?)(?=^##|\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert found, title
+    return found[2]
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of the rows of a section's tables, without heads."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    heads = {at - 1 for at, line in enumerate(lines) if re.fullmatch(r"[|\- ]+", line)}
+    heads |= {at + 1 for at in heads}
+    return [
+        [cell.strip() for cell in line.strip()[1:-1].split("|")] for at, line in enumerate(lines) if at not in heads
+    ]
+
+
+def python_blocks(text: str) -> list[str]:
+    return [code for language, code in _FENCED.findall(text) if language == "python"]
+
+
+def placed(code: str, folder: Path) -> str:
+    """Code whose files lie in a folder."""
+    return code.replace('"/tmp/', f'"{folder}/')
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def test_every_error_is_in_the_table() -> None:
+    table = section(DOCS / "operating.md", "Errors and their mends")
+    named = [name for row in rows(table) for name in re.findall(r"`(\w+Error)`", row[0])]
+    assert sorted([*named, "StateError"]) == sorted(errors.__all__)
+
+
+def test_formats_are_those_of_the_code() -> None:
+    page = DOCS / "format.md"
+    table = {row[0]: row[1] for row in rows(page.read_text().split("\n## ")[0])}
+    assert table.pop("payload").startswith("none")
+    assert table.pop("operator file") == f"1; {OPERATOR_FORMAT} with `function`"
+    expected = {
+        "delta file": FILE_FORMATS[DELTA],
+        "snapshot file": FILE_FORMATS[SNAPSHOT],
+        "pointer": POINTER_FORMAT,
+        "lease": _LEASE_FORMAT,
+        "local store": _STORE_FORMAT,
+    }
+    assert table == {name: str(number) for name, number in expected.items()}
+    assert f"| `format` | number | 1, or {OPERATOR_FORMAT} with `function` |" in section(page, "`operator_<n>.json`")
+    assert f"format, u16: {POINTER_FORMAT} |" in section(page, "Pointer")
+    assert f'"format": {_LEASE_FORMAT},' in section(page, "`lease.json`")
+    assert f"format is {_STORE_FORMAT}." in section(page, "Local store")
+
+
+def test_every_option_is_in_the_table() -> None:
+    parameters = dict(inspect.signature(ArrowState).parameters)
+    table = {row[0].strip("`"): row[1].strip("`") for row in rows(section(DOCS / "operating.md", "Options"))}
+    assert list(table) == list(parameters)
+    assert table.pop("root") == ""
+    assert {name: ast.literal_eval(told) for name, told in table.items()} == {
+        name: parameters[name].default for name in table
+    }
+
+
+def test_every_aggregate_is_in_the_table() -> None:
+    told = [
+        name for row in rows(section(DOCS / "operators.md", "Functions")) for name in re.findall(r"Agg\.(\w+)", row[0])
+    ]
+    assert set(told) == {name for name in vars(Agg) if not name.startswith("_")}
+
+
+def test_every_operator_has_a_section() -> None:
+    for name in operators.__all__:
+        assert python_blocks(section(DOCS / "operators.md", name)), name
+
+
+@pytest.mark.parametrize("protocol", [BackendAdmin, BackendFactory, BackupManager, RestoreManager])
+def test_what_a_backend_has_to_do_is_told(protocol: type) -> None:
+    methods = {name: method for name, method in vars(protocol).items() if inspect.isfunction(method)}
+    for name, method in methods.items():
+        told = method.__doc__ or ""
+        if not name.startswith("_"):
+            assert told, name
+            for parameter in list(inspect.signature(method).parameters)[1:]:
+                assert re.search(rf"^ +{parameter}$", told, re.MULTILINE), (name, parameter)
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", _FENCED.sub("", page.read_text())):
+            leads_to = (page.parent / target) if target else page
+            assert leads_to.exists(), (page.name, target)
+            if anchor:
+                heads = re.findall(r"^#+ (.*)$", _FENCED.sub("", leads_to.read_text()), re.MULTILINE)
+                anchors = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+                assert anchor in anchors, (page.name, target, anchor)
+
+
+def test_lines_are_not_too_long() -> None:
+    for page in (
+        ROOT / "README.md",
+        DOCS / "operators.md",
+        DOCS / "operating.md",
+        DOCS / "parity.md",
+        DOCS / "format.md",
+    ):
+        lines = [line for line in page.read_text().splitlines() if not line.startswith(("|", "* keyed_count"))]
+        assert [line for line in lines if len(line) > 140] == [], page.name
+
+
+# -- snippets -------------------------------------------------------------------------------------
+
+
+def test_an_example_of_s3(s3: Any) -> None:
+    """The options reach a server that is not Amazon's."""
+    pytest.importorskip("s3fs")
+    (code,) = python_blocks(section(DOCS / "operating.md", "On S3"))
+    code = code.replace("http://localhost:9000", s3.endpoint)
+    # Its server takes any.
+    names: dict[str, Any] = {"ArrowState": ArrowState}
+    exec(code.replace('"…"', '"any"'), names)
+    state = names["state"]
+    folder = Folder(state.root, state.storage_options)
+    folder.put("file", b"bytes")
+    assert folder.get("file") == b"bytes"
+
+
+def test_an_example_of_a_local_folder() -> None:
+    names: dict[str, Any] = {"ArrowState": ArrowState}
+    exec(python_blocks(section(DOCS / "operating.md", "The local folder"))[0], names)
+    assert names["state"].local_dir == "/tmp/arrow-local"
+
+
+def run(code: str, names: dict[str, Any], instead_of_waiting: Callable[[Any], None]) -> None:
+    """Run a snippet, but for how long it waits for its query."""
+    for statement in ast.parse(code).body:
+        if ast.unparse(statement).startswith("query.awaitTermination("):
+            instead_of_waiting(names["query"])
+        else:
+            exec(compile(ast.Module([statement], []), "snippet", "exec"), names)
+
+
+def until_rows_come(query: Any) -> None:
+    """Wait for a batch that had rows."""
+    deadline_s = time.monotonic() + _WAIT_S
+    while not any(progress["numInputRows"] for progress in query.recentProgress):
+        assert query.exception() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+@pytest.mark.spark
+def test_the_first_page(spark: Any, tmp_path: Path) -> None:
+    """Both snippets, one after the other: the second goes on from the state of the first."""
+    first, second = (placed(code, tmp_path) for code in python_blocks((ROOT / "README.md").read_text()))
+    names: dict[str, Any] = {}
+    try:
+        run(first, names, until_rows_come)
+        before = names["query"].id
+        exec(second, names)
+        run(first[first.index("query = (") :], names, until_rows_come)
+        assert names["query"].id == before
+        assert names["query"].exception() is None
+    finally:
+        disable(spark)
+
+
+@pytest.mark.spark
+def test_several_steps(spark: Any, tmp_path: Path) -> None:
+    (code,) = python_blocks(section(DOCS / "parity.md", "Several steps"))
+    code = placed(code, tmp_path)
+    # In place of the console, whose rows are the JVM's to print.
+    assert '.format("console")' in code
+    names: dict[str, Any] = {}
+    try:
+        run(code.replace('.format("console")', '.format("memory").queryName("alerted")'), names, until_alerted)
+        alerts = {(row.user, row.above) for row in spark.table("alerted").collect()}
+        assert alerts
+        assert all(above % 1000 == 0 for _, above in alerts)
+    finally:
+        disable(spark)
+
+
+def until_alerted(query: Any) -> None:
+    deadline_s = time.monotonic() + _WAIT_S
+    while not any(progress["sink"]["numOutputRows"] > 0 for progress in query.recentProgress):
+        assert query.exception() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+# -- what is said of Spark ------------------------------------------------------------------------
+
+
+def stream_of_ids(spark: Any, folder: Path) -> Any:
+    """Whole numbers as a stream; a file more with each call."""
+    spark.range(8).coalesce(1).write.mode("append").parquet(str(folder))
+    return spark.readStream.schema("id long").parquet(str(folder)).selectExpr("id % 2 AS k")
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("kind", ["spark", "arrow"])
+def test_misnamed_columns_are_null(spark: Any, tmp_path: Path, kind: str) -> None:
+    # Inside, as executors cannot import this module.
+    def misnaming(key: Any, pdfs: Any, state: Any) -> Any:
+        n = sum(len(pdf) for pdf in pdfs)
+        state.update((n,))
+        yield pd.DataFrame({"k": [key[0]], "N": [n]})
+
+    if kind == "arrow":
+        enable(spark, ArrowState(tmp_path / "state", buckets=2, local_dir=tmp_path / "local"))
+    try:
+        counts = stream_of_ids(spark, tmp_path / "in").groupBy("k")
+        counts = counts.applyInPandasWithState(misnaming, "k long, n long", "n long", "update", "NoTimeout")
+        writer = counts.writeStream.outputMode("update").format("memory").queryName(f"misnamed_by_{kind}")
+        assert writer.trigger(availableNow=True).start().awaitTermination(_WAIT_S)
+        assert {(row.k, row.n) for row in spark.table(f"misnamed_by_{kind}").collect()} == {(0, None), (1, None)}
+    finally:
+        disable(spark)
+
+
+@pytest.mark.spark
+def test_shuffle_partitions_are_fixed_at_the_first_start(spark: Any, tmp_path: Path) -> None:
+    seen = []
+    before = spark.conf.get("spark.sql.shuffle.partitions")
+    try:
+        for partitions in ("2", "3"):
+            spark.conf.set("spark.sql.shuffle.partitions", partitions)
+            state = ArrowState(tmp_path / "state", buckets=4, local_dir=tmp_path / "local")
+            counts = operators.aggregate(state, stream_of_ids(spark, tmp_path / "in"), "k", {"n": Agg.count()})
+            writer = counts.writeStream.outputMode("update").format("noop")
+            writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
+            query = writer.trigger(availableNow=True).start()
+            assert query.awaitTermination(_WAIT_S)
+            seen += [progress["stateOperators"][0]["numShufflePartitions"] for progress in query.recentProgress]
+    finally:
+        spark.conf.set("spark.sql.shuffle.partitions", before)
+    assert len(seen) >= 2
+    assert set(seen) == {2}
+
+
+@pytest.mark.spark
+def test_local_folders_are_the_applications_by_default(spark: Any) -> None:
+    def folders(batches: Any) -> Any:
+        for batch in batches:
+            told = os.environ["SPARK_LOCAL_DIRS"].split(",")[0]
+            yield pa.RecordBatch.from_pydict({"folder": [told] * batch.num_rows})
+
+    (row,) = spark.range(1).mapInArrow(folders, "folder string").collect()
+    assert Path(row.folder).name.startswith("blockmgr-")
+
+
+# -- the page of operators ------------------------------------------------------------------------
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+def test_the_page_of_operators(spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its snippets run in turn, and each prints what stands below it."""
+    blocks: list[tuple[str, str]] = _FENCED.findall((DOCS / "operators.md").read_text())
+    names: dict[str, Any] = {}
+    printed, told = "", 0
+    for language, text in blocks:
+        if language == "python":
+            if "approx_count_distinct" in text and not find_spec("datasketches"):
+                printed = ""
+                continue
+            exec(placed(text, tmp_path), names)
+            printed = capsys.readouterr().out.strip()
+        elif printed:
+            assert text.strip() == printed
+            told += 1
+    assert told >= 5
