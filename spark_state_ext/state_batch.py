@@ -230,7 +230,7 @@ class StateBatch:
 
     # -- changing ----------------------------------------------------------------------------------
 
-    def update(self, states: Any, where: Any = None) -> None:
+    def update(self, states: Any, where: Any = None, *, by_key: bool = True) -> None:
         """Set the state of keys. As with Spark's `GroupState`, a timeout is cleared unless it is set anew.
 
         Parameters
@@ -238,10 +238,13 @@ class StateBatch:
         states
             A table, record batch, mapping of columns, polars DataFrame or anything else with Arrow's C stream, in one
             of three forms: one row for each key of the batch, in their order; with `where`, one row for each key or
-            one for each that is chosen; or, with the key columns beside the state columns, one row for any of the
-            batch's keys, in any order.
+            one for each that is chosen; or, with all key columns beside the state columns, one row for any of the
+            batch's keys, in any order. A column that has a key's name and a state column's is both.
         where
             Mask over the keys: which of them to update. Default: all.
+        by_key
+            False: rows are in the order of the keys, and columns are the state's alone. For state that has columns of
+            all the keys' names, and something else than the keys in them.
 
         Raises
         ------
@@ -250,14 +253,16 @@ class StateBatch:
         """
         table = as_table(states, "update() was given")
         names = self.state.column_names
-        given = set(table.column_names)
-        by_key = given == {*names, *self.keys.column_names} and len(given) > len(names)
-        if (not by_key and given != set(names)) or len(given) < table.num_columns:
+        given, key_names = set(table.column_names), set(self.keys.column_names)
+        # Also where the state has columns of the keys' names: rows by key, taken by place, would go to other keys.
+        by_key = by_key and given >= key_names
+        if given != {*names, *(key_names if by_key else ())} or len(given) < table.num_columns:
             raise StateValueError(
                 f"update() was given the columns {', '.join(table.column_names) or '(none)'}; it takes the state's "
                 f"({', '.join(names)}), or these and the keys' ({', '.join(self.keys.column_names)})"
             )
-        positions = self._positions_of(table, "update()") if by_key else None
+        hint = " (by_key=False takes rows in the order of the keys)" if key_names <= set(names) else ""
+        positions = self._positions_of(table, "update()", hint) if by_key else None
         columns = [cast_column(table.column(field.name), field, "state column") for field in self._fields]
         new = pa.table(columns, schema=self.state.schema)
         if positions is None:
@@ -352,7 +357,7 @@ class StateBatch:
             )
         return chosen, new
 
-    def _positions_of(self, table: pa.Table, call: str) -> IndexArray:
+    def _positions_of(self, table: pa.Table, call: str, hint: str = "") -> IndexArray:
         names = self.keys.column_names
         if not set(names) <= set(table.column_names):
             raise StateValueError(
@@ -362,7 +367,7 @@ class StateBatch:
         if twice:
             raise StateValueError(
                 f"{call} cannot go by key columns of which two are called {twice[0]!r}: give rows in the order of the "
-                "keys, and choose with a mask"
+                f"keys, and choose with a mask{hint}"
             )
         own = [flat(column) for column in self.keys.columns]
         given = []
@@ -376,7 +381,7 @@ class StateBatch:
         missing = np.flatnonzero(positions < 0)
         if len(missing):
             key = {name: column[int(missing[0])].as_py() for name, column in zip(names, given, strict=True)}
-            raise StateValueError(f"{call} was given the key {key}, which is not in this batch")
+            raise StateValueError(f"{call} was given the key {key}, which is not in this batch{hint}")
         if len(np.unique(positions)) < len(positions):
             raise StateValueError(f"{call} was given {len(positions)} rows in which a key is there more than once")
         return positions

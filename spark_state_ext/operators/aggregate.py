@@ -186,7 +186,7 @@ class Aggregation:
         fresh = batch.timed_out.false_count
         states = self._merged(batch, fresh)
         if self.event_time is None:
-            batch.update(self._table(states))
+            batch.update(self._table(states), by_key=False)
             return self._results(batch.keys, states)
         times_us = key_times_us(batch.keys, self.event_time)
         over = passed(times_us, batch.watermark_ms)
@@ -195,7 +195,7 @@ class Aggregation:
         # What is over may have nothing any more but its timeout, where state has expired.
         batch.remove((over & exists) | (~with_rows & ~exists))
         live = ~over & (with_rows | exists)
-        batch.update(self._table(_rows(states, live[:fresh])), where=live & with_rows)
+        batch.update(self._table(_rows(states, live[:fresh])), where=live & with_rows, by_key=False)
         batch.set_timeout(timestamp_ms=due_ms(times_us), where=live)
         if not self.append:
             return self._results(batch.keys.slice(0, fresh), states)

@@ -50,7 +50,7 @@ class Deduplication:
         batch.remove((exists & over) | (~exists & ~new))
         kept = new & ~over
         if kept.any():
-            batch.update({EXPIRES_US: expires_us}, where=kept)
+            batch.update({EXPIRES_US: expires_us}, where=kept, by_key=False)
             if self.key_time is not None or self.row_time is not None:
                 batch.set_timeout(timestamp_ms=due_ms(expires_us), where=kept)
         if not len(starts):

@@ -152,7 +152,7 @@ class Sessions:
         lists = pa.ListArray.from_arrays(
             offsets, pa.StructArray.from_arrays([*bounds, *kept.buffers], fields=fields), type=kind
         )
-        batch.update({SESSIONS: lists}, where=open_)
+        batch.update({SESSIONS: lists}, where=open_, by_key=False)
         firsts = offsets.to_numpy()[:-1]
         batch.set_timeout(timestamp_ms=due_ms(pa.array(kept.ends[firsts])), where=open_)
 

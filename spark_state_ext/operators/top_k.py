@@ -132,7 +132,7 @@ class TopK:
         rows = pa.StructArray.from_arrays(list(columns), fields=list(kind.value_type))
         sizes = np.bincount(keys, minlength=len(batch))[changed]
         offsets = pa.array(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
-        batch.update({TOP: pa.ListArray.from_arrays(offsets, rows, type=kind)}, where=changed)
+        batch.update({TOP: pa.ListArray.from_arrays(offsets, rows, type=kind)}, where=changed, by_key=False)
 
     def _given(
         self,

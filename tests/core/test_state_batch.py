@@ -349,17 +349,68 @@ def test_state_of_every_kind_and_sliced() -> None:
     assert outcome_of(batch, {}) == {(i,): Stored(values[(2 if i in (1, 2) else 3) + i]) for i in range(4)}
 
 
-def test_a_state_column_may_be_called_as_a_key_column() -> None:
-    """Its update goes by the place, then: there is no telling the key from the state."""
-    keys, state = pa.schema([("k", pa.int64())]), pa.schema([("k", pa.int64()), ("n", pa.int64())])
-    batch = made(keys, state, pa.table({"v": [1, 2]}), [(1,), (2,)], [1, 1], known={(1,): (7, 8)})
-    batch.update({"k": [5, 6], "n": [1, 2]})
-    assert outcome_of(batch, {}) == {(1,): Stored((5, 1)), (2,): Stored((6, 2))}
-    # One of two key columns only: the table is by key, and the state's column of that name is the key's.
+SAME = pa.schema([("k", pa.int64()), ("n", pa.int64())])
+ONE_KEY = pa.schema([("k", pa.int64())])
+
+
+def whole_rows(keys: pa.Schema = ONE_KEY, count: int = 3) -> StateBatch:
+    """A batch of the keys 1, 2, … whose state has a column of the key's name."""
+    each = [(at + 1,) * len(keys) for at in range(count)]
+    return made(keys, SAME, pa.table({"v": range(count)}), each, [1] * count, known={(1,): (1, 8)})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_state_that_has_the_key_in_it_is_updated_by_key(form: str) -> None:
+    batch = whole_rows()
+    batch.update(as_form(form, rows_of((3, 30), (1, 10), (2, 20), schema=SAME)))
+    expected = {(at,): Stored((at, 10 * at)) for at in (1, 2, 3)}
+    assert outcome_of(batch, {}) == expected
+    batch = whole_rows()
+    batch.update(as_form(form, rows_of((1, 10), (2, 20), (3, 30), schema=SAME)))
+    assert outcome_of(batch, {}) == expected, "in the order of the keys it is the same"
+    batch = whole_rows()
+    batch.update(as_form(form, rows_of((2, 20), schema=SAME)))
+    assert outcome_of(batch, {}) == {(2,): expected[2,]}
+
+
+def test_a_mask_chooses_among_rows_that_have_the_key_in_them() -> None:
+    for mask in ([True, False, True], np.array([True, False, True]), pa.array([True, None, True])):
+        for rows in (((3, 30), (2, 20), (1, 10)), ((1, 10), (3, 30)), ((3, 30), (1, 10))):
+            batch = whole_rows()
+            batch.update(rows_of(*rows, schema=SAME), where=mask)
+            assert outcome_of(batch, {}) == {(1,): Stored((1, 10)), (3,): Stored((3, 30))}
+
+
+def test_some_of_the_key_columns_are_state_and_no_key() -> None:
     keys = pa.schema([("k", pa.int64()), ("j", pa.int64())])
-    batch = made(keys, state, pa.table({"v": [1, 2]}), [(1, 1), (2, 2)], [1, 1])
+    batch = whole_rows(keys, 2)
+    batch.update({"k": [5, 6], "n": [1, 2]})
+    assert outcome_of(batch, {}) == {(1, 1): Stored((5, 1)), (2, 2): Stored((6, 2))}
+    batch = whole_rows(keys, 2)
     batch.update({"j": [2, 1], "k": [2, 1], "n": [20, 10]})
     assert outcome_of(batch, {}) == {(1, 1): Stored((1, 10)), (2, 2): Stored((2, 20))}
+    with pytest.raises(
+        StateValueError, match=r"given the columns j, n; it takes the state's \(k, n\), or these and the keys'"
+    ):
+        batch.update({"j": [2, 1], "n": [20, 10]})
+
+
+def test_a_state_column_of_a_keys_name_may_hold_something_else() -> None:
+    given = {"k": [5, None, 1], "n": [1, 2, 3]}
+    batch = whole_rows()
+    with pytest.raises(
+        StateValueError, match=r"key \{'k': 5\}, which is not in this batch \(by_key=False takes rows in the"
+    ):
+        batch.update(given)
+    batch.update(given, by_key=False)
+    assert outcome_of(batch, {}) == {(1,): Stored((5, 1)), (2,): Stored((None, 2)), (3,): Stored((1, 3))}
+    with pytest.raises(StateValueError, match="given the columns n, note, name, x;"):
+        batch_of().update({"n": [1] * 4, "note": ["a"] * 4, "name": ["a"] * 4, "x": [1.0] * 4}, by_key=False)
+    batch = whole_rows(pa.schema([("k", pa.int64()), ("k", pa.int64())]), 2)
+    with pytest.raises(StateValueError, match=r"two are called 'k': .* choose with a mask \(by_key=False takes"):
+        batch.update({"k": [1, 2], "n": [1, 2]})
+    batch.update({"k": [1, 2], "n": [3, 4]}, by_key=False)
+    assert batch.outcome.updates[0].to_pydict() == {"k": [1, 2], "n": [3, 4]}
 
 
 UPDATE_ERRORS: list[tuple[str, Any, Any, str]] = [

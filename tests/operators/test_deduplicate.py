@@ -66,3 +66,13 @@ def test_a_timeout_without_state_is_cleared() -> None:
     bucket.stored[key] = shown, None, timeout
     assert bucket.step(rows.slice(0, 0), 20_000) == []
     assert not bucket.stored
+
+
+def test_a_key_of_the_state_columns_name() -> None:
+    """What is stored goes by the place of the keys, whatever these are called."""
+    schema = pa.schema([("expires_us", pa.int64()), ("at", TIME)])
+    bucket = deduplication(schema, ["expires_us"], "at", DELAY_S)
+    rows = pa.table([[3, 1, 3], pa.array([at(1), at(2), at(3)], TIME)], schema=schema)
+    assert sorted(row["expires_us"] for row in bucket.step(rows)) == [1, 3]
+    assert bucket.step(rows) == []
+    assert len(bucket.stored) == 2

@@ -125,3 +125,14 @@ def test_every_type_has_its_order(kind: Any, values: list[Any], descending: bool
     order = order_within(keys, codes)
     assert order.tolist() == sorted(wanted, key=lambda place: place % 3)
     assert sort_codes(pa.array([], kind), descending)[0].tolist() == []
+
+
+def test_a_key_of_the_state_columns_name() -> None:
+    """What is stored goes by the place of the keys, whatever these are called."""
+    schema = pa.schema([("top", pa.int64()), ("n", pa.int64())])
+    bucket = top(schema, ["top"], 1, [("n", True)], changed_only=False)
+    rows = pa.table([[2, 1, 2], [5, 6, 7]], schema=schema)
+    for _ in range(2):
+        found = bucket.step(rows)
+    assert len(bucket.stored) == 2
+    assert found == []
