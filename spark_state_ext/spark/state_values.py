@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -99,9 +99,17 @@ def values_to_column(
 
 
 def _whole(value: Any) -> int:
-    if isinstance(value, bool) or value != int(value):
-        raise TypeError("it is no whole number")
-    return int(value)
+    plain = value.item() if hasattr(value, "item") else value
+    if isinstance(plain, bool) or plain != int(plain):
+        raise TypeError(f"{plain!r} is no whole number")
+    return int(plain)
+
+
+def _whole_numbers(values: Iterable[Any]) -> list[int | None]:
+    numbers = list(values)
+    if set(map(type, numbers)) <= _WHOLE:
+        return numbers
+    return [None if number is None else _whole(number) for number in numbers]
 
 
 def _culprit(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType, whose: Callable[[int], str]) -> str:
@@ -169,6 +177,8 @@ def _to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
         context = decimal.Context(prec=76, rounding=decimal.ROUND_HALF_UP)
         return lambda v: decimal.Decimal(v).quantize(quantum, context=context)
     if isinstance(spark_type, ArrayType):
+        if isinstance(spark_type.elementType, IntegralType):
+            return _whole_numbers
         element = _optional(_nested_to_arrow(spark_type.elementType))
         return lambda v: [element(x) for x in v]
     if isinstance(spark_type, MapType):
@@ -186,7 +196,7 @@ def _nested_to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
     if isinstance(spark_type, TimestampNTZType):
         to_ntz = spark_type.toInternal
         return lambda v: (_EPOCH_UTC + to_ntz(v) * _MICROSECOND).replace(tzinfo=None)
-    if hasattr(spark_type, "elementType") or isinstance(spark_type, (MapType, StructType, DecimalType)):
+    if isinstance(spark_type, (ArrayType, MapType, StructType, DecimalType, IntegralType)):
         return _to_arrow(spark_type)
     return lambda v: v.item() if hasattr(v, "item") else v
 

@@ -338,6 +338,15 @@ def test_output_that_is_refused(given: Any, kind: type[StateError], text: str) -
     assert raised.match(WHERE)
 
 
+def test_a_fraction_within_a_list_is_refused() -> None:
+    lists = StructType([StructField("k", LongType()), StructField("all", ArrayType(LongType()))])
+    with pytest.raises(
+        StateValueError, match=r"'all' of type array<bigint> cannot hold \[1, 2\.5\] \(list\) .*2\.5 is no whole"
+    ) as raised:
+        run(lambda key, rows, state: [(1, [1, 2.5])], numbers((1, 0)), lists)
+    assert raised.match(WHERE)
+
+
 def test_a_number_is_no_output() -> None:
     with pytest.raises(
         UserFunctionError, match=r"key \(1,\) \(bucket 3, batch 7\): TypeError: 'int' object is not iter"

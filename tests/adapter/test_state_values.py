@@ -23,6 +23,7 @@ from pyspark.sql.types import (
     LongType,
     MapType,
     Row,
+    ShortType,
     StringType,
     StructField,
     StructType,
@@ -125,6 +126,17 @@ def test_a_string_column_takes_any_values_text() -> None:
         (DecimalType(3, 0), decimal.Decimal(12345)),
         (BooleanType(), "yes"),
         (ArrayType(LongType()), ["text"]),
+        (ArrayType(LongType()), [1.5, 2]),
+        (ArrayType(LongType()), [2, None, float("nan")]),
+        (ArrayType(LongType()), np.array([2.5])),
+        (ArrayType(LongType()), [True]),
+        (ArrayType(IntegerType()), [np.bool_(True)]),
+        (ArrayType(ArrayType(ShortType())), [[1], None, [1.5]]),
+        (ArrayType(ByteType()), [128]),
+        (MapType(StringType(), LongType()), {"a": 1.5}),
+        (MapType(LongType(), StringType()), {1.5: "a"}),
+        (POINT, (1.5, None)),
+        (POINT, Row(x=decimal.Decimal("1.5"), at=None)),
         (POINT, (1,)),
     ],
     ids=str,
@@ -133,3 +145,18 @@ def test_a_value_that_does_not_fit_is_named(spark_type: DataType, value: Any) ->
     with pytest.raises(StateValueError, match="'total'") as raised:
         values_to_column([None, value], spark_type, arrow_type(spark_type), "state column 'total'")
     assert repr(value) in str(raised.value)
+
+
+WHOLE: list[tuple[DataType, Any, Any]] = [
+    (ArrayType(LongType()), [2.0, None, np.int32(3), decimal.Decimal(2**62)], [2, None, 3, 2**62]),
+    (ArrayType(ShortType()), iter((1, 2)), [1, 2]),
+    (ArrayType(LongType()), np.array([2.0]), [2]),
+    (MapType(LongType(), IntegerType()), {5.0: 6.0, 7: None}, {5: 6, 7: None}),
+    (POINT, (1.0, WHEN), Row(x=1, at=WHEN)),
+]
+
+
+@pytest.mark.parametrize(("spark_type", "value", "found"), WHOLE, ids=lambda it: type(it).__name__)
+def test_whole_numbers_of_other_types_within_others(spark_type: DataType, value: Any, found: Any) -> None:
+    column = values_to_column([None, value], spark_type, arrow_type(spark_type), "v")
+    assert column_to_values(column, spark_type) == [None, found]
