@@ -16,6 +16,7 @@ __all__ = ["NO_TIMEOUT", "Clock", "KeyState", "watermark_of"]
 
 # Spark's own value for "no timeout".
 NO_TIMEOUT = -1
+_LONG_MAX = 2**63 - 1
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 _KNOWN = _PLAIN | {np.float64, np.int64, np.float32, np.int32, np.bool_}
 
@@ -148,14 +149,26 @@ class KeyState(GroupState):
 
     def setTimeoutDuration(self, durationMs: int) -> None:
         super().setTimeoutDuration(durationMs)
-        self.timeout_ms = int(durationMs) + self.getCurrentProcessingTimeMs()
+        self.timeout_ms = _within_a_long(
+            int(durationMs) + self.getCurrentProcessingTimeMs(), "setTimeoutDuration", durationMs
+        )
 
     def setTimeoutTimestamp(self, timestampMs: int | datetime.datetime) -> None:
         super().setTimeoutTimestamp(timestampMs)  # type: ignore[arg-type]  # Spark takes a datetime and says int
         if isinstance(timestampMs, datetime.datetime):
             # Whole milliseconds, as the JVM's long holds them.
             timestampMs = TimestampType().toInternal(timestampMs) // 1000
-        self.timeout_ms = int(timestampMs)
+        self.timeout_ms = _within_a_long(int(timestampMs), "setTimeoutTimestamp", timestampMs)
+
+
+def _within_a_long(time_ms: int, call: str, given: object) -> int:
+    """A timeout as it can be kept. Spark's own wraps around to long ago, and so is over in the next batch."""
+    if time_ms > _LONG_MAX:
+        raise StateValueError(
+            f"{call}() was given {given!r}, and that timeout would be {time_ms} ms after 1970, more than a long holds "
+            f"({_LONG_MAX}): give an earlier one, or none for state that is to stay"
+        )
+    return time_ms
 
 
 def watermark_of(state: GroupState) -> tuple[int, bool]:

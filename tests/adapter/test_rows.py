@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import decimal
 import json
@@ -81,11 +82,12 @@ def run(
     inputs: StructType = INPUT,
     key: StructType = KEY,
     state: StructType = STATE,
+    context: CallContext = CONTEXT,
 ) -> tuple[list[tuple[Any, ...]], Result]:
     schema, result = schema_of(key, state), Result()
     made = RowCaller(function, schema, state, inputs, key, output, fields(output))
     nobody = Lookup(np.full(groups.count, -1, dtype=np.int64), schema.empty())
-    return sent(made.data(groups, found or nobody, schema.empty(), CONTEXT, result)), result
+    return sent(made.data(groups, found or nobody, schema.empty(), context, result)), result
 
 
 def sent(frames: Iterator[pd.DataFrame]) -> list[tuple[Any, ...]]:
@@ -256,6 +258,41 @@ def test_changes_become_rows_of_a_run() -> None:
         1: (10, True, False, 1_005),
         2: (None, False, True, None),
     }
+
+
+@pytest.mark.parametrize(
+    ("duration_ms", "kept"), [(2**63 - 1_001, 2**63 - 1), (2**63 - 1_000, None), (2**63 - 1, None)]
+)
+def test_a_timeout_beyond_a_long_is_refused_where_it_is_set(duration_ms: int, kept: int | None) -> None:
+    """The batch is of 1000 ms after 1970."""
+
+    def function(key: Any, rows: list[Any], state: GroupState) -> None:
+        state.setTimeoutDuration(duration_ms)
+
+    if kept is not None:
+        result = run(function, numbers((1, 0)))[1].data
+        assert result is not None
+        assert result.rows.column("timeout_ms").to_pylist() == [kept]
+        return
+    with pytest.raises(
+        StateValueError, match=rf"setTimeoutDuration\(\) was given {duration_ms}, .*\(key \(1,\), bucket 3, batch 7\)"
+    ) as raised:
+        run(function, numbers((1, 0)))
+    assert "function" in [entry.name for entry in raised.traceback]
+
+
+def test_a_timestamp_beyond_a_long_is_refused_where_it_is_set() -> None:
+    def function(key: Any, rows: list[Any], state: GroupState) -> None:
+        state.setTimeoutTimestamp(2**63 - 2 + rows[0].v)
+
+    event_time = dataclasses.replace(CONTEXT, timeout_conf="EventTimeTimeout")
+    result = run(function, numbers((1, 1)), context=event_time)[1].data
+    assert result is not None
+    assert result.rows.column("timeout_ms").to_pylist() == [2**63 - 1]
+    with pytest.raises(
+        StateValueError, match=r"setTimeoutTimestamp\(\) was given 9223372036854775808, .*\(key \(7,\), buc"
+    ):
+        run(function, numbers((1, 1), (7, 2)), context=event_time)
 
 
 def test_a_key_that_timed_out_has_no_rows() -> None:
