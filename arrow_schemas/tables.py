@@ -96,6 +96,10 @@ def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
         parts = dict(zip(names, column.flatten(), strict=True))
         children = [_cast(parts[field.name], field.type) for field in kind]
         return pa.StructArray.from_arrays(children, fields=list(kind), mask=column.is_null())
+    if types.is_map(column.type) and types.is_map(kind):
+        return _cast_map(column, kind)
+    if types.is_map(column.type) and types.is_list(kind):
+        column = _entries(column)
     lists = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
     # PyArrow casts views of lists wrongly (26 leaves an offset out, 16 mixes rows up).
     views = types.is_list_view(column.type) or types.is_large_list_view(column.type)
@@ -104,28 +108,34 @@ def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
         offsets = pa.concat_arrays([pa.array([0], pa.int32()), ends])
         values = _cast(pc.list_flatten(column), kind.value_type)
         return pa.ListArray.from_arrays(offsets, values, type=kind, mask=column.is_null())
-    if types.is_map(kind) and types.is_map(column.type) and types.is_nested(kind.item_type):
-        return _cast_map(column, kind)
     return column if column.type == kind else column.cast(kind)
 
 
-def _cast_map(column: pa.MapArray, kind: pa.MapType) -> pa.Array:
-    """As the list of entries that a map is."""
-    fields = [kind.key_field, kind.item_field]
-    entries = pa.StructArray.from_arrays([column.keys, column.items], names=[field.name for field in fields])
-    given = pa.Array.from_buffers(
+def _entries(column: pa.MapArray) -> pa.ListArray:
+    """A map column as lists of keys and values, which is how it lies in memory; for Arrow's functions, which take no
+    maps."""
+    entries = column.values
+    return pa.Array.from_buffers(
         pa.list_(entries.type), len(column), column.buffers()[:2], column.null_count, column.offset, [entries]
     )
-    lists = _cast(given, pa.list_(pa.struct(fields)))
-    keys, items = lists.values.flatten()
-    # NULL in place of its offset makes a map NULL; a mask is not for every release of PyArrow.
-    present = pa.concat_arrays([lists.is_valid(), pa.array([True])])
-    offsets = pc.if_else(present, lists.offsets, pa.scalar(None, pa.int32()))
-    return pa.MapArray.from_arrays(offsets, keys, items, type=kind)
+
+
+def _cast_map(column: pa.MapArray, kind: pa.MapType) -> pa.MapArray:
+    lists = _entries(column)
+    keys, items = pc.list_flatten(lists).flatten()
+    keys, items = _cast(keys, kind.key_type), _cast(items, kind.item_type)
+    # Older releases of PyArrow end the process where nobody has counted them.
+    if keys.null_count:
+        raise pa.ArrowInvalid("a key is NULL")
+    entries = pa.StructArray.from_arrays([keys, items], fields=[kind.key_field, kind.item_field])
+    ends = pc.cumulative_sum_checked(pc.fill_null(pc.list_value_length(lists), 0)).cast(pa.int32())
+    offsets = pa.concat_arrays([pa.array([0], pa.int32()), ends])
+    found = pa.ListArray.from_arrays(offsets, entries, mask=column.is_null())
+    return pa.Array.from_buffers(kind, len(found), found.buffers()[:2], found.null_count, found.offset, [entries])
 
 
 def refuse_nulls(column: Any, field: pa.Field, role: str) -> None:
-    """Raise a StateValueError when a column has NULLs where it was declared without, in lists and structs too."""
+    """Raise a StateValueError when a column has NULLs where it was declared without, in nested types too."""
     if not field.nullable and column.null_count:
         at = pc.index(pc.is_null(column), True).as_py()
         raise StateValueError(f"{role} {field.name!r} is declared without NULLs and row {at} is NULL")
@@ -133,6 +143,11 @@ def refuse_nulls(column: Any, field: pa.Field, role: str) -> None:
         return
     if pa.types.is_list(field.type):
         refuse_nulls(pc.list_flatten(column), field.type.value_field, f"{role} {field.name!r}: its")
+    elif pa.types.is_map(field.type):
+        for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+            keys, items = pc.list_flatten(_entries(chunk)).flatten()
+            refuse_nulls(keys, field.type.key_field, f"{role} {field.name!r}: its")
+            refuse_nulls(items, field.type.item_field, f"{role} {field.name!r}: its")
     else:
         there = column.filter(pc.is_valid(column))
         for child in field.type:
@@ -140,9 +155,11 @@ def refuse_nulls(column: Any, field: pa.Field, role: str) -> None:
 
 
 def _forbids_nulls(kind: pa.DataType) -> bool:
-    """Whether some element or field of a type is declared without NULLs. (Of maps that is not asked.)"""
+    """Whether some element, value or field of a type is declared without NULLs. (A map's keys always are.)"""
     if pa.types.is_list(kind):
         return not kind.value_field.nullable or _forbids_nulls(kind.value_type)
+    if pa.types.is_map(kind):
+        return not kind.item_field.nullable or _forbids_nulls(kind.item_type) or _forbids_nulls(kind.key_type)
     return pa.types.is_struct(kind) and any(not field.nullable or _forbids_nulls(field.type) for field in kind)
 
 

@@ -138,6 +138,8 @@ CASTS: list[tuple[str, pa.Array, pa.DataType, Any]] = [
     ("another zone", pa.array([MOMENT], pa.timestamp("us", "Asia/Tokyo")), pa.timestamp("us", "UTC"), MOMENT),
     ("coarser times", pa.array([1], pa.timestamp("s", "UTC")), pa.timestamp("us", "UTC"), MOMENT.replace(year=1970, month=1, day=1, hour=0, minute=0, second=1, microsecond=0)),
     ("NULLs of no type", pa.nulls(1), pa.list_(pa.int64()), None),
+    ("a map of other numbers", pa.array([[("a", 1.0), ("b", None)]], pa.map_(pa.large_string(), pa.float64())), pa.map_(pa.string(), pa.int64()), [("a", 1), ("b", None)]),
+    ("a map for a list of its entries", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), pa.list_(pa.struct([("value", pa.int64()), ("key", pa.string())])), [{"value": 1, "key": "a"}]),
     ("a struct in another order", pa.array([{"y": "a", "x": 1}]), pa.struct([("x", pa.int64()), ("y", pa.string())]), {"x": 1, "y": "a"}),
 ]  # fmt: skip
 
@@ -176,6 +178,71 @@ def test_structs_at_any_depth(of: Any) -> None:
     for fields in ({"x": 1}, {"x": 1, "tags": [], "more": 1}, {"x": 1, "Tags": []}):
         with pytest.raises(StateValueError, match=r"output column 'v' of type .* cannot hold .*: its fields are "):
             cast_column(pa.array([{"name": "a", "points": [fields]}]), pa.field("v", LINE), "output column")
+
+
+MAP = pa.map_(POINT, pa.map_(pa.string(), LINE))
+
+
+@pytest.mark.parametrize("of", [pa.list_, pa.large_list], ids=["lists", "large lists"])
+def test_structs_in_maps_at_any_depth(of: Any) -> None:
+    """In keys and values, of maps in maps, in lists and in structs."""
+    loose = pa.struct([("tags", of(pa.large_string())), ("x", pa.int64())])
+    line = pa.struct([("points", of(loose)), ("name", pa.string())])
+    given_type = pa.map_(loose, pa.map_(pa.large_string(), line))
+    one, two = {"tags": ["a", None], "x": 1}, {"tags": None, "x": 2}
+    inner = [("u", {"points": [one, two], "name": None}), ("v", None), ("w", {"points": None, "name": "w"})]
+    values: list[Any] = [[(one, inner), (two, None)], None, [], [(two, [])], [(one, inner[1:])], None]
+    column = pa.array(values, given_type)
+    for given, expected in (
+        (column, values),
+        (column.slice(1, 3), values[1:4]),
+        (column.slice(4), values[4:]),
+        (column.slice(6), []),
+    ):
+        for form in (given, pa.chunked_array([given, given])):
+            found = cast_column(form, pa.field("v", MAP), "output column")
+            found.validate(full=True)
+            assert found.type == MAP
+            assert found.to_pylist() == expected * (1 if form is given else 2)
+    outer, outer_given = pa.struct([("m", pa.list_(MAP))]), pa.struct([("m", of(given_type))])
+    nested = [{"m": values}, None, {"m": None}, {"m": values[3:]}]
+    found = cast_column(pa.array(nested, outer_given).slice(1), pa.field("v", outer), "output column")
+    assert found.type == outer
+    assert found.to_pylist() == nested[1:]
+    assert cast_column(pa.nulls(2), pa.field("v", MAP), "output column").to_pylist() == [None, None]
+    assert cast_column(pa.chunked_array([], given_type), pa.field("v", MAP), "output column").type == MAP
+
+
+@pytest.mark.parametrize("fields", [{"x": 1}, {"x": 1, "tags": [], "more": 1}, {"x": 1, "Tags": []}], ids=str)
+def test_structs_in_maps_neither_lose_nor_gain_fields(fields: dict[str, Any]) -> None:
+    point = pa.array([fields]).type
+    for kind, given_type, value in (
+        (pa.map_(pa.string(), POINT), pa.map_(pa.string(), point), [("a", fields)]),
+        (pa.map_(POINT, pa.string()), pa.map_(point, pa.string()), [(fields, "a")]),
+        (pa.list_(pa.map_(pa.string(), POINT)), pa.list_(pa.map_(pa.string(), point)), [[("a", fields)]]),
+        (
+            pa.struct([("m", pa.map_(pa.string(), POINT))]),
+            pa.struct([("m", pa.map_(pa.string(), point))]),
+            {"m": [("a", fields)]},
+        ),
+        (pa.map_(pa.string(), pa.list_(POINT)), pa.map_(pa.string(), pa.list_(point)), [("a", [fields])]),
+        (pa.list_(pa.struct([("key", pa.string()), ("value", POINT)])), pa.map_(pa.string(), point), [("a", fields)]),
+    ):
+        for column in (pa.array([value], given_type), pa.chunked_array([pa.array([None, value], given_type)])):
+            with pytest.raises(StateValueError, match=r"output column 'v' of type .* cannot hold .*: its fields are "):
+                cast_column(column, pa.field("v", kind), "output column")
+
+
+def test_what_lies_under_a_null_map_is_not_looked_at() -> None:
+    values = pa.array([{"x": 5.0}, {"x": 1.5}, {"x": 6.0}])
+    entries = pa.StructArray.from_arrays([pa.array(["a", "b", "c"]), values], ["key", "value"])
+    kind = pa.map_(pa.string(), values.type)
+    offsets = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
+    column = pa.Array.from_buffers(kind, 3, [pa.py_buffer(b"\x05"), offsets], -1, 0, [entries])
+    wanted = pa.field("v", pa.map_(pa.string(), pa.field("value", pa.struct([("x", pa.int64())]), nullable=False)))
+    found = cast_column(column, wanted, "output column")
+    assert found.to_pylist() == [[("a", {"x": 5})], None, [("c", {"x": 6})]]
+    refuse_nulls(found, wanted, "output column")
 
 
 @pytest.mark.parametrize(("column", "kind", "value"), [c[1:] for c in CASTS], ids=[c[0] for c in CASTS])
@@ -301,6 +368,12 @@ REFUSED: list[tuple[str, pa.Array, pa.DataType]] = [
     ("too many digits", pa.array([decimal.Decimal("1.25")]), pa.decimal128(5, 1)),
     ("nanoseconds", pa.array([1], pa.timestamp("ns")), pa.timestamp("us")),
     ("text for a struct", pa.array(["a"]), pa.struct([("x", pa.int64())])),
+    (
+        "a fraction in a map",
+        pa.array([[("a", 1.5)]], pa.map_(pa.string(), pa.float64())),
+        pa.map_(pa.string(), pa.int64()),
+    ),
+    ("a map for text", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), pa.string()),
     ("a list for text", pa.array([["a"]]), pa.string()),
     ("bytes that are no text", pa.array([b"\xff"]), pa.string()),
 ]
@@ -340,3 +413,41 @@ def test_nulls_inside_of_lists_and_structs() -> None:
         with pytest.raises(StateValueError, match=r"output column 'v': its 'p': its 'x' is declared without NULLs"):
             conformed(pa.table([column], names=["v"]), [deep], "it gave")
         assert conformed(pa.table([column.slice(0, 2)], names=["v"]), [deep], "it gave").num_rows == 2
+
+
+STRICT = pa.map_(pa.string(), pa.field("value", pa.int64(), nullable=False))
+INSIDE: list[tuple[str, pa.DataType, Any, Any, str]] = [
+    ("a value", STRICT, [("a", 1)], [("a", 1), ("b", None)], "its 'value' is declared without NULLs and row "),
+    ("of a list's map", pa.list_(STRICT), [[("a", 1)], None], [[("b", None)]], "its '[a-z]+': its 'value' is"),
+    ("of a struct's map", pa.struct([("m", STRICT)]), {"m": None}, {"m": [("b", None)]}, "its 'm': its 'value' is"),
+    ("of a map's map", pa.map_(pa.string(), STRICT), [("a", None)], [("a", [("b", None)])], "its 'value': its 'value' is"),
+    ("in a list of a map", pa.map_(pa.string(), pa.list_(pa.field("element", pa.int64(), nullable=False))), [("a", [1]), ("b", None)], [("a", [1, None])], "its 'value': its 'element' is"),
+    ("in a struct of a map", pa.map_(pa.string(), POINT), [("a", {"x": 1, "tags": None})], [("a", {"x": None, "tags": []})], "its 'value': its 'x' is"),
+    ("in a key", pa.map_(POINT, pa.int64()), [({"x": 1, "tags": None}, None)], [({"x": None, "tags": []}, 1)], "its 'key': its 'x' is"),
+]  # fmt: skip
+
+
+def nullable(kind: pa.DataType) -> pa.DataType:
+    """The type as an engine gives it that knows of no values that may not be NULL."""
+    if pa.types.is_list(kind):
+        return pa.list_(nullable(kind.value_type))
+    if pa.types.is_map(kind):
+        return pa.map_(nullable(kind.key_type), nullable(kind.item_type))
+    return pa.struct([(it.name, nullable(it.type)) for it in kind]) if pa.types.is_struct(kind) else kind
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["of the type", "cast"])
+@pytest.mark.parametrize(("kind", "good", "bad", "text"), [it[1:] for it in INSIDE], ids=[it[0] for it in INSIDE])
+def test_nulls_inside_of_maps(kind: pa.DataType, good: Any, bad: Any, text: str, cast: bool) -> None:
+    given = nullable(kind) if cast else kind
+    field = pa.field("v", kind)
+    for chunks in ([good, None, good], [good, bad]), ([None, good], [bad]):
+        columns = (
+            pa.array([it for chunk in chunks for it in chunk], given),
+            pa.chunked_array([pa.array(c, given) for c in chunks]),
+        )
+        for column in columns:
+            with pytest.raises(StateValueError, match=f"output column 'v': {text}"):
+                conformed(pa.table([column], names=["v"]), [field], "it gave")
+            fine = column.slice(0, len(column) - 1)
+            assert conformed(pa.table([fine], names=["v"]), [field], "it gave")["v"].to_pylist() == fine.to_pylist()
