@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -25,6 +26,7 @@ from spark_state_ext.spark.pandas_values import (
     table_to_frame,
 )
 from spark_state_ext.spark.per_key import Call, Changes, PerKeyCaller, reraise
+from spark_state_ext.spark.state_values import changeable
 
 __all__ = ["KeyCaller"]
 
@@ -61,6 +63,8 @@ class KeyCaller(PerKeyCaller):
         The session's time zone.
     frame_rows_max
         Most rows of one frame.
+    output_type
+        Spark's type of the output; None: its values cannot be changed.
     """
 
     def __init__(
@@ -72,12 +76,14 @@ class KeyCaller(PerKeyCaller):
         outputs: Sequence[str],
         timezone: str,
         frame_rows_max: int,
+        output_type: StructType | None = None,
     ) -> None:
         super().__init__(function, schema, state_type)
         self._columns = list(columns)
         self._outputs = list(outputs)
         self._timezone = timezone
         self._rows_max = frame_rows_max
+        self._copied = frozenset(() if output_type is None else changeable(output_type))
 
     # -- calling -----------------------------------------------------------------------------------
 
@@ -92,9 +98,9 @@ class KeyCaller(PerKeyCaller):
     def _call(
         self, calls: Iterable[Call], timed_out: bool, context: CallContext, changes: Changes
     ) -> Iterator[pd.DataFrame]:
-        function, outputs = self._function, _Outputs(self._outputs)
+        function, outputs = self._function, _Outputs(self._outputs, self._copied)
         clock, after_key = self._clock(context, timed_out, self._state_type), context.after_key
-        note_position, note_value = changes.positions.append, changes.values.append
+        note_position, note_value = changes.positions.append, self._value_noter(changes)
         note_timeout = changes.timeouts.append
         waiting, keep = outputs.waiting, outputs.waiting.append
         for position, key, pdfs, before in _in_portions(calls):
@@ -110,13 +116,13 @@ class KeyCaller(PerKeyCaller):
                     elif not (isinstance(item, pd.DataFrame) and not len(item)) or len(item.columns):
                         # Not what Spark wants, or at least odd: Spark shall judge it, and raise its own error.
                         yield item
+                if state.touched or state.timeout_ms != NO_TIMEOUT:
+                    note_position(position)
+                    note_value(state.value)
+                    note_timeout(state.timeout_ms)
             except Exception as error:
                 reraise(error, key, context, timed_out)
             after_key()
-            if state.touched or state.timeout_ms != NO_TIMEOUT:
-                note_position(position)
-                note_value(state.value)
-                note_timeout(state.timeout_ms)
         yield from outputs.rest()
 
     # -- frames ------------------------------------------------------------------------------------
@@ -188,10 +194,13 @@ class _Outputs:
     ----------
     names
         The output's columns.
+    copied
+        Positions of those whose values the function may change after it has given them in rows.
     """
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], copied: frozenset[int]) -> None:
         self._names = names
+        self._copied = copied
         self.waiting: list[pd.DataFrame] = []
         """Frames to be taken apart, whenever there are some; each has rows."""
         self._labels: Any = None
@@ -242,7 +251,8 @@ class _Outputs:
                 raise StateValueError(
                     f"the function gave the columns {', '.join(map(str, item))}; expected {', '.join(self._names)}"
                 )
-            self._rows += zip(*(item[name] for name in self._names), strict=True)
+            rows = zip(*(item[name] for name in self._names), strict=True)
+            self._rows += map(self._copy, rows) if self._copied else rows
         if len(self._rows) >= _ROWS_MAX:
             yield from self.rest()
 
@@ -277,7 +287,11 @@ class _Outputs:
     def _row(self, row: Any) -> tuple[Any, ...]:
         if not isinstance(row, tuple) or len(row) != len(self._names):
             raise StateValueError(f"the function gave {row!r} for a row; expected a tuple of {', '.join(self._names)}")
-        return row
+        return self._copy(row) if self._copied else row
+
+    def _copy(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A row of its own, as rows wait for others. (Frames stay as they are, with Spark too.)"""
+        return tuple([copy.deepcopy(value) if at in self._copied else value for at, value in enumerate(row)])
 
 
 def _frame_of(rows: Sequence[Any], names: list[Any], widen: bool) -> pd.DataFrame:

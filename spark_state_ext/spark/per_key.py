@@ -20,7 +20,7 @@ from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
 from spark_state_ext.spark.group_state import NO_TIMEOUT, Clock
 from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, note_place
-from spark_state_ext.spark.state_values import column_to_values, values_to_column
+from spark_state_ext.spark.state_values import column_to_values, row_keeper, values_to_column
 from spark_state_ext.store import Lookup
 
 __all__ = ["Call", "Changes", "PerKeyCaller", "reraise"]
@@ -57,6 +57,7 @@ class PerKeyCaller(abc.ABC):
         self._function = function
         self._schema = schema
         self._state_type = state_type
+        self._keep_state = row_keeper(state_type, "state column")
 
     def data(
         self, groups: Groups, found: Lookup, expired: pa.RecordBatch, context: CallContext, result: Result
@@ -103,6 +104,13 @@ class PerKeyCaller(abc.ABC):
         )
 
     # -- state -------------------------------------------------------------------------------------
+
+    def _value_noter(self, changes: Changes) -> Callable[[tuple[Any, ...] | None], None]:
+        """What notes a key's state as it is when its call is over: what the function holds on to, it may change."""
+        note, keep = changes.values.append, self._keep_state
+        if keep is None:
+            return note
+        return lambda value: note(None if value is None else keep(value))
 
     def _state_tuples(self, found: Lookup) -> list[tuple[Any, ...] | None]:
         rows = found.rows

@@ -20,7 +20,7 @@ from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
 from spark_state_ext.spark.groups import CallContext, Groups, note_place
 from spark_state_ext.spark.output import Outbox
 from spark_state_ext.spark.per_key import Call, Changes, PerKeyCaller, reraise
-from spark_state_ext.spark.state_values import column_to_values, values_to_column
+from spark_state_ext.spark.state_values import column_to_values, row_keeper, values_to_column
 
 __all__ = ["RowCaller", "row_class"]
 
@@ -68,6 +68,7 @@ class RowCaller(PerKeyCaller):
         self._key_type = key_type
         self._output_type = output_type
         self._fields = tuple(fields)
+        self._keep_output = row_keeper(output_type, "output column")
         self._make_row = row_class("Row", input_type.names)
         self._make_key = row_class("Key", key_type.names)
 
@@ -105,29 +106,38 @@ class RowCaller(PerKeyCaller):
     ) -> Iterator[pd.DataFrame]:
         function, after_key = self._function, context.after_key
         clock, outbox = self._clock(context, timed_out, self._state_type), Outbox(self._fields)
-        note_position, note_value = changes.positions.append, changes.values.append
+        note_position, note_value = changes.positions.append, self._value_noter(changes)
         note_timeout = changes.timeouts.append
         output: list[tuple[Any, ...]] = []
+        put, taken = output.append, self._taken
+        unchanging = tuple if self._keep_output is None else None
         for position, key, rows, before in calls:
             state = KeyState(before, clock)
             try:
                 given = function(key, rows, state)
                 if given is not None:
-                    # Not `+=`, which leaves it to an array what that means.
-                    output.extend(given)
+                    for row in given:
+                        # As it is now: the function may change it, and yield it again.
+                        put(row if type(row) is unchanging else taken(row))
+                if state.touched or state.timeout_ms != NO_TIMEOUT:
+                    note_position(position)
+                    note_value(state.value)
+                    note_timeout(state.timeout_ms)
             except Exception as error:
                 reraise(error, tuple(key), context, timed_out)
             if len(output) >= _ROWS_MAX:
                 yield from outbox.add(self._table(output, context))
-                output = []
+                output.clear()
             after_key()
-            if state.touched or state.timeout_ms != NO_TIMEOUT:
-                note_position(position)
-                note_value(state.value)
-                note_timeout(state.timeout_ms)
         if output:
             yield from outbox.add(self._table(output, context))
         yield from outbox.rest()
+
+    def _taken(self, row: Any) -> Any:
+        """A row that stays as it is. What is no row, or not of the right width, is refused with the others."""
+        if not isinstance(row, (tuple, list)) or len(row) != len(self._fields):
+            return row
+        return tuple(row) if self._keep_output is None else self._keep_output(row)
 
     def _table(self, rows: list[tuple[Any, ...]], context: CallContext) -> pa.Table:
         try:
@@ -138,7 +148,11 @@ class RowCaller(PerKeyCaller):
 
     def _columns(self, rows: list[tuple[Any, ...]]) -> pa.Table:
         fields = self._fields
-        if set(map(len, self._checked(rows))) - {len(fields)}:
+        try:
+            by_column = list(zip(*self._checked(rows), strict=True))
+        except ValueError:
+            by_column = []
+        if len(by_column) != len(fields):
             wrong = next(row for row in rows if len(row) != len(fields))
             raise StateValueError(
                 f"the function gave {wrong!r} for a row; expected a tuple of {', '.join(f.name for f in fields)}"
@@ -151,7 +165,7 @@ class RowCaller(PerKeyCaller):
                 f"output column {field.name!r}",
                 lambda row: f" (in {rows[row]!r})",
             )
-            for values, spark, field in zip(zip(*rows, strict=True), self._output_type.fields, fields, strict=True)
+            for values, spark, field in zip(by_column, self._output_type.fields, fields, strict=True)
         ]
         return pa.table(columns, names=[field.name for field in fields])
 

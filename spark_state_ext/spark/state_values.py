@@ -29,7 +29,7 @@ from pyspark.sql.types import (
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.spark.compat import STATE_BINARY
 
-__all__ = ["column_to_values", "values_to_column"]
+__all__ = ["changeable", "column_to_values", "row_keeper", "values_to_column"]
 
 # Types of values that go to an integer column as they are.
 _WHOLE = {int, type(None)}
@@ -96,6 +96,67 @@ def values_to_column(
             return pa.array([None if v is None else str(v) for v in values], arrow_type)
         culprit = _culprit(values, spark_type, arrow_type, whose)
         raise StateValueError(f"{column} of type {spark_type.simpleString()} cannot hold {culprit}: {error}") from error
+
+
+def changeable(spark_type: StructType) -> list[int]:
+    """Positions of the columns whose values a function can change after it has given them: lists, dicts, bytearrays."""
+    return [at for at, field in enumerate(spark_type.fields) if _keeper(field.dataType) is not _identity]
+
+
+def row_keeper(spark_type: StructType, columns: str) -> Callable[[Sequence[Any]], tuple[Any, ...]] | None:
+    """What copies a row, so that whoever gave it may change its values before they are converted.
+
+    Parameters
+    ----------
+    spark_type
+        Types of the columns. A row has as many values.
+    columns
+        What the columns are called in errors, such as "state column".
+
+    Returns
+    -------
+    callable or None
+        Gives the row as a tuple, and raises StateValueError for a value that is nothing like its column. None when no
+        value can be changed.
+    """
+    keepers = [(at, spark_type.fields[at], _keeper(spark_type.fields[at].dataType)) for at in changeable(spark_type)]
+    if not keepers:
+        return None
+
+    def keep_row(row: Sequence[Any]) -> tuple[Any, ...]:
+        values = list(row)
+        for at, field, keep in keepers:
+            value = values[at]
+            if value is not None:
+                try:
+                    values[at] = keep(value)
+                except Exception as error:
+                    raise StateValueError(
+                        f"{columns} {field.name!r} of type {field.dataType.simpleString()} cannot hold {value!r} "
+                        f"({type(value).__name__}): {error}"
+                    ) from error
+        return tuple(values)
+
+    return keep_row
+
+
+def _keeper(spark_type: DataType) -> Callable[[Any], Any]:
+    """What copies one non-NULL value, to one of which `values_to_column` makes the same; `_identity` where nobody can
+    change one."""
+    if isinstance(spark_type, BinaryType):
+        return lambda v: bytes(v) if isinstance(v, (bytearray, memoryview)) else v
+    if isinstance(spark_type, ArrayType):
+        element = _optional(_keeper(spark_type.elementType))
+        return list if element is _identity else lambda v: [element(x) for x in v]
+    if isinstance(spark_type, MapType):
+        # Keys of a dict are such as cannot be changed.
+        item = _optional(_keeper(spark_type.valueType))
+        return lambda v: {a: item(b) for a, b in v.items()}
+    if isinstance(spark_type, StructType):
+        names = spark_type.names
+        fields = [_optional(_keeper(field.dataType)) for field in spark_type.fields]
+        return lambda v: tuple([keep(x) for keep, x in zip(fields, _parts(v, names), strict=True)])
+    return _identity
 
 
 def _whole(value: Any) -> int:
@@ -204,19 +265,18 @@ def _nested_to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
 def _struct_to_arrow(spark_type: StructType) -> Callable[[Any], dict[str, Any]]:
     names = spark_type.names
     converters = [_optional(_nested_to_arrow(field.dataType)) for field in spark_type.fields]
+    return lambda v: {name: c(x) for name, c, x in zip(names, converters, _parts(v, names), strict=True)}
 
-    def convert(value: Any) -> dict[str, Any]:
-        if isinstance(value, dict):
-            values = [value.get(name) for name in names]
-        elif isinstance(value, (tuple, list)):
-            if len(value) != len(names):
-                raise ValueError(f"a struct of {len(names)} fields cannot hold {len(value)} values")
-            values = list(value)
-        else:
-            values = [getattr(value, name) for name in names]
-        return {name: c(v) for name, c, v in zip(names, converters, values, strict=True)}
 
-    return convert
+def _parts(value: Any, names: Sequence[str]) -> Sequence[Any]:
+    """The fields' values of something that stands for a struct."""
+    if isinstance(value, dict):
+        return [value.get(name) for name in names]
+    if isinstance(value, (tuple, list)):
+        if len(value) != len(names):
+            raise ValueError(f"a struct of {len(names)} fields cannot hold {len(value)} values")
+        return value
+    return [getattr(value, name) for name in names]
 
 
 def _optional(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql.streaming.state import GroupState
-from pyspark.sql.types import LongType, StructField, StructType
+from pyspark.sql.types import ArrayType, LongType, StructField, StructType
 
 from arrow_schemas import RowSchema, key_fields, state_fields
 from spark_state_ext.errors import StateValueError, UserFunctionError
@@ -313,3 +313,62 @@ def test_output_of_the_wrong_width_is_refused(row: Any) -> None:
     groups = grouped([41], [0])
     with pytest.raises(StateValueError, match=r"the function gave .* expected .*k, n .*key \(41,\)"):
         called(caller(lambda key, pdfs, state: row), groups)
+
+
+LISTS = StructType([StructField("k", LongType()), StructField("n", ArrayType(LongType()))])
+
+
+@pytest.mark.parametrize("form", ["tuples", "a list of tuples", "lists of tuples", "a dict of columns", "dicts"])
+def test_rows_are_as_they_were_when_they_were_given(form: str) -> None:
+    """One list for all keys, within rows that wait to be sent together."""
+    buffer = [0]
+
+    def generating(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[Any]:
+        for n in (int(key[0]), int(key[0]) + 10):
+            buffer[0] = n
+            yield {"tuples": (n, buffer), "lists of tuples": [(n, buffer)]}.get(form, {"n": [buffer], "k": [n]})
+
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Any:
+        if form in ("tuples", "lists of tuples", "dicts"):
+            return generating(key, pdfs, state)
+        buffer[0] = int(key[0])
+        return [(buffer[0], buffer)] if form == "a list of tuples" else {"n": [buffer], "k": [buffer[0]]}
+
+    made = KeyCaller(function, SCHEMA, STATE, ["k", "v"], ["k", "n"], "UTC", 10_000, LISTS)
+    frame = pd.concat(called(made, grouped([1, 2, 3], [0, 0, 0])))
+    assert len(frame) >= 3
+    assert frame["n"].tolist() == [[n] for n in frame["k"]]
+
+
+def test_state_is_as_it_was_when_the_keys_call_was_over() -> None:
+    buffer: list[int] = []
+
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[Any]:
+        buffer[:] = [9]
+        state.update((buffer,))
+        yield {"k": [], "n": []}
+        buffer[:] = [int(key[0])]
+
+    state = StructType([StructField("all", ArrayType(LongType()))])
+    schema = RowSchema(SCHEMA.keys, state_fields(json.dumps(state.jsonValue())))
+    groups, result = grouped([1, 2, 3], [0, 0, 0]), Result()
+    made = KeyCaller(function, schema, state, ["k", "v"], ["k", "n"], "UTC", 10_000)
+    nobody_yet = Lookup(np.full(3, -1, dtype=np.int64), schema.empty())
+    assert list(made.data(groups, nobody_yet, schema.empty(), CONTEXT, result)) == []
+    assert result.data is not None
+    assert sorted((row["key.k"], row["state.all"]) for row in result.data.rows.to_pylist()) == [
+        (k, [k]) for k in (1, 2, 3)
+    ]
+
+
+def test_a_frame_that_is_changed_after_it_was_yielded_is_as_it_is_when_it_is_sent() -> None:
+    """As with Spark's worker, which collects the frames of many keys before it converts them."""
+
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
+        frame = pd.DataFrame({"k": [1], "n": [1]})
+        yield frame
+        frame.loc[0, "n"] = 2
+        yield frame
+
+    (frame,) = called(caller(function), grouped([1], [0]))
+    assert frame["n"].tolist() == [2, 2]

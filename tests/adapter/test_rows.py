@@ -400,6 +400,146 @@ def test_output_columns_without_null() -> None:
     assert raised.match(WHERE)
 
 
+# -- what a function changes after it has given it -----------------------------------------------
+
+
+class Point:
+    """Something of the user's own that stands for a struct."""
+
+    def __init__(self) -> None:
+        self.x, self.tags = 0, [""]
+
+
+def fill(buffer: Any, n: int) -> Any:
+    """The same object every time, with other contents."""
+    if isinstance(buffer, (list, bytearray)):
+        buffer[0] = fill(buffer[0], n) if isinstance(buffer[0], (list, bytearray)) else n
+    elif isinstance(buffer, dict):
+        for name, value in buffer.items():
+            buffer[name] = fill(value, n) if isinstance(value, (list, dict)) else n
+    elif isinstance(buffer, tuple):
+        fill(buffer[1], n)
+    elif isinstance(buffer, np.ndarray):
+        buffer[0] = n
+    else:
+        buffer.x, buffer.tags[0] = n, str(n)
+    return buffer
+
+
+NESTED = StructType([StructField("x", LongType()), StructField("tags", ArrayType(StringType()))])
+PAIR = StructType([StructField("x", LongType()), StructField("all", ArrayType(LongType()))])
+CHANGING: list[tuple[str, DataType, Callable[[], Any], Callable[[int], Any]]] = [
+    ("a list", ArrayType(LongType()), lambda: [0, 5], lambda n: [n, 5]),
+    ("an array", ArrayType(LongType()), lambda: np.array([0, 5]), lambda n: [n, 5]),
+    ("a list of lists", ArrayType(ArrayType(LongType())), lambda: [[0]], lambda n: [[n]]),
+    ("a dict", MapType(StringType(), LongType()), lambda: {"a": 0}, lambda n: [("a", n)]),
+    ("a dict of lists", MapType(StringType(), ArrayType(LongType())), lambda: {"a": [0]}, lambda n: [("a", [n])]),
+    ("a dict for a struct", PAIR, lambda: {"x": 0, "all": [0]}, lambda n: {"x": n, "all": [n]}),
+    ("a list for a struct", StructType(PAIR.fields[:1]), lambda: [0], lambda n: {"x": n}),
+    ("a row with a list", PAIR, lambda: Row(x=7, all=[0]), lambda n: {"x": 7, "all": [n]}),
+    ("an object", NESTED, Point, lambda n: {"x": n, "tags": [str(n)]}),
+    ("a list of structs", ArrayType(StructType(PAIR.fields[:1])), lambda: [[0]], lambda n: [{"x": n}]),
+    ("a bytearray", BinaryType(), lambda: bytearray(b"\0"), lambda n: bytes([n])),
+    ("bytearrays", ArrayType(BinaryType()), lambda: [bytearray(b"\0")], lambda n: [bytes([n])]),
+]
+
+
+@pytest.mark.parametrize(("kind", "make", "found"), [it[1:] for it in CHANGING], ids=[it[0] for it in CHANGING])
+def test_state_is_as_it_was_when_the_keys_call_was_over(
+    kind: DataType, make: Callable[[], Any], found: Callable[[int], Any]
+) -> None:
+    """One object for all keys. It may be changed until the function returns, as with Spark, and after that."""
+    buffer = make()
+
+    def function(key: Any, rows: list[Any], state: GroupState) -> Any:
+        fill(buffer, 9)
+        state.update((key.k, buffer))
+        fill(buffer, key.k)
+
+    state = StructType([StructField("k", LongType()), StructField("v", kind)])
+    result = run(function, numbers((1, 0), (2, 0), (3, 0)), state=state)[1].data
+    assert result is not None
+    kept = result.rows.select(["state.k", "state.v"]).to_pylist()
+    assert [row["state.v"] for row in kept] == [found(row["state.k"]) for row in kept]
+
+
+@pytest.mark.parametrize("form", ["a generator", "a list", "lists"])
+@pytest.mark.parametrize(("kind", "make", "found"), [it[1:] for it in CHANGING], ids=[it[0] for it in CHANGING])
+def test_output_is_as_it_was_when_it_was_yielded(
+    kind: DataType, make: Callable[[], Any], found: Callable[[int], Any], form: str
+) -> None:
+    buffer = make()
+
+    def generating(key: Any, rows: list[Any], state: GroupState) -> Iterator[Any]:
+        for n in (key.k, key.k + 10):
+            yield n, fill(buffer, n)
+
+    def function(key: Any, rows: list[Any], state: GroupState) -> Any:
+        if form == "a generator":
+            return generating(key, rows, state)
+        return [[key.k, fill(buffer, key.k)] if form == "lists" else (key.k, fill(buffer, key.k))]
+
+    output = StructType([StructField("k", LongType()), StructField("v", kind)])
+    given, _ = run(function, numbers((1, 0), (2, 0), (3, 0)), output)
+    assert len(given) == (6 if form == "a generator" else 3)
+    assert given == [(n, found(n)) for n, _ in given]
+
+
+def test_a_list_may_be_changed_and_yielded_again() -> None:
+    shared = [0, 0]
+
+    def generating(key: Any, rows: list[Any], state: GroupState) -> Iterator[Any]:
+        for n in range(3):
+            shared[:] = key.k, n
+            yield shared
+
+    def returning(key: Any, rows: list[Any], state: GroupState) -> Any:
+        shared[:] = key.k, 5
+        return [shared]
+
+    groups = numbers((1, 0), (2, 0))
+    assert sorted(run(generating, groups)[0]) == [(k, n) for k in (1, 2) for n in range(3)]
+    assert sorted(run(returning, groups)[0]) == [(1, 5), (2, 5)]
+
+
+def test_state_that_was_changed_in_place_is_kept_with_its_timeout_only() -> None:
+    """As with Spark, which stores the state of a key that was updated, or has a timeout set."""
+    state = StructType([StructField("all", ArrayType(LongType()))])
+    schema = schema_of(KEY, state)
+    columns = [[0, 0], [1, 2], [[1], [2]], [None, None], [True, True], [False, False]]
+    before = pa.record_batch(
+        [pa.array(c, f.type) for c, f in zip(columns, schema.arrow, strict=True)], schema=schema.arrow
+    )
+    groups = numbers((1, 0), (2, 0))
+    at = [groups.keys[0].to_pylist().index(k) for k in (1, 2)]
+
+    def function(key: Any, rows: list[Any], group: GroupState) -> None:
+        group.get[0].append(5)
+        if key.k == 2:
+            group.setTimeoutDuration(1)
+
+    result = run(function, groups, found=Lookup(np.argsort(at), before), state=state)[1].data
+    assert result is not None
+    assert [(row["key.k"], row["state.all"]) for row in result.rows.to_pylist()] == [(2, [2, 5])]
+
+
+def test_values_that_are_nothing_like_their_column_are_named_with_the_key() -> None:
+    lists = StructType([StructField("k", LongType()), StructField("all", ArrayType(ArrayType(LongType())))])
+    # An iterator that has been read in part must not pass for what is left of it.
+    for value in (5, [[1], 5], iter([[1], 5])):
+        with pytest.raises(
+            StateValueError,
+            match=r"^state column 'all' of type array<array<bigint>> cannot hold .*\(key \(4,\), bucket 3",
+        ):
+            run(lambda key, rows, state, value=value: state.update((1, value)), numbers((4, 0)), state=lists)  # type: ignore[misc]
+    for value in (5, [[1], 5], iter([[1], 5])):
+        with pytest.raises(
+            StateValueError,
+            match=r"^output column 'all' of type array<array<bigint>> cannot hold .*\(key \(4,\), bucket 3",
+        ):
+            run(lambda key, rows, state, value=value: [(1, value)], numbers((4, 0)), lists)  # type: ignore[misc]
+
+
 # -- what goes wrong ------------------------------------------------------------------------------
 
 
