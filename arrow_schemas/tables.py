@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ import pyarrow.compute as pc
 
 from arrow_schemas.errors import StateValueError
 
-__all__ = ["as_table", "cast_column", "conformed", "is_table", "refuse_nulls"]
+__all__ = ["as_table", "cast_column", "conformed", "is_table", "refuse_nulls", "refuse_scalars", "refuse_uneven"]
+
+# What can be iterated over and is one value nevertheless.
+_VALUES = (str, bytes, bytearray, Mapping, pa.Scalar)
 
 
 def is_table(given: Any) -> bool:
@@ -40,12 +44,14 @@ def as_table(given: Any, who: str) -> pa.Table:
     Raises
     ------
     StateValueError
-        When it is none of these.
+        When it is none of these, or a mapping of something else than columns of one length.
     """
     if isinstance(given, pa.Table):
         return given
     if isinstance(given, pa.RecordBatch):
         return pa.Table.from_batches([given])
+    if isinstance(given, Mapping):
+        refuse_scalars(given, who)
     try:
         if isinstance(given, Mapping):
             return pa.table(dict(given))
@@ -59,11 +65,45 @@ def as_table(given: Any, who: str) -> pa.Table:
                 return found if isinstance(found, pa.Table) else pa.Table.from_batches(found)
             return pa.table(given)
     except (pa.ArrowException, TypeError, ValueError) as error:
+        if isinstance(given, Mapping):
+            refuse_uneven(given, who)
         raise StateValueError(f"{who} something that is no table: {error}") from error
     raise StateValueError(
         f"{who} a value of type {type(given).__name__}: a table is a pyarrow Table or RecordBatch, a mapping of "
         "columns, or anything with __arrow_c_stream__ (polars, DuckDB)"
     )
+
+
+def refuse_scalars(columns: Mapping[Any, Any], who: str, otherwise: str = "") -> None:
+    """Raise a StateValueError for a mapping with a value that is no column: text would be taken letter by letter.
+
+    Parameters
+    ----------
+    columns
+        Columns by their names.
+    who
+        Who gave it, as for `as_table`.
+    otherwise
+        What else may be given in place of a dict, for the error.
+    """
+    for name, column in columns.items():
+        iterable = hasattr(column, "__iter__") or hasattr(column, "__arrow_c_array__")
+        # NumPy's scalars, and its arrays of no dimension, which have `__iter__` too.
+        if isinstance(column, _VALUES) or not iterable or getattr(column, "ndim", 1) == 0:
+            raise StateValueError(
+                f"{who} a dict whose column {name!r} is {reprlib.repr(column)} ({type(column).__name__}): a dict holds "
+                f"columns, give a list for each{otherwise}"
+            )
+
+
+def refuse_uneven(columns: Mapping[Any, Any], who: str) -> None:
+    """Raise a StateValueError where columns have different lengths."""
+    lengths = {name: len(column) for name, column in columns.items() if hasattr(column, "__len__")}
+    if len(set(lengths.values())) > 1:
+        raise StateValueError(
+            f"{who} a dict whose columns have different lengths: "
+            f"{', '.join(f'{name!r} has {length}' for name, length in lengths.items())}; give a value for each row"
+        )
 
 
 def cast_column(column: Any, field: pa.Field, role: str) -> Any:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from arrow_schemas.columns import aggregated, flat
 from arrow_schemas.equality import BoolArray, IndexArray
 from arrow_schemas.row import normal_array
-from arrow_schemas.tables import as_table, cast_column, is_table, refuse_nulls
+from arrow_schemas.tables import as_table, cast_column, is_table, refuse_nulls, refuse_scalars
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.key_match import key_positions
 
@@ -213,6 +213,7 @@ class StateBatch:
 
     def with_state(self, columns: Mapping[str, Any] | None = None) -> pa.Table:
         """The keys, their state, and more columns if wanted, side by side."""
+        refuse_scalars(columns or {}, "with_state() was given")
         names = [*self.keys.column_names, *self.state.column_names]
         table = pa.table([*self.keys.columns, *self.state.columns], names=names)
         for name, values in (columns or {}).items():

@@ -15,6 +15,7 @@ from pyspark.sql.types import StructType
 
 from arrow_schemas.equality import IndexArray
 from arrow_schemas.row import RowSchema
+from arrow_schemas.tables import refuse_scalars, refuse_uneven
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.spark.compat import NONE_JOINS_FLOATS, SPARK_VERSION, udf_return_type_error
 from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
@@ -40,6 +41,8 @@ _FRAME_BYTES_MAX = 1 << 30
 _SMALL_ROWS_MAX = 8
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 _DTYPES: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
+# What nearly all columns in dicts are; others are looked at.
+_COLUMNS = frozenset({list, tuple, pd.Series})
 # Rows that go to Spark at once.
 _ROWS_MAX = 10_000
 
@@ -251,8 +254,16 @@ class _Outputs:
                 raise StateValueError(
                     f"the function gave the columns {', '.join(map(str, item))}; expected {', '.join(self._names)}"
                 )
-            rows = zip(*(item[name] for name in self._names), strict=True)
-            self._rows += map(self._copy, rows) if self._copied else rows
+            columns = [item[name] for name in self._names]
+            if not _COLUMNS.issuperset(map(type, columns)):
+                refuse_scalars(item, "the function gave", ", or a tuple for one row")
+                columns = [column if hasattr(column, "__len__") else list(column) for column in columns]
+            try:
+                rows = zip(*columns, strict=True)
+                self._rows += map(self._copy, rows) if self._copied else rows
+            except ValueError:
+                refuse_uneven(dict(zip(self._names, columns, strict=True)), "the function gave")
+                raise
         if len(self._rows) >= _ROWS_MAX:
             yield from self.rest()
 

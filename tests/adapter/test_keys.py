@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -372,3 +373,51 @@ def test_a_frame_that_is_changed_after_it_was_yielded_is_as_it_is_when_it_is_sen
 
     (frame,) = called(caller(function), grouped([1], [0]))
     assert frame["n"].tolist() == [2, 2]
+
+
+ONE_ROW: list[tuple[Any, str]] = [
+    ({"k": "ab", "n": "DE"}, "'k' is 'ab' (str)"),
+    ({"k": [1], "n": b"a"}, "'n' is b'a' (bytes)"),
+    ({"k": 1, "n": 2}, "'k' is 1 (int)"),
+    ({"k": [1], "n": None}, "'n' is None (NoneType)"),
+    ({"k": [1], "n": {"x": 1}}, "'n' is {'x': 1} (dict)"),
+    ({"k": np.int64(1), "n": [1]}, "'k' is np.int64(1) (int64)"),
+    ({"k": np.array(1), "n": [1]}, "'k' is array(1) (ndarray)"),
+]
+
+
+@pytest.mark.parametrize("form", ["yielded", "returned"])
+@pytest.mark.parametrize(("item", "text"), ONE_ROW, ids=[text for _, text in ONE_ROW])
+def test_a_dict_of_one_rows_values_is_refused(item: Any, text: str, form: str) -> None:
+    """It is what people write; text in it would be as many rows as it has letters."""
+    expected = re.escape(
+        f"{text}: a dict holds columns, give a list for each, or a tuple for one row (key (41,), bucket 3, batch 7)"
+    )
+    with pytest.raises(StateValueError, match=expected.replace("np\\.int64\\(1\\)", ".*1.*")):
+        called(caller(lambda key, pdfs, state: item if form == "returned" else iter([item])), grouped([41], [0]))
+
+
+@pytest.mark.parametrize(
+    ("item", "lengths"),
+    [
+        ({"k": [1], "n": [1, 2]}, "'k' has 1, 'n' has 2"),
+        ({"k": (1, 2, 3), "n": np.array([1, 2])}, "'k' has 3, 'n' has 2"),
+        ({"n": iter([1, 2]), "k": []}, "'k' has 0, 'n' has 2"),
+    ],
+    ids=["lists", "an array", "an iterator"],
+)
+def test_columns_of_different_lengths_are_refused(item: Any, lengths: str) -> None:
+    text = rf"the function gave a dict whose columns have different lengths: {lengths}; .*\(key \(41,\), bucket 3"
+    with pytest.raises(StateValueError, match=text):
+        called(caller(lambda key, pdfs, state: item), grouped([41], [0]))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [(1, 2), np.array([1, 2]), pd.Series([1, 2]), pa.array([1, 2]), range(1, 3), {1: "a", 2: "b"}.keys()],
+    ids=repr,
+)
+def test_what_a_column_of_a_dict_may_be(column: Any) -> None:
+    (frame,) = called(caller(lambda key, pdfs, state: {"k": [41, 41], "n": column}), grouped([41], [0]))
+    assert frame["k"].tolist() == [41, 41]
+    assert [n.as_py() if isinstance(n, pa.Scalar) else n for n in frame["n"]] == [1, 2]

@@ -64,6 +64,22 @@ def test_everything_is_aligned_with_the_keys() -> None:
     assert batch.with_state().column_names == ["name", "x", "n", "note"]
 
 
+def test_a_value_in_place_of_a_column_is_refused() -> None:
+    """Four keys, and text of four letters: each key would get one."""
+    batch = batch_of()
+    with pytest.raises(StateValueError, match=r"update\(\) was given a dict whose column 'n' is 0 \(int\)"):
+        batch.update({"n": 0, "note": ["a", "b", "c", "d"]})
+    with pytest.raises(StateValueError, match=r"update\(\) was given a dict whose column 'note' is 'abcd' \(str\)"):
+        batch.update({"n": [1, 2, 3, 4], "note": "abcd"})
+    with pytest.raises(StateValueError, match=r"remove\(\) was given a dict whose column 'name' is 'a' \(str\)"):
+        batch.remove({"name": "a", "x": [0.0]})
+    with pytest.raises(StateValueError, match=r"with_state\(\) was given a dict whose column 'more' is 'abcd' \(str\)"):
+        batch.with_state({"more": "abcd"})
+    with pytest.raises(StateValueError, match=r"update\(\) was given .* different lengths: 'n' has 1, 'note' has 2"):
+        batch.update({"n": [1], "note": ["a", "b"]})
+    assert not batch.outcome.touched.any()
+
+
 def test_a_batch_without_rows_has_keys_that_timed_out_only() -> None:
     batch = batch_of([], [D, A])
     assert batch.offsets.to_pylist() == [0, 0, 0]
@@ -422,8 +438,8 @@ UPDATE_ERRORS: list[tuple[str, Any, Any, str]] = [
     ("too few rows", {"n": [1], "note": ["a"]}, None, r"update\(\) was given 1 rows and the batch has 4 keys"),
     ("too few rows with where", {"n": [1], "note": ["a"]}, MASK, r"given 1 rows; the batch has 4 keys, and `where` chooses 2"),
     ("too few rows with where for all", {"n": [1], "note": ["a"]}, [True] * 4, r"given 1 rows and the batch has 4 keys"),
-    ("columns of several lengths", {"n": [1], "note": ["a", "b"]}, None, r"update\(\) was given something that is no table"),
-    ("a scalar", {"n": 1, "note": "a"}, None, r"update\(\) was given something that is no table"),
+    ("columns of several lengths", {"n": [1], "note": ["a", "b"]}, None, r"update\(\) was given a dict whose columns have different lengths"),
+    ("a scalar", {"n": 1, "note": "a"}, None, r"update\(\) was given a dict whose column 'n' is 1 \(int\)"),
     ("a number", 5, None, r"update\(\) was given a value of type int: a table is a pyarrow Table or RecordBatch, a mapping of columns, or anything with __arrow_c_stream__"),
     ("None", None, None, r"update\(\) was given a value of type NoneType"),
     ("text for a number", {"n": ["many"] * 4, "note": ["a"] * 4}, None, r"state column 'n' of type int64 cannot hold string: .*many"),

@@ -19,6 +19,7 @@ from arrow_schemas.tables import as_table, cast_column, conformed, is_table, ref
 
 TABLE = pa.table({"k": ["a", "b"], "n": [1, None]})
 FIELDS = [pa.field("k", pa.string()), pa.field("n", pa.int64())]
+MOMENT = dt.datetime(2024, 5, 6, 7, 8, 9, 1, dt.timezone.utc)
 
 
 class Stream:
@@ -98,14 +99,41 @@ def test_a_frame_may_have_any_column_names() -> None:
         ({"K": ["a"], "n": [1]}, "the function gave the columns K, n; expected k, n"),
         (pa.table([["a"], ["b"]], names=["k", "k"]), "the function gave the columns k, k; expected k, n"),
         ({"k": ["a"], "n": ["many"]}, "output column 'n' of type int64 cannot hold string: .*many"),
-        ({"k": ["a"], "n": [1, 2]}, "the function gave something that is no table: "),
-        ({"k": "a", "n": 1}, "the function gave something that is no table: "),
+        (
+            {"k": ["a"], "n": pa.array([1, 2])},
+            "the function gave a dict whose columns have different lengths: 'k' has 1, 'n' has 2; give a value",
+        ),
         ({"k": [object()], "n": [1]}, "the function gave something that is no table: "),
     ],
 )
 def test_tables_that_do_not_conform(given: Any, text: str) -> None:
     with pytest.raises(StateValueError, match=text):
         conformed(given, FIELDS, "the function gave")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("alice", "a", b"a", bytearray(b"a"), 7, None, 1.5, True, MOMENT, {"x": 1}, decimal.Decimal(1)),
+        *(np.int64(7), np.str_("a"), np.array(7), pd.Timestamp(0), pa.scalar("a"), pa.scalar([1])),
+    ],
+    ids=repr,
+)
+def test_a_value_is_no_column(value: Any) -> None:
+    """Text, which can be iterated over, would be as many rows as it has letters."""
+    text = r"the function gave a dict whose column 'k' is .*\): a dict holds columns, give a list for each"
+    with pytest.raises(StateValueError, match=text) as raised:
+        as_table({"k": value, "n": value}, "the function gave")
+    assert raised.match(rf"\({type(value).__name__}\): ")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [[7], (7,), np.array([7]), pd.Series([7]), pa.array([7]), pa.chunked_array([[7]]), range(7, 8)],
+    ids=lambda column: type(column).__name__,
+)
+def test_what_a_column_may_be(column: Any) -> None:
+    assert as_table({"n": column}, "it gave").to_pydict() == {"n": [7]}
 
 
 def test_columns_are_found_by_name_and_two_of_one_name_by_place() -> None:
@@ -123,7 +151,6 @@ def test_no_rows_conform_whatever_their_types() -> None:
     assert conformed(pa.schema(FIELDS).empty_table(), FIELDS, "it gave").num_rows == 0
 
 
-MOMENT = dt.datetime(2024, 5, 6, 7, 8, 9, 1, dt.timezone.utc)
 CASTS: list[tuple[str, pa.Array, pa.DataType, Any]] = [
     ("a narrower number", pa.array([5], pa.int8()), pa.int64(), 5),
     ("a wider number that fits", pa.array([5]), pa.int8(), 5),
