@@ -55,6 +55,7 @@ __all__ = [
     "MissingRunError",
     "OperatorChangedError",
     "OwnershipError",
+    "ResultTypeError",
     "SchemaChangedError",
     "StateError",
     "StateValueError",
@@ -71,6 +72,10 @@ __all__ = [
 
 class UnsupportedPlanError(UsageError):
     """The query has a shape that Spark or this package cannot run."""
+
+
+class ResultTypeError(StateValueError, TypeError):
+    """The user's function gave something that is neither a frame nor rows."""
 
 
 class ExistingStateError(ChangedJobError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -16,7 +17,7 @@ from pyspark.sql.types import StructType
 from arrow_schemas.equality import IndexArray
 from arrow_schemas.row import RowSchema
 from arrow_schemas.tables import refuse_scalars, refuse_uneven
-from spark_state_ext.errors import StateValueError
+from spark_state_ext.errors import ResultTypeError, StateValueError
 from spark_state_ext.spark.compat import NONE_JOINS_FLOATS, SPARK_VERSION, udf_return_type_error
 from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
 from spark_state_ext.spark.groups import CallContext, Groups
@@ -114,10 +115,10 @@ class KeyCaller(PerKeyCaller):
                         keep(item)
                         if len(waiting) >= _PORTION_KEYS:
                             yield from outputs.take_apart()
-                    elif isinstance(item, (tuple, list, Mapping)):
+                    elif not isinstance(item, pd.DataFrame):
                         yield from outputs.add_rows(item)
-                    elif not (isinstance(item, pd.DataFrame) and not len(item)) or len(item.columns):
-                        # Not what Spark wants, or at least odd: Spark shall judge it, and raise its own error.
+                    elif len(item) or len(item.columns):
+                        # Odd, at least: Spark shall judge it, and raise its own error.
                         yield item
                 if state.touched or state.timeout_ms != NO_TIMEOUT:
                     note_position(position)
@@ -240,7 +241,7 @@ class _Outputs:
         if len(self._rows) >= _ROWS_MAX:
             yield from self._joined()
 
-    def add_rows(self, item: tuple[Any, ...] | list[Any] | Mapping[str, Any]) -> Iterator[pd.DataFrame]:
+    def add_rows(self, item: Any) -> Iterator[pd.DataFrame]:
         """Take a row as tuple, several as a list of tuples, or a dict of columns; yields what is due."""
         if self._columns is not self._names:
             yield from self.rest()
@@ -249,6 +250,12 @@ class _Outputs:
             self._rows.append(self._row(item))
         elif isinstance(item, list):
             self._rows += [self._row(row) for row in item]
+        elif not isinstance(item, Mapping):
+            raise ResultTypeError(
+                f"the function gave {reprlib.repr(item)} ({type(item).__name__}) for a row: return, or yield, one "
+                f"tuple of {', '.join(self._names)} for each output row (one row alone as [row]), lists of such "
+                "tuples, dicts of columns, or pandas.DataFrames"
+            )
         else:
             if sorted(item) != sorted(self._names):
                 raise StateValueError(
