@@ -1,52 +1,62 @@
 """Several stateful steps on the same keys inside one operator.
 
-Spark allows one `applyInPandasWithState` a query. `chain` makes one function of several: what a step yields for a
-key is
-the next step's input for that key, each step has its own state and its own timeout, and all of them are committed
+Spark allows one `applyInPandasWithState` a query. `chain` makes one function of several: what a step yields for a key
+is the next step's input for that key, each step has its own state and its own timeout, and all of them are committed
 together.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+from pyspark.sql import SparkSession
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from pyspark.sql.types import LongType, StructField, StructType
 
 from spark_state_ext.errors import UsageError
 from spark_state_ext.spark.group_state import NO_TIMEOUT, Clock, KeyState, watermark_of
+from spark_state_ext.spark.keys import as_frames
 
 __all__ = ["Chain", "Step", "chain"]
 
-StepFunction = Callable[[tuple[Any, ...], Iterable[pd.DataFrame], GroupState], Iterable[pd.DataFrame]]
+StepFunction = Callable[[tuple[Any, ...], Iterable[pd.DataFrame], GroupState], Iterable[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Step:
     """One stateful function and its schemas, as for `applyInPandasWithState`.
 
     Parameters
     ----------
     func
-        ``func(key, pdfs, state)``, yielding frames.
+        ``func(key, pdfs, state)``, yielding frames, or what else a function may give: tuples, lists of tuples, dicts of
+        columns. The next step gets frames.
     outputStructType
-        What it yields: the next step's input.
+        What it yields: the next step's input. A `StructType`, or Spark's DDL, which the active session reads.
     stateStructType
-        Its state.
+        Its state; likewise.
+
+    Raises
+    ------
+    UsageError
+        When a schema is neither, or is DDL and there is no session.
     """
 
     func: StepFunction
     outputStructType: StructType
     stateStructType: StructType
 
-    def __post_init__(self) -> None:
-        for name in ("outputStructType", "stateStructType"):
-            if not isinstance(getattr(self, name), StructType):
-                raise UsageError(f"{name} of a Step must be a StructType, not {getattr(self, name)!r}")
+    def __init__(
+        self, func: StepFunction, outputStructType: StructType | str, stateStructType: StructType | str
+    ) -> None:
+        object.__setattr__(self, "func", func)
+        object.__setattr__(self, "outputStructType", _struct(outputStructType, "outputStructType"))
+        object.__setattr__(self, "stateStructType", _struct(stateStructType, "stateStructType"))
 
 
 @dataclass(frozen=True)
@@ -161,7 +171,7 @@ class _Run:
                 step.stateStructType,
             ),
         )
-        yield from step.func(self._key, frames, inner)
+        yield from as_frames(step.func(self._key, frames, inner), step.outputStructType.names)
         if inner.touched or inner.timeout_ms != NO_TIMEOUT:
             # As Spark does: a call that changes something and sets no timeout has none.
             timeout_ms = None if inner.timeout_ms == NO_TIMEOUT else inner.timeout_ms
@@ -183,6 +193,29 @@ class _Run:
                 state.setTimeoutTimestamp(max(min(timeouts), watermark_ms, 1))
             else:
                 state.setTimeoutDuration(max(min(timeouts) - state.getCurrentProcessingTimeMs(), 1))
+
+
+def _struct(given: StructType | str, name: str) -> StructType:
+    if isinstance(given, StructType):
+        return given
+    if not isinstance(given, str):
+        raise UsageError(f"{name} of a Step must be a StructType or a string of DDL, not {given!r}")
+    spark = _active_session()
+    if spark is None:
+        raise UsageError(
+            f"{name} of a Step is given in DDL, {given!r}, which is read by a Spark session, and none is active here: "
+            "make the session first, or give a StructType"
+        )
+    from spark_state_ext.spark.columns import struct_of  # workers do without what it imports
+
+    return struct_of(given, spark, f"{name} of a Step")
+
+
+def _active_session() -> Any:
+    found = SparkSession.getActiveSession()
+    # A Connect session may have been made by its own class, where Spark's environment knows of none.
+    connect = sys.modules.get("pyspark.sql.connect.session")
+    return connect.SparkSession.getActiveSession() if found is None and connect is not None else found
 
 
 def _timeout_conf(state: GroupState) -> str:

@@ -30,7 +30,7 @@ from spark_state_ext.spark.pandas_values import (
 from spark_state_ext.spark.per_key import Call, Changes, PerKeyCaller, reraise
 from spark_state_ext.spark.state_values import changeable
 
-__all__ = ["KeyCaller"]
+__all__ = ["KeyCaller", "as_frames"]
 
 UserFunction = Callable[[tuple[Any, ...], Iterable[pd.DataFrame], KeyState], Iterable[Any]]
 
@@ -349,6 +349,31 @@ def _checked(result: Any) -> Iterable[Any]:
     except TypeError:
         raise udf_return_type_error(result, "iterable") from None
     return items
+
+
+def as_frames(result: Any, names: list[str]) -> Iterator[pd.DataFrame]:
+    """What a user's function returned, all of it as frames; rows that come one after the other are in one.
+
+    Parameters
+    ----------
+    result
+        Whatever it was.
+    names
+        Columns of rows.
+
+    Raises
+    ------
+    StateValueError
+        When it is something that `KeyCaller` does not take either.
+    """
+    outputs = _Outputs(names)
+    for item in _checked(result):
+        if isinstance(item, pd.DataFrame):
+            yield from outputs.rest()
+            yield item
+        else:
+            yield from outputs.add_rows(item)
+    yield from outputs.rest()
 
 
 def _null_patterns(rows: pa.Table, starts: IndexArray) -> IndexArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,15 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyspark.errors import PySparkTypeError
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.state import GroupState
-from pyspark.sql.types import LongType, StructField, StructType
+from pyspark.sql.types import ArrayType, LongType, StringType, StructField, StructType
 
 from spark_state_ext import ArrowState, Step, chain
-from spark_state_ext.errors import UsageError
+from spark_state_ext.errors import StateValueError, UsageError
+from spark_state_ext.spark import chain as chained
+from spark_state_ext.spark.chain import Chain
 from spark_state_ext.spark.group_state import Clock, KeyState
 
 pytestmark = pytest.mark.spark
@@ -91,9 +94,85 @@ def test_one_step_is_no_chain() -> None:
         chain(Step(running_total, RUNNING, RUNNING))
 
 
-def test_a_step_takes_struct_types() -> None:
-    with pytest.raises(UsageError, match="stateStructType"):
-        Step(running_total, RUNNING, "total long")  # type: ignore[arg-type]
+def test_a_steps_schemas_may_be_ddl(spark: SparkSession) -> None:
+    step = Step(running_total, "total bigint, tags array<string>", "total bigint")
+    assert step.outputStructType == StructType([*RUNNING, StructField("tags", ArrayType(StringType()))])
+    assert step == Step(running_total, step.outputStructType, RUNNING)
+
+
+def test_schemas_that_a_step_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="stateStructType of a Step must be a StructType or a string of DDL, not 7"):
+        Step(running_total, RUNNING, 7)  # type: ignore[arg-type]
+    monkeypatch.setattr(chained, "_active_session", lambda: None)
+    with pytest.raises(UsageError, match=r"outputStructType of a Step is given in DDL, 'n long', .*make the session"):
+        Step(running_total, "n long", RUNNING)
+
+
+def answers(steps: Chain, key: Any = 1, values: Any = (1, 2)) -> list[pd.DataFrame]:
+    """What a chain gives for a key without state that has rows."""
+    state = KeyState(None, Clock(1, -1, "NoTimeout", False, False, steps.stateStructType))
+    frames = list(steps.func((key,), iter([pd.DataFrame({"value": list(values)})]), state))
+    assert all(type(frame) is pd.DataFrame for frame in frames)
+    return frames
+
+
+NAMED = StructType([StructField("name", StringType()), StructField("n", LongType())])
+ROWS: list[tuple[Any, ...]] = [("a", 1), ("b", 2**53 + 1)]
+FORMS: dict[str, Callable[[], Any]] = {
+    "frames": lambda: iter([pd.DataFrame({"n": [1], "name": ["a"]}), pd.DataFrame({0: ["b"], 1: [2**53 + 1]})]),
+    "tuples": lambda: iter(ROWS),
+    "a list of tuples": lambda: ROWS,
+    "lists of tuples": lambda: iter([ROWS[:1], [], ROWS[1:]]),
+    "a dict of columns": lambda: {"n": [1, 2**53 + 1], "name": ["a", "b"]},
+    "dicts of columns": lambda: iter([{"name": [name], "n": [n]} for name, n in ROWS]),
+    "some of each": lambda: iter([ROWS[0], pd.DataFrame(), pd.DataFrame({"name": ["b"], "n": [2**53 + 1]})]),
+}
+
+
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_may_give_whatever_a_function_may(form: str, place: int) -> None:
+    def gives(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+        assert sum(map(len, pdfs)) == 2
+        state.update((place,))
+        return FORMS[form]()
+
+    def passes_on(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        for pdf in pdfs:
+            assert list(pdf.columns) in (["value"], ["name", "n"])
+            yield pdf if "n" in pdf else pd.DataFrame({"name": ["x", "y"], "n": [0, 0]})
+
+    functions = [gives if at == place else passes_on for at in range(3)]
+    frame = pd.concat(answers(chain(*(Step(function, NAMED, RUNNING) for function in functions))))
+    assert list(frame.columns) == ["name", "n"]
+    assert list(frame.itertuples(index=False, name=None)) == ROWS
+    assert frame["n"].dtype == "int64"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (("a", 1), r"the function gave 'a' \(str\) for a row: return, or yield, one tuple of name, n"),
+        ([("a",)], r"the function gave \('a',\) for a row; expected a tuple of name, n"),
+        ({"name": "ab", "n": 1}, r"column 'name' is 'ab' \(str\): a dict holds columns"),
+        (None, r"should be iterable"),
+        (pd.DataFrame({"name": ["a"], "n": [1]}), r"should be iterable of pandas.DataFrame"),
+    ],
+    ids=["one tuple", "a short row", "a dict of values", "None", "a frame"],
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_a_step_cannot_give_is_told_as_without_a_chain(given: Any, text: str, place: int) -> None:
+    def good(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+        assert len(list(pdfs)) == 1
+        return ROWS
+
+    def bad(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+        assert len(list(pdfs)) == 1
+        return given
+
+    steps = [Step(bad if at == place else good, NAMED, RUNNING) for at in range(2)]
+    with pytest.raises((StateValueError, PySparkTypeError), match=text):
+        answers(chain(*steps))
 
 
 def test_a_step_that_leaves_its_input_unread_loses_nothing_of_the_step_before() -> None:
