@@ -487,8 +487,8 @@ def _plain(field: StructField) -> StructField:
 
 
 def _specs(aggregates: Mapping[str, Aggregate], name: str) -> dict[str, Aggregate]:
-    wrong = [value for value in aggregates.values() if not isinstance(value, Aggregate)]
-    if not aggregates or wrong:
+    known = isinstance(aggregates, Mapping) and all(isinstance(name, str) for name in aggregates)
+    if not known or not aggregates or not all(isinstance(value, Aggregate) for value in aggregates.values()):
         raise UsageError(
             f"aggregates of {name} is a mapping of output columns to aggregates, such as {{'n': Agg.count()}}, not "
             f"{aggregates!r}"

@@ -520,12 +520,18 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
     still = session.createDataFrame([], ddl(VALUES))
     timed = df.withWatermark("at", "5 seconds")
     n = {"n": Agg.count()}
+    listed: Any = [Agg.count()]
+    numbered: Any = {1: Agg.count()}
     refused: list[tuple[type[StateError], str, Callable[[], Any]]] = [
         (UnsupportedPlanError, "batch DataFrame", lambda: aggregate(mine, still, "key", n)),
         (UnsupportedPlanError, "no key has a watermark", lambda: aggregate(mine, timed, "key", n, "append")),
         (UsageError, "'update' or 'append'", lambda: aggregate(mine, df, "key", n, "complete")),  # type: ignore[arg-type]
         (UsageError, "takes an ArrowState", lambda: aggregate(df, mine, "key", n)),  # type: ignore[arg-type]
         (UsageError, "mapping of output columns", lambda: aggregate(mine, df, "key", {"n": F.count("*")})),  # type: ignore[dict-item]
+        (UsageError, "aggregates of aggregate is a mapping", lambda: aggregate(mine, df, "key", listed)),
+        (UsageError, "aggregates of aggregate is a mapping", lambda: aggregate(mine, df, "key", listed[0])),
+        (UsageError, "aggregates of aggregate is a mapping", lambda: aggregate(mine, df, "key", numbered)),
+        (UsageError, "aggregates of sessionize is a mapping", lambda: sessionize(mine, timed, "key", "at", 1, listed)),
         (UsageError, "'key' is there more than once", lambda: aggregate(mine, df, "key", {"key": Agg.count()})),
         (UnsupportedTypeError, "sum of string", lambda: aggregate(mine, df, "key", {"x": Agg.sum("text")})),
         (
