@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import posixpath
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,11 +25,13 @@ from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, StoreFullError, UsageError
 
-__all__ = ["Entry", "Folder", "Listed", "Readable", "is_temporary"]
+__all__ = ["Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_relative"]
 
 # Object stores: a PUT is seen whole or not at all, and "rename" would be a copy.
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory", "r2"})
 _TEMPORARY = ".tmp-"
+# A path of this machine, which fsspec looks for in the process's own folder as it does not begin with a slash.
+_RELATIVE_URL = re.compile(r"(?:.*::)?(?:file|local)://(?!/)")
 
 
 @dataclass(frozen=True, order=True)
@@ -350,6 +353,25 @@ def _entry(info: Mapping[str, Any]) -> Entry:
         float(modified) if isinstance(modified, (int, float)) else None,
         info["type"] == "directory",
     )
+
+
+def refuse_relative(root: str, what: str) -> None:
+    """Raise a UsageError for a root that each process would look for in its own working folder.
+
+    Parameters
+    ----------
+    root
+        A folder as the user gave it.
+    what
+        Its name in the error.
+    """
+    if "://" not in root and not root.startswith("/"):
+        raise UsageError(f"{what} must be a URL or an absolute path, as executors have other working folders: {root!r}")
+    if _RELATIVE_URL.match(root):
+        raise UsageError(
+            f"{what} must be an absolute path, in a URL too, as executors have other working folders: {root!r} lacks "
+            "the third slash of file:///…"
+        )
 
 
 def is_temporary(name: str) -> bool:

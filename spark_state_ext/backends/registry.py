@@ -12,6 +12,7 @@ from typing import Any
 from spark_state_ext.backends import BackendFactory
 from spark_state_ext.backends.files import FilesBackend
 from spark_state_ext.errors import ExecutorPackageError, UsageError
+from spark_state_ext.folder import refuse_relative
 
 __all__ = ["CHANGELOG", "ENTRY_POINTS", "FSSPEC", "Backend", "configured", "factory_of"]
 
@@ -56,6 +57,8 @@ class Backend:
             raise UsageError(
                 "a backend's root must not hold a password, as it is written down with the state: use storage_options"
             )
+        if self.kind == FSSPEC:
+            refuse_relative(self.root, "a backend's root")
         root = self.root.rstrip("/") or self.root
         object.__setattr__(self, "root", root)
         if not (self.name or root):

@@ -20,7 +20,7 @@ from arrow_schemas.spark_types import key_fields, state_fields
 from spark_state_ext.backends.registry import CHANGELOG, FSSPEC, Backend, configured
 from spark_state_ext.commit import CommitOptions
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
-from spark_state_ext.folder import Folder
+from spark_state_ext.folder import Folder, refuse_relative
 from spark_state_ext.spark.columns import (
     WATERMARK_KEY,
     KeyLike,
@@ -148,10 +148,7 @@ class ArrowState:
         )
         if not 1 <= buckets <= BUCKETS_MAX:
             raise UsageError(f"buckets must be a whole number from 1 to {BUCKETS_MAX}, not {buckets!r}")
-        if "://" not in root and not root.startswith("/"):
-            raise UsageError(
-                f"root must be a URL or an absolute path, as executors have other working folders: {root!r}"
-            )
+        refuse_relative(root, "root")
         if local_dir is not None and not local_dir.startswith("/"):
             raise UsageError(f"local_dir must be an absolute path, not {local_dir!r}")
         if lease_ms < 100:

@@ -13,7 +13,8 @@ from spark_state_ext import Backend
 from spark_state_ext.backends import BackendFactory
 from spark_state_ext.backends.files import FilesBackend
 from spark_state_ext.backends.registry import factory_of
-from spark_state_ext.errors import ExecutorPackageError
+from spark_state_ext.errors import ExecutorPackageError, UsageError
+from spark_state_ext.folder import refuse_relative
 from spark_state_ext.testing.backends import BackendContract
 
 
@@ -79,3 +80,23 @@ def test_a_kind_that_no_package_has() -> None:
         factory_of("tape")
     assert factory_of("fsspec") is factory_of("fsspec")
     assert Backend(kind="tape", name="t").factory_options == {}
+
+
+@pytest.mark.parametrize("root", ["state", "./state", "file:state", "file://state", "local://state", "file://~/state"])
+def test_a_relative_root_is_refused(root: str) -> None:
+    """It would be below each worker's own folder."""
+    with pytest.raises(
+        UsageError, match=r"a backend's root must be .*absolute path.* executors have other working"
+    ) as it:
+        Backend(root)
+    assert repr(root) in str(it.value)
+    with pytest.raises(UsageError, match=r"^root must be .*absolute path"):
+        refuse_relative(f"simplecache::file://{root}", "root")
+
+
+@pytest.mark.parametrize(
+    "root", ["/state", "/", "file:///state", "local:///state", "memory://state", "s3://bucket/state"]
+)
+def test_roots_that_are_the_same_everywhere(root: str) -> None:
+    assert Backend(root).root == root
+    assert Backend(root, name="old name").root == root

@@ -143,6 +143,7 @@ def test_what_cannot_be_a_key_is_refused_when_planned(spark: Any, tmp_path: Path
         ({"buckets": 0}, "buckets"),
         ({"operator": "a/b"}, "operator"),
         ({"root": "relative/path"}, "absolute"),
+        ({"root": "file://relative/path"}, "absolute"),
         ({"root": "nosuchprotocol://x"}, "nosuchprotocol"),
         ({"local_dir": "here"}, "local_dir"),
         ({"lease_ms": 1}, "lease_ms"),
