@@ -32,6 +32,7 @@ from spark_state_ext.pool import DaemonPool
 __all__ = ["SCHEMA", "CallMetrics", "MetricsLog", "by_batch", "read", "timed", "timing"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
+_FILES = "*.arrows"
 _FILE_BYTES_MAX = 4 << 20
 _FILES_MAX = 64
 _HELD_ROWS_MAX = 256
@@ -220,7 +221,7 @@ class MetricsLog:
             self._writer.close()
             self._stream.close()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        old = sorted(self._folder.glob("*.arrows"), key=lambda path: path.stat().st_mtime)
+        old = sorted(self._folder.glob(_FILES), key=lambda path: path.stat().st_mtime)
         for path in old[: max(0, len(old) + 1 - _FILES_MAX)]:
             path.unlink(missing_ok=True)
         path = self._folder / f"{int(time.time() * 1000)}-{os.getpid()}-{uuid.uuid4().hex[:8]}.arrows"
@@ -239,7 +240,7 @@ def read(folder: Path | str) -> pa.Table:
     A file ends where its process was killed; what comes after the last whole batch is passed over.
     """
     batches: list[pa.RecordBatch] = []
-    for path in sorted(Path(folder).rglob("*.arrows")):
+    for path in sorted(Path(folder).rglob(_FILES)):
         with contextlib.suppress(pa.ArrowInvalid, OSError, EOFError), pa.OSFile(str(path), "r") as file:
             reader = pa.ipc.open_stream(file)
             # Of another release; its columns may mean something else.
@@ -325,12 +326,25 @@ def _shown(value: Any) -> str:
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
+def _nothing_to_read(folder: Path) -> str | None:
+    """Why there is nothing to read in a folder, if so."""
+    if not folder.is_dir():
+        return f"there is no folder {folder}{', that is a file' if folder.exists() else ''}"
+    if next(folder.rglob(_FILES), None) is None:
+        return f"no {_FILES} files below {folder}"
+    return None
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Print the batches of a folder."""
+    """Print the batches of a folder; 2 where there is none, or no file of metrics."""
     parser = argparse.ArgumentParser(prog="spark_state_ext.metrics", description="Sums over the buckets of each batch.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--calls", action="store_true", help="every call of every bucket")
     options = parser.parse_args(arguments)
+    missing = _nothing_to_read(options.folder)
+    if missing is not None:
+        print(f"{parser.prog}: {missing}", file=sys.stderr)
+        return 2
     table = read(options.folder)
     table = table if options.calls else by_batch(table)
     for row in table.to_pylist():

@@ -98,6 +98,22 @@ def test_the_command_prints_batches_and_calls(tmp_path: Path, capsys: pytest.Cap
     ]
 
 
+def test_the_command_tells_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.arrows").write_text("")
+    for name, text in (
+        ("missing", f"there is no folder {tmp_path / 'missing'}\n"),
+        ("file.arrows", f"there is no folder {tmp_path / 'file.arrows'}, that is a file\n"),
+        ("empty", f"no *.arrows files below {tmp_path / 'empty'}\n"),
+    ):
+        for arguments in ([], ["--calls"]):
+            assert main([str(tmp_path / name), *arguments]) == 2
+            out, err = capsys.readouterr()
+            assert (out, err) == ("", f"spark_state_ext.metrics: {text}")
+    # Its process was killed before it had written a batch.
+    assert main([str(tmp_path)]) == 0
+
+
 @pytest.fixture
 def exported() -> Iterator[Any]:
     """What OpenTelemetry's SDK has got, as the worker's process would set it up."""
