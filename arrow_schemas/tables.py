@@ -13,6 +13,7 @@ from arrow_schemas.errors import StateValueError
 
 __all__ = ["as_table", "cast_column", "conformed", "is_table", "refuse_nulls", "refuse_scalars", "refuse_uneven"]
 
+_TEXTS = frozenset({"string", "large_string", "string_view", "binary", "large_binary", "binary_view"})
 # What can be iterated over and is one value nevertheless.
 _VALUES = (str, bytes, bytearray, Mapping, pa.Scalar)
 
@@ -115,6 +116,7 @@ def cast_column(column: Any, field: pa.Field, role: str) -> Any:
         When a value does not fit.
     """
     if column.type != field.type:
+        _refuse_reading(column, field, role)
         try:
             if isinstance(column, pa.ChunkedArray):
                 return pa.chunked_array([_cast(chunk, field.type) for chunk in column.chunks], field.type)
@@ -124,6 +126,57 @@ def cast_column(column: Any, field: pa.Field, role: str) -> Any:
                 f"{role} {field.name!r} of type {field.type} cannot hold {column.type}: {error}"
             ) from error
     return column
+
+
+def _refuse_reading(column: Any, field: pa.Field, role: str) -> None:
+    """Raise a StateValueError where Arrow would read values as something that they are not."""
+    found = _misread(column.type, field.type)
+    # A column of nothing but NULLs has whatever type its library gives those.
+    if found is not None and column.null_count < len(column):
+        given, kind = found
+        what = given if pa.types.is_nested(column.type) else f"{_first_value(column)} ({given})"
+        raise StateValueError(
+            f"{role} {field.name!r} of type {field.type} cannot hold {column.type}: {what} is not made {kind} "
+            "by itself, cast it in the function"
+        )
+
+
+def _first_value(column: Any) -> str:
+    return reprlib.repr(next(value for value in column if value.is_valid).as_py())
+
+
+def _misread(given: pa.DataType, kind: pa.DataType) -> tuple[pa.DataType, pa.DataType] | None:
+    """The first two types, at any depth, of which Arrow would read the one as the other."""
+    types = pa.types
+    if types.is_dictionary(given):
+        given = given.value_type
+    pairs: list[tuple[pa.DataType, pa.DataType]] = []
+    if types.is_struct(given) and types.is_struct(kind):
+        pairs = [(field.type, kind.field(field.name).type) for field in given if kind.get_field_index(field.name) >= 0]
+    elif types.is_map(given) and types.is_map(kind):
+        pairs = [(given.key_type, kind.key_type), (given.item_type, kind.item_type)]
+    elif hasattr(given, "value_type") and hasattr(kind, "value_type"):
+        pairs = [(given.value_type, kind.value_type)]
+    elif _is_read_as(given, kind):
+        return given, kind
+    return next(filter(None, (_misread(*pair) for pair in pairs)), None)
+
+
+def _is_read_as(given: pa.DataType, kind: pa.DataType) -> bool:
+    """Whether Arrow finds numbers, times and the like in text, counts booleans, or finds numbers true. Functions over
+    rows may give none of these; they may give booleans for floats."""
+    types = pa.types
+    if _is_text(given):
+        return not _is_text(kind)
+    if types.is_boolean(given):
+        return bool(types.is_integer(kind))
+    numbers = types.is_integer(given) or types.is_floating(given) or types.is_decimal(given)
+    return bool(numbers and types.is_boolean(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    # By name, as older releases of PyArrow lack some of these types.
+    return str(kind) in _TEXTS or bool(pa.types.is_fixed_size_binary(kind))
 
 
 def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -412,6 +412,66 @@ def test_values_that_do_not_fit_are_refused(column: pa.Array, kind: pa.DataType)
         cast_column(column, pa.field("v", kind), "output column")
 
 
+INSTANT = pa.timestamp("us", "UTC")
+READ: list[tuple[str, pa.Array, pa.DataType, str]] = [
+    ("text for a number", pa.array([None, "7"]), pa.int64(), r"'7' \(string\) is not made int64 by itself, cast it"),
+    ("large text", pa.array(["7"], pa.large_string()), pa.float64(), r"'7' \(large_string\) is not made double"),
+    ("a dictionary of text", pa.array(["7"]).dictionary_encode(), pa.int32(), r"'7' \(string\) is not made int32"),
+    ("text for a decimal", pa.array(["7.5"]), pa.decimal128(5, 1), r"'7.5' \(string\) is not made decimal128\(5, 1\)"),
+    ("text for a date", pa.array(["2024-01-01"]), pa.date32(), r"'2024-01-01' \(string\) is not made date32\[day\]"),
+    ("text for a time", pa.array(["2024-01-01T00:00:00Z"]), INSTANT, r"\(string\) is not made timestamp\[us, tz=UTC\]"),
+    ("text for a boolean", pa.array(["true"]), pa.bool_(), r"'true' \(string\) is not made bool"),
+    ("bytes for a number", pa.array([b"7"]), pa.int64(), r"b'7' \(binary\) is not made int64"),
+    ("long text", pa.array(["7" * 1000]), pa.float64(), r"cannot hold string: '7{1,20}\.\.\.7{1,20}' \(string\)"),
+    ("a boolean for a number", pa.array([True]), pa.int64(), r"True \(bool\) is not made int64"),
+    ("a number for a boolean", pa.array([7]), pa.bool_(), r"7 \(int64\) is not made bool"),
+    ("a float for a boolean", pa.array([0.0]), pa.bool_(), r"0.0 \(double\) is not made bool"),
+    ("in a list", pa.array([["7"]]), pa.list_(pa.int64()), ": string is not made int64 by itself"),
+    ("in a large list", pa.array([["7"]], pa.large_list(pa.string())), pa.list_(pa.int64()), ": string is not made int64"),
+    ("in a struct", pa.array([{"y": 1, "x": "7"}]), pa.struct([("x", pa.int64()), ("y", pa.int64())]), ": string is not made int64"),
+    ("deeper", pa.array([[{"x": [True]}]]), pa.list_(pa.struct([("x", pa.list_(pa.int8()))])), ": bool is not made int8"),
+    ("in a map", pa.array([[("a", "7")]], pa.map_(pa.string(), pa.string())), pa.map_(pa.string(), pa.int64()), ": string is not made int64"),
+    ("as a map's key", pa.array([[("7", 7)]], pa.map_(pa.string(), pa.int64())), pa.map_(pa.int64(), pa.int64()), ": string is not made int64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "kind", "text"), [r[1:] for r in READ], ids=[r[0] for r in READ])
+def test_values_are_not_read_as_something_else(column: pa.Array, kind: pa.DataType, text: str) -> None:
+    """As in the APIs with Python's values: what a number's text says is for the function to find out."""
+    for given in (column, pa.chunked_array([column.slice(0, 0), column])):
+        with pytest.raises(
+            StateValueError, match=r"output column 'v' of type .* cannot hold .*: .*cast it in"
+        ) as raised:
+            cast_column(given, pa.field("v", kind), "output column")
+        assert raised.match(text)
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "values"),
+    [
+        (pa.array([7]), pa.string(), ["7"]),
+        (pa.array([b"a"]), pa.string(), ["a"]),
+        (pa.array(["a"]), pa.binary(), [b"a"]),
+        (pa.array([b"ab"], pa.binary(2)), pa.binary(), [b"ab"]),
+        (pa.array([True]), pa.float64(), [1.0]),
+        (pa.nulls(2, pa.string()), pa.int64(), [None, None]),
+        (pa.array([], pa.string()), INSTANT, []),
+    ],
+    ids=[
+        "numbers as text",
+        "bytes as text",
+        "text as bytes",
+        "fixed bytes",
+        "a boolean as a float",
+        "NULLs",
+        "no rows",
+    ],
+)
+def test_what_is_cast_nevertheless(column: pa.Array, kind: pa.DataType, values: list[Any]) -> None:
+    """Text of anything, as for columns of Spark; and what has no value in it."""
+    assert cast_column(column, pa.field("v", kind), "output column").to_pylist() == values
+
+
 def test_nulls_where_none_may_be_are_told_with_their_row() -> None:
     fields = [pa.field("k", pa.string()), pa.field("n", pa.int64(), nullable=False)]
     with pytest.raises(StateValueError, match="output column 'n' is declared without NULLs and row 1 is NULL"):
