@@ -173,6 +173,12 @@ def _whole_numbers(values: Iterable[Any]) -> list[int | None]:
     return [None if number is None else _whole(number) for number in numbers]
 
 
+def _decimal(value: Any) -> decimal.Decimal:
+    if isinstance(value, (str, bool)):
+        raise TypeError("it is no number")
+    return decimal.Decimal(value)
+
+
 def _culprit(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType, whose: Callable[[int], str]) -> str:
     """The first value that cannot be converted alone, for the error's text."""
     convert = _to_arrow(spark_type)
@@ -236,7 +242,7 @@ def _to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
     if isinstance(spark_type, DecimalType):
         quantum = decimal.Decimal(1).scaleb(-spark_type.scale)
         context = decimal.Context(prec=76, rounding=decimal.ROUND_HALF_UP)
-        return lambda v: decimal.Decimal(v).quantize(quantum, context=context)
+        return lambda v: (v if type(v) is decimal.Decimal else _decimal(v)).quantize(quantum, context=context)
     if isinstance(spark_type, ArrayType):
         if isinstance(spark_type.elementType, IntegralType):
             return _whole_numbers
