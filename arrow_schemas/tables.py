@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -197,11 +198,17 @@ def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
     # PyArrow casts views of lists wrongly (26 leaves an offset out, 16 mixes rows up).
     views = types.is_list_view(column.type) or types.is_large_list_view(column.type)
     if types.is_list(kind) and (views or (lists and types.is_nested(kind.value_type))):
-        ends = pc.cumulative_sum_checked(pc.fill_null(pc.list_value_length(column), 0)).cast(pa.int32())
-        offsets = pa.concat_arrays([pa.array([0], pa.int32()), ends])
         values = _cast(pc.list_flatten(column), kind.value_type)
-        return pa.ListArray.from_arrays(offsets, values, type=kind, mask=column.is_null())
+        return pa.ListArray.from_arrays(_offsets(column), values, type=kind, mask=column.is_null())
     return column if column.type == kind else column.cast(kind)
+
+
+def _offsets(lists: pa.Array) -> pa.Array:
+    """Offsets of the lists' elements, end to end; those of NULL are left out."""
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    # By way of NumPy: what Arrow's functions give has a validity bitmap at times, which no offsets may have.
+    return pa.array(np.append(0, ends), pa.int32())
 
 
 def _entries(column: pa.MapArray) -> pa.ListArray:
@@ -221,9 +228,7 @@ def _cast_map(column: pa.MapArray, kind: pa.MapType) -> pa.MapArray:
     if keys.null_count:
         raise pa.ArrowInvalid("a key is NULL")
     entries = pa.StructArray.from_arrays([keys, items], fields=[kind.key_field, kind.item_field])
-    ends = pc.cumulative_sum_checked(pc.fill_null(pc.list_value_length(lists), 0)).cast(pa.int32())
-    offsets = pa.concat_arrays([pa.array([0], pa.int32()), ends])
-    found = pa.ListArray.from_arrays(offsets, entries, mask=column.is_null())
+    found = pa.ListArray.from_arrays(_offsets(lists), entries, mask=column.is_null())
     return pa.Array.from_buffers(kind, len(found), found.buffers()[:2], found.null_count, found.offset, [entries])
 
 

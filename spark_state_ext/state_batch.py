@@ -212,10 +212,14 @@ class StateBatch:
         return pa.ListArray.from_arrays(self.offsets, flat(self.rows.column(column)))
 
     def with_state(self, columns: Mapping[str, Any] | None = None) -> pa.Table:
-        """The keys, their state, and more columns if wanted, side by side."""
+        """The keys, their state, and more columns if wanted, side by side.
+
+        A column that both have is the keys'; what the state has in it is in `state`.
+        """
         refuse_scalars(columns or {}, "with_state() was given")
-        names = [*self.keys.column_names, *self.state.column_names]
-        table = pa.table([*self.keys.columns, *self.state.columns], names=names)
+        names = self.keys.column_names
+        state = self.state.select([name for name in self.state.column_names if name not in names])
+        table = pa.table([*self.keys.columns, *state.columns], names=[*names, *state.column_names])
         for name, values in (columns or {}).items():
             column = values if isinstance(values, (pa.Array, pa.ChunkedArray)) else pa.array(values)
             table = table.append_column(name, column)

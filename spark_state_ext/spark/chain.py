@@ -118,6 +118,8 @@ class _Run:
         stored = state.getOption or (None, None) * len(steps)
         self._before = [(stored[2 * i], stored[2 * i + 1]) for i in range(len(steps))]
         self._after: list[tuple[Any, int | None]] = list(self._before)
+        # Not told by comparing: a step may have changed the very list that it was given.
+        self._touched = False
         self._outer = state
 
     def all_steps(self, pdfs: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
@@ -171,14 +173,15 @@ class _Run:
                 step.stateStructType,
             ),
         )
-        yield from as_frames(step.func(self._key, frames, inner), step.outputStructType.names)
+        yield from as_frames(step.func(self._key, frames, inner), step.outputStructType)
         if inner.touched or inner.timeout_ms != NO_TIMEOUT:
+            self._touched = True
             # As Spark does: a call that changes something and sets no timeout has none.
             timeout_ms = None if inner.timeout_ms == NO_TIMEOUT else inner.timeout_ms
         self._after[at] = (inner.getOption, timeout_ms)
 
     def write_back(self, state: GroupState) -> None:
-        if not self._timed_out and self._after == self._before:
+        if not self._timed_out and not self._touched:
             return  # as without a chain: a timeout that is due fires in this batch, where rows changed nothing
         if all(value is None and timeout is None for value, timeout in self._after):
             if state.exists:

@@ -351,22 +351,22 @@ def _checked(result: Any) -> Iterable[Any]:
     return items
 
 
-def as_frames(result: Any, names: list[str]) -> Iterator[pd.DataFrame]:
+def as_frames(result: Any, output_type: StructType) -> Iterator[pd.DataFrame]:
     """What a user's function returned, all of it as frames; rows that come one after the other are in one.
 
     Parameters
     ----------
     result
         Whatever it was.
-    names
-        Columns of rows.
+    output_type
+        Spark's type of a row.
 
     Raises
     ------
     StateValueError
         When it is something that `KeyCaller` does not take either.
     """
-    outputs = _Outputs(names)
+    outputs = _Outputs(output_type.names, frozenset(changeable(output_type)))
     for item in _checked(result):
         if isinstance(item, pd.DataFrame):
             yield from outputs.rest()

@@ -415,7 +415,7 @@ def test_columns_of_different_lengths_are_refused(item: Any, lengths: str) -> No
 @pytest.mark.parametrize(
     "column",
     [(1, 2), np.array([1, 2]), pd.Series([1, 2]), pa.array([1, 2]), range(1, 3), {1: "a", 2: "b"}.keys()],
-    ids=repr,
+    ids=lambda column: type(column).__name__,
 )
 def test_what_a_column_of_a_dict_may_be(column: Any) -> None:
     (frame,) = called(caller(lambda key, pdfs, state: {"k": [41, 41], "n": column}), grouped([41], [0]))

@@ -626,3 +626,14 @@ def test_any_sequence_of_changes_is_what_a_dict_would_hold(data: st.DataObject) 
             expected[one] = stored
     assert outcome_of(batch, known) == expected
     assert batch.outcome.touched.tolist() == [canonical(one) in touched for one in keys]
+
+
+def test_keys_beside_state_that_has_them_too() -> None:
+    """No name comes twice: polars takes no such table, and neither does `update`."""
+    batch = whole_rows()
+    table = batch.with_state({"more": [7, 8, 9]})
+    assert table.column_names == ["k", "n", "more"]
+    assert table["k"].to_pylist() == [1, 2, 3]
+    assert table["n"].to_pylist() == [8, None, None]
+    batch.update(table.drop_columns(["more"]))
+    assert outcome_of(batch, {})[2,] == Stored((2, None))

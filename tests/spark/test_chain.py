@@ -195,3 +195,26 @@ def test_a_step_that_leaves_its_input_unread_loses_nothing_of_the_step_before() 
         stored = state.getOption
         assert stored is not None
         assert tuple(stored[0]) == (expected_n,)
+
+
+def test_a_list_that_a_step_was_given_and_changed_is_a_change() -> None:
+    kept = StructType([StructField("all", ArrayType(LongType()))])
+
+    def keeps(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+        values = state.get[0] if state.exists else []
+        values += [int(value) for pdf in pdfs for value in pdf["value"]]
+        state.update((values,))
+        return {"total": [len(values)]}
+
+    steps = chain(Step(keeps, RUNNING, kept), Step(keeps_nothing, RUNNING, RUNNING))
+    stored: Any = None
+    for batch in (1, 2, 3):
+        state = KeyState(stored, Clock(1, -1, "NoTimeout", False, False, steps.stateStructType))
+        list(steps.func((1,), iter([pd.DataFrame({"value": [batch]})]), state))
+        assert state.touched
+        stored = state.getOption
+    assert list(stored[0][0]) == [1, 2, 3]
+
+
+def keeps_nothing(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    yield from pdfs
