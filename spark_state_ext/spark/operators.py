@@ -5,58 +5,55 @@ What they do is in `spark_state_ext.operators`; here Spark's schemas become thos
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import pyarrow as pa
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupStateTimeout
 from pyspark.sql.types import (
     ArrayType,
-    BinaryType,
-    BooleanType,
-    DataType,
-    DecimalType,
-    DoubleType,
     IntegerType,
     LongType,
-    StringType,
     StructField,
     StructType,
     TimestampType,
 )
 
-from arrow_schemas.spark_types import state_fields
-from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
-from spark_state_ext.operators.agg import Aggregate, kernel_of
-from spark_state_ext.operators.aggregate import Aggregates, Aggregation, Bound, PartialAggregation
+from spark_state_ext.errors import UnsupportedPlanError, UsageError
+from spark_state_ext.operators.agg import Aggregate
+from spark_state_ext.operators.aggregate import Aggregates, Aggregation, PartialAggregation
 from spark_state_ext.operators.deduplicate import EXPIRES_US, Deduplication
 from spark_state_ext.operators.sessionize import END, SESSION_WINDOW, SESSIONS, START, Sessions
 from spark_state_ext.operators.top_k import TOP, TopK
-from spark_state_ext.spark.columns import WATERMARK_KEY, KeyLike, event_time_of, refuse_session_windows, resolve_keys
+from spark_state_ext.spark.columns import WATERMARK_KEY, KeyLike, event_time_of, resolve_keys
 from spark_state_ext.spark.combine import Combining
 from spark_state_ext.spark.job import ARROW
+from spark_state_ext.spark.operator_columns import (
+    PLAIN,
+    Keys,
+    checked_aggregates,
+    column_of,
+    functions_of,
+    identity,
+    listed,
+    order_text,
+    plain,
+    quoted,
+    refuse_doubles,
+    refuse_nested,
+    refuse_sort_orders,
+    result_fields,
+    selected,
+    state_type_of,
+)
 from spark_state_ext.spark.plan import ArrowState
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
 
 __all__ = ["aggregate", "deduplicate", "sessionize", "top_k"]
 
-Keys = KeyLike | Sequence[KeyLike]
-_NAME = re.compile(r"\w+")
-_SORT_ORDER = re.compile(r" (ASC|DESC) NULLS (FIRST|LAST)\b")
-# In place of the metadata that a column has by itself: Spark passes on that of event times.
-_PLAIN = {"spark_state_ext.value": True}
 _EVENT_TIME, _NO_TIMEOUT = GroupStateTimeout.EventTimeTimeout, GroupStateTimeout.NoTimeout
-_SIMPLE: dict[pa.DataType, DataType] = {
-    pa.int64(): LongType(),
-    pa.float64(): DoubleType(),
-    pa.bool_(): BooleanType(),
-    pa.binary(): BinaryType(),
-}
 
 
 def aggregate(
@@ -105,18 +102,18 @@ def aggregate(
     _check(state, df, "aggregate")
     if output_mode not in ("update", "append"):
         raise UsageError(f"output_mode of aggregate must be 'update' or 'append', not {output_mode!r}")
-    specs = _specs(aggregates, "aggregate")
-    key_columns = _listed(keys)
-    narrow, bound = _selected(df, key_columns, specs)
+    specs = checked_aggregates(aggregates, "aggregate")
+    key_columns = listed(keys)
+    narrow, bound = selected(df, key_columns, specs)
     key_fields = narrow.schema.fields[: len(key_columns)]
     names = [field.name for field in key_fields]
-    state_type = _state_type(bound, narrow.schema)
-    _distinct([*names, *aggregates], "output columns of aggregate")
+    state_type = state_type_of(bound, narrow.schema)
+    refuse_doubles([*names, *aggregates], "output columns of aggregate")
     found = event_time_of(narrow.schema)
     lives_by = event_time_of(df.schema) if found is None and state.ttl is not None else None
     if lives_by is not None:
         # Comes along for the time to live, whose clock it may be.
-        narrow, _ = _selected(df, key_columns, specs, F.col(_quoted(df.columns)[lives_by[0]]).alias("__at"))
+        narrow, _ = selected(df, key_columns, specs, F.col(quoted(df.columns)[lives_by[0]]).alias("__at"))
     if found is None and output_mode == "append":
         raise UnsupportedPlanError(
             "aggregate in append mode gives a group when the watermark has passed it, and no key has a watermark: call "
@@ -128,12 +125,12 @@ def aggregate(
     function = Aggregation(
         partial.aggregates, names[found[0]] if found else None, output_mode == "append", combining is not None
     )
-    output = StructType([*(_plain(field) for field in key_fields), *_results(bound, narrow.schema)])
+    output = StructType([*(plain(field) for field in key_fields), *result_fields(bound, narrow.schema)])
     timeout = _EVENT_TIME if found else _NO_TIMEOUT
     return state.planned(
         ARROW,
         narrow,
-        _quoted(names),
+        quoted(names),
         function,
         output,
         state_type,
@@ -141,7 +138,7 @@ def aggregate(
         timeout,
         "aggregate",
         combining,
-        _identity("aggregate", _functions(specs)),
+        identity("aggregate", functions_of(specs)),
     )
 
 
@@ -180,8 +177,8 @@ def deduplicate(
     """
     _check(state, df, "deduplicate")
     schema = df.schema
-    _distinct(schema.names, "columns of the input of deduplicate")
-    key_columns = _quoted(schema.names) if keys is None else _listed(keys)
+    refuse_doubles(schema.names, "columns of the input of deduplicate")
+    key_columns = quoted(schema.names) if keys is None else listed(keys)
     event_time = event_time_of(schema)
     function = Deduplication()
     if within_watermark:
@@ -193,7 +190,7 @@ def deduplicate(
     elif event_time is not None:
         timed = [f.name for f in df.select(*key_columns).schema.fields if WATERMARK_KEY in (f.metadata or {})]
         function = Deduplication(key_time=timed[0] if timed else None)
-    output = StructType([_plain(field) for field in schema.fields])
+    output = StructType([plain(field) for field in schema.fields])
     state_type = StructType([StructField(EXPIRES_US, LongType())])
     # Spark's operators drop late rows under an event-time timeout, whether or not there is one.
     timeout = _NO_TIMEOUT if event_time is None else _EVENT_TIME
@@ -247,30 +244,30 @@ def sessionize(
     _check(state, df, "sessionize")
     if isinstance(gap_ms, bool) or not isinstance(gap_ms, int) or gap_ms < 1:
         raise UsageError(f"gap_ms of sessionize must be a whole number from 1 on, not {gap_ms!r}")
-    specs = _specs(aggregates, "sessionize")
-    key_columns = _listed(keys)
+    specs = checked_aggregates(aggregates, "sessionize")
+    key_columns = listed(keys)
     timed = df.select(time).schema.fields[0]
     if WATERMARK_KEY not in (timed.metadata or {}) or not isinstance(timed.dataType, TimestampType):
         raise UnsupportedPlanError(
             f"sessionize gives a session when the watermark has reached its end, and {timed.name!r} is no timestamp "
             "with a watermark: call withWatermark"
         )
-    own_end = F.timestamp_micros(F.unix_micros(_column(time)) + F.lit(1000 * gap_ms))
+    own_end = F.timestamp_micros(F.unix_micros(column_of(time)) + F.lit(1000 * gap_ms))
     ended = own_end.alias("__end", metadata={WATERMARK_KEY: timed.metadata[WATERMARK_KEY]})
-    narrow, bound = _selected(df, key_columns, specs, ended)
+    narrow, bound = selected(df, key_columns, specs, ended)
     narrow = narrow.where(F.col("__end").isNotNull())
     key_fields = narrow.schema.fields[: len(key_columns)]
     names = [field.name for field in key_fields]
-    kept = _state_type(bound, narrow.schema)
-    _distinct([*names, SESSION_WINDOW, *aggregates], "output columns of sessionize")
-    _distinct([START, END, *kept.names], "state columns of sessionize")
+    kept = state_type_of(bound, narrow.schema)
+    refuse_doubles([*names, SESSION_WINDOW, *aggregates], "output columns of sessionize")
+    refuse_doubles([START, END, *kept.names], "state columns of sessionize")
     session = StructType([StructField(START, TimestampType()), StructField(END, TimestampType()), *kept.fields])
     window = StructType([StructField("start", TimestampType()), StructField("end", TimestampType())])
     output = StructType(
         [
-            *(_plain(field) for field in key_fields),
+            *(plain(field) for field in key_fields),
             StructField(SESSION_WINDOW, window),
-            *_results(bound, narrow.schema),
+            *result_fields(bound, narrow.schema),
         ]
     )
     state_type = StructType([StructField(SESSIONS, ArrayType(session))])
@@ -278,14 +275,14 @@ def sessionize(
     return state.planned(
         ARROW,
         narrow,
-        _quoted(names),
+        quoted(names),
         function,
         output,
         state_type,
         "append",
         _EVENT_TIME,
         "sessionize",
-        function=_identity("sessionize", _functions(specs)),
+        function=identity("sessionize", functions_of(specs)),
     )
 
 
@@ -347,20 +344,20 @@ def top_k(
         raise UsageError(f"k of top_k must be a whole number from 1 on, not {k!r}")
     if emit not in ("all", "changed"):
         raise UsageError(f"emit of top_k must be 'all' or 'changed', not {emit!r}")
-    orders = _listed(order_by)
+    orders = listed(order_by)
     downwards = [descending] * len(orders) if isinstance(descending, bool) else list(descending)
     if not orders or len(orders) != len(downwards):
         raise UsageError(f"order_by of top_k has {len(orders)} columns, and descending {len(downwards)} values")
-    _refuse_sort_orders(orders, df.schema.names)
-    key_type, _, extra = resolve_keys(df, df.schema, _listed(keys))
+    refuse_sort_orders(orders, df.schema.names)
+    key_type, _, extra = resolve_keys(df, df.schema, listed(keys))
     inputs, extra_fields = df.schema.names, [field for field in key_type.fields if field.name not in df.schema.names]
     if len(extra) != len(extra_fields):
         raise UsageError("a key of top_k is an expression under the name of an input column: give it another, by alias")
     extra_names = [field.name for field in extra_fields]
-    _distinct([*inputs, *extra_names, rank], "output columns of top_k")
+    refuse_doubles([*inputs, *extra_names, rank], "output columns of top_k")
     # A window has its column's watermark, which would then be there twice.
     derived = [
-        _column(key).alias(field.name, metadata=field.metadata or _PLAIN)
+        column_of(key).alias(field.name, metadata=field.metadata or PLAIN)
         for key, field in zip(extra, extra_fields, strict=True)
     ]
     # An order column that the key has too is kept beside it.
@@ -369,15 +366,15 @@ def top_k(
         for i, order in enumerate(orders)
     ]
     hidden = [
-        _column(order).alias(name, metadata=_PLAIN)
+        column_of(order).alias(name, metadata=PLAIN)
         for order, name in zip(orders, ordered, strict=True)
         if name is not order
     ]
     wide = df.select("*", *derived, *hidden)
     for name in ordered:
-        _check_flat(wide.schema[name], "order column")
+        refuse_nested(wide.schema[name], "order column")
     kept = [field for field in wide.schema.fields if field.name not in key_type.names]
-    output = [_plain(field) for field in wide.schema.fields if field.name in {*inputs, *extra_names}]
+    output = [plain(field) for field in wide.schema.fields if field.name in {*inputs, *extra_names}]
     function = TopK(
         k,
         tuple(zip(ordered, downwards, strict=True)),
@@ -392,7 +389,7 @@ def top_k(
     return state.planned(
         ARROW,
         wide,
-        _quoted(key_type.names),
+        quoted(key_type.names),
         function,
         output_type,
         state_type,
@@ -401,7 +398,7 @@ def top_k(
         "top_k",
         # Under a time to live by event time each row's time counts.
         None if state.ttl is not None else Combining(function.thin, wide.schema),
-        _identity("top_k", {"k": k, "order_by": _order_text(orders, downwards)}),
+        identity("top_k", {"k": k, "order_by": order_text(orders, downwards)}),
     )
 
 
@@ -425,136 +422,3 @@ def _check(state: ArrowState, df: DataFrame, name: str) -> None:
             f"{name} is not supported with a batch DataFrame: state lives from micro-batch to micro-batch. Use "
             "readStream for the input."
         )
-
-
-def _listed(columns: Keys) -> list[Any]:
-    return list(columns) if isinstance(columns, (list, tuple)) else [columns]
-
-
-def _column(given: KeyLike) -> Column:
-    return F.col(given) if isinstance(given, str) else given
-
-
-def _refuse_sort_orders(orders: Sequence[KeyLike], inputs: Sequence[str]) -> None:
-    """Refuse ``F.col("v").desc()``, which Spark only notices when it runs."""
-    for order in orders:
-        text = str(order)
-        if isinstance(order, str) or text in {f"Column<'{name}'>" for name in inputs}:
-            continue
-        if _SORT_ORDER.search(text):
-            raise UsageError(
-                f"order_by of top_k has {text}, a column with an order of its own: give the column as it is, and use "
-                "descending=True or False, for each of them if they differ. NULLs are the smallest."
-            )
-
-
-def _identity(name: str, parameters: Mapping[str, Any]) -> str:
-    """A built-in operator as in `OperatorFile`."""
-    return json.dumps({"name": name, "parameters": dict(parameters)}, sort_keys=True)
-
-
-def _functions(specs: Mapping[str, Aggregate]) -> dict[str, str]:
-    """What is in each aggregate's state. Their columns may be others: a renamed column has the same values."""
-    return {name: spec.function + (" ignoring NULLs" if spec.ignore_nulls else "") for name, spec in specs.items()}
-
-
-def _order_text(orders: Sequence[KeyLike], downwards: Sequence[bool]) -> str:
-    """An order; the text of an expression is another in other releases of Spark, and so is left out."""
-    return ", ".join(
-        f"{order if isinstance(order, str) else 'an expression'} {'descending' if descending else 'ascending'}"
-        for order, descending in zip(orders, downwards, strict=True)
-    )
-
-
-def _quoted(names: Sequence[str]) -> list[Any]:
-    return [name if _NAME.fullmatch(name) else f"`{name.replace('`', '``')}`" for name in names]
-
-
-def _distinct(names: Sequence[str], what: str) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise UsageError(f"{what} have different names, and {name!r} is there more than once: use an alias")
-        seen.add(name)
-
-
-def _plain(field: StructField) -> StructField:
-    """An output column: the same, without a watermark."""
-    metadata = {
-        name: value for name, value in (field.metadata or {}).items() if name != WATERMARK_KEY and name not in _PLAIN
-    }
-    return StructField(field.name, field.dataType, field.nullable, metadata)
-
-
-def _specs(aggregates: Mapping[str, Aggregate], name: str) -> dict[str, Aggregate]:
-    known = isinstance(aggregates, Mapping) and all(isinstance(name, str) for name in aggregates)
-    if not known or not aggregates or not all(isinstance(value, Aggregate) for value in aggregates.values()):
-        raise UsageError(
-            f"aggregates of {name} is a mapping of output columns to aggregates, such as {{'n': Agg.count()}}, not "
-            f"{aggregates!r}"
-        )
-    return dict(aggregates)
-
-
-def _selected(
-    df: DataFrame, keys: Sequence[KeyLike], specs: Mapping[str, Aggregate], *more: Column
-) -> tuple[DataFrame, tuple[Bound, ...]]:
-    """The keys, `more`, and the columns that are aggregated, each once; and the functions of these."""
-    names: dict[Any, str] = {}
-    values = []
-    for spec in specs.values():
-        # Columns of Spark have no equality; the same object is the same expression.
-        known = spec.column if isinstance(spec.column, str) else id(spec.column)
-        if spec.column is not None and known not in names:
-            names[known] = f"__v{len(names)}"
-            values.append(_column(spec.column).alias(names[known], metadata=_PLAIN))
-    narrow = df.select(*keys, *more, *values)
-    refuse_session_windows(narrow.schema.fields[: len(keys)])
-    _distinct(narrow.columns, "keys")
-    bound = []
-    for name, spec in specs.items():
-        column = (
-            None if spec.column is None else names[spec.column if isinstance(spec.column, str) else id(spec.column)]
-        )
-        field = None if column is None else narrow.schema[column]
-        if field is not None and spec.function in ("min", "max", "approx_count_distinct"):
-            _check_flat(field, f"column of the aggregate {name!r}")
-        bound.append(Bound(name, kernel_of(spec, None if field is None else _arrow(field), name), column))
-    return narrow, tuple(bound)
-
-
-def _arrow(field: StructField) -> pa.DataType:
-    return state_fields(StructType([field]).json(), "input")[0].type
-
-
-def _check_flat(field: StructField, what: str) -> None:
-    """Refuse what cannot be compared as Spark compares it."""
-    collation = getattr(field.dataType, "collation", None) if isinstance(field.dataType, StringType) else None
-    if collation not in (None, "UTF8_BINARY") or pa.types.is_nested(_arrow(field)):
-        raise UnsupportedTypeError(
-            f"the {what} has the type {field.dataType.simpleString()}, whose values cannot be compared: "
-            "use plain strings, numbers, binaries, dates or timestamps"
-        )
-
-
-def _state_type(bound: Sequence[Bound], schema: StructType) -> StructType:
-    fields = [
-        StructField(name, _spark(data_type, one, schema))
-        for one in bound
-        for name, data_type in zip(one.state_names, one.state_types, strict=True)
-    ]
-    _distinct([field.name for field in fields], "state columns of the aggregates")
-    return StructType(fields)
-
-
-def _results(bound: Sequence[Bound], schema: StructType) -> list[StructField]:
-    return [StructField(one.name, _spark(one.kernel.result, one, schema)) for one in bound]
-
-
-def _spark(data_type: pa.DataType, bound: Bound, schema: StructType) -> DataType:
-    """Spark's type of a buffer or result: that of its input, or one of the few that functions have of their own."""
-    if bound.column is not None and data_type == _arrow(schema[bound.column]):
-        return schema[bound.column].dataType
-    if pa.types.is_decimal(data_type):
-        return DecimalType(data_type.precision, data_type.scale)
-    return _SIMPLE[data_type]
