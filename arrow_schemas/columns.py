@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from arrow_schemas.errors import UnsupportedTypeError
 
-__all__ = ["aggregated", "event_times_us", "flat"]
+__all__ = ["aggregated", "event_times_us", "flat", "shown"]
 
 
 def flat(column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -86,3 +86,19 @@ def aggregated(table: pa.Table, group: str, aggregations: Sequence[Any]) -> pa.T
     # Arrow gives groups in the order in which it meets them, mostly: the hashes of some may clash.
     ids = flat(found.column(group)).to_numpy()
     return found if (ids[1:] > ids[:-1]).all() else found.take(pa.array(np.argsort(ids)))
+
+
+def shown(column: pa.Array | pa.ChunkedArray, at: int) -> object:
+    """A value for a message: also one that Python cannot hold, such as text that is not UTF-8 or the year 10000."""
+    value = column[at]
+    try:
+        return value.as_py()
+    except (UnicodeDecodeError, OverflowError, ValueError):
+        pass
+    kind = column.type
+    if pa.types.is_nested(kind):
+        return f"a {kind} that Python cannot hold"
+    plain = pa.binary() if pa.types.is_string(kind) or pa.types.is_large_string(kind) else pa.int64()
+    if pa.types.is_date32(kind):
+        value = value.cast(pa.int32())
+    return f"{value.cast(plain).as_py()!r} ({kind})"

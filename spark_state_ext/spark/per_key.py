@@ -15,6 +15,7 @@ import pandas as pd
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
+from arrow_schemas.columns import shown
 from arrow_schemas.equality import HashArray
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
@@ -148,7 +149,7 @@ class PerKeyCaller(abc.ABC):
         )
 
         def whose(row: int) -> str:
-            return f" (key {shown_key(tuple(key[changes.positions[row]].as_py() for key in keys))})"
+            return f" (key {shown_key(tuple(shown(key, changes.positions[row]) for key in keys))})"
 
         columns = [
             values_to_column(values, spark.dataType, arrow.type, f"state column {arrow.name!r}", whose)

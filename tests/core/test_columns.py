@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from arrow_schemas.columns import aggregated, event_times_us, flat
+from arrow_schemas.columns import aggregated, event_times_us, flat, shown
 from spark_state_ext.errors import UnsupportedTypeError
 
 MOMENT = dt.datetime(2026, 1, 2, 3, 4, 5, 678_000, tzinfo=dt.timezone.utc)
@@ -73,3 +73,24 @@ def test_aggregates_come_in_the_order_of_groups(groups: int) -> None:
     assert found.column("id").to_pylist() == list(range(groups))
     assert found.column("value_sum").to_pylist() == [4 * n + 1 for n in range(groups)]
     assert found.column("count_all").to_pylist() == [2] * groups
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [
+        (pa.array(["a", None]), "a"),
+        (pa.array([b"a\xff"]).view(pa.binary()), "b'a\\xff'"),
+        (pa.Array.from_buffers(pa.string(), 1, pa.array([b"a\xff"]).buffers()), "b'a\\xff' (string)"),
+        (pa.array([2**62], pa.timestamp("us")), "4611686018427387904 (timestamp[us])"),
+        (pa.array([2**62], pa.timestamp("us", "UTC")), "4611686018427387904 (timestamp[us, tz=UTC])"),
+        (pa.array([2**30], pa.int32()).view(pa.date32()), "1073741824 (date32[day])"),
+        (
+            pa.array([[2**30]], pa.list_(pa.int32())).cast(pa.list_(pa.date32())),
+            "a list<item: date32[day]> that Python cannot hold",
+        ),
+    ],
+    ids=["text", "bytes", "text that is not UTF-8", "a time", "a time with a zone", "a date", "a list of dates"],
+)
+def test_any_value_can_be_shown(column: pa.Array, text: str) -> None:
+    assert str(shown(column, 0)) == text
+    assert str(shown(pa.chunked_array([column]), 0)) == text
