@@ -32,6 +32,7 @@ from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullErr
 __all__ = ["DATABASES", "ClosedEnvironmentError", "Environment", "SharedEnvironment", "boot_id"]
 
 T = TypeVar("T")
+ViewType = TypeVar("ViewType", bound="Reader")
 
 DATABASES = (b"meta", b"runs", b"chunks", b"pins", b"notes")
 MAP_BYTES_MIN = 1 << 20
@@ -256,8 +257,8 @@ class Environment:
         """Run `work` in one read transaction. Memory it gets from the reader dies with the call."""
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
-                with self._used(), _translated(self.folder), self._env.begin(buffers=True) as txn:
-                    return work(Reader(txn, self._dbs))
+                with self._used(), _translated(self.folder):
+                    return self._in_transaction(Reader, work, write=False)
             except lmdb.MapResizedError:
                 self._adopt()
         raise StorageError(
@@ -273,8 +274,7 @@ class Environment:
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
                 with self._used(), _translated(self.folder):
-                    with self._env.begin(write=True, buffers=True) as txn:
-                        done = work(Writing(txn, self._dbs))
+                    done = self._in_transaction(Writing, work, write=True)
                     self._lengthen()
                     return done
             except lmdb.MapResizedError:
@@ -282,6 +282,21 @@ class Environment:
             except lmdb.MapFullError:
                 self._grow(need_bytes)
         raise StoreFullError(f"the map of {self.folder} is {self.map_bytes} bytes large and still full")
+
+    def _in_transaction(self, view: type[ViewType], work: Callable[[ViewType], T], write: bool) -> T:
+        """Run `work` in a transaction, of which nothing is left when this returns, also by an error.
+
+        What is left of it is taken down when nobody refers to it any more. With py-lmdb 1.4 that ends the process where
+        somebody closes the environment at that moment, so it must be within the gate, and no traceback may hold it.
+        """
+        txn = self._env.begin(write=write, buffers=True)
+        seen = view(txn, self._dbs)
+        try:
+            with txn:
+                return work(seen)
+        finally:
+            seen.end()
+            del txn
 
     def _adopt(self) -> None:
         with self._alone(), _translated(self.folder):
@@ -362,6 +377,10 @@ class Reader:
     def __init__(self, txn: lmdb.Transaction, dbs: dict[bytes, Any]) -> None:
         self._txn = txn
         self._dbs = dbs
+
+    def end(self) -> None:
+        """Let go of the transaction."""
+        del self._txn
 
     def get(self, db: bytes, key: bytes) -> memoryview | None:
         """The value of a key, valid until the transaction ends; None when absent."""
