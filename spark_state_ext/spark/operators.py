@@ -137,8 +137,8 @@ def aggregate(
         output_mode,
         timeout,
         "aggregate",
-        combining,
-        identity("aggregate", functions_of(specs)),
+        combining=combining,
+        function=identity("aggregate", functions_of(specs)),
     )
 
 
@@ -397,8 +397,8 @@ def top_k(
         _NO_TIMEOUT,
         "top_k",
         # Under a time to live by event time each row's time counts.
-        None if state.ttl is not None else Combining(function.thin, wide.schema),
-        identity("top_k", {"k": k, "order_by": order_text(orders, downwards)}),
+        combining=None if state.ttl is not None else Combining(function.thin, wide.schema),
+        function=identity("top_k", {"k": k, "order_by": order_text(orders, downwards)}),
     )
 
 

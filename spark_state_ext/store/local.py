@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import pyarrow as pa
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import CorruptStoreError, MissingRunError, StorageError
-from spark_state_ext.store import notes, pins
+from spark_state_ext.store import manifest, notes, pins
 from spark_state_ext.store.base_file import (
     check_blocks,
     chunks_in,
@@ -28,7 +28,6 @@ from spark_state_ext.store.base_file import (
     mapped,
     remove_abandoned,
 )
-from spark_state_ext.store.checked import checked, opened
 from spark_state_ext.store.environment import MAP_BYTES_MIN, Reader, SharedEnvironment, Writing
 from spark_state_ext.store.merging import MERGE_BYTES_MAX, choose_merge, choose_runs, droppable, outgrown
 from spark_state_ext.store.runs import CHUNK_ROWS, Chunk, Run, cut, decode_chunk, encode_chunk
@@ -95,7 +94,7 @@ class LocalStore:
         MissingRunError
             When a run of its lineage is absent; `ref` says at which checkpoint.
         """
-        runs = self._environment.read(lambda txn: choose_runs(_runs(txn), head))
+        runs = self._environment.read(lambda txn: choose_runs(manifest.every(txn), head))
         if len(self._checked) > _CHECKED_MAX:
             self._checked.clear()
         return View(self, runs)
@@ -106,11 +105,11 @@ class LocalStore:
 
     def has(self, ref: CheckpointRef) -> bool:
         """Whether some run ends at this checkpoint."""
-        return self._environment.read(lambda txn: any(run.newest == ref for run in _runs(txn)))
+        return self._environment.read(lambda txn: any(run.newest == ref for run in manifest.every(txn)))
 
     def runs(self) -> list[Run]:
         """All runs here, in no order."""
-        return self._environment.read(lambda txn: list(_runs(txn)))
+        return self._environment.read(lambda txn: list(manifest.every(txn)))
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -133,7 +132,7 @@ class LocalStore:
         """
 
         def intact(txn: Reader) -> None:
-            choose_runs(_runs(txn), parent)
+            choose_runs(manifest.every(txn), parent)
 
         return self._add(batches, newest=ref, oldest=ref, parent=parent, base=False, check=intact)
 
@@ -188,6 +187,13 @@ class LocalStore:
         CorruptFileError
             When it is no such file.
         """
+
+        def add(txn: Writing) -> Run:
+            existing = manifest.same(txn, run)
+            if existing is None:
+                manifest.put(txn, run)
+            return existing or run
+
         folder = self._environment.folder
         run = Run(uuid.uuid4().hex, ref, ref, None, True, rows, 0, (), body_bytes, tuple(blocks))
         try:
@@ -197,7 +203,7 @@ class LocalStore:
         try:
             data = mapped(folder, run)
             run = replace(run, chunks=chunks_in(data, body_bytes, self.schema.arrow, rows, f"the snapshot of {ref}"))
-            written = self._environment.write(lambda txn: _same_or_new(txn, run))
+            written = self._environment.write(add)
         except BaseException:
             file_of(folder, run.key).unlink(missing_ok=True)
             raise
@@ -235,7 +241,7 @@ class LocalStore:
         base = merging[-1].base or merging[-1].parent is None
 
         def intact(txn: Reader) -> None:
-            _all_present(txn, merging, "merged")
+            manifest.check_present(txn, merging, "merged")
 
         return self._add(
             View(self, merging).scan(keep_tombstones=not base),
@@ -251,15 +257,14 @@ class LocalStore:
 
         def work(txn: Writing) -> list[Run]:
             now = time.time()
-            dropped = droppable(_runs(txn), head, frozenset(pins.pinned(txn)))
+            dropped = droppable(manifest.every(txn), head, frozenset(pins.pinned(txn)))
             for run in dropped:
-                txn.delete(b"runs", b"run/" + run.key.encode())
+                manifest.drop(txn, run)
                 txn.delete_prefix(b"chunks", bytes.fromhex(run.key))
-            # Copied before the first change: a change may move what a view shows.
-            for key, value in [(key, bytes(value)) for key, value in txn.items(b"runs", b"new/")]:
-                if json.loads(opened(key, value))["started_s"] < now - _ABANDONED_AFTER_S:
-                    txn.delete_prefix(b"chunks", bytes.fromhex(key[4:].decode()))
-                    txn.delete(b"runs", key)
+            for key, started_s in manifest.begun(txn):
+                if started_s < now - _ABANDONED_AFTER_S:
+                    txn.delete_prefix(b"chunks", bytes.fromhex(key))
+                    manifest.end(txn, key)
             return dropped
 
         self._environment.check_readers()
@@ -279,7 +284,7 @@ class LocalStore:
         name = uuid.uuid4().hex
 
         def work(txn: Writing) -> None:
-            _all_present(txn, view.runs, "pinned")
+            manifest.check_present(txn, view.runs, "pinned")
             pins.put(txn, name, [run.key for run in view.runs], seconds)
 
         self._environment.write(work)
@@ -399,20 +404,20 @@ class LocalStore:
         )
 
         def finish(txn: Writing) -> Run:
-            for existing in _runs(txn):
-                if (existing.newest, existing.oldest, existing.base) == (newest, oldest, base):
-                    txn.delete_prefix(b"chunks", bytes.fromhex(run.key))
-                    txn.delete(b"runs", b"new/" + run.key.encode())
-                    return existing
+            existing = manifest.same(txn, run)
+            if existing is not None:
+                txn.delete_prefix(b"chunks", bytes.fromhex(run.key))
+                manifest.end(txn, run.key)
+                return existing
             check(txn)
-            if pending.any_flushed and txn.get(b"runs", b"new/" + run.key.encode()) is None:
+            if pending.any_flushed and not manifest.is_begun(txn, run.key):
                 raise StorageError(
                     f"writing run {newest} to the local store {self.folder} took so long that it was taken for "
                     "abandoned; try again"
                 )
             pending.put_waiting(txn)
-            _put(txn, b"run/" + run.key.encode(), run.encode())
-            txn.delete(b"runs", b"new/" + run.key.encode())
+            manifest.put(txn, run)
+            manifest.end(txn, run.key)
             return run
 
         written = self._environment.write(finish, pending.waiting_bytes)
@@ -422,9 +427,9 @@ class LocalStore:
 
     def _worth_pruning(self, head: CheckpointRef | None) -> bool:
         def work(txn: Reader) -> bool:
-            if next(txn.items(b"runs", b"new/"), None) is not None:
+            if manifest.begun(txn):
                 return True
-            runs = list(_runs(txn))
+            runs = list(manifest.every(txn))
             # A worker lives long and runs do not: forget what was checked of those that are gone.
             keys = {run.key for run in runs}
             # Of copies: the background reads from this store too.
@@ -473,7 +478,7 @@ class _Pending:
         self.any_flushed = False
 
     def put_waiting(self, txn: Writing) -> None:
-        _put(txn, b"new/" + self.key.encode(), json.dumps({"started_s": time.time()}).encode())
+        manifest.begin(txn, self.key)
         for index, data in self.waiting:
             txn.put(b"chunks", _chunk_key(self.key, index), memoryview(data))
 
@@ -483,29 +488,5 @@ class _Pending:
         self.any_flushed = True
 
 
-def _same_or_new(txn: Writing, run: Run) -> Run:
-    for existing in _runs(txn):
-        if (existing.newest, existing.oldest, existing.base) == (run.newest, run.oldest, run.base):
-            return existing
-    _put(txn, b"run/" + run.key.encode(), run.encode())
-    return run
-
-
-def _put(txn: Writing, key: bytes, value: bytes) -> None:
-    txn.put(b"runs", key, checked(key, value))
-
-
 def _chunk_key(run_key: str, index: int) -> bytes:
     return bytes.fromhex(run_key) + index.to_bytes(4, "big")
-
-
-def _runs(txn: Reader) -> Iterator[Run]:
-    for key, value in txn.items(b"runs", b"run/"):
-        yield Run.decode(opened(key, value))
-
-
-def _all_present(txn: Reader, runs: Iterable[Run], doing: str) -> None:
-    present = {run.key for run in _runs(txn)}
-    for run in runs:
-        if run.key not in present:
-            raise MissingRunError(f"run {run.newest} was dropped before it was {doing}", run.newest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import decimal
+import functools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -525,19 +526,26 @@ def test_state_that_was_changed_in_place_is_kept_with_its_timeout_only() -> None
 
 def test_values_that_are_nothing_like_their_column_are_named_with_the_key() -> None:
     lists = StructType([StructField("k", LongType()), StructField("all", ArrayType(ArrayType(LongType())))])
+
+    def updates(value: Any, key: Any, rows: Any, state: Any) -> None:
+        state.update((1, value))
+
+    def gives(value: Any, key: Any, rows: Any, state: Any) -> list[tuple[Any, ...]]:
+        return [(1, value)]
+
     # An iterator that has been read in part must not pass for what is left of it.
     for value in (5, [[1], 5], iter([[1], 5])):
         with pytest.raises(
             StateValueError,
             match=r"^state column 'all' of type array<array<bigint>> cannot hold .*\(key \(4,\), bucket 3",
         ):
-            run(lambda key, rows, state, value=value: state.update((1, value)), numbers((4, 0)), state=lists)  # type: ignore[misc]
+            run(functools.partial(updates, value), numbers((4, 0)), state=lists)
     for value in (5, [[1], 5], iter([[1], 5])):
         with pytest.raises(
             StateValueError,
             match=r"^output column 'all' of type array<array<bigint>> cannot hold .*\(key \(4,\), bucket 3",
         ):
-            run(lambda key, rows, state, value=value: [(1, value)], numbers((4, 0)), lists)  # type: ignore[misc]
+            run(functools.partial(gives, value), numbers((4, 0)), lists)
 
 
 # -- what goes wrong ------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_a_steps_schemas_may_be_ddl(spark: SparkSession) -> None:
 
 def test_schemas_that_a_step_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="stateStructType of a Step must be a StructType or a string of DDL, not 7"):
-        Step(running_total, RUNNING, 7)  # type: ignore[arg-type]
+        Step(running_total, RUNNING, 7)  # type: ignore[arg-type]  # what is refused
     monkeypatch.setattr(chained, "_active_session", lambda: None)
     with pytest.raises(UsageError, match=r"outputStructType of a Step is given in DDL, 'n long', .*make the session"):
         Step(running_total, "n long", RUNNING)
