@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from arrow_schemas.columns import shown
 from arrow_schemas.errors import StateValueError
 
 __all__ = ["as_table", "cast_column", "conformed", "is_table", "refuse_nulls", "refuse_scalars", "refuse_uneven"]
@@ -143,7 +144,8 @@ def _refuse_reading(column: Any, field: pa.Field, role: str) -> None:
 
 
 def _first_value(column: Any) -> str:
-    return reprlib.repr(next(value for value in column if value.is_valid).as_py())
+    value = shown(column, pc.index(column.is_valid(), True).as_py())
+    return reprlib.repr(value) if isinstance(value, (str, bytes)) else str(value)
 
 
 def _misread(given: pa.DataType, kind: pa.DataType) -> tuple[pa.DataType, pa.DataType] | None:
@@ -164,15 +166,21 @@ def _misread(given: pa.DataType, kind: pa.DataType) -> tuple[pa.DataType, pa.Dat
 
 
 def _is_read_as(given: pa.DataType, kind: pa.DataType) -> bool:
-    """Whether Arrow finds numbers, times and the like in text, counts booleans, or finds numbers true. Functions over
-    rows may give none of these; they may give booleans for floats."""
+    """Whether Arrow finds numbers, times and the like in text, counts booleans, finds numbers true, or takes a number
+    for a time in whatever unit that has. Functions over rows may give none of these; they may give booleans for floats.
+    """
     types = pa.types
     if _is_text(given):
         return not _is_text(kind)
     if types.is_boolean(given):
         return bool(types.is_integer(kind))
-    numbers = types.is_integer(given) or types.is_floating(given) or types.is_decimal(given)
-    return bool(numbers and types.is_boolean(kind))
+    if _is_number(given):
+        return bool(types.is_boolean(kind) or types.is_temporal(kind))
+    return bool(types.is_temporal(given) and _is_number(kind))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -38,14 +38,14 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.folder import Folder
 from spark_state_ext.pool import DaemonPool
-from spark_state_ext.process import start_of
+from spark_state_ext.process import namespace, start_of
 from spark_state_ext.store.environment import boot_id
 
 __all__ = ["Lease", "LeaseRecord", "RunIdentity", "verdict"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _FILE = "lease.json"
-_LEASE_FORMAT = 2
+_LEASE_FORMAT = 3
 _POLL_S = 0.2
 _REPLACED_MAX = 100
 TAKE, WAIT = "take", "wait"
@@ -63,19 +63,26 @@ class RunIdentity:
     boot: str
     pid: int
     pid_start: str
+    pid_namespace: str = ""
 
     @staticmethod
     def here(run_id: str, application_id: str) -> RunIdentity:
         """The identity of the run this worker process works for."""
         # Workers are forked by a daemon that lives as long as the executor; its own life is what counts.
         pid = os.getppid()
-        return RunIdentity(run_id, application_id, socket.gethostname(), boot_id(), pid, start_of(pid))
+        host, boot = socket.gethostname(), boot_id()
+        return RunIdentity(run_id, application_id, host, boot, pid, start_of(pid), namespace())
 
     def is_over(self) -> bool:
-        """Whether the process is known to be gone; False when that cannot be told from here."""
-        if self.host != socket.gethostname() or not self.pid_start:
+        """Whether the process is known to be gone; False when that cannot be told from here.
+
+        Machines may share a name, and containers a machine's name and boot: a process is looked for only where its
+        number means the same. After a restart of the machine its lease runs out.
+        """
+        here = (socket.gethostname(), boot_id(), namespace())
+        if not self.pid_start or not self.pid_namespace or (self.host, self.boot, self.pid_namespace) != here:
             return False
-        return self.boot != boot_id() or start_of(self.pid) != self.pid_start
+        return start_of(self.pid) != self.pid_start
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import functools
 import os
 from pathlib import Path
 
-__all__ = ["is_alive", "start_of", "token"]
+__all__ = ["is_alive", "namespace", "start_of", "token"]
 
 
 def start_of(pid: int) -> str:
@@ -14,6 +14,15 @@ def start_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except (OSError, IndexError):
+        return ""
+
+
+def namespace() -> str:
+    """Where this process's numbers of processes count: containers of one machine each have their own; empty where the
+    system does not tell."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
         return ""
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 from arrow_schemas.columns import flat, shown
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.errors import StateValueError
-from spark_state_ext.operators.arrays import Segments, bools, interleaved
+from spark_state_ext.operators.arrays import KeyedRows, Segments, bools, interleaved
 from spark_state_ext.operators.deadlines import due_ms, key_times_us, passed
 from spark_state_ext.operators.functions import Buffers, Kernel, OverflowAt
 from spark_state_ext.state_batch import StateBatch
@@ -145,16 +145,16 @@ class PartialAggregation:
     aggregates: Aggregates
     keys: tuple[str, ...]
 
-    def __call__(self, rows: pa.Table, starts: IndexArray) -> tuple[pa.Table, IndexArray]:
+    def __call__(self, given: KeyedRows) -> tuple[pa.Table, IndexArray]:
         """Keys and buffers, a row a key."""
-        segments = Segments(starts, rows.num_rows)
+        rows, starts = given.by_key, given.starts
         keys = rows.select(list(self.keys))
 
         def key_at(position: int) -> object:
             return nth_key(keys, int(starts[position]))
 
-        buffers = self.aggregates.reduce(rows, segments, key_at)
-        firsts = keys if segments.single else keys.take(pa.array(starts))
+        buffers = self.aggregates.reduce(rows, Segments(starts, rows.num_rows), key_at)
+        firsts = keys if given.single else keys.take(pa.array(starts))
         names = [*self.keys, *self.aggregates.buffer_names]
         return pa.table([*firsts.columns, *buffers], names=names), np.arange(len(starts))
 

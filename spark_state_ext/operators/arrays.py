@@ -16,6 +16,7 @@ from arrow_schemas.columns import aggregated, flat
 from arrow_schemas.equality import BoolArray, IndexArray
 
 __all__ = [
+    "KeyedRows",
     "NumberArray",
     "Segments",
     "before",
@@ -70,6 +71,46 @@ def interleaved(first: Sequence[pa.Array], second: Sequence[pa.Array], index: In
     """Rows of two sets of columns, one behind the other, by their positions in both."""
     at = pa.array(index)
     return [pa.concat_arrays(pair).take(at) for pair in zip(first, second, strict=True)]
+
+
+@dataclass(frozen=True)
+class KeyedRows:
+    """Rows by key, in the order in which they came within each. None is copied before it is asked for.
+
+    Parameters
+    ----------
+    table
+        The rows as they came.
+    order
+        Their positions by key, int64 (number of rows,). None: they came by key.
+    starts
+        Where each key begins in that order, int64 (number of keys,).
+    """
+
+    table: pa.Table
+    order: IndexArray | None
+    starts: IndexArray
+
+    @property
+    def single(self) -> bool:
+        """Whether each row is a key's only one."""
+        return bool(len(self.starts) == self.table.num_rows)
+
+    @property
+    def by_key(self) -> pa.Table:
+        """All rows."""
+        return self.table if self.order is None else self.table.take(pa.array(self.order))
+
+    def take(self, at: IndexArray) -> pa.Table:
+        """The rows at some positions by key."""
+        return self.table.take(self._came(at))
+
+    def column(self, name: str, at: IndexArray) -> pa.Array:
+        """A column's values there."""
+        return flat(self.table.column(name)).take(self._came(at))
+
+    def _came(self, at: IndexArray) -> pa.Array:
+        return pa.array(at if self.order is None else self.order[at])
 
 
 @dataclass(frozen=True)

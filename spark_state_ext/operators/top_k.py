@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from arrow_schemas.columns import flat
 from arrow_schemas.equality import BoolArray, IndexArray
-from spark_state_ext.operators.arrays import Segments, before, interleaved, numbers, order_within, sort_codes
+from spark_state_ext.operators.arrays import KeyedRows, Segments, before, interleaved, numbers, order_within, sort_codes
 from spark_state_ext.state_batch import StateBatch
 
 __all__ = ["TOP", "TopK"]
@@ -65,13 +65,13 @@ class TopK:
         self._update(batch, columns, changed, keys)
         return self._given(batch, held, columns, entries, keys)
 
-    def thin(self, rows: pa.Table, starts: IndexArray) -> tuple[pa.Table, IndexArray]:
+    def thin(self, rows: KeyedRows) -> tuple[pa.Table, IndexArray]:
         """Before the shuffle: of each key's rows the best, in the order in which they came."""
-        if len(starts) == rows.num_rows:
-            return rows, np.arange(len(starts))
-        keys = Segments(starts, rows.num_rows).ids
-        best = np.sort(self._best(keys, lambda name, at: flat(rows.column(name)).take(pa.array(at))))
-        return rows.take(pa.array(best)), keys[best]
+        if rows.single:
+            return rows.by_key, np.arange(len(rows.starts))
+        keys = Segments(rows.starts, rows.table.num_rows).ids
+        best = np.sort(self._best(keys, rows.column))
+        return rows.take(best), keys[best]
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -12,13 +12,14 @@ from pyspark.sql.types import StructType
 from arrow_schemas.columns import flat
 from arrow_schemas.equality import HashArray, IndexArray, group_by_key
 from arrow_schemas.row import RowSchema
+from spark_state_ext.operators.arrays import KeyedRows
 from spark_state_ext.spark.groups import normal_rows
 from spark_state_ext.spark.payload import HASH_COLUMN
 
 __all__ = ["Combine", "Combiner", "Combining", "combined"]
 
-# Rows adjacent by key and where each key begins → fewer rows, and for each its key's position, ascending.
-Combine = Callable[[pa.Table, IndexArray], tuple[pa.Table, IndexArray]]
+# Rows by key → fewer rows, and for each its key's position, ascending.
+Combine = Callable[[KeyedRows], tuple[pa.Table, IndexArray]]
 
 # What is looked at to tell whether it is worth the while, and how many distinct keys it may have for that.
 _SAMPLE_ROWS = 65_536
@@ -75,10 +76,10 @@ def combined(table: pa.Table, combiner: Combiner, schema: RowSchema) -> pa.Table
     if _worth_while(hashes):
         keys = schema.normalise_keys([flat(rows.column(at)) for at in combiner.key_positions])
         order, starts = group_by_key(hashes, keys)
-        rows, hashes = rows.take(pa.array(order)), hashes[order[starts]]
+        keyed, hashes = KeyedRows(rows, order, starts), hashes[order[starts]]
     else:
-        starts = np.arange(len(hashes))
-    found, positions = combiner.function(rows, starts)
+        keyed = KeyedRows(rows, None, np.arange(len(hashes)))
+    found, positions = combiner.function(keyed)
     names = [f"c{at}" for at in range(found.num_columns)]
     return pa.table(
         [*found.columns, pa.array(hashes[positions].view(np.int64))],

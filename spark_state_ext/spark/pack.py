@@ -112,16 +112,19 @@ class _Packer:
             table = combined(table, self._combiner, RowSchema(key_fields(self._job.key_schema), ()))
         hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
         buckets = buckets_of(hashes, self._job.buckets)
-        order = np.argsort(buckets, kind="stable")
         times = event_times(self._job, table)
-        # Sorted by bucket as one batch, of which each payload is a slice.
-        indices = pa.array(order)
-        data = table.take(indices).combine_chunks().to_batches()[0]
-        if times is not None:
-            times = times.take(indices)
+        # Combined rows are by hash already.
+        if np.any(buckets[1:] < buckets[:-1]):
+            order = np.argsort(buckets, kind="stable")
+            indices = pa.array(order)
+            table, buckets = table.take(indices), buckets[order]
+            if times is not None:
+                times = times.take(indices)
+        # One batch, of which each payload is a slice.
+        data = table.combine_chunks().to_batches()[0]
         row_bytes = max(1, data.get_total_buffer_size() // data.num_rows)
         step = max(1, self._target_bytes // row_bytes)
-        bounds = np.searchsorted(buckets[order], np.arange(self._job.buckets + 1))
+        bounds = np.searchsorted(buckets, np.arange(self._job.buckets + 1))
         rows: list[tuple[int, bytes, Any]] = []
         size = 0
         for bucket in np.flatnonzero(np.diff(bounds)).tolist():

@@ -52,16 +52,32 @@ def test_records_round_trip_and_damage_is_said() -> None:
     for damaged in (b"", b"{", b"[]", b"null", b'{"owner": {}}', b"\xff", _record(_OTHER).encode()[:-5]):
         with pytest.raises(CorruptFileError, match=r"lease\.json"):
             LeaseRecord.decode(damaged, "lease.json")
-    newer = _record(_OTHER).encode().replace(b'"format": 2', b'"format": 3')
-    with pytest.raises(VersionSkewError, match=r"lease\.json has format 3"):
+    newer = _record(_OTHER).encode().replace(b'"format": 3', b'"format": 4')
+    with pytest.raises(VersionSkewError, match=r"lease\.json has format 4"):
         LeaseRecord.decode(newer, "lease.json")
+
+
+def test_records_of_formats_1_and_2() -> None:
+    owner = '{"run_id": "other run", "application_id": "other application", "host": "other host", "boot": "boot", "pid": 11, '
+    fields = f'"owner": {owner}"pid_start": "101"}}, "renewed_ms": 1000'
+    for record in (
+        f'{{"format": 1, {fields}}}',
+        f'{{"format": 2, {fields}, "replaced": [], "checksum": "62bbf1c05b1435e283630921eb389ed2"}}',
+    ):
+        assert LeaseRecord.decode(record.encode(), "lease.json") == _record(_OTHER)
 
 
 def test_is_over_only_when_it_is_certain() -> None:
     here = RunIdentity.here("run", "application")
     assert not here.is_over()
     assert not replace(here, host="elsewhere", pid=2**22 - 1).is_over()
-    assert replace(here, boot="another boot").is_over()
+    # A machine of the same name, as clones of one image have, or this one before it was restarted.
+    assert not replace(here, boot="another boot", pid=2**22 - 1).is_over()
+    # A container with the machine's own name; a lease of an older release, which does not tell.
+    assert not replace(here, pid_namespace="pid:[1]", pid=2**22 - 1).is_over()
+    assert not replace(here, pid_namespace="", pid=2**22 - 1).is_over()
+    # Nobody has that number.
+    assert replace(here, pid=2**22 - 1).is_over()
     # The pid is in use again, by another process.
     assert replace(here, pid_start=str(int(here.pid_start) - 1)).is_over()
     # Not known (no /proc): then nobody is declared over.

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from spark_state_ext.operators.arrays import KeyedRows
 from spark_state_ext.spark.combine import Combine
 from spark_state_ext.state_batch import NO_TIMEOUT, StateBatch
 
@@ -113,7 +114,7 @@ class MemoryBucket:
             places = list(self._grouped(piece)[0].values()) if task % 2 == 0 else [[at] for at in range(len(piece))]
             order = np.array([at for mine in places for at in mine], dtype=np.int64)
             starts = np.cumsum([0, *map(len, places)])[:-1].astype(np.int64)
-            given, positions = pickle.loads(pickle.dumps(combine))(piece.take(pa.array(order)), starts)
+            given, positions = pickle.loads(pickle.dumps(combine))(KeyedRows(piece, order, starts))
             keys = [tuple(plain(row[name]) for name in self.keys.names) for row in given.to_pylist()]
             wanted = [tuple(plain(row[name]) for name in self.keys.names) for row in piece.to_pylist()]
             assert keys == [wanted[places[at][0]] for at in positions.tolist()], "positions are those of the rows' keys"
