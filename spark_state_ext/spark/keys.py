@@ -7,6 +7,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from types import GeneratorType
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,8 @@ class KeyCaller(PerKeyCaller):
         for position, key, pdfs, before in _in_portions(calls):
             state = KeyState(before, clock)
             try:
-                for item in _checked(function(key, pdfs, state)):
+                result = function(key, pdfs, state)
+                for item in result if type(result) is GeneratorType else _checked(result):
                     if type(item) is pd.DataFrame and len(item):
                         keep(item)
                         if len(waiting) >= _PORTION_KEYS:
@@ -163,16 +165,13 @@ class KeyCaller(PerKeyCaller):
         if len(self._columns):
             # Makes pandas note where the columns lie, which the pieces inherit; else each piece finds out anew.
             whole.iloc[:, 0]
-        indexes: dict[int, pd.Index] = {}
+        indexes = {n: pd.RangeIndex(n) for n in np.unique(sizes).tolist()}
         # groupby cuts a frame several times faster than slicing it does.
         labels = np.repeat(np.arange(len(sizes)), sizes)
-        for _, frame in whole.groupby(labels, sort=False):
-            n = len(frame)
-            if n not in indexes:
-                indexes[n] = pd.RangeIndex(n)
+        for n, (_, frame) in zip(sizes.tolist(), whole.groupby(labels, sort=False), strict=True):
             # Its own: what a function does to it, such as naming it, must not show at other keys.
             frame.index = indexes[n].view()
-            yield (f for f in (frame,))
+            yield iter((frame,))
 
     def _pieces(self, rows: pa.Table) -> Iterator[pd.DataFrame]:
         step = min(self._rows_max, max(1, rows.num_rows * _FRAME_BYTES_MAX // max(1, rows.nbytes)))

@@ -199,10 +199,18 @@ class Environment:
             try:
                 # Closed first: py-lmdb 2 opens no environment at a path where this process still has one.
                 self._env.close()
-                set_aside(self.folder)
+                if not self._is_replaced():
+                    set_aside(self.folder)
             finally:
                 self._end()
         self._forget()
+
+    def _is_replaced(self) -> bool:
+        """Whether another process has set it aside already, and begun a new one."""
+        try:
+            return not os.path.samestat(os.fstat(self._file), (self.folder / _DATA_FILE).stat())
+        except OSError:  # it has not begun
+            return False
 
     def close(self) -> None:
         """Close it, when nobody in this process uses it; the next `at` opens it again."""

@@ -155,6 +155,30 @@ def test_nobody_opens_what_is_being_set_aside(tmp_path: Path, monkeypatch: pytes
     assert first.folder.exists()
 
 
+_BEGUN_ANEW = """
+import sys
+from pathlib import Path
+from spark_state_ext.store.environment import MAP_BYTES_MIN, SharedEnvironment
+
+shared = SharedEnvironment(Path(sys.argv[1]), MAP_BYTES_MIN)
+shared.read(lambda txn: None)
+shared.discard()
+shared.write(lambda txn: txn.put(b"notes", b"a", b"new"))
+"""
+
+
+def test_what_another_process_has_begun_anew_is_not_set_aside(tmp_path: Path) -> None:
+    """Two live workers may both find a store damaged, one later than the other."""
+    shared = _shared(tmp_path / "bucket")
+    shared.write(_put(b"a"))
+    subprocess.run([sys.executable, "-c", _BEGUN_ANEW, str(tmp_path / "bucket")], check=True, timeout=60)
+    assert shared.read(_got(b"a")) == b"value", "this process still has the old one"
+    shared.discard()
+    assert shared.read(_got(b"a")) == b"new"
+    shared.discard()
+    assert shared.read(_got(b"a")) is None
+
+
 def test_closing_and_using_at_once(tmp_path: Path) -> None:
     stores = [LocalStore(tmp_path / "bucket", SCHEMA) for _ in range(2)]
     stop_s = time.monotonic() + 1.0
