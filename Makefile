@@ -15,7 +15,7 @@ test: ## lint, types and the whole test suite (TESTS="..." hands arguments to py
 	@$(IN_VENV) python -m ruff check .
 	@$(IN_VENV) python -m ruff format --check .
 	@$(IN_VENV) python -m mypy
-	@$(IN_VENV) python -m pytest -n 3 $(TESTS)
+	@$(IN_VENV) python -m pytest -n 2 $(TESTS)
 
 lint: ## ruff and mypy only
 	@$(BOOTSTRAP) --extras spark,demo,test,lint
