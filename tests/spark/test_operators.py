@@ -337,13 +337,13 @@ def one(what: str, df: Any, folder: Path, ours: bool) -> Any:
 @CLASSIC
 def test_operators_that_give_rows_once(session: Any, tmp_path: Path) -> None:
     """Late rows, several open sessions of a key, and a restart; in every batch the rows of Spark's operators."""
-    batches = random_events(1, 8)
+    batches = random_events(1, 6)
 
     def work(what: str, ours: bool) -> Found:
         folder = tmp_path / f"{what} {ours}"
         folder.mkdir()
         plan = functools.partial(one, what, folder=folder, ours=ours)
-        return run(session, folder, batches, plan, "append", restart_after=4)
+        return run(session, folder, batches, plan, "append", restart_after=3)
 
     # A batch waits more than it works. Half of them would be without rows.
     with (
