@@ -171,7 +171,7 @@ class KeyCaller(PerKeyCaller):
         for n, (_, frame) in zip(sizes.tolist(), whole.groupby(labels, sort=False), strict=True):
             # Its own: what a function does to it, such as naming it, must not show at other keys.
             frame.index = indexes[n].view()
-            yield iter((frame,))
+            yield (f for f in (frame,))
 
     def _pieces(self, rows: pa.Table) -> Iterator[pd.DataFrame]:
         step = min(self._rows_max, max(1, rows.num_rows * _FRAME_BYTES_MAX // max(1, rows.nbytes)))
