@@ -77,7 +77,7 @@ class Loader:
         Parameters
         ----------
         made
-            The snapshot's file; a small one is passed over, as merging does well with such runs.
+            The snapshot's file; the rows of a small one go into the environment.
         ref
             The checkpoint.
 
@@ -93,6 +93,8 @@ class Loader:
             )
             if found.copy is not None:
                 self._store.adopt(keep, found.copy.body_bytes, found.copy.blocks, found.copy.rows, ref)
+            else:
+                self._store.restore(found.batches, ref, None, snapshot=True)
         finally:
             keep.unlink(missing_ok=True)  # gone already where it was adopted
 
@@ -202,6 +204,8 @@ def _in_order(
     plan: list[Fetch], read: Callable[[Fetch], CheckpointFile | Failure]
 ) -> Generator[tuple[Fetch, CheckpointFile | Failure], None, None]:
     """Results in the order of the plan, read a bounded number of files ahead."""
+    if not plan:  # another attempt on this machine has brought them meanwhile
+        return
     if len(plan) == 1:
         yield plan[0], read(plan[0])
         return

@@ -117,7 +117,7 @@ def test_what_a_backend_has_to_do_is_told(protocol: type) -> None:
         if not name.startswith("_"):
             assert told, name
             for parameter in list(inspect.signature(method).parameters)[1:]:
-                assert re.search(rf"^ +{parameter}$", told, re.MULTILINE), (name, parameter)
+                assert re.search(rf"^ *{parameter}$", told, re.MULTILINE), (name, parameter)
 
 
 def test_links_lead_somewhere() -> None:

@@ -311,8 +311,8 @@ def _store(folder: str, schema: RowSchema) -> LocalStore:
     """This process's store object of a folder: opening one costs more than a small batch."""
     # Taken out and put in again: in the order of their last use.
     store = _stores.pop(folder, None)
-    if store is not None and not note_use(store.folder):
-        # Taken for unused and removed.
+    if store is not None and (not note_use(store.folder) or store.is_replaced()):
+        # Taken for unused and removed, or for damaged by another worker.
         store.close()
         store = None
     if store is None:

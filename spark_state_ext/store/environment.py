@@ -182,9 +182,10 @@ class Environment:
                 return found
             # 0700 on every level we make: state is user data, and the folder's parent is often world-readable.
             _make_private(bucket_folder)
-            for stale in bucket_folder.iterdir():
-                if stale.name != folder.name:
-                    shutil.rmtree(stale, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another process takes it for unused just now
+                for stale in bucket_folder.iterdir():
+                    if stale.name != folder.name:
+                        shutil.rmtree(stale, ignore_errors=True)
             try:
                 opened = cls(folder, map_bytes)
             except CorruptStoreError:
@@ -199,14 +200,18 @@ class Environment:
             try:
                 # Closed first: py-lmdb 2 opens no environment at a path where this process still has one.
                 self._env.close()
-                if not self._is_replaced():
+                if not self._replaced():
                     set_aside(self.folder)
             finally:
                 self._end()
         self._forget()
 
-    def _is_replaced(self) -> bool:
-        """Whether another process has set it aside already, and begun a new one."""
+    def is_replaced(self) -> bool:
+        """Whether another process has set it aside, and begun a new one in its place."""
+        with self._used():
+            return self._replaced()
+
+    def _replaced(self) -> bool:
         try:
             return not os.path.samestat(os.fstat(self._file), (self.folder / _DATA_FILE).stat())
         except OSError:  # it has not begun
@@ -363,6 +368,10 @@ class SharedEnvironment:
     def write(self, work: Callable[[Writing], T], need_bytes: int = 0) -> T:
         """As `Environment.write`."""
         return self._do(lambda opened: opened.write(work, need_bytes))
+
+    def is_replaced(self) -> bool:
+        """As `Environment.is_replaced`."""
+        return self._do(lambda opened: opened.is_replaced())
 
     def discard(self) -> None:
         """As `Environment.discard`."""

@@ -165,7 +165,8 @@ class LocalStore:
     def incoming(self) -> Path:
         """A path for a file to be given to `adopt`, on the same disk; what is left there is removed later."""
         folder = self._environment.folder
-        remove_abandoned(folder, self.runs(), time.time() - _ABANDONED_AFTER_S)
+        if not self.is_replaced():
+            remove_abandoned(folder, self.runs(), time.time() - _ABANDONED_AFTER_S)
         return incoming_file(folder)
 
     def adopt(self, path: Path, body_bytes: int, blocks: Sequence[int], rows: int, ref: CheckpointRef) -> Run:
@@ -327,6 +328,10 @@ class LocalStore:
         self._checked.clear()
         self._maps.clear()
         self._check_identity()
+
+    def is_replaced(self) -> bool:
+        """Whether another process has begun a new store in its place, as it was damaged or not used; close it then."""
+        return self._environment.is_replaced()
 
     def close(self) -> None:
         """Close the environment in this process."""

@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from spark_state_ext.store.environment import boot_id
@@ -60,7 +61,7 @@ def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = No
         elif bucket.is_dir() and _last_use_s(bucket) + keep_s < now_s:
             gone = bucket.with_name(f"{_GONE}{uuid.uuid4().hex}")
             # Renamed first: whoever opens it now makes a new one, and none sees half of it.
-            with contextlib.suppress(FileNotFoundError):
+            with _going_on(bucket):
                 bucket.rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)
                 removed.append(bucket)
@@ -70,7 +71,7 @@ def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = No
             with contextlib.suppress(OSError):  # only empty ones go
                 folder.rmdir()
     for left in scratch.glob("*"):
-        with contextlib.suppress(FileNotFoundError):
+        with _going_on(left):
             if left.stat().st_mtime + keep_s < now_s:
                 if left.is_dir():
                     shutil.rmtree(left, ignore_errors=True)
@@ -78,6 +79,17 @@ def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = No
                     left.unlink()
                 removed.append(left)
     return removed
+
+
+@contextlib.contextmanager
+def _going_on(path: Path) -> Iterator[None]:
+    """One that cannot be removed does not keep the others."""
+    try:
+        yield
+    except FileNotFoundError:  # somebody else was first
+        pass
+    except OSError as error:
+        _LOGGER.warning("%s was not used for long, and cannot be removed: %s", path, error)
 
 
 def _last_use_s(bucket: Path) -> float:

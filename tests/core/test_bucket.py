@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from core_support import (
@@ -436,3 +437,26 @@ def test_rows_that_were_spilled(place: Place) -> None:
     assert rows.spilled_bytes > 0
     pointer = bucket_on(place.machine(), place.files, first_pointer(), place.local).commit(rows)
     assert place.state(pointer, "fresh") == model
+
+
+def test_another_attempt_on_this_machine_restores_it_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While this one looks where a snapshot that never arrived may be found instead."""
+    places = sole_place(Folder(str(tmp_path / "root")).child("3"), tmp_path)
+    pointer = first_pointer()
+    source = LocalStore(tmp_path / "source", SCHEMA)
+    for n in range(3):
+        buffer = buffer_of({KEYS[n]: Row(n)}, tmp_path)
+        pointer = Bucket(source, places, pointer, WRITER, tmp_path).commit(buffer)
+    # The lineage begins at a checkpoint whose snapshot is still on its way.
+    pointer = replace(pointer, lineage=pointer.lineage[-1:])
+    store = LocalStore(tmp_path / "store", SCHEMA)
+    mine, other = (Bucket(store, places, pointer, WRITER, tmp_path) for _ in range(2))
+    further_back = mine._loader._further_back
+
+    def late(*arguments: Any) -> Any:
+        found = further_back(*arguments)
+        assert other.read(lambda view: view.rows_max) == 3
+        return found
+
+    monkeypatch.setattr(mine._loader, "_further_back", late)
+    assert mine.read(lambda view: view.rows_max) == 3

@@ -171,7 +171,9 @@ def test_what_another_process_has_begun_anew_is_not_set_aside(tmp_path: Path) ->
     """Two live workers may both find a store damaged, one later than the other."""
     shared = _shared(tmp_path / "bucket")
     shared.write(_put(b"a"))
+    assert not shared.is_replaced()
     subprocess.run([sys.executable, "-c", _BEGUN_ANEW, str(tmp_path / "bucket")], check=True, timeout=60)
+    assert shared.is_replaced()
     assert shared.read(_got(b"a")) == b"value", "this process still has the old one"
     shared.discard()
     assert shared.read(_got(b"a")) == b"new"

@@ -32,11 +32,18 @@ MERGE_BYTES_MAX = 512 << 10
 STATE_BYTES = KEYS * ROW_BYTES
 
 
-def rows_of(keys: np.ndarray, value: int) -> pa.RecordBatch:
+def rows_of(keys: np.ndarray, value: int, live: bool = True) -> pa.RecordBatch:
     n = len(keys)
     hashes = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    columns = [hashes, keys, np.full(n, value), pa.nulls(n, pa.int64()), np.full(n, True), np.full(n, False)]
+    values = np.full(n, value) if live else pa.nulls(n, pa.int64())
+    columns = [hashes, keys, values, pa.nulls(n, pa.int64()), np.full(n, live), np.full(n, not live)]
     return sorted_run(pa.RecordBatch.from_arrays([pa.array(it) for it in columns], schema=SCHEMA.arrow))
+
+
+def buffer_with(rows: pa.RecordBatch, folder: Path) -> SpillBuffer:
+    buffer = SpillBuffer(folder, 1 << 30)
+    buffer.append(rows)
+    return buffer
 
 
 class Job:
@@ -56,9 +63,7 @@ class Job:
 
     def batch(self, keys: np.ndarray) -> None:
         value = self.pointer.version + 1
-        buffer = SpillBuffer(self.folder, 1 << 30)
-        buffer.append(rows_of(keys, value))
-        self.pointer = self.bucket().commit(buffer)
+        self.pointer = self.bucket().commit(buffer_with(rows_of(keys, value), self.folder))
         self.values[keys] = value
 
     def history(self, batches: int, each: Callable[[], None] = lambda: None) -> None:
@@ -139,6 +144,32 @@ def test_a_snapshot_that_does_not_fit_is_sent_all_the_same(
     assert job.snapshots()
     assert not list(job.store._environment.folder.glob("incoming-*"))
     job.check()
+
+
+def test_a_snapshot_that_cannot_be_mapped_is_sent_all_the_same(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(*_: object) -> None:
+        # What PyArrow says under a limit such as spark.executor.pyspark.memory.
+        raise OSError("Memory mapping file failed: Cannot allocate memory")
+
+    monkeypatch.setattr(pa, "memory_map", no_memory)
+    job.history(120)
+    assert "goes on with its old runs: no address space" in caplog.text
+    assert job.snapshots()
+    job.check()
+
+
+def test_a_state_that_shrinks_leaves_nothing_behind(job: Job) -> None:
+    """Many keys come and go; what is left of them must not wait for so many others to come."""
+    job.history(1)
+    removed = buffer_with(rows_of(np.arange(3, KEYS), 1, live=False), job.folder)
+    job.pointer = job.bucket().commit(removed)
+    for _ in range(120):
+        job.batch(np.arange(3))
+    view = job.store.view(job.pointer.ref)
+    assert view.size_bytes < 20 * 3 * ROW_BYTES * 10
+    assert sum(batch.num_rows for batch in job.bucket().scan()) == 3
 
 
 @given(st.lists(st.integers(1, 1_000), max_size=30), st.integers(1, 5_000), st.integers(0, 30))

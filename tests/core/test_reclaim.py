@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 from core_support import KEYS, SCHEMA, Row, run_of
 
 from arrow_schemas import CheckpointRef
@@ -70,6 +71,28 @@ def test_what_killed_workers_left_goes_too(tmp_path: Path) -> None:
     assert [path.name for path in scratch.iterdir()] == ["young"]
     assert store.folder.exists()
     store.close()
+
+
+def test_one_that_cannot_be_removed_does_not_keep_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "checkpoint-abc").write_bytes(b"x")
+    stores = [store_in(tmp_path, bucket) for bucket in range(3)]
+    real = Path.rename
+
+    def refused(path: Path, to: Path) -> Path:
+        if path == stores[0].folder:
+            raise PermissionError(13, "Permission denied")
+        return real(path, to)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    removed = reclaim(tmp_path, scratch, HOUR_S, time.time() + 2 * HOUR_S)
+    assert sorted(removed) == [stores[1].folder, stores[2].folder, scratch / "checkpoint-abc"]
+    assert "cannot be removed: [Errno 13] Permission denied" in caplog.text
+    for store in stores:
+        store.close()
 
 
 def test_an_interrupted_removal_is_finished_and_empty_folders_go(tmp_path: Path) -> None:
