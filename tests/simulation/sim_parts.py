@@ -271,6 +271,7 @@ class Attempt:
     changes: Changes
     cleans: bool
     heartbeat: bool = True
+    switches: int = 0
 
 
 class Numbers:
