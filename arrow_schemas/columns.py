@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.errors import UnsupportedTypeError
+from arrow_schemas.errors import StateValueError, UnsupportedTypeError
 
 __all__ = ["aggregated", "event_times_us", "flat", "shown"]
 
@@ -82,10 +82,19 @@ def aggregated(table: pa.Table, group: str, aggregations: Sequence[Any]) -> pa.T
     pyarrow.Table
         The aggregates' columns, and `group`.
     """
+    # PyArrow takes a name that begins with a dot for a path, and has no other way to name a column here.
+    for name in (name for asked in aggregations for name in ([asked[0]] if isinstance(asked[0], str) else asked[0])):
+        if name.startswith("."):
+            raise StateValueError(f"column {name!r}: PyArrow aggregates none whose name begins with a dot; rename it")
     found = pa.TableGroupBy(table, group, use_threads=False).aggregate(list(aggregations))
     # Arrow gives groups in the order in which it meets them, mostly: the hashes of some may clash.
     ids = flat(found.column(group)).to_numpy()
     return found if (ids[1:] > ids[:-1]).all() else found.take(pa.array(np.argsort(ids)))
+
+
+def child_of(column: Any, name: str) -> Any:
+    """A field of a struct column. By its place, as PyArrow takes a name that begins with a dot for a path."""
+    return pc.struct_field(column, [column.type.get_field_index(name)])
 
 
 def shown(column: pa.Array | pa.ChunkedArray, at: int) -> object:
@@ -96,9 +105,9 @@ def shown(column: pa.Array | pa.ChunkedArray, at: int) -> object:
     except (UnicodeDecodeError, OverflowError, ValueError):
         pass
     kind = column.type
-    if pa.types.is_nested(kind):
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    if not text and not pa.types.is_temporal(kind):
         return f"a {kind} that Python cannot hold"
-    plain = pa.binary() if pa.types.is_string(kind) or pa.types.is_large_string(kind) else pa.int64()
     if pa.types.is_date32(kind):
         value = value.cast(pa.int32())
-    return f"{value.cast(plain).as_py()!r} ({kind})"
+    return f"{value.cast(pa.binary() if text else pa.int64()).as_py()!r} ({kind})"

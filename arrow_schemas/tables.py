@@ -13,7 +13,16 @@ import pyarrow.compute as pc
 from arrow_schemas.columns import shown
 from arrow_schemas.errors import StateValueError
 
-__all__ = ["as_table", "cast_column", "conformed", "is_table", "refuse_nulls", "refuse_scalars", "refuse_uneven"]
+__all__ = [
+    "as_table",
+    "cast_column",
+    "conformed",
+    "is_number",
+    "is_table",
+    "refuse_nulls",
+    "refuse_scalars",
+    "refuse_uneven",
+]
 
 _TEXTS = frozenset({"string", "large_string", "string_view", "binary", "large_binary", "binary_view"})
 # What can be iterated over and is one value nevertheless.
@@ -174,12 +183,13 @@ def _is_read_as(given: pa.DataType, kind: pa.DataType) -> bool:
         return not _is_text(kind)
     if types.is_boolean(given):
         return bool(types.is_integer(kind))
-    if _is_number(given):
+    if is_number(given):
         return bool(types.is_boolean(kind) or types.is_temporal(kind))
-    return bool(types.is_temporal(given) and _is_number(kind))
+    return bool(types.is_temporal(given) and is_number(kind))
 
 
-def _is_number(kind: pa.DataType) -> bool:
+def is_number(kind: pa.DataType) -> bool:
+    """Whether a type is one of integers, floats or decimals."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
 
 
@@ -200,6 +210,8 @@ def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
         return pa.StructArray.from_arrays(children, fields=list(kind), mask=column.is_null())
     if types.is_map(column.type) and types.is_map(kind):
         return _cast_map(column, kind)
+    if types.is_timestamp(column.type) and types.is_date(kind):
+        return _cast_to_date(column, kind)
     if types.is_map(column.type) and types.is_list(kind):
         column = _entries(column)
     lists = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
@@ -240,6 +252,15 @@ def _cast_map(column: pa.MapArray, kind: pa.MapType) -> pa.MapArray:
     return pa.Array.from_buffers(kind, len(found), found.buffers()[:2], found.null_count, found.offset, [entries])
 
 
+def _cast_to_date(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """As Arrow casts, which cuts off the time of day, unless there is one."""
+    local = pc.local_timestamp(column) if column.type.tz else column
+    found = column.cast(kind)
+    if pc.any(pc.not_equal(found.cast(local.type), local)).as_py():
+        raise pa.ArrowInvalid("it has times of day, which a date would lose")
+    return found
+
+
 def refuse_nulls(column: Any, field: pa.Field, role: str) -> None:
     """Raise a StateValueError when a column has NULLs where it was declared without, in nested types too."""
     if not field.nullable and column.null_count:
@@ -256,8 +277,8 @@ def refuse_nulls(column: Any, field: pa.Field, role: str) -> None:
             refuse_nulls(items, field.type.item_field, f"{role} {field.name!r}: its")
     else:
         there = column.filter(pc.is_valid(column))
-        for child in field.type:
-            refuse_nulls(pc.struct_field(there, child.name), child, f"{role} {field.name!r}: its")
+        for at, child in enumerate(field.type):
+            refuse_nulls(pc.struct_field(there, [at]), child, f"{role} {field.name!r}: its")
 
 
 def _forbids_nulls(kind: pa.DataType) -> bool:
@@ -283,7 +304,12 @@ def conformed(given: Any, fields: Sequence[pa.Field], who: str) -> pa.Table:
         raise StateValueError(
             f"{who} the columns {', '.join(table.column_names) or '(none)'}; expected {', '.join(names)}"
         )
-    if table.column_names != names and len(set(names)) == len(names):
+    if table.column_names != names:
+        if len(set(names)) < len(names):
+            raise StateValueError(
+                f"{who} the columns {', '.join(table.column_names)}; expected {', '.join(names)}, in this order, as "
+                "some have one name"
+            )
         table = table.select(names)
     columns = [cast_column(column, field, "output column") for column, field in zip(table.columns, fields, strict=True)]
     for column, field in zip(columns, fields, strict=True):

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from arrow_schemas.columns import aggregated, flat, shown
 from arrow_schemas.equality import BoolArray, IndexArray
 from arrow_schemas.row import normal_array
-from arrow_schemas.tables import as_table, cast_column, is_table, refuse_nulls, refuse_scalars
+from arrow_schemas.tables import as_table, cast_column, is_number, is_table, refuse_nulls, refuse_scalars
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.key_match import key_positions
 
@@ -400,7 +400,7 @@ class StateBatch:
 
     def _times(self, given: Any, event_time: bool, positions: IndexArray) -> tuple[IndexArray, BoolArray]:
         """Times of the chosen keys in milliseconds, and which of these are set."""
-        alone = isinstance(given, (int, np.generic, pa.Scalar, datetime.datetime, datetime.timedelta))
+        alone = isinstance(given, (int, float, np.generic, pa.Scalar, datetime.datetime, datetime.timedelta))
         column = _milliseconds([given] if alone else given, event_time)
         if alone:
             column = pa.chunked_array([column]).take(pa.array(np.zeros(len(positions), dtype=np.int64)))
@@ -416,13 +416,15 @@ class StateBatch:
 def _milliseconds(given: Any, event_time: bool) -> Any:
     """Times in whatever form as whole milliseconds."""
     try:
+        if isinstance(given, (str, bytes, bytearray, memoryview, Mapping)):
+            raise TypeError(f"not {type(given).__name__}")
         column = given if isinstance(given, (pa.Array, pa.ChunkedArray)) else pa.array(given)
         kind = column.type
         if event_time and pa.types.is_timestamp(kind):
             column = _whole(column, pa.timestamp("ms", tz=kind.tz))
         elif not event_time and pa.types.is_duration(kind):
             column = _whole(column, pa.duration("ms"))
-        elif pa.types.is_temporal(kind) or pa.types.is_boolean(kind):
+        elif not (is_number(kind) or pa.types.is_null(kind)):
             raise TypeError(f"not {kind}")
         return column.cast(pa.int64())
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.columns import flat
+from arrow_schemas.columns import child_of, flat
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.operators.aggregate import Aggregates, KeyAt, nth_key
 from spark_state_ext.operators.arrays import Segments, bools, interleaved, numbers, order_within
@@ -110,7 +110,7 @@ class Sessions:
         places = np.empty(len(pieces), dtype=np.int64)
         places[of_rows] = np.arange(len(segments))
         places[~of_rows] = len(segments) + np.arange(len(known))
-        held = [pc.struct_field(known, name) for name in self.aggregates.state_names]
+        held = [child_of(known, name) for name in self.aggregates.state_names]
         return self._folded(interleaved(buffers, held, places), sessions, piece_keys, key_at)
 
     def _folded(
@@ -195,7 +195,7 @@ class _Merged:
 
 
 def _field(stored: pa.StructArray, name: str) -> IndexArray:
-    return numbers(pc.struct_field(stored, name).view(pa.int64()))
+    return numbers(child_of(stored, name).view(pa.int64()))
 
 
 def _sessions(

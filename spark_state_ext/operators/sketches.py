@@ -54,7 +54,7 @@ class DistinctSketch:
         distinct = pa.TableGroupBy(table, ["id", "value"], use_threads=False).aggregate([])
         # Arrow gives groups in no order.
         distinct = distinct.sort_by("id")
-        owners, items = flat(distinct.column("id")).to_numpy(), distinct.column("value").to_pylist()
+        owners, items = flat(distinct.column("id")).to_numpy(), _items(distinct.column("value"))
         found: list[bytes | None] = [None] * len(segments)
         borders = np.flatnonzero(np.append(True, owners[1:] != owners[:-1])) if len(owners) else owners
         bounds = pairwise(np.append(borders, len(owners)).tolist())
@@ -111,3 +111,19 @@ def _library() -> Any:
             f"approx_count_distinct needs the package 'datasketches', which the Python {sys.executable} lacks: "
             f"{sys.executable} -m pip install 'spark_state_ext[sketches]'"
         ) from error
+
+
+def _items(values: pa.ChunkedArray) -> list[Any]:
+    try:
+        items: list[Any] = values.to_pylist()
+    except UnicodeDecodeError:
+        items = [_text(item) for item in values.cast(pa.binary()).to_pylist()]
+    return items
+
+
+def _text(item: bytes) -> str:
+    """Bytes as a text of their own, where they are none; the library takes text only."""
+    try:
+        return item.decode()
+    except UnicodeDecodeError:
+        return "\0" + item.decode("latin-1")

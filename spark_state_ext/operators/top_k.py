@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.columns import flat
+from arrow_schemas.columns import child_of, flat
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.operators.arrays import KeyedRows, Segments, before, interleaved, numbers, order_within, sort_codes
 from spark_state_ext.state_batch import StateBatch
@@ -186,7 +186,7 @@ class _Held:
         return len(self.keys)
 
     def column(self, name: str) -> pa.Array:
-        return pc.struct_field(self.rows, name)
+        return child_of(self.rows, name)
 
 
 def _values(batch: StateBatch, held: _Held, name: str, entries: IndexArray) -> pa.Array:

@@ -242,7 +242,8 @@ class _Outputs:
 
     def add_rows(self, item: Any) -> Iterator[pd.DataFrame]:
         """Take a row as tuple, several as a list of tuples, or a dict of columns; yields what is due."""
-        if self._columns is not self._names:
+        # Frames that wait come first, as they were given first.
+        if self.waiting or self._columns is not self._names:
             yield from self.rest()
             self._labels, self._columns = None, self._names
         if isinstance(item, tuple):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import datetime
 import decimal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyspark.sql.types import (
     ArrayType,
@@ -33,6 +34,10 @@ __all__ = ["changeable", "column_to_values", "row_keeper", "values_to_column"]
 
 # Types of values that go to an integer column as they are.
 _WHOLE = {int, type(None)}
+# And to a column of dates.
+_DATES = {datetime.date, datetime.datetime, type(None)}
+# What can be iterated, and is no list of what it gives then.
+_NO_LISTS = (str, bytes, bytearray, memoryview, Mapping)
 _EPOCH_UTC = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
 _MICROSECOND = datetime.timedelta(microseconds=1)
 _INTEGER_TEMPORAL: dict[type[DataType], pa.DataType] = {
@@ -79,10 +84,19 @@ def values_to_column(
         if isinstance(spark_type, (ArrayType, MapType, StructType, DecimalType)):
             convert = _to_arrow(spark_type)
             return pa.array([None if v is None else convert(v) for v in values], arrow_type)
+        if isinstance(spark_type, DateType) and not set(map(type, values)) <= _DATES:
+            # PyArrow would take a number for days.
+            return pa.array([None if v is None else _date(v) for v in values], arrow_type)
         if isinstance(spark_type, IntegralType) and not set(map(type, values)) <= _WHOLE:
             # PyArrow would cut a float's fraction off.
             return pa.array([None if v is None else _whole(v) for v in values], arrow_type)
-        return pa.array(values, arrow_type)
+        try:
+            return pa.array(values, arrow_type)
+        except (pa.ArrowException, TypeError):
+            if not isinstance(spark_type, StringType):
+                raise
+            # Spark's string columns take any value's text.
+            return pa.array([None if v is None else _text(v) for v in values], arrow_type)
     except (
         pa.ArrowException,
         TypeError,
@@ -91,9 +105,6 @@ def values_to_column(
         OverflowError,
         decimal.InvalidOperation,
     ) as error:
-        if isinstance(spark_type, StringType):
-            # Spark's string columns take any value's text.
-            return pa.array([None if v is None else str(v) for v in values], arrow_type)
         culprit = _culprit(values, spark_type, arrow_type, whose)
         raise StateValueError(f"{column} of type {spark_type.simpleString()} cannot hold {culprit}: {error}") from error
 
@@ -147,7 +158,9 @@ def _keeper(spark_type: DataType) -> Callable[[Any], Any]:
         return lambda v: bytes(v) if isinstance(v, (bytearray, memoryview)) else v
     if isinstance(spark_type, ArrayType):
         element = _optional(_keeper(spark_type.elementType))
-        return list if element is _identity else lambda v: [element(x) for x in v]
+        if element is _identity:
+            return lambda v: list(_elements(v))
+        return lambda v: [element(x) for x in _elements(v)]
     if isinstance(spark_type, MapType):
         # Keys of a dict are such as cannot be changed.
         item = _optional(_keeper(spark_type.valueType))
@@ -171,6 +184,27 @@ def _whole_numbers(values: Iterable[Any]) -> list[int | None]:
     if set(map(type, numbers)) <= _WHOLE:
         return numbers
     return [None if number is None else _whole(number) for number in numbers]
+
+
+def _elements(value: Any) -> Iterable[Any]:
+    if isinstance(value, _NO_LISTS):
+        raise TypeError("it is no list")
+    elements: Iterable[Any] = value
+    return elements
+
+
+def _date(value: Any) -> Any:
+    if isinstance(value, np.datetime64):
+        return value.astype("datetime64[D]").item()
+    if not isinstance(value, datetime.date):
+        raise TypeError("it is no date")
+    return value
+
+
+def _text(value: Any) -> str | bytes:
+    if isinstance(value, (str, bytes)):
+        return value
+    return bytes(value) if isinstance(value, (bytearray, memoryview)) else str(value)
 
 
 def _decimal(value: Any) -> decimal.Decimal:
@@ -245,15 +279,17 @@ def _to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
         return lambda v: (v if type(v) is decimal.Decimal else _decimal(v)).quantize(quantum, context=context)
     if isinstance(spark_type, ArrayType):
         if isinstance(spark_type.elementType, IntegralType):
-            return _whole_numbers
+            return lambda v: _whole_numbers(_elements(v))
         element = _optional(_nested_to_arrow(spark_type.elementType))
-        return lambda v: [element(x) for x in v]
+        return lambda v: [element(x) for x in _elements(v)]
     if isinstance(spark_type, MapType):
         key, item = _nested_to_arrow(spark_type.keyType), _optional(_nested_to_arrow(spark_type.valueType))
         return lambda v: [(key(a), item(b)) for a, b in v.items()]
     if isinstance(spark_type, StructType):
         return _struct_to_arrow(spark_type)
-    return _identity
+    if isinstance(spark_type, DateType):
+        return _date
+    return _text if isinstance(spark_type, StringType) else _identity
 
 
 def _nested_to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
@@ -263,7 +299,7 @@ def _nested_to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
     if isinstance(spark_type, TimestampNTZType):
         to_ntz = spark_type.toInternal
         return lambda v: (_EPOCH_UTC + to_ntz(v) * _MICROSECOND).replace(tzinfo=None)
-    if isinstance(spark_type, (ArrayType, MapType, StructType, DecimalType, IntegralType)):
+    if isinstance(spark_type, (ArrayType, MapType, StructType, DateType, DecimalType, IntegralType)):
         return _to_arrow(spark_type)
     return lambda v: v.item() if hasattr(v, "item") else v
 

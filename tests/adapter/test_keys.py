@@ -317,6 +317,18 @@ def test_output_of_the_wrong_width_is_refused(row: Any) -> None:
         called(caller(lambda key, pdfs, state: row), groups)
 
 
+def test_rows_of_several_kinds_stay_in_their_order() -> None:
+    def mixed(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[Any]:
+        yield (1, 1)
+        yield pd.DataFrame({"k": [1], "n": [2]})
+        yield [(1, 3), (1, 4)]
+        yield pd.DataFrame({"k": [1], "n": [5]})
+        yield {"k": [1], "n": [6]}
+
+    frames = called(caller(mixed), grouped([1], [0]))
+    assert pd.concat(frames)["n"].tolist() == [1, 2, 3, 4, 5, 6]
+
+
 LISTS = StructType([StructField("k", LongType()), StructField("n", ArrayType(LongType()))])
 
 

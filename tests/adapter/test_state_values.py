@@ -34,7 +34,7 @@ from pyspark.sql.types import (
 from arrow_schemas.spark_types import state_fields
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.spark.compat import SPARK_VERSION
-from spark_state_ext.spark.state_values import column_to_values, values_to_column
+from spark_state_ext.spark.state_values import column_to_values, row_keeper, values_to_column
 
 WHEN = dt.datetime(2013, 3, 10, 2, 30, 1, 123456)  # noqa: DTZ001  # Spark's state values are naive
 POINT = StructType([StructField("x", IntegerType()), StructField("at", TimestampType())])
@@ -105,6 +105,49 @@ def test_a_decimal_is_rounded_half_up_as_spark_does() -> None:
     spark_type = DecimalType(5, 1)
     column = values_to_column([decimal.Decimal("1.25")], spark_type, arrow_type(spark_type), "v")
     assert column_to_values(column, spark_type) == [decimal.Decimal("1.3")]
+
+
+@pytest.mark.parametrize("value", ["text", b"ab", bytearray(b"ab"), {"a": 1}], ids=repr)
+@pytest.mark.parametrize("element", [StringType(), LongType(), BinaryType()], ids=lambda kind: kind.simpleString())
+def test_what_only_looks_like_a_list_is_none(value: Any, element: DataType) -> None:
+    for spark_type, given in (
+        (ArrayType(element), value),
+        (MapType(StringType(), ArrayType(element)), {"k": value}),
+    ):
+        with pytest.raises(StateValueError, match=r"state column 'v' of type .* cannot hold .*: it is no list"):
+            values_to_column([None, given], spark_type, arrow_type(spark_type), "state column 'v'")
+        keep = row_keeper(StructType([StructField("v", spark_type)]), "state column")
+        assert keep is not None
+        with pytest.raises(StateValueError, match="it is no list"):
+            keep((given,))
+
+
+def test_a_number_is_no_date() -> None:
+    dates = DateType()
+    given = [dt.date(2024, 1, 2), None, np.datetime64("2024-01-02T05:00:00.000000000")]
+    assert column_to_values(values_to_column(given, dates, arrow_type(dates), "v"), dates) == [given[0], None, given[0]]
+    for spark_type, value in (
+        (dates, 19_000),
+        (dates, 1.5),
+        (dates, np.int64(3)),
+        (dates, True),
+        (ArrayType(dates), [19_000]),
+        (MapType(dates, LongType()), {5: 5}),
+    ):
+        with pytest.raises(StateValueError, match=r"cannot hold .*: it is no date"):
+            values_to_column([value], spark_type, arrow_type(spark_type), "v")
+
+
+def test_text_is_the_same_whatever_is_beside_it() -> None:
+    text = StringType()
+    for beside in ("y", 5, None, True):
+        given = [b"x", "ä", bytearray(b"z"), beside]
+        found = column_to_values(values_to_column(given, text, arrow_type(text), "v"), text)
+        assert found == ["x", "ä", "z", None if beside is None else str(beside)]
+    surrogates: list[list[Any]] = [["a", "\ud800"], [5, "\ud800"]]
+    for bad in surrogates:
+        with pytest.raises(StateValueError, match=r"v of type string cannot hold '\\ud800' \(str\)"):
+            values_to_column(bad, text, arrow_type(text), "v")
 
 
 def test_a_string_column_takes_any_values_text() -> None:

@@ -88,8 +88,21 @@ def test_aggregates_come_in_the_order_of_groups(groups: int) -> None:
             pa.array([[2**30]], pa.list_(pa.int32())).cast(pa.list_(pa.date32())),
             "a list<item: date32[day]> that Python cannot hold",
         ),
+        (
+            pa.Array.from_buffers(pa.string(), 1, pa.array([b"a\xff"]).buffers()).dictionary_encode(),
+            "a dictionary<values=string, indices=int32, ordered=0> that Python cannot hold",
+        ),
     ],
-    ids=["text", "bytes", "text that is not UTF-8", "a time", "a time with a zone", "a date", "a list of dates"],
+    ids=[
+        "text",
+        "bytes",
+        "text that is not UTF-8",
+        "a time",
+        "a time with a zone",
+        "a date",
+        "a list of dates",
+        "a dictionary",
+    ],
 )
 def test_any_value_can_be_shown(column: pa.Array, text: str) -> None:
     assert str(shown(column, 0)) == text

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from arrow_schemas.columns import aggregated
 from arrow_schemas.errors import StateValueError
 from arrow_schemas.tables import as_table, cast_column, conformed, is_table, refuse_nulls
 
@@ -413,6 +414,38 @@ def test_values_that_do_not_fit_are_refused(column: pa.Array, kind: pa.DataType)
 
 
 INSTANT = pa.timestamp("us", "UTC")
+
+
+def test_a_time_of_day_is_not_cut_off() -> None:
+    day = pa.field("v", pa.date32())
+    for kind in (pa.timestamp("ns"), pa.timestamp("us", "UTC"), pa.timestamp("s", "Asia/Tokyo")):
+        offset_s = 9 * 3_600 if kind.tz == "Asia/Tokyo" else 0
+        midnight = pa.array([86_400 - offset_s, None], pa.timestamp("s", kind.tz)).cast(kind)
+        assert cast_column(midnight, day, "output column").to_pylist() == [dt.date(1970, 1, 2), None]
+        late = pa.array([None, 86_400 + 84_600], pa.timestamp("s", kind.tz)).cast(kind)
+        with pytest.raises(StateValueError, match=r"output column 'v' .*it has times of day, which a date would lose"):
+            cast_column(late, day, "output column")
+
+
+def test_a_name_that_begins_with_a_dot_is_no_path() -> None:
+    inner = [pa.field("b", pa.int64()), pa.field(".b", pa.int64(), nullable=False)]
+    column = pa.array([{"b": 1, ".b": None}], pa.struct([pa.field("b", pa.int64()), pa.field(".b", pa.int64())]))
+    with pytest.raises(StateValueError, match=r"'v': its '\.b' is declared without NULLs"):
+        refuse_nulls(column, pa.field("v", pa.struct(inner)), "output column")
+    table = pa.table({".v": [1], "v": [2], "id": [0]})
+    with pytest.raises(StateValueError, match=r"column '\.v': PyArrow aggregates none"):
+        aggregated(table, "id", [(".v", "sum")])
+
+
+def test_columns_of_one_name_go_by_place_and_not_by_another_order() -> None:
+    fields = [pa.field(name, pa.int64()) for name in ("a", "b", "a")]
+    columns = [pa.array([n]) for n in (1, 2, 3)]
+    given = pa.table(columns, names=["a", "b", "a"])
+    assert [column.to_pylist() for column in conformed(given, fields, "it gave").columns] == [[1], [2], [3]]
+    with pytest.raises(StateValueError, match="in this order, as some have one name"):
+        conformed(pa.table(columns, names=["a", "a", "b"]), fields, "it gave")
+
+
 READ: list[tuple[str, pa.Array, pa.DataType, str]] = [
     ("text for a number", pa.array([None, "7"]), pa.int64(), r"'7' \(string\) is not made int64 by itself, cast it"),
     ("large text", pa.array(["7"], pa.large_string()), pa.float64(), r"'7' \(large_string\) is not made double"),

@@ -23,6 +23,7 @@ from spark_state_ext.errors import ExecutorPackageError, StateValueError, Unsupp
 from spark_state_ext.operators.agg import Aggregate, kernel_of
 from spark_state_ext.operators.arrays import Segments
 from spark_state_ext.operators.functions import Buffers, Kernel
+from spark_state_ext.operators.sketches import DistinctSketch
 
 SCHEMA = pa.schema(
     [
@@ -503,3 +504,14 @@ def test_types_without_the_function(aggregate: Aggregate, kind: Any) -> None:
 def test_a_function_that_needs_a_column() -> None:
     with pytest.raises(UsageError, match="needs a column"):
         kernel_of(Aggregate("sum"), None, "x")
+
+
+def test_text_that_is_none_is_counted_too() -> None:
+    """Spark's text columns hold any bytes."""
+    kernel = DistinctSketch(11)
+    items = [b"a\xff", b"a\xfe", b"\xc3\xa4", b"a\xff"]
+    text = pa.Array.from_buffers(pa.string(), len(items), pa.array(items).buffers())
+    buffers = kernel.reduce(text, Segments(np.array([0]), len(items)))
+    assert kernel.finish(buffers).to_pylist() == [3]
+    valid = kernel.reduce(pa.array(["ä"]), Segments(np.array([0]), 1))
+    assert kernel.finish(kernel.merge(buffers, valid)).to_pylist() == [3], "what is text counts as it does alone"

@@ -11,9 +11,11 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_bucket import MemoryBucket
 from planned import TIME, at, top
 
 from spark_state_ext.operators.arrays import order_within, sort_codes
+from spark_state_ext.operators.top_k import TOP, TopK
 
 SCHEMA = pa.schema([("number", pa.int64()), ("key", pa.string()), ("value", pa.float64()), ("text", pa.string())])
 VALUES = st.none() | st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 2.0, 3.5])
@@ -136,3 +138,17 @@ def test_a_key_of_the_state_columns_name() -> None:
         found = bucket.step(rows)
     assert len(bucket.stored) == 2
     assert found == []
+
+
+def test_a_name_that_begins_with_a_dot_is_no_path() -> None:
+    """PyArrow takes it for one where it may."""
+    kinds = [(".v", pa.int64()), ("v", pa.int64())]
+    bucket = MemoryBucket(
+        TopK(2, (("v", True),), (".v", "v"), ("key", ".v", "v"), "rank"),
+        [pa.field("key", pa.string())],
+        [pa.field(TOP, pa.list_(pa.struct(kinds)))],
+    )
+    schema = pa.schema([("key", pa.string()), *kinds])
+    bucket.step(pa.Table.from_pylist([{"key": "a", ".v": 111, "v": 5}], schema=schema))
+    given = bucket.step(pa.Table.from_pylist([{"key": "a", ".v": 222, "v": 9}], schema=schema))
+    assert [(row[".v"], row["v"], row["rank"]) for row in given] == [(222, 9, 1), (111, 5, 2)]
