@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from arrow_schemas.errors import StateValueError, UnsupportedTypeError
 
-__all__ = ["aggregated", "event_times_us", "flat", "shown"]
+__all__ = ["aggregated", "child_of", "event_times_us", "flat", "shown", "shown_row"]
 
 
 def flat(column: pa.Array | pa.ChunkedArray) -> pa.Array:
@@ -81,11 +81,19 @@ def aggregated(table: pa.Table, group: str, aggregations: Sequence[Any]) -> pa.T
     -------
     pyarrow.Table
         The aggregates' columns, and `group`.
+
+    Raises
+    ------
+    StateValueError
+        For a column whose name begins with a dot.
     """
     # PyArrow takes a name that begins with a dot for a path, and has no other way to name a column here.
-    for name in (name for asked in aggregations for name in ([asked[0]] if isinstance(asked[0], str) else asked[0])):
-        if name.startswith("."):
-            raise StateValueError(f"column {name!r}: PyArrow aggregates none whose name begins with a dot; rename it")
+    for columns, *_ in aggregations:
+        for name in [columns] if isinstance(columns, str) else columns:
+            if name.startswith("."):
+                raise StateValueError(
+                    f"column {name!r}: PyArrow aggregates none whose name begins with a dot; rename it"
+                )
     found = pa.TableGroupBy(table, group, use_threads=False).aggregate(list(aggregations))
     # Arrow gives groups in the order in which it meets them, mostly: the hashes of some may clash.
     ids = flat(found.column(group)).to_numpy()
@@ -111,3 +119,8 @@ def shown(column: pa.Array | pa.ChunkedArray, at: int) -> object:
     if pa.types.is_date32(kind):
         value = value.cast(pa.int32())
     return f"{value.cast(pa.binary() if text else pa.int64()).as_py()!r} ({kind})"
+
+
+def shown_row(names: Sequence[str], columns: Sequence[Any], at: int) -> dict[str, object]:
+    """A row for a message."""
+    return {name: shown(column, at) for name, column in zip(names, columns, strict=True)}

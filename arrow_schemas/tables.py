@@ -253,7 +253,7 @@ def _cast_map(column: pa.MapArray, kind: pa.MapType) -> pa.MapArray:
 
 
 def _cast_to_date(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """As Arrow casts, which cuts off the time of day, unless there is one."""
+    """As Arrow casts, but a time of day, which Arrow cuts off, is an error."""
     local = pc.local_timestamp(column) if column.type.tz else column
     found = column.cast(kind)
     if pc.any(pc.not_equal(found.cast(local.type), local)).as_py():

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.columns import aggregated, flat, shown
+from arrow_schemas.columns import aggregated, flat, shown_row
 from arrow_schemas.equality import BoolArray, IndexArray
 from arrow_schemas.row import normal_array
 from arrow_schemas.tables import as_table, cast_column, is_number, is_table, refuse_nulls, refuse_scalars
@@ -385,7 +385,7 @@ class StateBatch:
         positions = key_positions(own, given)
         missing = np.flatnonzero(positions < 0)
         if len(missing):
-            key = {name: shown(column, int(missing[0])) for name, column in zip(names, given, strict=True)}
+            key = shown_row(names, given, int(missing[0]))
             raise StateValueError(f"{call} was given the key {key}, which is not in this batch{hint}")
         if len(np.unique(positions)) < len(positions):
             raise StateValueError(f"{call} was given {len(positions)} rows in which a key is there more than once")
@@ -394,8 +394,7 @@ class StateBatch:
     def _refuse_times(self, wrong: BoolArray, times: IndexArray, positions: IndexArray, why: str) -> None:
         if wrong.any():
             first = int(np.argmax(wrong))
-            at = int(positions[first])
-            key = {name: shown(self.keys[name], at) for name in self.keys.column_names}
+            key = shown_row(self.keys.column_names, self.keys.columns, int(positions[first]))
             raise StateValueError(f"set_timeout() was given {times[first]} for key {key}: {why}")
 
     def _times(self, given: Any, event_time: bool, positions: IndexArray) -> tuple[IndexArray, BoolArray]:

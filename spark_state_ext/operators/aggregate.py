@@ -10,7 +10,7 @@ from functools import cached_property, partial
 import numpy as np
 import pyarrow as pa
 
-from arrow_schemas.columns import flat, shown
+from arrow_schemas.columns import flat, shown_row
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.operators.arrays import KeyedRows, Segments, bools, interleaved
@@ -235,7 +235,7 @@ class Aggregation:
 
 def nth_key(keys: pa.Table, position: int) -> object:
     """The key at a position, for an error."""
-    return {name: shown(column, position) for name, column in zip(keys.column_names, keys.columns, strict=True)}
+    return shown_row(keys.column_names, keys.columns, position)
 
 
 def _starts(batch: StateBatch, fresh: int) -> IndexArray:

@@ -112,6 +112,7 @@ class KeyCaller(PerKeyCaller):
             state = KeyState(before, clock)
             try:
                 result = function(key, pdfs, state)
+                # A generator it is nearly always, and need not be looked at.
                 for item in result if type(result) is GeneratorType else _checked(result):
                     if type(item) is pd.DataFrame and len(item):
                         keep(item)

@@ -8,7 +8,6 @@ transaction.
 from __future__ import annotations
 
 import contextlib
-import errno
 import struct
 import uuid
 import zlib
@@ -18,7 +17,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from arrow_schemas.blocks import BLOCK_BYTES
-from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingRunError, StorageError, StoreFullError
+from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingRunError
+from spark_state_ext.store.environment import storage_error
 from spark_state_ext.store.runs import Chunk, Run, describe
 
 __all__ = ["check_blocks", "chunks_in", "file_of", "incoming_file", "mapped", "remove_abandoned"]
@@ -79,13 +79,7 @@ def mapped(folder: Path, run: Run) -> pa.Buffer:
             f"run {run.newest} was dropped from the local store while it was read", run.newest
         ) from error
     except OSError as error:
-        text = f"a file of the local store {folder} cannot be mapped: {error}"
-        # PyArrow tells of what mmap refused in words only.
-        if error.errno == errno.ENOMEM or "Cannot allocate memory" in str(error):
-            raise StoreFullError(
-                f"no address space: {text}. Raise spark.executor.pyspark.memory, or use more buckets."
-            ) from error
-        raise StorageError(text) from error
+        raise storage_error(folder, error) from error
 
 
 def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str, int]]) -> None:

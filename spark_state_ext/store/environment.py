@@ -29,7 +29,7 @@ import lmdb
 
 from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullError
 
-__all__ = ["DATABASES", "ClosedEnvironmentError", "Environment", "SharedEnvironment", "boot_id"]
+__all__ = ["DATABASES", "ClosedEnvironmentError", "Environment", "SharedEnvironment", "boot_id", "storage_error"]
 
 T = TypeVar("T")
 ViewType = TypeVar("ViewType", bound="Reader")
@@ -122,12 +122,12 @@ class Environment:
         except (lmdb.Error, OSError) as error:
             if "data format" in str(error):  # py-lmdb 3 has no class of its own for files of another LMDB
                 raise CorruptStoreError(f"the local store {folder} cannot be read: {error}") from error
-            raise _storage_error(folder, error) from error
+            raise storage_error(folder, error) from error
         try:
             self._file = os.open(folder / _DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:  # another process has just set it aside
             self._env.close()
-            raise _storage_error(folder, error) from error
+            raise storage_error(folder, error) from error
         try:
             self._check_length()
             self._dbs: dict[bytes, Any] = self._databases()
@@ -456,7 +456,7 @@ def _translated(folder: Path) -> Iterator[None]:
     except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError) as error:
         raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
     except lmdb.Error as error:
-        raise _storage_error(folder, error) from error
+        raise storage_error(folder, error) from error
 
 
 def _free_bytes(folder: Path) -> int:
@@ -466,7 +466,8 @@ def _free_bytes(folder: Path) -> int:
         return _FREE_BYTES_MIN
 
 
-def _storage_error(folder: Path, error: Exception) -> StorageError:
+def storage_error(folder: Path, error: Exception) -> StorageError:
+    """What the system or LMDB said of a local store, as an error that says what to do."""
     text = str(error)
     number = getattr(error, "errno", None)
     # A write that the disk took in part only is an "Input/output error" to LMDB.

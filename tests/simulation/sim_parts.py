@@ -263,7 +263,7 @@ class FaultyFolder:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A task: what it was told and what it will do."""
+    """A task: what it was told and what it will do; and how often the query had changed its backends by then."""
 
     executor: int
     batch: int
