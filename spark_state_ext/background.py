@@ -93,7 +93,8 @@ class Background:
         """
         with self._condition:
             # First, as it may be what keeps work of this name, or too much of any, waiting.
-            if (self._thread is None or self._hangs()) and not self._start():
+            # A thread may also have ended: by what is no `Exception`, such as a library's exit.
+            if (self._thread is None or not self._thread.is_alive() or self._hangs()) and not self._start():
                 return False
             if name in self._waiting or len(self._waiting) >= _WAITING_MAX:
                 return False

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
 from arrow_schemas.pointer import InlineDelta, Pointer, Standing
 from spark_state_ext.backends import STATE, Checkpoint, Markers
+from spark_state_ext.background import HUNG_S
 from spark_state_ext.commit import (
     CommitOptions,
     How,
@@ -354,7 +355,9 @@ class Committer:
         file = file_name(standing.since, SNAPSHOT)
         note = notes.get(note_name(name, file))
         if note is not None and note.state == RUNNING:
-            return not (note.owner == self._uploads.owner or self._uploads.is_alive(note.owner))
+            # One that is long over may not have been noted.
+            late = self._clock_s() - note.since_s > HUNG_S
+            return late or not (note.owner == self._uploads.owner or self._uploads.is_alive(note.owner))
         if note is not None:
             return note.state == FAILED
         if self._has(name, file):
@@ -410,8 +413,7 @@ class Committer:
                 future.result(self._options.commit_timeout_ms / 1000)
             except Exception as raised:
                 failure, state, error = raised, FAILED, str(raised) or repr(raised)
-            note = Note(state, self._uploads.owner, self._clock_s(), error=error)
-            self._store.note({note_name(name, sealed.name): note.encode()})
+            self._tell(ref, [name], Note(state, self._uploads.owner, self._clock_s(), error=error))
         if isinstance(failure, StateError):
             raise failure
         if failure is not None:
@@ -419,12 +421,15 @@ class Committer:
 
     def not_sent(self, ref: CheckpointRef, names: Sequence[str], why: str) -> None:
         """Note that a snapshot which backends may wait for was not made."""
-        note = Note(FAILED, self._uploads.owner, self._clock_s(), error=why).encode()
+        self._tell(ref, names, Note(FAILED, self._uploads.owner, self._clock_s(), error=why))
+
+    def _tell(self, ref: CheckpointRef, names: Sequence[str], note: Note) -> None:
+        """Note what became of a checkpoint's snapshot."""
         try:
-            self._store.note({note_name(name, file_name(ref, SNAPSHOT)): note for name in names})
+            self._store.note({note_name(name, file_name(ref, SNAPSHOT)): note.encode() for name in names})
         except StateError as error:
-            # It comes to light when this process ends.
-            _LOGGER.warning("that checkpoint %s has no snapshot could not be noted: %s", ref, error)
+            # It comes to light when this process ends, or after a while.
+            _LOGGER.warning("that the snapshot of checkpoint %s is %s could not be noted: %s", ref, note.state, error)
 
     def has_snapshot(self, pointer: Pointer, ref: CheckpointRef) -> bool:
         """Whether a backend that holds everything has the snapshot of a checkpoint."""

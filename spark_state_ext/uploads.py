@@ -146,7 +146,7 @@ class Uploads(Protocol):
         ...
 
     def give_up(self, uploads: Iterable[Upload]) -> None:
-        """Do not wait for these any more: what comes after them goes its own way."""
+        """Do not wait for these any more; what is in a queue behind them is not sent either, as after a failure."""
         ...
 
 
@@ -221,14 +221,24 @@ class WorkerUploads:
 
     def give_up(self, uploads: Iterable[Upload]) -> None:
         for upload in uploads:
+            key = _key(upload)
             with self._lock:
-                waiting = self._waiting.get(_key(upload))
+                waiting = self._waiting.get(key)
                 if waiting is None or upload not in waiting:
                     continue
-                # The thread may come back some day. Until then another one does its work.
-                del self._waiting[_key(upload)]
-                pool = self.pool(upload.backend)
-                pool.threads_max = min(pool.threads_max + 1, 2 * THREADS_MAX)
+                dropped = list(waiting)[waiting.index(upload) :]
+                for _ in dropped:
+                    waiting.pop()
+                if not waiting:
+                    # The thread may come back some day. Until then another one does its work.
+                    del self._waiting[key]
+                    pool = self.pool(upload.backend)
+                    pool.threads_max = min(pool.threads_max + 1, 2 * THREADS_MAX)
+                    dropped = dropped[1:]
+            # Nobody is at these any more, here or elsewhere: the next call begins them anew.
+            self._note(upload.store, {}, [note_name(it.backend, it.file) for it in dropped])
+            for it in dropped:
+                it.done.set_exception(StorageError(f"{it.file} was not sent, as {upload.file} took too long"))
 
     def _begin(self, upload: Upload) -> None:
         try:
@@ -272,6 +282,9 @@ class WorkerUploads:
                     dropped = list(waiting)
                 if following is None:
                     del self._waiting[key]
+            else:
+                # Whoever gave it up has seen to what was behind it.
+                dropped = []
         if error is None:
             upload.done.set_result(done.result())
         else:

@@ -15,6 +15,7 @@ from pyspark import TaskContext
 from spark_state_ext.bucket import BATCHES_RETAINED
 from spark_state_ext.errors import StorageError
 from spark_state_ext.folder import Folder
+from spark_state_ext.process import namespace
 from spark_state_ext.spark.job import Job
 
 __all__ = ["TaskInfo", "local_folder", "operator_folder", "scratch_folder", "settle", "stores_folder"]
@@ -101,7 +102,8 @@ def operator_folder(job: Job) -> Folder:
 
 def local_folder(job: Job, home: str, schema_id: int, bucket: int) -> Path:
     """Folder of a bucket's local store: the root, operator, home, schema and bucket each have one of their own."""
-    root = hashlib.blake2b(job.root.encode(), digest_size=8).hexdigest()
+    # And so does each container of a machine, as LMDB tells processes apart by their numbers.
+    root = hashlib.blake2b(f"{job.root}\0{namespace()}".encode(), digest_size=8).hexdigest()
     return stores_folder(job.local_dir) / f"{root}-{job.operator}" / home / f"s{schema_id}" / str(bucket)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from recorded_work import job
 
 from arrow_schemas import RowSchema
-from spark_state_ext.spark import runtime
+from spark_state_ext.spark import runtime, task
 from spark_state_ext.store import LocalStore
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
@@ -28,3 +30,16 @@ def test_only_the_stores_used_last_stay_open(tmp_path: Path, monkeypatch: pytest
     # Closed and opened again, it works.
     assert opened("b") is not second
     assert opened("b").runs() == []
+
+
+def test_containers_that_share_a_folder_have_stores_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB counts on it that two processes which use a store have two numbers."""
+    the_job = replace(job("pandas", "NoTimeout", None, 1 << 20), local_dir=str(tmp_path))
+    found = []
+    for container in ("pid:[4026531836]", "pid:[4026532617]", "pid:[4026531836]"):
+        monkeypatch.setattr(task, "namespace", lambda container=container: container)
+        found.append(task.local_folder(the_job, "home", 1, 3))
+    assert found[0] == found[2] != found[1]
+    assert {folder.relative_to(folder.parents[3]).parts[1:] for folder in found} == {("home", "s1", "3")}

@@ -106,6 +106,22 @@ def test_failures_are_logged_and_the_thread_goes_on(caplog: pytest.LogCaptureFix
     assert "a fault of ours" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ended_is_replaced() -> None:
+    background, done = Background(), threading.Event()
+
+    def leaves() -> None:
+        raise KeyboardInterrupt
+
+    assert background.submit("leaves", leaves)
+    assert background.wait(WAIT_S)
+    deadline_s = time.monotonic() + WAIT_S
+    while background._thread is not None and background._thread.is_alive() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert background.submit("goes on", done.set)
+    assert done.wait(WAIT_S)
+
+
 def test_more_than_the_thread_keeps_up_with_is_refused() -> None:
     background, gate = Background(), threading.Event()
     taken = [background.submit(str(i), lambda: (gate.wait(WAIT_S), None)[1]) for i in range(300)]

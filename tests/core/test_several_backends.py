@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -15,8 +15,8 @@ from arrow_schemas import CheckpointRef, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT
 from arrow_schemas.pointer import BOTH, V1, V2, Standing
 from spark_state_ext import bucket as bucket_module
+from spark_state_ext import committer, sealed
 from spark_state_ext import lineage as lineage_module
-from spark_state_ext import sealed
 from spark_state_ext.backends import Markers
 from spark_state_ext.commit import is_complete
 from spark_state_ext.errors import (
@@ -26,6 +26,7 @@ from spark_state_ext.errors import (
     StoreFullError,
 )
 from spark_state_ext.sealed import SealedFile
+from spark_state_ext.uploads import FAILED, Note
 
 # -- several backends ------------------------------------------------------------------------------
 
@@ -72,6 +73,43 @@ def test_a_backend_catches_up_after_its_first_snapshot_failed(
     for _ in range(5):
         life.batch()
         life.settle()
+    pointer = life.batch({})
+    assert is_complete(pointer.standings["b"])
+    assert life.restored(pointer, "b") == life.models[-1]
+
+
+def test_a_backend_catches_up_though_the_end_of_its_first_snapshot_could_not_be_noted(
+    life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(4):
+        life.batch()
+    life.settle()
+    life.names = ("a", "b")
+    note, failed = life.store.note, []
+
+    def full(notes: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
+        if any((told := Note.decode(value)) is not None and told.state == FAILED for value in notes.values()):
+            failed.append(1)
+            raise StoreFullError("the disk is full")
+        note(notes, removed)
+
+    life.manager("b").fails_with = PermissionError("not yet")
+    monkeypatch.setattr(life.store, "note", full)
+    life.batch()
+    life.settle()
+    assert failed
+    assert "is failed could not be noted: the disk is full" in caplog.text
+    life.manager("b").fails_with = None
+    monkeypatch.setattr(life.store, "note", note)
+    # It stands as under way, in a process that lives. That is believed for a while only.
+    snapshots = life.told.count("b snapshot 5")
+    life.batch()
+    life.settle()
+    assert life.told.count("b snapshot 6") == snapshots == 1, "the delta"
+    assert not is_complete(life.pointers[-1].standings["b"])
+    monkeypatch.setattr(committer, "HUNG_S", 0.0)
+    life.batch()
+    life.settle()
     pointer = life.batch({})
     assert is_complete(pointer.standings["b"])
     assert life.restored(pointer, "b") == life.models[-1]

@@ -172,6 +172,30 @@ def test_one_backend_that_hangs_does_not_hold_up_another(store: LocalStore) -> N
     assert stuck.done.result(WAIT_S) == stuck.markers
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_waits_behind_a_file_that_was_given_up_is_begun_anew(store: LocalStore, first: int) -> None:
+    uploads, gate, refs = WorkerUploads(), threading.Event(), Refs()
+    manager = Manager(uploads.pool("a"), lambda name: (gate.wait(WAIT_S), None)[1])
+    mine = [_upload(store, manager, refs.next(version)) for version in range(1, 5)]
+    notes: dict[str, bytes] = {}
+    for upload in mine:
+        notes |= upload.note(RUNNING, uploads.owner)
+    store.note(notes)
+    uploads.submit(mine)
+    uploads.give_up([mine[first]])
+    assert [uploads.find(store, "a", upload.file) is upload for upload in mine] == [first == 1, False, False, False]
+    # Whoever waits for them does not wait for ever, and no other process takes them for under way.
+    for upload in mine[1:]:
+        with pytest.raises(StorageError, match=rf"{upload.file} was not sent, as {mine[first].file} took too long"):
+            upload.done.result(0)
+        assert _noted(store, upload) is None
+    again = [_upload(store, manager, upload.ref) for upload in mine[first:]]
+    uploads.submit(again)
+    gate.set()
+    await_all([*mine[:1], *again], uploads, CommitOptions())
+    assert {*manager.kept} == {upload.markers[STATE] for upload in mine}
+
+
 def test_a_note_tells_whether_its_process_lives(store: LocalStore) -> None:
     uploads = WorkerUploads()
     assert uploads.is_alive(uploads.owner)
