@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -87,7 +87,7 @@ def test_a_backend_catches_up_though_the_end_of_its_first_snapshot_could_not_be_
     life.names = ("a", "b")
     note, failed = life.store.note, []
 
-    def full(notes: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
+    def full(notes: Mapping[str, bytes], removed: Collection[str] = ()) -> None:
         if any((told := Note.decode(value)) is not None and told.state == FAILED for value in notes.values()):
             failed.append(1)
             raise StoreFullError("the disk is full")
