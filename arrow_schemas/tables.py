@@ -212,12 +212,16 @@ def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
         return _cast_map(column, kind)
     if types.is_timestamp(column.type) and types.is_date(kind):
         return _cast_to_date(column, kind)
+    if types.is_floating(column.type) and types.is_floating(kind):
+        return _cast_floats(column, kind)
     if types.is_map(column.type) and types.is_list(kind):
         column = _entries(column)
     lists = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
     # PyArrow casts views of lists wrongly (26 leaves an offset out, 16 mixes rows up).
     views = types.is_list_view(column.type) or types.is_large_list_view(column.type)
-    if types.is_list(kind) and (views or (lists and types.is_nested(kind.value_type))):
+    # What Arrow would cast by other rules than these, if it were left to it.
+    deeper = types.is_list(kind) and (types.is_nested(kind.value_type) or types.is_floating(kind.value_type))
+    if types.is_list(kind) and (views or (lists and deeper)):
         values = _cast(pc.list_flatten(column), kind.value_type)
         return pa.ListArray.from_arrays(_offsets(column), values, type=kind, mask=column.is_null())
     return column if column.type == kind else column.cast(kind)
@@ -258,6 +262,16 @@ def _cast_to_date(column: pa.Array, kind: pa.DataType) -> pa.Array:
     found = column.cast(kind)
     if pc.any(pc.not_equal(found.cast(local.type), local)).as_py():
         raise pa.ArrowInvalid("it has times of day, which a date would lose")
+    return found
+
+
+def _cast_floats(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """As Arrow casts, but numbers that only a wider float holds, which Arrow makes infinite, are an error."""
+    found = column.cast(kind)
+    if kind.bit_width < column.type.bit_width:
+        lost = pc.and_(pc.is_inf(found), pc.is_finite(column))
+        if pc.any(lost).as_py():
+            raise pa.ArrowInvalid(f"{column.filter(lost)[0].as_py()} is more than it holds")
     return found
 
 

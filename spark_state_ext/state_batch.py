@@ -6,6 +6,7 @@ without a copy.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -215,14 +216,35 @@ class StateBatch:
         """The keys, their state, and more columns if wanted, side by side.
 
         A column that both have is the keys'; what the state has in it is in `state`.
+
+        Parameters
+        ----------
+        columns
+            More columns, or others in place of the state's, as in polars' ``with_columns``: one value for each key.
+
+        Raises
+        ------
+        StateValueError
+            When they are no columns of one value for each key, or have a key column's name.
         """
-        refuse_scalars(columns or {}, "with_state() was given")
+        columns = columns or {}
+        refuse_scalars(columns, "with_state() was given")
         names = self.keys.column_names
+        if not columns.keys().isdisjoint(names):
+            raise StateValueError(
+                f"with_state() was given a column {min(columns.keys() & set(names))!r}, which is a key column: give it "
+                "another name"
+            )
         state = self.state.select([name for name in self.state.column_names if name not in names])
         table = pa.table([*self.keys.columns, *state.columns], names=[*names, *state.column_names])
-        for name, values in (columns or {}).items():
-            column = values if isinstance(values, (pa.Array, pa.ChunkedArray)) else pa.array(values)
-            table = table.append_column(name, column)
+        more = as_table(columns, "with_state() was given")
+        if columns and more.num_rows != len(self):
+            raise StateValueError(
+                f"with_state() was given columns of {more.num_rows} values, for {len(self)} keys: give one for each"
+            )
+        for name, column in zip(more.column_names, more.columns, strict=True):
+            at = table.schema.get_field_index(name)
+            table = table.append_column(name, column) if at < 0 else table.set_column(at, name, column)
         return table
 
     def scan(self) -> Iterator[pa.Table]:
@@ -440,10 +462,15 @@ def _whole(column: Any, kind: pa.DataType) -> Any:
 
 
 def _mask(given: Any, length: int) -> BoolArray:
-    if isinstance(given, (pa.Array, pa.ChunkedArray)):
-        mask = pc.fill_null(given, False).to_numpy(zero_copy_only=False) if pa.types.is_boolean(given.type) else None
-    else:
+    mask = None
+    if not isinstance(given, (pa.Array, pa.ChunkedArray)):
         mask = np.asarray(given)
+        if mask.dtype == np.object_ and mask.ndim == 1:
+            # Booleans and NULLs, as lists and columns of polars and pandas have them.
+            with contextlib.suppress(pa.ArrowException):
+                given, mask = pa.array(mask, from_pandas=True), None
+    if isinstance(given, (pa.Array, pa.ChunkedArray)) and pa.types.is_boolean(given.type):
+        mask = pc.fill_null(given, False).to_numpy(zero_copy_only=False)
     if mask is None or mask.dtype != np.bool_ or mask.shape != (length,):
         raise StateValueError(
             f"a mask must be {length} booleans, one for each key of the batch, not {reprlib.repr(given)}"

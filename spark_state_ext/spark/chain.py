@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from pyspark.sql.types import LongType, StructField, StructType
 
-from spark_state_ext.errors import UsageError
+from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.spark.group_state import NO_TIMEOUT, Clock, KeyState, watermark_of
 from spark_state_ext.spark.keys import as_frames
 
@@ -132,11 +132,10 @@ class _Run:
     def _step(
         self, at: int, step: Step, frames: Iterable[pd.DataFrame], empty: pd.DataFrame | None
     ) -> Iterator[pd.DataFrame]:
-        names = step.outputStructType.names
         source = iter(frames)
         first = next(source, None)
         if first is not None:
-            yield from _named(self._call(at, step, _chained(first, source), timed_out=False), names)
+            yield from _named(self._call(at, step, _chained(first, source), timed_out=False), at, step)
             if at:
                 # What this step left unread, the step before has still to make: its state is known only after that.
                 for _ in source:
@@ -144,7 +143,7 @@ class _Run:
         elif self._due(at):
             if empty is None:
                 empty = pd.DataFrame(columns=self._steps[at - 1].outputStructType.names)
-            yield from _named(self._call(at, step, [empty], timed_out=True), names)
+            yield from _named(self._call(at, step, [empty], timed_out=True), at, step)
 
     def _due(self, at: int) -> bool:
         """Whether a step without rows has a timeout that is over, in a call for the key's timeout."""
@@ -231,13 +230,17 @@ def _chained(first: pd.DataFrame, rest: Iterator[pd.DataFrame]) -> Iterator[pd.D
     yield from rest
 
 
-def _named(frames: Iterator[pd.DataFrame], names: list[str]) -> Iterator[pd.DataFrame]:
+def _named(frames: Iterator[pd.DataFrame], at: int, step: Step) -> Iterator[pd.DataFrame]:
     """A step's frames as the next step's input: columns by name if they have names, else by position, none of them
     empty."""
+    names = step.outputStructType.names
     for frame in frames:
         if not len(frame):
             continue
-        if any(isinstance(label, str) for label in frame.columns):
-            yield frame[names].reset_index(drop=True)
-        else:
-            yield frame.set_axis(names, axis=1).reset_index(drop=True)
+        by_name = any(isinstance(label, str) for label in frame.columns)
+        if not set(names) <= set(frame.columns) if by_name else len(names) != len(frame.columns):
+            given = ", ".join(map(str, frame.columns)) if by_name else f"{len(frame.columns)} without names"
+            raise StateValueError(
+                f"step {at} gave a frame with the columns {given}, and its outputStructType has {', '.join(names)}"
+            )
+        yield (frame[names] if by_name else frame.set_axis(names, axis=1)).reset_index(drop=True)

@@ -54,13 +54,23 @@ def resolve_keys(
     for key, resolved in zip(keys, selected.fields, strict=True):
         # An expression may be named like a column, so only a bare name is taken for that column.
         bare = _unquoted(key) if isinstance(key, str) else _bare_name(key)
-        if bare == resolved.name and input_type.names.count(bare) == 1:
-            positions.append(input_type.names.index(bare))
+        at = _place_of(bare, input_type.names) if bare == resolved.name else None
+        if at is not None:
+            positions.append(at)
         else:
             positions.append(len(input_type) + len(extra))
             extra.append(key)
     fields = [StructField(f.name, f.dataType, f.nullable, _without_watermark(f.metadata)) for f in selected.fields]
     return StructType(fields), tuple(positions), extra
+
+
+def _place_of(name: str, names: Sequence[str]) -> int | None:
+    """Place of the column that Spark has found by a name, in whatever case that is written; None where several have
+    it."""
+    if name in names:
+        return names.index(name) if names.count(name) == 1 else None
+    found = [at for at, other in enumerate(names) if other.lower() == name.lower()]
+    return found[0] if len(found) == 1 else None
 
 
 def refuse_session_windows(keys: Sequence[StructField]) -> None:

@@ -120,6 +120,7 @@ def aggregate(
             "withWatermark, and group by that column or a window of it, or use output_mode='update'"
         )
     partial = PartialAggregation(Aggregates(bound), tuple(names))
+    refuse_doubles([*names, *partial.aggregates.buffer_names], "columns of aggregate, its own among them,")
     # For the time to live each row's time counts.
     combining = None if lives_by is not None else _partially(partial, key_fields, state_type)
     function = Aggregation(
@@ -349,9 +350,14 @@ def top_k(
     if not orders or len(orders) != len(downwards):
         raise UsageError(f"order_by of top_k has {len(orders)} columns, and descending {len(downwards)} values")
     refuse_sort_orders(orders, df.schema.names)
-    key_type, _, extra = resolve_keys(df, df.schema, listed(keys))
-    inputs, extra_fields = df.schema.names, [field for field in key_type.fields if field.name not in df.schema.names]
-    if len(extra) != len(extra_fields):
+    key_type, places, extra = resolve_keys(df, df.schema, listed(keys))
+    inputs = df.schema.names
+    extra_fields = [field for field, at in zip(key_type.fields, places, strict=True) if at >= len(inputs)]
+    # Of a key that is an input column the output has that one, in whatever case it was asked for.
+    key_names = [
+        field.name if at >= len(inputs) else inputs[at] for field, at in zip(key_type.fields, places, strict=True)
+    ]
+    if any(field.name in inputs for field in extra_fields):
         raise UsageError("a key of top_k is an expression under the name of an input column: give it another, by alias")
     extra_names = [field.name for field in extra_fields]
     refuse_doubles([*inputs, *extra_names, rank], "output columns of top_k")
@@ -362,7 +368,7 @@ def top_k(
     ]
     # An order column that the key has too is kept beside it.
     ordered = [
-        order if isinstance(order, str) and order in inputs and order not in key_type.names else f"__order{i}"
+        order if isinstance(order, str) and order in inputs and order not in key_names else f"__order{i}"
         for i, order in enumerate(orders)
     ]
     hidden = [
@@ -371,9 +377,10 @@ def top_k(
         if name is not order
     ]
     wide = df.select("*", *derived, *hidden)
+    refuse_doubles(wide.schema.names, "columns of top_k, its own among them,")
     for name in ordered:
         refuse_nested(wide.schema[name], "order column")
-    kept = [field for field in wide.schema.fields if field.name not in key_type.names]
+    kept = [field for field in wide.schema.fields if field.name not in key_names]
     output = [plain(field) for field in wide.schema.fields if field.name in {*inputs, *extra_names}]
     function = TopK(
         k,
@@ -389,7 +396,7 @@ def top_k(
     return state.planned(
         ARROW,
         wide,
-        quoted(key_type.names),
+        quoted(key_names),
         function,
         output_type,
         state_type,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from pyspark.sql.types import (
     DataType,
     DateType,
     DecimalType,
+    FloatType,
     IntegralType,
     MapType,
     StringType,
@@ -36,6 +38,7 @@ __all__ = ["changeable", "column_to_values", "row_keeper", "values_to_column"]
 _WHOLE = {int, type(None)}
 # And to a column of dates.
 _DATES = {datetime.date, datetime.datetime, type(None)}
+_FLOAT_MAX = float(np.finfo(np.float32).max)
 # What can be iterated, and is no list of what it gives then.
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping)
 _EPOCH_UTC = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
@@ -90,6 +93,8 @@ def values_to_column(
         if isinstance(spark_type, IntegralType) and not set(map(type, values)) <= _WHOLE:
             # PyArrow would cut a float's fraction off.
             return pa.array([None if v is None else _whole(v) for v in values], arrow_type)
+        if isinstance(spark_type, FloatType):
+            return _floats(values, arrow_type)
         try:
             return pa.array(values, arrow_type)
         except (pa.ArrowException, TypeError):
@@ -201,10 +206,42 @@ def _date(value: Any) -> Any:
     return value
 
 
+def _floats(values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
+    """Values as single floats; PyArrow would make those infinite that are too large."""
+    column = pa.array(values, arrow_type)
+    for row in np.flatnonzero(np.isinf(column.to_numpy(zero_copy_only=False))):
+        _float(values[int(row)])
+    return column
+
+
+def _float(value: Any) -> Any:
+    plain = value.item() if hasattr(value, "item") else value
+    if isinstance(plain, float) and abs(plain) > _FLOAT_MAX and not math.isinf(plain):
+        raise OverflowError("it is more than a float holds")
+    return plain
+
+
 def _text(value: Any) -> str | bytes:
+    """A value for a string column; others than text as the JVM writes them, where Spark lets it."""
     if isinstance(value, (str, bytes)):
         return value
-    return bytes(value) if isinstance(value, (bytearray, memoryview)) else str(value)
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    plain = value.item() if hasattr(value, "item") else value
+    if isinstance(plain, bool):
+        return str(plain).lower()
+    return _float_text(plain) if isinstance(plain, float) else str(plain)
+
+
+def _float_text(value: float) -> str:
+    """As Java's `Double.toString`."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else f"{'-' if value < 0 else ''}Infinity"
+    if value == 0 or 1e-3 <= abs(value) < 1e7:
+        return repr(value)
+    sign, digits, exponent = decimal.Decimal(repr(value)).normalize().as_tuple()
+    rest = "".join(map(str, digits[1:])) or "0"
+    return f"{'-' * sign}{digits[0]}.{rest}E{len(digits) - 1 + int(exponent)}"
 
 
 def _decimal(value: Any) -> decimal.Decimal:
@@ -283,13 +320,13 @@ def _to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
         element = _optional(_nested_to_arrow(spark_type.elementType))
         return lambda v: [element(x) for x in _elements(v)]
     if isinstance(spark_type, MapType):
-        key, item = _nested_to_arrow(spark_type.keyType), _optional(_nested_to_arrow(spark_type.valueType))
-        return lambda v: [(key(a), item(b)) for a, b in v.items()]
+        return _map_to_arrow(spark_type)
     if isinstance(spark_type, StructType):
         return _struct_to_arrow(spark_type)
-    if isinstance(spark_type, DateType):
-        return _date
-    return _text if isinstance(spark_type, StringType) else _identity
+    return _PLAIN_TO_ARROW.get(type(spark_type), _identity)
+
+
+_PLAIN_TO_ARROW: dict[type[DataType], Callable[[Any], Any]] = {DateType: _date, FloatType: _float, StringType: _text}
 
 
 def _nested_to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
@@ -299,9 +336,23 @@ def _nested_to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
     if isinstance(spark_type, TimestampNTZType):
         to_ntz = spark_type.toInternal
         return lambda v: (_EPOCH_UTC + to_ntz(v) * _MICROSECOND).replace(tzinfo=None)
-    if isinstance(spark_type, (ArrayType, MapType, StructType, DateType, DecimalType, IntegralType)):
+    if isinstance(spark_type, (ArrayType, MapType, StructType, DecimalType, IntegralType, *_PLAIN_TO_ARROW)):
         return _to_arrow(spark_type)
     return lambda v: v.item() if hasattr(v, "item") else v
+
+
+def _map_to_arrow(spark_type: MapType) -> Callable[[Any], list[tuple[Any, Any]]]:
+    key, item = _nested_to_arrow(spark_type.keyType), _optional(_nested_to_arrow(spark_type.valueType))
+    nested = isinstance(spark_type.keyType, (ArrayType, StructType))
+
+    def convert(value: Any) -> list[tuple[Any, Any]]:
+        items = [(key(a), item(b)) for a, b in value.items()]
+        # Such as 1.001 and 1.002 as decimals of two places.
+        if not nested and len(dict(items)) < len(items):
+            raise ValueError(f"two of its keys are one as {spark_type.keyType.simpleString()}")
+        return items
+
+    return convert
 
 
 def _struct_to_arrow(spark_type: StructType) -> Callable[[Any], dict[str, Any]]:

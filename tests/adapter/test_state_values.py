@@ -143,7 +143,7 @@ def test_text_is_the_same_whatever_is_beside_it() -> None:
     for beside in ("y", 5, None, True):
         given = [b"x", "ä", bytearray(b"z"), beside]
         found = column_to_values(values_to_column(given, text, arrow_type(text), "v"), text)
-        assert found == ["x", "ä", "z", None if beside is None else str(beside)]
+        assert found == ["x", "ä", "z", None if beside is None else str(beside).lower()]
     surrogates: list[list[Any]] = [["a", "\ud800"], [5, "\ud800"]]
     for bad in surrogates:
         with pytest.raises(StateValueError, match=r"v of type string cannot hold '\\ud800' \(str\)"):
@@ -155,6 +155,50 @@ def test_a_string_column_takes_any_values_text() -> None:
         "5",
         None,
     ]
+
+
+@pytest.mark.parametrize("value", [5, True, np.bool_(False), 1e20, np.float64(-0.0), dt.date(2024, 1, 2), b"x", "y"])
+def test_text_within_others_is_that_of_a_column(value: Any) -> None:
+    """As in the steps of a chain, whose states are structs."""
+    text = StringType()
+    [alone] = column_to_values(values_to_column([value], text, arrow_type(text), "v"), text)
+    inside: list[tuple[DataType, Any, Any]] = [
+        (ArrayType(text), [value, None], [alone, None]),
+        (MapType(text, text), {value: value}, {alone: alone}),
+        (StructType().add("x", text), (value,), Row(x=alone)),
+    ]
+    for spark_type, given, expected in inside:
+        assert column_to_values(values_to_column([given], spark_type, arrow_type(spark_type), "v"), spark_type) == [
+            expected
+        ]
+
+
+def test_keys_of_a_map_stay_as_many() -> None:
+    hundredths, text = MapType(DecimalType(5, 2), LongType()), MapType(StringType(), LongType())
+    near = {decimal.Decimal("1.001"): 1, decimal.Decimal("1.002"): 2}
+    pairs: list[tuple[DataType, Any]] = [(hundredths, near), (text, {5: 1, "5": 2}), (ArrayType(hundredths), [near])]
+    for spark_type, given in pairs:
+        with pytest.raises(StateValueError, match=r"two of its keys are one as (decimal\(5,2\)|string)"):
+            values_to_column([given], spark_type, arrow_type(spark_type), "v")
+    nested = MapType(ArrayType(LongType()), LongType())
+    column = values_to_column([{(1,): 1, (2,): 2}], nested, arrow_type(nested), "v")
+    assert column.to_pylist() == [[([1], 1), ([2], 2)]]
+
+
+def test_no_number_becomes_infinite() -> None:
+    single = FloatType()
+    largest = float(np.finfo(np.float32).max)
+    given = [largest, -largest, float("inf"), float("-inf"), float("nan"), None, 5, True]
+    column = values_to_column(given, single, arrow_type(single), "v")
+    assert repr(column.to_pylist()) == repr(
+        [largest, -largest, float("inf"), float("-inf"), float("nan"), None, 5.0, 1.0]
+    )
+    lists = ArrayType(single)
+    assert repr(values_to_column([given[:6]], lists, arrow_type(lists), "v").to_pylist()) == repr([given[:6]])
+    for value in (1e300, -3.5e38, np.float64(1e39)):
+        for spark_type, one in ((single, value), (lists, [value]), (StructType().add("x", single), (value,))):
+            with pytest.raises(StateValueError, match=r"v of type .* cannot hold .*: it is more than a float holds"):
+                values_to_column([None, one], spark_type, arrow_type(spark_type), "v")
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,23 @@ def test_everything_is_aligned_with_the_keys() -> None:
     assert table.column_names == ["name", "x", "n", "note", "more", "numbers"]
     assert table.num_rows == 4
     assert batch.with_state().column_names == ["name", "x", "n", "note"]
+    # In place of the state's.
+    table = batch.with_state({"n": pa.array([5, 6, 7, 8], pa.int64())})
+    assert table.column_names == ["name", "x", "n", "note"]
+    batch.update(table)
+    found = after(batch)
+    assert [found[one].values for one in (A, key(B), key(C), D)] == [(5, "ten"), (6, None), (7, None), (8, None)]
+
+
+def test_columns_that_do_not_go_beside_the_keys() -> None:
+    batch = batch_of()
+    for columns, text in (
+        ({"x": [1, 2, 3, 4]}, r"with_state\(\) was given a column 'x', which is a key column: give it another name"),
+        ({"more": [1, 2]}, r"with_state\(\) was given columns of 2 values, for 4 keys: give one for each"),
+        ({"more": [1, 2], "n": [1]}, r"with_state\(\) was given a dict whose columns have different lengths"),
+    ):
+        with pytest.raises(StateValueError, match=text):
+            batch.with_state(columns)
 
 
 def test_a_value_in_place_of_a_column_is_refused() -> None:
@@ -253,7 +270,17 @@ MASKS: dict[str, Any] = {
     "chunked": pa.chunked_array([MASK[:1], MASK[1:]]),
     "slice": pa.array([True, *MASK, True]).slice(1, 4),
     "pandas": pd.Series(MASK),
+    "list with None": [None, True, False, True],
+    "pandas with NA": pd.Series([pd.NA, True, False, True], dtype="boolean"),
+    "polars with null": "polars",
 }
+
+
+def mask_of(name: str) -> Any:
+    """One of `MASKS`."""
+    if isinstance(MASKS[name], str):
+        return pytest.importorskip("polars").Series([None, True, False, True])
+    return MASKS[name]
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -262,7 +289,7 @@ MASKS: dict[str, Any] = {
 def test_update_of_chosen_keys(mask: str, form: str, rows: str) -> None:
     batch = batch_of()
     given = rows_of((1, "x"), (2, "y"), (3, "z"), (4, "w")) if rows == "all" else rows_of((2, "y"), (4, "w"))
-    batch.update(as_form(form, given), where=MASKS[mask])
+    batch.update(as_form(form, given), where=mask_of(mask))
     assert after(batch) == {A: Stored((10, "ten")), key(B): Stored((2, "y")), D: Stored((4, "w"))}
 
 
@@ -453,7 +480,8 @@ UPDATE_ERRORS: list[tuple[str, Any, Any, str]] = [
     ("a mask of numbers", {"n": [1], "note": ["a"]}, [0, 1, 0, 0], r"a mask must be 4 booleans"),
     ("a mask of Arrow's numbers", {"n": [1], "note": ["a"]}, pa.array([0, 1, 0, 0]), r"a mask must be 4 booleans"),
     ("a mask for all", {"n": [1], "note": ["a"]}, True, r"a mask must be 4 booleans"),
-    ("a mask with holes", {"n": [1], "note": ["a"]}, [None, True, False, True], r"a mask must be 4 booleans"),
+    ("a mask of booleans and others", {"n": [1], "note": ["a"]}, [None, True, "no", True], r"a mask must be 4 booleans"),
+    ("a mask of NULLs", {"n": [1], "note": ["a"]}, [None] * 4, r"a mask must be 4 booleans"),
 ]  # fmt: skip
 
 
@@ -485,7 +513,7 @@ def test_state_columns_of_one_name_are_refused_in_words() -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_remove_by_mask(mask: str) -> None:
     batch = batch_of()
-    batch.remove(MASKS[mask])
+    batch.remove(mask_of(mask))
     assert after(batch) == {A: Stored((10, "ten"))}
     assert batch.outcome.touched.tolist() == MASK
 

@@ -413,6 +413,32 @@ def test_values_that_do_not_fit_are_refused(column: pa.Array, kind: pa.DataType)
         cast_column(column, pa.field("v", kind), "output column")
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_no_number_becomes_infinite(chunked: bool) -> None:
+    largest = float(np.finfo(np.float32).max)
+    values = [largest, None, float("inf"), float("-inf"), float("nan"), -0.0]
+    cases: list[tuple[pa.Array, pa.DataType, Any]] = [
+        (pa.array(values), pa.float32(), lambda value: pa.array([None, value])),
+        (pa.array([values, None]), pa.list_(pa.float32()), lambda value: pa.array([None, [1.0, value]])),
+        (
+            pa.array([{"x": value} for value in values]),
+            pa.struct([("x", pa.float32())]),
+            lambda value: pa.array([{"x": value}]),
+        ),
+    ]
+    for good, kind, bad in cases:
+        one = pa.chunked_array([good, good.slice(1)]) if chunked else good
+        found = cast_column(one, pa.field("v", kind), "output column")
+        assert found.type == kind
+        assert repr(found.to_pylist()) == repr(one.to_pylist())
+        for value in (1e300, -3.5e38):
+            column = pa.chunked_array([good, bad(value)]) if chunked else bad(value)
+            with pytest.raises(
+                StateValueError, match=r"output column 'v' .* cannot hold .*e\+?\d+ is more than it holds"
+            ):
+                cast_column(column, pa.field("v", kind), "output column")
+
+
 INSTANT = pa.timestamp("us", "UTC")
 
 

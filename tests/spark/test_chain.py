@@ -175,6 +175,26 @@ def test_what_a_step_cannot_give_is_told_as_without_a_chain(given: Any, text: st
         answers(chain(*steps))
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_frame_with_other_columns_is_told_with_its_step(place: int) -> None:
+    def good(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+        assert len(list(pdfs)) == 1
+        return ROWS
+
+    for given, text in (
+        (pd.DataFrame({"Name": ["a"], "n": [1]}), "the columns Name, n"),
+        (pd.DataFrame([["a", 1, 2]]), "the columns 3 without names"),
+    ):
+
+        def bad(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState, given: pd.DataFrame = given) -> Any:
+            assert len(list(pdfs)) == 1
+            return [given]
+
+        steps = [Step(bad if at == place else good, NAMED, RUNNING) for at in range(2)]
+        with pytest.raises(StateValueError, match=f"step {place} gave a frame with {text}, and .* has name, n"):
+            answers(chain(*steps))
+
+
 def test_a_step_that_leaves_its_input_unread_loses_nothing_of_the_step_before() -> None:
     def counts(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         (n,) = state.getOption or (0,)

@@ -427,6 +427,26 @@ def test_top_rows(session: Any, emit: str, tmp_path: Path) -> None:
         assert sum(len(rows) for rows in found.values()) < 6 * len(table) / 2
 
 
+def test_a_key_may_be_asked_for_in_another_case(session: Any, tmp_path: Path) -> None:
+    """As Spark takes names; the column is there once, under its own."""
+    df = session.readStream.schema(ddl(EVENTS)).parquet(str(tmp_path))
+    for key in ("KEY", "`Key`", F.col("Key")):
+        assert top_k(state(tmp_path), df, key, "VALUE", 1).columns == ["key", "at", "value", "rank"]
+
+
+@CLASSIC
+def test_top_rows_by_names_in_another_case(session: Any, tmp_path: Path) -> None:
+    batches = [events(("a", 1, 1), ("a", 2, 3), ("b", 5, 1)), events(("a", 3, 9))]
+    found = run(
+        session,
+        tmp_path,
+        batches,
+        lambda df: top_k(state(tmp_path), df, "KEY", "VALUE", 1).select("key", "value"),
+        "update",
+    )
+    assert found == {0: [("a", 3), ("b", 1)], 1: [("a", 9)]}
+
+
 @CLASSIC
 def test_top_rows_of_windows(session: Any, tmp_path: Path) -> None:
     """The window has the watermark that the input's column has too."""
@@ -547,6 +567,16 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
         (UsageError, "emit of top_k", lambda: top_k(mine, df, "key", "whole", 1, emit="some")),  # type: ignore[arg-type]
         (UsageError, "'day' is there more than once", lambda: top_k(mine, df, "key", "whole", 1, rank="day")),
         (UsageError, "descending 2 values", lambda: top_k(mine, df, "key", "whole", 1, descending=[True, False])),
+        (
+            UsageError,
+            "its own among them, have different names, and '__order0'",
+            lambda: top_k(mine, df.withColumn("__order0", F.lit(1)), "key", F.col("whole") + 1, 1),
+        ),
+        (
+            UsageError,
+            "its own among them, have different names, and '__buffer0'",
+            lambda: aggregate(mine, df.withColumn("__buffer0", F.lit(1)), "__buffer0", n),
+        ),
         (UsageError, "by alias", lambda: top_k(mine, df, F.lower("key").alias("key"), "whole", 1)),
         (UnsupportedTypeError, "cannot be compared", lambda: top_k(mine, df, "key", F.array("whole"), 1)),
     ]

@@ -183,6 +183,23 @@ def test_state_of_every_type(
     assert rows[2] == expected
 
 
+OTHERS = (5, True, False, 0.1, 1e7, -1.25e-5, 12345678.9, 0.001, float("nan"), float("-inf"), DECIMAL("1.50"), 2**70)
+
+
+@CLASSIC
+def test_a_string_column_has_the_jvms_text_of_other_values(session: Any, operator: str, tmp_path: Path) -> None:
+    def keep(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        if state.exists:
+            yield pd.DataFrame({"text": list(state.get)})
+        else:
+            state.update(OTHERS)
+
+    columns = ", ".join(f"c{at} string" for at in range(len(OTHERS)))
+    rows = Job(session, operator, tmp_path, keep, state=columns).run(keyed("a"), keyed("a"))
+    expected = ["5", "true", "false", "0.1", "1.0E7", "-1.25E-5", "1.23456789E7", "0.001", "NaN", "-Infinity", "1.50"]
+    assert rows[1] == sorted([(text,) for text in [*expected, str(2**70)]], key=repr)
+
+
 @CLASSIC
 def test_many_keys_and_long_values(session: Any, operator: str, tmp_path: Path) -> None:
     """Keys beside each other do not mix, and a value of a megabyte is no special case."""
