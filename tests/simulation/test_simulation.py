@@ -23,7 +23,7 @@ from spark_state_ext.bucket import Bucket
 from spark_state_ext.cleanup import Decision
 
 # `python tests/simulation/run.py --histories 20000` is the long run.
-HISTORIES = 300
+HISTORIES = 200
 RUN = Path(__file__).parent / "run.py"
 # Every one of the broken variants that no scene finds is found within far fewer, with this seed.
 BROKEN_MAX = 1_000

@@ -14,7 +14,7 @@ from sample_job import ROWS
 from arrow_schemas.lineage import parse_file_name
 
 # Fewer than these and clean-up has not yet come round to all files of the first batches.
-RESTARTS, KILLS = 50, 12
+RESTARTS, KILLS = 40, 10
 
 
 def _check_clean_up(root: Path) -> None:
