@@ -14,7 +14,7 @@ from benchmarks import async_commit, big_bucket, growth, keyed_count, restore, s
 from benchmarks.nexmark import bench as nexmark
 from benchmarks.peers import compare as peers
 from benchmarks.report import RESULTS, BenchmarkError, Report
-from benchmarks.suite import run_all
+from benchmarks.suite import QUICK_RESULTS, run_all
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             description=benchmark.help,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        command.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="folder for the result file")
+        command.add_argument(
+            "--results", type=Path, metavar="DIR", help="folder for the result file; of --quick ./benchmark-results"
+        )
         command.add_argument(
             "--work-dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="folder for scratch files"
         )
         benchmark.add_arguments(command)
     options = parser.parse_args(given)
+    if options.results is None:
+        # As in the suite: small sizes do not take the place of the committed results.
+        options.results = QUICK_RESULTS if getattr(options, "quick", False) else RESULTS
     options.work_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"benchmark-{options.name}-", dir=options.work_dir) as folder:
         try:

@@ -37,53 +37,80 @@ def _readme() -> str:
     bars = {bar["name"]: bar["value"] for bar in keyed["bars"] + store["bars"]}
     times_as_fast = vectorised["ratios"]
     # Measured in two benchmarks, which differ in what else runs in their sessions.
-    least, most = sorted((bars[_SPEED], times_as_fast[_UNCHANGED]))
     ratios, times = keyed["ratios"], store["medians_s"]
-    entry_get = 1000 * times["one entry a key, in any order: get, 1 run"]
+    entry_get = 1000 * times["one entry a key, sorted first: get, 1 run"]
     entry_put = 1000 * times["one entry a key: put"]
     ours_get, ours_put = bars["get, 1 run"], bars["put"]
     rows = [
-        ("an unchanged keyed count, against Spark's operator", f"{_between(least, most)} times the rows per second"),
+        (
+            "an unchanged keyed count, against Spark's operator",
+            f"{_between(bars[_SPEED], times_as_fast[_UNCHANGED])} times the rows per second",
+        ),
         ("the same function giving tuples", f"{times_as_fast[_TUPLES]:.0f} times"),
         ("the same over plain rows", f"{times_as_fast[_ROWS]:.0f} times"),
         ("the same over Arrow tables", f"{times_as_fast[_ARROW]:.0f} times"),
         (
             "over Arrow tables, against Spark's own aggregation in the JVM: 100,000 events of 50,000 keys",
-            f"{times_as_fast[_JVM_SMALL]:.1f} times",
+            f"{_between(times_as_fast[_JVM_SMALL], _peer(0, _JVM_PEER), places=2)} times",
         ),
-        ("and 1,000,000 events of 1,000,000 keys", f"{times_as_fast[_JVM_LARGE]:.1f} times"),
-        ("the same, against Flink and against Bytewax, each at its fastest", _others()),
+        (
+            "and 1,000,000 events of 1,000,000 keys",
+            f"{_between(times_as_fast[_JVM_LARGE], _peer(1, _JVM_PEER))} times",
+        ),
+        ("100,000 events of 50,000 keys, against Flink with RocksDB and against Bytewax", _others(0)),
+        ("and 1,000,000 events of 1,000,000 keys", _others(1)),
+        ("seven queries of Nexmark, against Spark SQL", _nexmark()),
         ("time that workers add to the function's own", f"{bars[_ADDED]:.0f} %"),
         (
             "a whole batch, Spark's own work included, over the function alone",
             f"{ratios[_WHOLE]:.1f}; Spark's operator {ratios[_SPARKS_WHOLE]:.1f}",
         ),
-        ("43,000 random keys of 1,000,000: read", f"{ours_get:.0f} ms; {entry_get:.0f} ms as one LMDB entry a key"),
+        (
+            "43,000 keys of 1,000,000, in each store's own order: read",
+            f"{ours_get:.0f} ms; {entry_get:.0f} ms as one LMDB entry a key",
+        ),
         ("the same: write", f"{ours_put:.0f} ms; {entry_put:.0f} ms as one LMDB entry a key"),
         (
             f"a batch on a store {commit['parameters']['put_ms']} ms a PUT away, over one on a local root",
             f"{commit['ratios'][_SLOW]:.2f}; {commit['ratios'][_SYNCHRONOUS]:.1f} when it waits",
         ),
+        (
+            "the same with 40 MB a batch",
+            f"{commit['ratios'][_SLOW_LARGE]:.2f}; {commit['ratios'][_SYNCHRONOUS_LARGE]:.1f} when it waits",
+        ),
     ]
     lines = ["| | measured |", "| --- | --- |", *(f"| {what} | {figure} |" for what, figure in rows)]
-    return "\n".join([*lines, "", *_machines([keyed, vectorised, _result("peers"), store, commit]), ""])
+    return "\n".join(
+        [*lines, "", *_machines([keyed, vectorised, _result("nexmark"), _result("peers"), store, commit]), ""]
+    )
 
 
-def _between(least: float, most: float) -> str:
-    """Both, or one where they look the same."""
-    both = dict.fromkeys((f"{least:.1f}", f"{most:.1f}"))
+def _between(one: float, other: float, places: int = 1) -> str:
+    """Both, the least first, or one where they look the same."""
+    both = dict.fromkeys(f"{value:.{places}f}" for value in sorted((one, other)))
     return " to ".join(both)
 
 
-def _others() -> str:
-    """How many times as fast a function over Arrow tables is as Flink and Bytewax, on the larger workload."""
+def _peer(workload: int, program: str) -> float:
+    """How many times as fast a function over Arrow tables is as the fastest of another system's programs."""
     result = _result("peers")
-    larger = result["parameters"]["workloads"][-1]
     measured = _by_program(result["medians_s"])
-    medians = {program: found[larger] for program, found in measured.items() if larger in found}
-    ours = medians["Arrow state, a function over Arrow tables"]
-    fastest = (min(median for name, median in medians.items() if name.startswith(it)) for it in ("Flink", "Bytewax"))
-    return " and ".join(f"{median / ours:.1f}" for median in fastest) + " times"
+    name = result["parameters"]["workloads"][workload]
+    medians = {program: found[name] for program, found in measured.items() if name in found}
+    fastest: float = min(median for other, median in medians.items() if other.startswith(program))
+    ours: float = medians["Arrow state, a function over Arrow tables"]
+    return fastest / ours
+
+
+def _others(workload: int) -> str:
+    return " and ".join(f"{_peer(workload, program):.2g}" for program in ("Flink", "Bytewax")) + " times"
+
+
+def _nexmark() -> str:
+    """From the least to the most, and how many are slower."""
+    values = [bar["value"] for bar in _result("nexmark")["bars"]]
+    slower = sum(value < 1 for value in values)
+    return f"{min(values):.2g} to {max(values):.2g} times; {slower} of {len(values)} are slower"
 
 
 def _by_program(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -107,6 +134,13 @@ def _table(name: str) -> str:
     lines += ["", "| ratio | |", "| --- | --- |"]
     lines += [f"| {ratio} | {value:.2f} |" for ratio, value in result["ratios"].items()]
     return "\n".join([*lines, "", _where(result), ""])
+
+
+def _growth() -> str:
+    found = _result("growth")["details"]
+    counts = {name: found[name] for name in found if name.endswith(_PUBLISHED)}
+    told = ", ".join(f"{count} at {name.partition(':')[0]}" for name, count in counts.items())
+    return f"{_table('growth')}\nTimed batches in which snapshots were published: {told}.\n"
 
 
 def _peers() -> str:
@@ -146,7 +180,11 @@ _JVM_SMALL, _JVM_LARGE = f"{_SMALL}: {_JVM}", f"1,000,000 events, 1,000,000 keys
 _SPEED = "rows per second against Spark's own"
 _ADDED = "added in the workers to the function's own time"
 _WHOLE, _SPARKS_WHOLE = "Arrow state / function alone, time", "Spark's own state / function alone, time"
+_JVM_PEER = "Spark's own aggregation (JVM)"
+_PUBLISHED = "batches in which snapshots were published"
 _SLOW = "1 KB a batch: slow store / local root"
+_SLOW_LARGE = "40 MB a batch: slow store / local root"
+_SYNCHRONOUS_LARGE = "40 MB a batch: slow store, synchronous / local root"
 _SYNCHRONOUS = "1 KB a batch: slow store, synchronous / local root"
 _MAKERS: dict[str, Callable[[], str]] = {
     "readme": _readme,
@@ -157,7 +195,7 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "restore": lambda: _table("restore"),
     "vectorised": lambda: _table("vectorised"),
     "nexmark": lambda: _table("nexmark"),
-    "growth": lambda: _table("growth"),
+    "growth": _growth,
     "peers": _peers,
 }
 

@@ -44,7 +44,7 @@ _ROW_BYTES = 24
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line."""
-    parser.add_argument("--sizes", default="1,10", metavar="N,…", help="numbers of keys to measure at, in millions")
+    parser.add_argument("--sizes", default="1,10,50", metavar="N,…", help="numbers of keys to measure at, in millions")
     parser.add_argument("--events", type=int, default=100_000, metavar="N", help="events a timed batch, each its key's")
     parser.add_argument("--batches", type=int, default=30, metavar="N", help="timed batches at each size")
     add_buckets(parser)

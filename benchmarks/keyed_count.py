@@ -247,6 +247,8 @@ def _judge(
         clock = keys * cost_s(work / "clock")
         calls = sum(streams[_CLOCKED].call_seconds[1 : 1 + len(parts)]) - clock
         workers -= clock
+        report.details["processor seconds within the function, by batch"] = streams[_CLOCKED].function_seconds
+        report.details["processor seconds of the workers' calls, by batch"] = streams[_CLOCKED].call_seconds
         report.details["processor seconds of the clock itself, taken off"] = clock
         report.details["processor ms a key within the function, in the workers"] = 1000 * inside / keys
         report.bar(

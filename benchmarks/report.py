@@ -22,7 +22,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["RESULT_FORMAT", "RESULTS", "Bar", "BenchmarkError", "Report", "java_version", "machine", "versions"]
+__all__ = [
+    "RESULT_FORMAT",
+    "RESULTS",
+    "Bar",
+    "BenchmarkError",
+    "Report",
+    "commit",
+    "java_version",
+    "machine",
+    "versions",
+]
 
 RESULT_FORMAT = 1
 RESULTS = Path(__file__).parent / "results"
@@ -130,6 +140,7 @@ class Report:
             "name": self.name,
             "started": self.started,
             "finished": _now(),
+            "commit": commit(),
             "machine": machine(),
             "load_average": {"before": list(self.load_before), "after": list(os.getloadavg())},
             "versions": versions(),
@@ -195,6 +206,19 @@ def versions() -> dict[str, str | None]:
             found[package] = None
     found["java"] = java_version()
     return found
+
+
+def commit() -> str | None:
+    """Commit of the code that is measured, with a ``+`` where files differ from it; None outside of a clone."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        # Results of the benchmarks before it are no code.
+        code = [":/", ":(exclude,top)benchmarks/results", ":(exclude,top)docs"]
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code], check=False).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.stdout.strip() + ("+" if changed else "")
 
 
 def java_version() -> str | None:

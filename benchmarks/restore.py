@@ -26,7 +26,7 @@ from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import RowSchema
 from benchmarks.options import add_memory, add_seed
 from benchmarks.report import BenchmarkError, Report
-from benchmarks.spark import session
+from benchmarks.spark import CHANGELOG, session
 from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import write_checkpoint
@@ -84,7 +84,12 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     report = Report("restore", {name: getattr(options, name) for name in names})
     ours = {rows: _restores(report, rows, options, work / str(rows)) for rows in options.rows}
     log = _LoadLog(work / "log")
-    settings = {"spark.sql.shuffle.partitions": "1", "spark.driver.extraJavaOptions": log.java_options}
+    settings = {
+        "spark.sql.shuffle.partitions": "1",
+        "spark.driver.extraJavaOptions": log.java_options,
+        # Whole snapshots: replaying changes after a restart takes Spark longer.
+        CHANGELOG: "false",
+    }
     with session("restore", 2, options.memory, work / "spark", settings, log_level=None) as spark:
         # To warm up.
         _spark_restarts(report, spark, log, _WARM_UP_ROWS, options.restarts, work)

@@ -54,6 +54,9 @@ def session(
         "spark.sql.warehouse.dir": str(work / "warehouse"),
         "spark.sql.shuffle.partitions": str(cores),
         "spark.sql.streaming.stateStore.providerClass": ROCKSDB,
+        # As Spark's guide has it for speed: a commit that writes what changed, and no lookup for the sake of a count.
+        CHANGELOG: "true",
+        "spark.sql.streaming.stateStore.rocksdb.trackTotalNumberOfRows": "false",
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
     }

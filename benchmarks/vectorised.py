@@ -62,14 +62,14 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     BenchmarkError
         When answers are wrong.
     """
-    from benchmarks.spark import CHANGELOG, session
+    from benchmarks.spark import session
 
     small, large = (4, 4) if options.quick else (options.small_batches, options.batches)
     if min(small, large) < 2:
         raise BenchmarkError("--batches and --small-batches must be at least 2: the first is not counted")
     parameters = {name: getattr(options, name) for name in ("buckets", "cores", "memory", "seed")}
     report = Report("vectorised", {"small batches": small, "batches": large, **parameters})
-    with session("vectorised", options.cores, options.memory, work, {CHANGELOG: "true"}) as spark:
+    with session("vectorised", options.cores, options.memory, work, {}) as spark:
         for workload in {"small": [SMALL], "large": [LARGE], None: [SMALL, LARGE]}[options.only]:
             batches = small if workload == SMALL else large
             _workload(report, spark, workload, batches, options, work / workload.split()[0].replace(",", ""))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import pyarrow as pa
 
-from benchmarks.nexmark.generator import SCHEMAS, Config, events, spark_schema
+from benchmarks.nexmark.generator import KINDS, Config, events, schema, spark_schema
 from benchmarks.options import add_quick, add_seed, add_spark
 from benchmarks.report import BenchmarkError, Report
 
@@ -23,6 +23,7 @@ __all__ = ["add_arguments", "run"]
 
 _AT_LEAST = 2.0
 _FILES = 2
+_SCHEMA = spark_schema(extra=True)
 _MOVED = "rows brought to Python, and nothing else"
 # Contenders that take minutes a batch get so many timed ones, the first a warm-up.
 _SLOW_BATCHES = 3
@@ -50,18 +51,18 @@ def run(options: argparse.Namespace, work: Path) -> Report:
         When answers differ.
     """
     from benchmarks.nexmark.queries import QUERIES
-    from benchmarks.spark import CHANGELOG, session
+    from benchmarks.spark import session
 
     size, count = (200_000, 3) if options.quick else (options.events, options.batches)
     names = options.query or list(QUERIES)
     if count < 2 or not set(names) <= set(QUERIES):
         raise BenchmarkError(f"--batches must be at least 2, and --query one of {', '.join(QUERIES)}")
-    config = Config(seed=options.seed, rate=options.rate)
+    config = Config(seed=options.seed, rate=options.rate, extra=True)
     parameters = {name: getattr(options, name) for name in ("rate", "cores", "memory", "seed")}
     report = Report("nexmark", {"events": size, "batches": count, **parameters})
     # One batch before and one after those that are timed: their answers are compared.
     batches = [_files(config, number * size, size) for number in range(count + 2)]
-    settings = {CHANGELOG: "true", "spark.sql.session.timeZone": "UTC"}
+    settings = {"spark.sql.session.timeZone": "UTC"}
     with session("nexmark", options.cores, options.memory, work, settings) as spark:
         for name in names:
             _query(report, spark, QUERIES[name], batches, work / name, per_key=options.per_key, floor=not options.quick)
@@ -70,8 +71,8 @@ def run(options: argparse.Namespace, work: Path) -> Report:
 
 def _files(config: Config, first: int, count: int) -> list[pa.Table]:
     """A batch as files of all kinds of events, with NULL in the columns that a kind lacks."""
-    columns = [field for kind in SCHEMAS.values() for field in kind]
-    schema = pa.schema([("kind", pa.string()), *{field.name: field for field in columns}.values()])
+    columns = {field.name: field for kind in KINDS for field in schema(kind, config.extra)}
+    every = pa.schema([("kind", pa.string()), *columns.values()])
     files = []
     for part in range(_FILES):
         begin, end = first + count * part // _FILES, first + count * (part + 1) // _FILES
@@ -80,8 +81,8 @@ def _files(config: Config, first: int, count: int) -> list[pa.Table]:
         for kind, table in made.items():
             own = {"kind": pa.array([kind]).take(pa.array([0] * table.num_rows, pa.int64()))}
             own |= {name: table.column(name) for name in table.column_names}
-            arrays = [own.get(field.name, pa.nulls(table.num_rows, field.type)) for field in schema]
-            pieces.append(pa.table(arrays, schema=schema))
+            arrays = [own.get(field.name, pa.nulls(table.num_rows, field.type)) for field in every]
+            pieces.append(pa.table(arrays, schema=every))
         files.append(pa.concat_tables(pieces).combine_chunks())
     return files
 
@@ -96,9 +97,7 @@ def _query(
     chosen = {name: plan for name, plan in query.plans.items() if per_key or name not in query.slow}
     for number, (contender, plan) in enumerate(chosen.items()):
         folder = work / f"contender-{number}"
-        streams[contender] = TimedStream(
-            spark, f"{query.name} {contender}", spark_schema(), folder, plan, query.output_mode
-        )
+        streams[contender] = TimedStream(spark, f"{query.name} {contender}", _SCHEMA, folder, plan, query.output_mode)
     first, *timed, last = batches
     _same(report, query, "first", {name: _kept(query, stream, first) for name, stream in streams.items()})
     slow = [stream for name, stream in streams.items() if name in query.slow]
@@ -110,7 +109,7 @@ def _query(
     moved = []
     if floor:
         name = f"{query.name} {_MOVED}"
-        moved.append(TimedStream(spark, name, spark_schema(), work / "moved", only_moved(query), query.output_mode))
+        moved.append(TimedStream(spark, name, _SCHEMA, work / "moved", only_moved(query), query.output_mode))
     in_turns([*fast.values(), *moved], timed, report)
     for stream in moved:
         stream.stop()

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["BEST", "KEPT", "with_a_processor", "with_pandas"]
 
 BEST = 10
-KEPT = ["price", "dateTime", "bidder", "channel", "url"]
-_OUTPUT = "auction bigint, rank int, price bigint, dateTime timestamp, bidder bigint, channel string, url string"
+KEPT = ["price", "dateTime", "bidder", "channel", "url", "extra"]
+_OUTPUT = (
+    "auction bigint, rank int, price bigint, dateTime timestamp, bidder bigint, channel string, url string, "
+    "extra string"
+)
 
 
 def with_pandas(bids: DataFrame) -> DataFrame:

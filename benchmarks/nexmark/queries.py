@@ -1,7 +1,8 @@
 """Queries of the Nexmark benchmark, each in our form and in the forms that Spark has for it.
 
-Their meaning is that of nexmark-flink's SQL (``nexmark-flink/src/main/resources/queries``), with the ties that SQL
-leaves open decided by further columns, so that two engines can be compared row by row.
+Their meaning is that of nexmark-flink's SQL (``nexmark-flink/src/main/resources/queries``), with all of its output
+columns in q7, q18, q19 and q20. Ties are decided by further columns, so that two engines can be compared row by row:
+where SQL leaves them open, and in q5 and q7, whose SQL gives all rows that tie, and each form here gives one.
 
 =====  ==============================================================================================
 q5     hot items: of each 10 s window that begins every 2 s the auction with most bids
@@ -195,16 +196,16 @@ def _hottest(start: int, pane: Any, auction: Any, bids: Any) -> tuple[int, int, 
 
 
 def _q7_sql(events: DataFrame, folder: Path) -> DataFrame:
-    bid = F.struct("price", "auction", "bidder", "dateTime")
+    bid = F.struct("price", "auction", "bidder", "dateTime", "extra")
     best = _timed(events).groupBy(F.window("dateTime", "10 seconds")).agg(F.max(bid).alias("best"))
     return best.select(F.col("window.start").alias("start"), "best.*")
 
 
 def _q7_ours(events: DataFrame, folder: Path) -> DataFrame:
-    bids = _bids(events).select("dateTime", "price", "auction", "bidder")
+    bids = _bids(events).select("dateTime", "price", "auction", "bidder", "extra")
     best = bids.mapInArrow(bids_that_count, bids.schema).withWatermark("dateTime", _DELAY)
-    fields = "price array<bigint>, auction array<bigint>, bidder array<bigint>, time array<bigint>"
-    output = "start timestamp, price bigint, auction bigint, bidder bigint, dateTime timestamp"
+    fields = "price array<bigint>, auction array<bigint>, bidder array<bigint>, time array<bigint>, extra array<string>"
+    output = "start timestamp, price bigint, auction bigint, bidder bigint, dateTime timestamp, extra string"
     return _state(folder, 1).apply_in_arrow_with_state(
         best.withColumn("all", F.lit(0)),
         "all",
@@ -234,8 +235,10 @@ def highest_bids(batch: StateBatch) -> pa.Table | None:
     state, rows = batch.state, batch.rows
     time = rows["dateTime"].cast(pa.int64()).to_numpy()
     new = [time // _WINDOW_US, *(rows[name].to_numpy() for name in ("price", "auction", "bidder")), time]
-    old = [np.asarray(pc.list_flatten(state[name])) for name in state.column_names]
+    *numbers, text = state.column_names
+    old = [np.asarray(pc.list_flatten(state[name])) for name in numbers]
     columns = [np.concatenate(pair) for pair in zip(old, new, strict=True)]
+    extra = pa.concat_arrays([*pc.list_flatten(state[text]).chunks, *rows[text].chunks])
     # The largest price of each window first; only bids with that price are compared further.
     window, price = columns[:2]
     if len(window):
@@ -243,15 +246,15 @@ def highest_bids(batch: StateBatch) -> pa.Table | None:
         best = np.zeros(int(window.max()) - lowest + 1, dtype=np.int64)
         np.maximum.at(best, window - lowest, price)
         highest = np.flatnonzero(price == best[window - lowest])
-        columns = [column[highest] for column in columns]
-        order = np.lexsort(columns[::-1])
-        columns = [column[order] for column in columns]
-        last = np.append(np.diff(columns[0]) != 0, True)
-        columns = [column[last] for column in columns]
+        by_text = np.asarray(pc.rank(extra.take(pa.array(highest)), tiebreaker="dense"))
+        highest = highest[np.lexsort([by_text, *(column[highest] for column in columns[::-1])])]
+        highest = highest[np.append(np.diff(window[highest]) != 0, True)]
+        columns, extra = [column[highest] for column in columns], extra.take(pa.array(highest))
     over = 1000 * max(batch.watermark_ms or 0, 0) // _WINDOW_US
     done = columns[0] < over
     lists = [pa.array([column[~done]], pa.list_(pa.int64())) for column in columns]
-    batch.update(dict(zip(state.column_names, lists, strict=True)))
+    left = pa.array([extra.filter(pa.array(~done)).to_pylist()], pa.list_(pa.string()))
+    batch.update({**dict(zip(numbers, lists, strict=True)), text: left})
     batch.set_timeout(timestamp_ms=(over + 1) * _WINDOW_MS)
     if not done.any():
         return None
@@ -261,7 +264,7 @@ def highest_bids(batch: StateBatch) -> pa.Table | None:
     table = pa.table(dict(zip(names, times, strict=True)))
     for name, column in (("price", price), ("auction", auction), ("bidder", bidder)):
         table = table.append_column(name, pa.array(column))
-    return table
+    return table.append_column("extra", extra.filter(pa.array(done)))
 
 
 # -- q11, q12 ----------------------------------------------------------------------------------------------------------
@@ -294,11 +297,11 @@ def _q12_ours(events: DataFrame, folder: Path) -> DataFrame:
 
 # -- q18, q19 ----------------------------------------------------------------------------------------------------------
 
-_BID = ["auction", "bidder", "price", "channel", "url", "dateTime"]
+_BID = ["auction", "bidder", "price", "channel", "url", "dateTime", "extra"]
 
 
 def _q18_sql(events: DataFrame, folder: Path) -> DataFrame:
-    bid = F.struct("dateTime", "price", "channel", "url")
+    bid = F.struct("dateTime", "price", "channel", "url", "extra")
     return (
         _bids(events).groupBy("bidder", "auction").agg(F.max(bid).alias("last")).select("bidder", "auction", "last.*")
     )
@@ -306,7 +309,7 @@ def _q18_sql(events: DataFrame, folder: Path) -> DataFrame:
 
 def _q18_ours(events: DataFrame, folder: Path) -> DataFrame:
     bids = _bids(events).select(*_BID)
-    return top_k(_state(folder), bids, ["bidder", "auction"], ["dateTime", "price", "channel", "url"], 1)
+    return top_k(_state(folder), bids, ["bidder", "auction"], ["dateTime", "price", "channel", "url", "extra"], 1)
 
 
 def _q19_collected(events: DataFrame, folder: Path) -> DataFrame:
@@ -333,25 +336,36 @@ def _q19_ours(events: DataFrame, folder: Path) -> DataFrame:
 
 # -- q20 ---------------------------------------------------------------------------------------------------------------
 
-_AUCTION = ["itemName", "description", "initialBid", "reserve", "seller", "category"]
+# An auction's columns in the output, and in the events, where bids have two of these names too.
+_AUCTION = {
+    **{name: name for name in ("itemName", "description", "initialBid", "reserve")},
+    "auctionTime": "dateTime",
+    **{name: name for name in ("expires", "seller", "category")},
+    "auctionExtra": "extra",
+}
+_TEXT = frozenset({"channel", "url", "extra", "itemName", "description", "auctionExtra"})
+_TIMES = frozenset({"dateTime", "auctionTime", "expires"})
+
+
+def _types(names: Iterable[str]) -> dict[str, str]:
+    return {name: "string" if name in _TEXT else "timestamp" if name in _TIMES else "bigint" for name in names}
 
 
 def _q20_sql(events: DataFrame, folder: Path) -> DataFrame:
-    auctions = events.where("kind = 'auction' AND category = 10").select("id", *_AUCTION)
+    auction = (F.col(source).alias(name) for name, source in _AUCTION.items())
+    auctions = events.where("kind = 'auction' AND category = 10").select("id", *auction)
     bids = _bids(events).select(*_BID)
     return bids.join(auctions, F.expr("auction = id")).select(*_BID, *_AUCTION)
 
 
 def _bids_and_auctions(events: DataFrame) -> DataFrame:
     key = F.when(F.col("kind") == "bid", F.col("auction")).otherwise(F.col("id")).alias("key")
-    return events.where("kind IN ('bid', 'auction')").select(key, "kind", *_BID, *_AUCTION)
+    return events.where("kind IN ('bid', 'auction')").select(key, "kind", *dict.fromkeys([*_BID, *_AUCTION.values()]))
 
 
 def _q20_ours(events: DataFrame, folder: Path) -> DataFrame:
     rows = _bids_and_auctions(events)
-    text = {"channel", "url", "itemName", "description"}
-    columns = {name: "string" if name in text else "timestamp" if name == "dateTime" else "bigint" for name in _BID}
-    auction = {name: "string" if name in text else "bigint" for name in _AUCTION}
+    columns, auction = _types(_BID), _types(_AUCTION)
     output = ", ".join(f"{name} {kind}" for name, kind in {**columns, **auction}.items())
     waiting = ", ".join(f"{name}: {kind}" for name, kind in columns.items())
     kept = ", ".join(f"{name} {kind}" for name, kind in auction.items())
@@ -369,7 +383,8 @@ def bids_with_auctions(batch: StateBatch) -> pa.Table:
     known = np.asarray(pc.is_valid(state["category"]))
     source = np.where(known, np.arange(len(batch)), -1)
     source[ids[auctions]] = len(batch) + np.arange(len(auctions))
-    both = pa.concat_tables([state.select(_AUCTION), rows.select(_AUCTION).take(pa.array(auctions))])
+    begun = rows.select(list(_AUCTION.values())).take(pa.array(auctions)).rename_columns(list(_AUCTION))
+    both = pa.concat_tables([state.select(list(_AUCTION)), begun])
     auction = both.combine_chunks().take(pa.array(source, mask=source < 0))
     # Each key's bids: those that waited, then those of this batch.
     waiting = state["waiting"].combine_chunks()
@@ -415,8 +430,8 @@ QUERIES = {
             "highest bid",
             {OURS: _q7_ours, _SQL: _q7_sql},
             "append",
-            lambda events: _bids(events).select("dateTime", "price", "auction", "bidder"),
-            ("start", "price", "auction", "bidder", "dateTime"),
+            lambda events: _bids(events).select("dateTime", "price", "auction", "bidder", "extra"),
+            ("start", "price", "auction", "bidder", "dateTime", "extra"),
         ),
         Query(
             "q11",
@@ -441,7 +456,7 @@ QUERIES = {
             {OURS: _q18_ours, _SQL: _q18_sql},
             "update",
             lambda events: _bids(events).select(*_BID),
-            ("bidder", "auction", "dateTime", "price", "channel", "url"),
+            ("bidder", "auction", "dateTime", "price", "channel", "url", "extra"),
             changes=("bidder", "auction"),
         ),
         Query(
@@ -452,7 +467,7 @@ QUERIES = {
             | ({_PROCESSOR: _q19_processor} if hasattr(GroupedData, "transformWithStateInPandas") else {}),
             "update",
             lambda events: _bids(events).select(*_BID),
-            ("auction", "rank", "price", "dateTime", "bidder", "channel", "url"),
+            ("auction", "rank", *KEPT),
             changes=("auction",),
             slow=frozenset({_PANDAS, _PROCESSOR}),
         ),

@@ -170,7 +170,7 @@ class _Rows(StatelessSinkPartition[Any]):
 
 
 class _Sink(DynamicSink[Any]):
-    """Keeps all rows in memory, as the other systems' sinks do."""
+    """Keeps all rows in memory; Spark's drops them, Flink's writes them to files."""
 
     def __init__(self) -> None:
         self.rows: list[list[tuple[str, State]]] = []

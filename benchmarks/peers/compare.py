@@ -1,8 +1,9 @@
 """Other systems on the running count and sum: stream processors with Python, and the storage engines below them.
 
-All read the same parquet files, keep their state on the same disk with their own kind of recovery switched on, and must
-end with the answer of plain pandas. One runs after the other, each in a process and an environment of its own. What
-cannot be run on this machine is left out, and the report says why.
+All read the same rows from files (Parquet; Flink, whose Python package lacks it, CSV made of them), keep their state on
+the same disk with their own kind of recovery switched on, and must end with the answer of plain pandas. One runs after
+the other, each in a process and an environment of its own. What cannot be run on this machine is left out, and the
+report says why.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.counting import INPUT
 from benchmarks.peers.protocol import leave, read_task
-from benchmarks.spark import CHANGELOG, session
+from benchmarks.spark import session
 from benchmarks.streams import TimedStream, cut
 from benchmarks.vectorised import ARROW, NATIVE, ROWS, plans
 
@@ -31,7 +31,7 @@ def main() -> int:
     """Run a variant."""
     task = read_task(VARIANTS, __doc__)
     batches = [[pq.read_table(path) for path in files] for files in task.files()]
-    with session("peer", _CORES, "4g", task.work, {CHANGELOG: "true"}) as spark:
+    with session("peer", _CORES, "4g", task.work, {}) as spark:
         stream = TimedStream(spark, task.variant, INPUT, task.work / "query", plans(_BUCKETS)[_WAYS[task.variant]])
         for tables in batches:
             stream.process(tables)

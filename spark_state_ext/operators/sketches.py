@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from arrow_schemas.columns import flat
-from spark_state_ext.errors import ExecutorPackageError
+from spark_state_ext.errors import ExecutorPackageError, StateValueError
 from spark_state_ext.operators.arrays import Segments, integers, numbers
 from spark_state_ext.operators.functions import Buffers
 
@@ -73,10 +73,19 @@ class DistinctSketch:
             library = _library()
             for at in np.flatnonzero(both).tolist():
                 union = library.hll_union(self.lg_k)
-                union.update(library.hll_sketch.deserialize(left[0][at].as_py()))
-                union.update(library.hll_sketch.deserialize(right[0][at].as_py()))
+                for side in (left, right):
+                    union.update(self._own(library.hll_sketch.deserialize(side[0][at].as_py())))
                 merged[at] = union.get_result(library.tgt_hll_type.HLL_8).serialize_compact()
         return [pa.array(merged, pa.binary())]
+
+    def _own(self, sketch: Any) -> Any:
+        if sketch.lg_config_k != self.lg_k:
+            # The library's union forgets what it has when a smaller one comes.
+            raise StateValueError(
+                f"a sketch in the state of approx_count_distinct has lg_k {sketch.lg_config_k}, and the job asks for "
+                f"{self.lg_k}: set lg_k={sketch.lg_config_k}, or start from a new checkpoint location"
+            )
+        return sketch
 
     def finish(self, buffers: Buffers) -> pa.Array:
         estimates = np.zeros(len(buffers[0]), dtype=np.int64)

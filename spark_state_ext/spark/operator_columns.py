@@ -92,7 +92,13 @@ def identity(name: str, parameters: Mapping[str, Any]) -> str:
 
 def functions_of(specs: Mapping[str, Aggregate]) -> dict[str, str]:
     """What is in each aggregate's state. Their columns may be others: a renamed column has the same values."""
-    return {name: spec.function + (" ignoring NULLs" if spec.ignore_nulls else "") for name, spec in specs.items()}
+    return {name: _function_text(spec) for name, spec in specs.items()}
+
+
+def _function_text(spec: Aggregate) -> str:
+    # Sketches of two sizes do not go together.
+    size = f" with lg_k {spec.lg_k}" if spec.function == "approx_count_distinct" else ""
+    return spec.function + (" ignoring NULLs" if spec.ignore_nulls else "") + size
 
 
 def order_text(orders: Sequence[KeyLike], downwards: Sequence[bool]) -> str:

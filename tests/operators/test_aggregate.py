@@ -475,6 +475,22 @@ def test_distinct_values_of_any_type(column: str) -> None:
     assert bucket.step(table([*rows, rows[0]])) == [{"key": "a", "n": 2}]
 
 
+def test_sketches_of_two_sizes_do_not_go_together() -> None:
+    pytest.importorskip("datasketches")
+    rows = table([{"key": "a", "text": str(number)} for number in range(5_000)])
+    for before, after in ((12, 10), (10, 12)):
+        first, then = (
+            aggregation(SCHEMA, ["key"], {"n": Agg.approx_count_distinct("text", lg_k=lg_k)})
+            for lg_k in (before, after)
+        )
+        first.step(rows)
+        then.stored = first.stored
+        with pytest.raises(
+            StateValueError, match=f"has lg_k {before}, and the job asks for {after}: set lg_k={before}"
+        ):
+            then.step(rows)
+
+
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasketches", None)
     bucket = aggregation(SCHEMA, ["key"], {"n": Agg.approx_count_distinct("text")})

@@ -489,12 +489,21 @@ def test_operators_keep_the_functions_of_their_state(session: Any, tmp_path: Pat
     batches = [events(("a", 1, 1), ("b", 1, 1)), events(("a", 2, 2))]
     first: dict[str, Plan] = {
         "sum": lambda df: aggregate(state(tmp_path / "sum"), df, "key", {"total": Agg.sum("value")}),
+        "sketch": lambda df: aggregate(
+            state(tmp_path / "sketch"), df, "key", {"about": Agg.approx_count_distinct("value", lg_k=14)}
+        ),
         "top": lambda df: top_k(state(tmp_path / "top"), df, "key", "value", 1),
     }
     then: dict[str, tuple[Plan, str]] = {
         "sum": (
             lambda df: aggregate(state(tmp_path / "sum"), df, "key", {"n": Agg.count(), "total": Agg.max("value")}),
             "of aggregate, 'total' was sum and is now max",
+        ),
+        "sketch": (
+            lambda df: aggregate(
+                state(tmp_path / "sketch"), df, "key", {"about": Agg.approx_count_distinct("value", lg_k=12)}
+            ),
+            "'about' was approx_count_distinct with lg_k 14 and is now approx_count_distinct with lg_k 12",
         ),
         "top": (
             lambda df: top_k(state(tmp_path / "top"), df, "key", "value", 2, descending=False),
