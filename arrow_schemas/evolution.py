@@ -1,7 +1,7 @@
 """Changes of a state schema that stored rows can follow.
 
-Allowed: a new nullable column, and a number made wider so that every old value is kept exactly. All else is
-refused with the column and the reason.
+Allowed: a new nullable column, NULLs in a column that had none, and a number made wider so that every old value is kept
+exactly. All else is refused with the column and the reason.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ def state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Fi
                     field.name,
                     f"was {before.type} and is now {field.type}, which not every stored value fits",
                 )
+            changed = True
+        elif field.nullable and not before.nullable:
+            # Runs have place for NULLs in any case; the function must not be held to the old declaration.
             changed = True
     return changed
 

@@ -201,6 +201,8 @@ def _is_text(kind: pa.DataType) -> bool:
 def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
     """As Arrow casts; but fields of structs are neither left out nor made up, and may come in any order."""
     types = pa.types
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
     if types.is_struct(kind) and types.is_struct(column.type):
         names, wanted = [field.name for field in column.type], [field.name for field in kind]
         if sorted(names) != sorted(wanted) or len(set(names)) < len(names):
@@ -220,11 +222,17 @@ def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
     # PyArrow casts views of lists wrongly (26 leaves an offset out, 16 mixes rows up).
     views = types.is_list_view(column.type) or types.is_large_list_view(column.type)
     # What Arrow would cast by other rules than these, if it were left to it.
-    deeper = types.is_list(kind) and (types.is_nested(kind.value_type) or types.is_floating(kind.value_type))
-    if types.is_list(kind) and (views or (lists and deeper)):
+    deeper = lists and types.is_list(kind) and _has_rules(column.type.value_type, kind.value_type)
+    if types.is_list(kind) and (views or deeper):
         values = _cast(pc.list_flatten(column), kind.value_type)
         return pa.ListArray.from_arrays(_offsets(column), values, type=kind, mask=column.is_null())
     return column if column.type == kind else column.cast(kind)
+
+
+def _has_rules(given: pa.DataType, kind: pa.DataType) -> bool:
+    types = pa.types
+    own = types.is_nested(kind) or types.is_floating(kind) or types.is_date(kind)
+    return bool(own or types.is_dictionary(given))
 
 
 def _offsets(lists: pa.Array) -> pa.Array:

@@ -300,7 +300,7 @@ class StateBatch:
             positions, new = positions[keep], new.filter(pa.array(keep))
         for column, field in zip(new.columns, self._fields, strict=True):
             refuse_nulls(column, field, "state column")
-        self.outcome.put(positions, new)
+        self.outcome.put(positions, _own(new))
 
     def remove(self, which: Any = True) -> None:
         """Remove the state of keys.
@@ -454,6 +454,12 @@ def _milliseconds(given: Any, event_time: bool) -> Any:
             f"set_timeout() takes {what}, or whole numbers of milliseconds, and was given "
             f"{reprlib.repr(given)}: {error}"
         ) from error
+
+
+def _own(table: pa.Table) -> pa.Table:
+    """The same in memory of its own: columns made of NumPy's or pandas' share theirs, which the function may change."""
+    columns = [pa.concat_arrays(column.chunks) if column.num_chunks else column for column in table.columns]
+    return pa.table(columns, schema=table.schema)
 
 
 def _whole(column: Any, kind: pa.DataType) -> Any:

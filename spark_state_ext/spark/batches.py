@@ -96,7 +96,8 @@ class BatchCaller:
     ) -> StateBatch:
         return StateBatch(
             rows=rows,
-            keys=pa.table(list(keys), schema=pa.schema(self._schema.keys)),
+            # Keys that could not be NULL at the first start may be since.
+            keys=pa.table(list(keys), schema=pa.schema([field.with_nullable(True) for field in self._schema.keys])),
             state=pa.table(list(state), schema=pa.schema(self._schema.state)),
             exists=pa.array(defined),
             starts=starts,

@@ -7,6 +7,7 @@ together.
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,7 @@ from pyspark.sql.types import LongType, StructField, StructType
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.spark.group_state import NO_TIMEOUT, Clock, KeyState, watermark_of
 from spark_state_ext.spark.keys import as_frames
+from spark_state_ext.spark.state_values import changeable
 
 __all__ = ["Chain", "Step", "chain"]
 
@@ -161,8 +163,10 @@ class _Run:
         value, timeout_ms = self._before[at]
         outer = self._outer
         watermark_ms, present = watermark_of(outer)
+        # A step may change a list that it was given, which counts only when it is given back by `update`.
+        own = copy.deepcopy(value) if changeable(step.stateStructType) else value
         inner = KeyState(
-            None if value is None else tuple(value),
+            None if own is None else tuple(own),
             Clock(
                 outer.getCurrentProcessingTimeMs(),
                 watermark_ms,
@@ -177,7 +181,7 @@ class _Run:
             self._touched = True
             # As Spark does: a call that changes something and sets no timeout has none.
             timeout_ms = None if inner.timeout_ms == NO_TIMEOUT else inner.timeout_ms
-        self._after[at] = (inner.getOption, timeout_ms)
+        self._after[at] = (inner.getOption if inner.touched else value, timeout_ms)
 
     def write_back(self, state: GroupState) -> None:
         if not self._timed_out and not self._touched:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Union
 from pyspark.sql import functions as F
 from pyspark.sql.types import DoubleType, FloatType, StructField, StructType
 
-from spark_state_ext.errors import UnsupportedPlanError, UsageError
+from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
 from spark_state_ext.spark.payload import HASH_COLUMN
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def struct_of(given: StructType | str, spark: Any, name: str) -> StructType:
     """A schema given as a type or in Spark's DDL."""
     if isinstance(given, StructType):
         return given
+    if re.search(r"\b(var)?char\s*\(", str(given), re.IGNORECASE):
+        raise UnsupportedTypeError(f"{name} has a char or varchar, {given!r}: use string, as Spark's Python types do")
     # A DDL string means what this session's parser makes of it; an empty frame of that schema tells.
     parsed = spark.createDataFrame([], given).schema
     if not isinstance(parsed, StructType):
@@ -54,6 +56,8 @@ def resolve_keys(
     for key, resolved in zip(keys, selected.fields, strict=True):
         # An expression may be named like a column, so only a bare name is taken for that column.
         bare = _unquoted(key) if isinstance(key, str) else _bare_name(key)
+        if bare is not None and not isinstance(key, str) and not resolved.nullable and _like_a_literal(key, bare):
+            bare = None
         at = _place_of(bare, input_type.names) if bare == resolved.name else None
         if at is not None:
             positions.append(at)
@@ -93,6 +97,12 @@ def _bare_name(column: Column) -> str | None:
     """The name of a column that is nothing but a name; None for any other expression."""
     match = re.fullmatch(r"Column<'(\w+)'>", str(column))
     return match[1] if match else None
+
+
+def _like_a_literal(column: Column, name: str) -> bool:
+    """Whether a column's text may be that of a constant: Connect writes both without quotes. A column that is taken for
+    one does the same, only with another copy of it."""
+    return name.isdigit() or name in ("true", "false") or str(F.lit(name)) == str(column)
 
 
 def _without_watermark(metadata: dict[str, Any]) -> dict[str, Any]:

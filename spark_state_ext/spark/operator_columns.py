@@ -139,6 +139,9 @@ def checked_aggregates(aggregates: Mapping[str, Aggregate], name: str) -> dict[s
             f"aggregates of {name} is a mapping of output columns to aggregates, such as {{'n': Agg.count()}}, not "
             f"{aggregates!r}"
         )
+    for name, spec in aggregates.items():
+        if spec.column is not None and not isinstance(spec.column, str) and not hasattr(spec.column, "alias"):
+            raise UsageError(f"the aggregate {name!r} is of {spec.column!r}: give a column's name, or an expression")
     return dict(aggregates)
 
 

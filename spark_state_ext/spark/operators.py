@@ -357,6 +357,7 @@ def top_k(
     key_names = [
         field.name if at >= len(inputs) else inputs[at] for field, at in zip(key_type.fields, places, strict=True)
     ]
+    refuse_doubles(key_names, "keys of top_k")
     if any(field.name in inputs for field in extra_fields):
         raise UsageError("a key of top_k is an expression under the name of an input column: give it another, by alias")
     extra_names = [field.name for field in extra_fields]

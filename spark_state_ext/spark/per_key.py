@@ -116,7 +116,7 @@ class PerKeyCaller(abc.ABC):
     def _state_tuples(self, found: Lookup) -> list[tuple[Any, ...] | None]:
         rows = found.rows
         columns = [
-            column_to_values(column, spark.dataType)
+            column_to_values(column, spark.dataType, f"state column {spark.name!r}")
             for column, spark in zip(self._schema.state_columns(rows), self._state_type.fields, strict=True)
         ]
         tuples: list[tuple[Any, ...] | None] = list(zip(*columns, strict=True))
@@ -155,6 +155,13 @@ class PerKeyCaller(abc.ABC):
             values_to_column(values, spark.dataType, arrow.type, f"state column {arrow.name!r}", whose)
             for values, spark, arrow in zip(by_column, fields, self._schema.state, strict=True)
         ]
+        for column, arrow in zip(columns, self._schema.state, strict=True):
+            missing = defined & column.is_null().to_numpy(zero_copy_only=False)
+            if not arrow.nullable and missing.any():
+                at_first = whose(int(np.argmax(missing)))
+                raise StateValueError(
+                    f"state column {arrow.name!r} is declared without NULLs and was given None{at_first}"
+                )
         rows = pa.RecordBatch.from_arrays(
             [
                 pa.array(hashes).take(at),

@@ -366,6 +366,8 @@ class ArrowState:
                     raise UsageError(f"two {what} columns have one name: {', '.join(names)}; columns go by name")
             state_fields(output_type.json(), "output")
             state_fields(input_type.json(), "input")
+        if not state_type.fields:
+            raise UsageError("the state schema has no columns; state that only says that a key was seen has one too")
         if EXPIRES_MS in state_type.names:
             raise UsageError(f"no state column may be called {EXPIRES_MS!r}: that is where a time to live is kept")
         event_time = event_time_of(input_type)

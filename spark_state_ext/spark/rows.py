@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -32,8 +33,10 @@ _PORTION_ROWS = 65_536
 
 def row_class(name: str, columns: Sequence[str]) -> Callable[[Iterable[Any]], Any]:
     """What makes named tuples of rows. A column whose name no attribute can have is ``_0``, ``_1``, … by its place."""
+    # As Python reads attributes: ``row.µs`` asks for another letter than the one that is typed on most keyboards.
+    names = [unicodedata.normalize("NFKC", column) for column in columns]
     # Not a class that a user could look up; the name is what its `repr` shows.
-    made = namedtuple(re.sub(r"\W", "_", name), columns, rename=True)  # type: ignore[misc]  # names known at run time only
+    made = namedtuple(re.sub(r"\W", "_", name), names, rename=True)  # type: ignore[misc]  # names known at run time only
     make: Callable[[Iterable[Any]], Any] = made._make
     return make
 
@@ -96,7 +99,7 @@ class RowCaller(PerKeyCaller):
     @staticmethod
     def _tuples(columns: Sequence[pa.Array], types: StructType) -> list[tuple[Any, ...]]:
         values = [
-            column_to_values(column.cast(normal_type(column.type)), spark.dataType)
+            column_to_values(column.cast(normal_type(column.type)), spark.dataType, f"column {spark.name!r}")
             for column, spark in zip(columns, types.fields, strict=True)
         ]
         return list(zip(*values, strict=True))

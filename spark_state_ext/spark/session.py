@@ -86,6 +86,8 @@ def _noting(original: Any) -> Any:
     def group_by(self: Any, *cols: Any, **options: Any) -> Any:
         grouped = original(self, *cols, **options)
         flat = tuple(cols[0]) if len(cols) == 1 and isinstance(cols[0], (list, tuple)) else cols
+        # Since 4.0 a column may be told by its place, from 1 on.
+        flat = tuple(f"`{self.columns[at - 1].replace('`', '``')}`" if type(at) is int else at for at in flat)
         setattr(grouped, _NOTE, (self, flat))
         return grouped
 

@@ -50,8 +50,24 @@ _INTEGER_TEMPORAL: dict[type[DataType], pa.DataType] = {
 }
 
 
-def column_to_values(column: pa.Array, spark_type: DataType) -> list[Any]:
-    """A state column as the values `GroupState.get` gives."""
+def column_to_values(column: pa.Array, spark_type: DataType, role: str = "state column") -> list[Any]:
+    """A state column as the values `GroupState.get` gives.
+
+    Raises
+    ------
+    StateValueError
+        For times that Python does not have; `role` says of what.
+    """
+    try:
+        return _column_to_values(column, spark_type)
+    except (ValueError, OverflowError) as error:
+        raise StateValueError(
+            f"a {role} of type {spark_type.simpleString()} has a value that Python cannot hold, whose times are from "
+            f"year 1 to 9999 in the session's time zone: {error}"
+        ) from error
+
+
+def _column_to_values(column: pa.Array, spark_type: DataType) -> list[Any]:
     as_integer = _INTEGER_TEMPORAL.get(type(spark_type))
     if as_integer is not None:
         from_internal = spark_type.fromInternal
@@ -83,7 +99,12 @@ def values_to_column(
     try:
         if isinstance(spark_type, (TimestampType, TimestampNTZType)):
             to_internal = spark_type.toInternal
-            return pa.array([None if v is None else to_internal(v) for v in values], pa.int64()).cast(arrow_type)
+            numbers = [None if v is None else to_internal(v) for v in values]
+            given = [number for number in numbers if number is not None]
+            for extreme in (min(given), max(given)) if given else ():
+                # What lies beyond Python's years in the session's zone could be stored, and never be read again.
+                spark_type.fromInternal(extreme)
+            return pa.array(numbers, pa.int64()).cast(arrow_type)
         if isinstance(spark_type, (ArrayType, MapType, StructType, DecimalType)):
             convert = _to_arrow(spark_type)
             return pa.array([None if v is None else convert(v) for v in values], arrow_type)
@@ -201,7 +222,8 @@ def _elements(value: Any) -> Iterable[Any]:
 def _date(value: Any) -> Any:
     if isinstance(value, np.datetime64):
         return value.astype("datetime64[D]").item()
-    if not isinstance(value, datetime.date):
+    # NaT is a date by its class, and equals nothing.
+    if not isinstance(value, datetime.date) or value != value:
         raise TypeError("it is no date")
     return value
 
@@ -283,11 +305,7 @@ def _nested_from_arrow(spark_type: DataType) -> Callable[[Any], Any]:
         element = _optional(_nested_from_arrow(spark_type.elementType))
         return lambda v: [element(x) for x in v]
     if isinstance(spark_type, MapType):
-        key, item = (
-            # A bytearray cannot be a key of a dict.
-            _identity if isinstance(spark_type.keyType, BinaryType) else _nested_from_arrow(spark_type.keyType),
-            _optional(_nested_from_arrow(spark_type.valueType)),
-        )
+        key, item = _key_from_arrow(spark_type.keyType), _optional(_nested_from_arrow(spark_type.valueType))
         return lambda v: {key(a): item(b) for a, b in v}
     if isinstance(spark_type, StructType):
         fields = [(f.name, _optional(_nested_from_arrow(f.dataType))) for f in spark_type.fields]
@@ -295,6 +313,20 @@ def _nested_from_arrow(spark_type: DataType) -> Callable[[Any], Any]:
         names = _names_only(spark_type)
         return lambda v: names.fromInternal(tuple(convert(v[name]) for name, convert in fields))
     return _identity
+
+
+def _key_from_arrow(spark_type: DataType) -> Callable[[Any], Any]:
+    """As `_nested_from_arrow`, for what is a key of a dict: neither a list nor a bytearray can be."""
+    if isinstance(spark_type, BinaryType):
+        return _identity
+    if isinstance(spark_type, ArrayType):
+        element = _optional(_key_from_arrow(spark_type.elementType))
+        return lambda v: tuple([element(x) for x in v])
+    if isinstance(spark_type, StructType):
+        fields = [(f.name, _optional(_key_from_arrow(f.dataType))) for f in spark_type.fields]
+        names = _names_only(spark_type)
+        return lambda v: names.fromInternal(tuple(convert(v[name]) for name, convert in fields))
+    return _nested_from_arrow(spark_type)
 
 
 def _names_only(spark_type: StructType) -> StructType:
@@ -346,6 +378,8 @@ def _map_to_arrow(spark_type: MapType) -> Callable[[Any], list[tuple[Any, Any]]]
     nested = isinstance(spark_type.keyType, (ArrayType, StructType))
 
     def convert(value: Any) -> list[tuple[Any, Any]]:
+        if None in value:
+            raise ValueError("a key is NULL")
         items = [(key(a), item(b)) for a, b in value.items()]
         # Such as 1.001 and 1.002 as decimals of two places.
         if not nested and len(dict(items)) < len(items):

@@ -122,6 +122,9 @@ def test_columns_that_no_attribute_can_have_go_by_their_place() -> None:
     row: Any = make([1, 2, 3, 4, 5, 6])
     assert row._fields == ("k", "_1", "_2", "_3", "_4", "é")
     assert row == (1, 2, 3, 4, 5, 6)
+    # Python reads the micro sign in its source as the Greek letter.
+    row = row_class("Row", ["delay_\u00b5s", "\u00b5", "\u03bc"])([1, 2, 3])
+    assert row._fields == ("delay_\u03bcs", "\u03bc", "_2")
 
 
 @pytest.mark.parametrize("portion", [1, 3, 65_536])
@@ -564,6 +567,21 @@ def test_an_exception_names_key_bucket_and_batch(late: bool) -> None:
         run(generating if late else function, numbers((41, 0)))
     assert isinstance(raised.value.__cause__, KeyError)
     assert "function" in [entry.name for entry in raised.traceback]
+
+
+def test_a_null_where_none_may_be_is_named_with_its_key() -> None:
+    """Spark's operator makes 0 of it."""
+    whole = StructType([StructField("n", LongType(), False)])
+
+    def function(key: Any, rows: list[Any], state: GroupState) -> None:
+        if key.k == 2:
+            state.remove()
+        else:
+            state.update((None if key.k == 3 else 7,))
+
+    run(function, numbers((1, 0), (2, 0)), state=whole)
+    with pytest.raises(StateValueError, match=r"'n' is declared without NULLs and was given None \(key \(3,\)\)"):
+        run(function, numbers((1, 0), (2, 0), (3, 0)), state=whole)
 
 
 def test_a_state_that_does_not_fit_is_named_with_its_key() -> None:

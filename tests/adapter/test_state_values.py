@@ -5,9 +5,13 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import pytest
 from pyspark.sql.types import (
     ArrayType,
@@ -180,9 +184,20 @@ def test_keys_of_a_map_stay_as_many() -> None:
     for spark_type, given in pairs:
         with pytest.raises(StateValueError, match=r"two of its keys are one as (decimal\(5,2\)|string)"):
             values_to_column([given], spark_type, arrow_type(spark_type), "v")
-    nested = MapType(ArrayType(LongType()), LongType())
-    column = values_to_column([{(1,): 1, (2,): 2}], nested, arrow_type(nested), "v")
-    assert column.to_pylist() == [[([1], 1), ([2], 2)]]
+    for spark_type in (text, hundredths, MapType(LongType(), LongType()), MapType(BinaryType(), LongType())):
+        with pytest.raises(StateValueError, match=r"v of type map.* cannot hold \{None: 1\}.*: a key is NULL"):
+            values_to_column([{None: 1}], spark_type, arrow_type(spark_type), "v")
+
+
+def test_keys_of_a_map_may_be_nested() -> None:
+    lists = ArrayType(ArrayType(LongType()))
+    cases: list[tuple[MapType, Any]] = [
+        (MapType(lists, LongType()), {((1, None), ()): 1, ((2,),): 2}),
+        (MapType(StructType().add("x", ArrayType(BinaryType())), LongType()), {Row(x=(b"a",)): 1, Row(x=None): 2}),
+    ]
+    for spark_type, given in cases:
+        column = values_to_column([given, None], spark_type, arrow_type(spark_type), "v")
+        assert column_to_values(column, spark_type) == [given, None]
 
 
 def test_no_number_becomes_infinite() -> None:
@@ -201,9 +216,34 @@ def test_no_number_becomes_infinite() -> None:
                 values_to_column([None, one], spark_type, arrow_type(spark_type), "v")
 
 
+@pytest.mark.parametrize("spark_type", [TimestampType(), TimestampNTZType()], ids=str)
+def test_times_that_python_does_not_have(spark_type: DataType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for year in (0, 10_000):
+        us = (year - 1970) * 31_556_952_000_000
+        column = pa.array([0, us], pa.int64()).cast(arrow_type(spark_type))
+        with pytest.raises(StateValueError, match=r"a state column 'v' of type timestamp\w* has a value that Python"):
+            column_to_values(column, spark_type, "state column 'v'")
+
+
+def test_a_time_that_could_not_be_read_again_is_refused() -> None:
+    """East of Greenwich the last hours of the year 9999 by UTC are in the year 10000."""
+    script = (
+        "import datetime as dt, os, time\nos.environ['TZ'] = 'Asia/Tokyo'\ntime.tzset()\n"
+        "import pyarrow as pa\nfrom pyspark.sql.types import TimestampType\n"
+        "from spark_state_ext.spark.state_values import values_to_column\n"
+        "late = dt.datetime.max.replace(tzinfo=dt.timezone.utc)\n"
+        "try:\n    values_to_column([None, late], TimestampType(), pa.timestamp('us', 'UTC'), 'v')\n"
+        "except Exception as error:\n    print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("StateValueError v of type timestamp cannot hold"), done.stdout
+
+
 @pytest.mark.parametrize(
     ("spark_type", "value"),
     [
+        (DateType(), pd.NaT),
+        (ArrayType(DateType()), [pd.NaT]),
         (LongType(), "text"),
         (LongType(), 1.5),
         (ByteType(), 128),

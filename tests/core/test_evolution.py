@@ -24,6 +24,7 @@ def _operator(state: str, keys: str | None = None, buckets: int = 4) -> Operator
 
 
 _STORED = _json(("n", "integer"), ("s", "string"))
+_WITHOUT_NULLS = _json(("n", "integer", False), ("s", "string"))
 
 _ALLOWED = [
     ("the same", _STORED, False),
@@ -44,6 +45,15 @@ def test_allowed_changes_make_the_next_operator_file(asked: str, changes: bool) 
     assert (in_force is stored) != changes
     # The next restart finds nothing new.
     assert in_force.succeeded_by(_operator(asked)) is in_force
+
+
+def test_a_column_may_have_nulls_from_now_on() -> None:
+    stored = _operator(_WITHOUT_NULLS)
+    in_force = stored.succeeded_by(_operator(_STORED))
+    assert in_force.schema_id == 1
+    assert [field.nullable for field in in_force.row_schema().state] == [True, True]
+    # And back: rows may have NULLs by now.
+    assert in_force.succeeded_by(_operator(_WITHOUT_NULLS)) is in_force
 
 
 _REFUSED = [

@@ -70,6 +70,26 @@ def test_everything_is_aligned_with_the_keys() -> None:
     assert [found[one].values for one in (A, key(B), key(C), D)] == [(5, "ten"), (6, None), (7, None), (8, None)]
 
 
+@pytest.mark.parametrize("form", ["numpy", "pandas", "arrow of numpy", "by key"])
+def test_state_is_as_it_was_when_update_was_called(form: str) -> None:
+    """Arrow's columns of NumPy and pandas share their memory, which goes on to be the function's."""
+    batch = batch_of()
+    numbers = np.array([1, 2, 3, 4], dtype=np.int64)
+    frame = pd.DataFrame({"n": numbers, "note": ["a", "b", "c", "d"]})
+    notes = pa.array(["a", "b", "c", "d"])
+    given: dict[str, Any] = {
+        "numpy": {"n": numbers, "note": notes},
+        "pandas": frame,
+        "arrow of numpy": pa.table({"n": pa.array(numbers), "note": notes}),
+        "by key": batch.keys.append_column("n", pa.array(numbers)).append_column("note", notes),
+    }
+    batch.update(given[form])
+    numbers *= 100
+    frame.loc[:, "n"] *= 100
+    found = after(batch)
+    assert [found[one].values for one in (A, key(B), key(C), D)] == [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
+
+
 def test_columns_that_do_not_go_beside_the_keys() -> None:
     batch = batch_of()
     for columns, text in (

@@ -439,6 +439,22 @@ def test_no_number_becomes_infinite(chunked: bool) -> None:
                 cast_column(column, pa.field("v", kind), "output column")
 
 
+def test_dictionaries_are_cast_by_the_same_rules() -> None:
+    late = dt.datetime(2020, 1, 1, 13, tzinfo=dt.timezone.utc)
+    cases: list[tuple[pa.Array, pa.DataType]] = [
+        (pa.array([1e300, 1.0]).dictionary_encode(), pa.float32()),
+        (pa.array([late], INSTANT).dictionary_encode(), pa.date32()),
+        (pa.array([late], INSTANT), pa.date32()),
+    ]
+    for column, kind in cases:
+        lists = pa.ListArray.from_arrays(pa.array([0, len(column)], pa.int32()), column)
+        for given, wanted in ((column, kind), (pa.chunked_array([column]), kind), (lists, pa.list_(kind))):
+            with pytest.raises(StateValueError, match=r"which a date would lose|is more than it holds"):
+                cast_column(given, pa.field("v", wanted), "output column")
+    words = pa.array(["a", None, "a"]).dictionary_encode()
+    assert cast_column(words, pa.field("v", pa.string()), "output column").to_pylist() == ["a", None, "a"]
+
+
 INSTANT = pa.timestamp("us", "UTC")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
-from jobs import CLASSIC, EVERYWHERE, KEYED, Job, keyed, table
+from jobs import CLASSIC, EVERYWHERE, KEYED, SPARK, Job, keyed, table
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
 from pyspark.sql.types import LongType, StringType, StructField, StructType
@@ -169,6 +169,23 @@ def test_expressions_as_keys(session: Any, tmp_path: Path) -> None:
         ]
         for i in range(2)
     }
+
+
+def test_a_constant_as_a_key_is_not_the_column_of_that_name(session: Any, tmp_path: Path) -> None:
+    """Connect writes both alike."""
+    batch = table(KEYED, [("a", 1), ("b", 2)])
+    for number, (key, found) in enumerate(
+        ((F.lit("key"), [("['str key'] 2",)]), (F.col("key"), [("['str a'] 1",), ("['str b'] 1",)]))
+    ):
+        (tmp_path / str(number)).mkdir()
+        assert Job(session, "arrow", tmp_path / str(number), show, keys=[key]).run(batch) == {0: found}
+
+
+@EVERYWHERE
+@pytest.mark.skipif(SPARK < (4, 0), reason="PySpark 3.5 has no grouping by a column's place")
+def test_columns_by_their_place_as_keys(session: Any, operator: str, tmp_path: Path) -> None:
+    batch = table(KEYED, [("a", 1), ("b", 2)])
+    assert Job(session, operator, tmp_path, show, keys=[1]).run(batch) == {0: [("['str a'] 1",), ("['str b'] 1",)]}
 
 
 @EVERYWHERE

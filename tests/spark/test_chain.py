@@ -217,6 +217,32 @@ def test_a_step_that_leaves_its_input_unread_loses_nothing_of_the_step_before() 
         assert tuple(stored[0]) == (expected_n,)
 
 
+def test_a_list_that_a_step_changed_and_did_not_give_back_is_as_it_was() -> None:
+    """As without a chain, though the other step's state is stored."""
+    kept = StructType([StructField("all", ArrayType(LongType()))])
+
+    def changes(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+        if state.exists:
+            state.get[0].append(99)
+        else:
+            state.update(([0],))
+        return {"total": [len(list(pdfs))]}
+
+    def counts(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+        (n,) = state.getOption or (0,)
+        state.update((n + len(list(pdfs)),))
+        return []
+
+    steps = chain(Step(changes, RUNNING, kept), Step(counts, RUNNING, RUNNING))
+    stored: Any = None
+    for batch in (1, 2, 3):
+        state = KeyState(stored, Clock(1, -1, "NoTimeout", False, False, steps.stateStructType))
+        list(steps.func((1,), iter([pd.DataFrame({"value": [batch]})]), state))
+        stored = state.getOption
+        assert stored is not None
+        assert (stored[0][0], stored[2][0]) == ([0], batch)
+
+
 def test_a_list_that_a_step_was_given_and_changed_is_a_change() -> None:
     kept = StructType([StructField("all", ArrayType(LongType()))])
 

@@ -576,6 +576,8 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
         (UsageError, "emit of top_k", lambda: top_k(mine, df, "key", "whole", 1, emit="some")),  # type: ignore[arg-type]
         (UsageError, "'day' is there more than once", lambda: top_k(mine, df, "key", "whole", 1, rank="day")),
         (UsageError, "descending 2 values", lambda: top_k(mine, df, "key", "whole", 1, descending=[True, False])),
+        (UsageError, "the aggregate 'x' is of 1", lambda: aggregate(mine, df, "key", {"x": Agg.count(1)})),  # type: ignore[arg-type]
+        (UsageError, "keys of top_k have different names", lambda: top_k(mine, df, ["key", "key"], "whole", 1)),
         (
             UsageError,
             "its own among them, have different names, and '__order0'",
