@@ -88,7 +88,19 @@ class StateBatch:
     """The rows of a bucket in a micro-batch, by key, and the state of these keys.
 
     A function gets one for each bucket that has rows, or keys that time out. It may get several for a bucket, of
-    different keys, where one would take too much memory.
+    different keys, where one would take too much memory. To test a function, make one; nothing is checked then.
+
+    Parameters
+    ----------
+    rows, keys, state, exists, watermark_ms, processing_time_ms, bucket, batch_id
+        As below. `rows` must be by key, in the order of `keys`.
+    starts : numpy.ndarray
+        For each key with rows where these begin in `rows`, int64 (number of keys with rows,), ascending, the first one
+        0. Keys beyond them time out.
+    timeout_conf : str
+        ``"NoTimeout"``, ``"ProcessingTimeTimeout"`` or ``"EventTimeTimeout"``: which of its forms `set_timeout` takes.
+    scan : callable
+        What `scan` gives: a function without arguments that returns an iterator of tables. By default there are none.
 
     Attributes
     ----------
@@ -191,12 +203,23 @@ class StateBatch:
         pyarrow.Table
             One row a key, in the order of `keys`; columns are named as PyArrow names them (``value_sum``). Keys that
             timed out have what no rows give: NULL, and 0 for counts.
+
+        Raises
+        ------
+        StateValueError
+            When `rows` has no such column, or two, or one whose name begins with a dot; or when PyArrow has no such
+            function, or not for a column of that type.
         """
         asked, group = list(aggregations), "__group"
+        for columns, *_ in asked:
+            self._refuse_unknown([columns] if isinstance(columns, str) else columns, "aggregate()")
         while group in self.rows.column_names:
             group += "_"
         table = self.rows.append_column(group, self.group_ids)
-        found = aggregated(table, group, asked).drop_columns([group])
+        try:
+            found = aggregated(table, group, asked).drop_columns([group])
+        except (pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowNotImplementedError) as error:
+            raise StateValueError(f"aggregate() was given what PyArrow cannot do: {error}") from error
         missing = self.keys.num_rows - self._with_rows
         if not missing:
             return found
@@ -209,7 +232,26 @@ class StateBatch:
         return pa.concat_tables([found, pa.table(nothing, schema=found.schema)])
 
     def lists(self, column: str) -> pa.ListArray:
-        """The values of a column as one list a key, without a copy."""
+        """The values of a column as one list a key, without a copy.
+
+        Parameters
+        ----------
+        column
+            Name of a column of `rows`.
+
+        Returns
+        -------
+        pyarrow.ListArray
+            One list a key, in the order of `keys`; empty for keys that timed out.
+
+        Raises
+        ------
+        StateValueError
+            When `rows` has no such column, or two.
+        UnsupportedTypeError
+            For text, bytes or lists of more than 2 GiB.
+        """
+        self._refuse_unknown([column], "lists()")
         return pa.ListArray.from_arrays(self.offsets, flat(self.rows.column(column)))
 
     def with_state(self, columns: Mapping[str, Any] | None = None) -> pa.Table:
@@ -221,6 +263,11 @@ class StateBatch:
         ----------
         columns
             More columns, or others in place of the state's, as in polars' ``with_columns``: one value for each key.
+
+        Returns
+        -------
+        pyarrow.Table
+            One row a key, in the order of `keys`: the keys' columns, the state's, and then those that neither has.
 
         Raises
         ------
@@ -250,8 +297,12 @@ class StateBatch:
     def scan(self) -> Iterator[pa.Table]:
         """The whole bucket as it was before this batch, table after table; read while it is iterated.
 
-        Each table has the key columns and then the state columns; keys that have no state are left out. Memory stays
-        bounded however large the bucket is.
+        Memory stays bounded however large the bucket is.
+
+        Returns
+        -------
+        iterator of pyarrow.Table
+            Each has the key columns and then the state columns, one row a key; keys that have no state are left out.
         """
         return self._scan()
 
@@ -276,7 +327,10 @@ class StateBatch:
         Raises
         ------
         StateValueError
-            When columns are missing or too many, a value does not fit its column, or a key is not of this batch.
+            When columns are missing or too many, a value does not fit its column, or a key is not of this batch; or
+            when `where` is not one boolean for each key.
+        UsageError
+            When the function has returned already.
         """
         table = as_table(states, "update() was given")
         names = self.state.column_names
@@ -309,6 +363,14 @@ class StateBatch:
         ----------
         which
             Mask over the keys, or a table of keys; True: all keys of the batch.
+
+        Raises
+        ------
+        StateValueError
+            When a mask is not one boolean for each key, or a table lacks key columns, has a key twice or one that is
+            not of this batch.
+        UsageError
+            When the function has returned already.
         """
         if which is True:
             self.outcome.drop(np.arange(len(self)))
@@ -337,9 +399,10 @@ class StateBatch:
         Raises
         ------
         UsageError
-            When the query has another kind of timeout.
+            When the query has another kind of timeout, or the function has returned already.
         StateValueError
-            For a timestamp or duration that is not positive, or ends past what 64 bits hold; names the key.
+            For a timestamp or duration that is not positive, or ends past what 64 bits hold; names the key. Also for
+            times that are none or too many, and when `where` is not one boolean for each key.
         """
         event_time = self._timeout_conf == "EventTimeTimeout"
         given, other = (timestamp_ms, duration_ms) if event_time else (duration_ms, timestamp_ms)
@@ -365,6 +428,14 @@ class StateBatch:
         self.outcome.time_out(positions, np.where(is_set, times, NO_TIMEOUT))
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _refuse_unknown(self, names: Sequence[str], call: str) -> None:
+        there = self.rows.column_names
+        for name in names:
+            if name not in there:
+                raise StateValueError(f"{call} was given the column {name!r}; the rows have {', '.join(there)}")
+            if there.count(name) > 1:
+                raise StateValueError(f"{call} was given the column {name!r}; the rows have two of that name")
 
     def _chosen(self, where: Any) -> IndexArray:
         return np.flatnonzero(_mask(where, len(self)))

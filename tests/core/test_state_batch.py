@@ -198,6 +198,44 @@ def test_aggregate_of_rows_in_several_chunks_and_of_slices() -> None:
     assert nested.lists("v").to_pylist() == [[[2, 3]], [[], None]]
 
 
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ([("none", "sum")], r"aggregate\(\) was given the column 'none'; the rows have name, x, value"),
+        (
+            [("value", "sum"), (["none"], "count")],
+            r"aggregate\(\) was given the column 'none'; the rows have name, x, val",
+        ),
+        ([(".none", "sum")], r"aggregate\(\) was given the column '.none'; the rows have"),
+        ([("name", "sum")], r"aggregate\(\) was given what PyArrow cannot do: .*sum.*string"),
+        ([("value", "middle")], r"aggregate\(\) was given what PyArrow cannot do: .*hash_middle"),
+        ([([], "sum")], r"aggregate\(\) was given what PyArrow cannot do: .*hash_sum"),
+    ],
+)
+def test_what_aggregate_refuses(asked: list[Any], text: str) -> None:
+    for batch in (batch_of(), batch_of([], [D])):
+        with pytest.raises(StateValueError, match=text):
+            batch.aggregate(asked)
+
+
+def test_lists_of_a_column_that_is_not_there() -> None:
+    with pytest.raises(StateValueError, match=r"lists\(\) was given the column 'none'; the rows have name, x, value"):
+        batch_of().lists("none")
+
+
+def test_a_column_of_which_there_are_two() -> None:
+    rows = pa.table([pa.array([1, 2]), pa.array([3, 4]), pa.array([5, 6])], names=["v", "v", "w"])
+    batch = made(pa.schema([("k", pa.int64())]), STATE, rows, [(1,), (2,)], [1, 1])
+    with pytest.raises(
+        StateValueError, match=r"aggregate\(\) was given the column 'v'; the rows have two of that name"
+    ):
+        batch.aggregate([("v", "sum")])
+    with pytest.raises(StateValueError, match=r"lists\(\) was given the column 'v'; the rows have two of that name"):
+        batch.lists("v")
+    assert batch.aggregate([("w", "sum")]).to_pylist() == [{"w_sum": 5}, {"w_sum": 6}]
+    assert batch.lists("w").to_pylist() == [[5], [6]]
+
+
 def test_lists_are_views_of_the_rows() -> None:
     batch = batch_of()
     values = batch.rows.column("value").chunk(0)
