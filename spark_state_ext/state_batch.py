@@ -382,6 +382,9 @@ class StateBatch:
     def set_timeout(self, *, timestamp_ms: Any = None, duration_ms: Any = None, where: Any = None) -> None:
         """Have keys time out, unless they are touched before; then they are in a batch with `timed_out` set.
 
+        The times are one, or an array of one for each key, or for each that `where` chooses; NULL for none. In place of
+        milliseconds they may be timestamps (without a zone: of UTC), and durations or a `timedelta`.
+
         Parameters
         ----------
         timestamp_ms
@@ -392,9 +395,6 @@ class StateBatch:
             Under ProcessingTimeTimeout: so many milliseconds from now.
         where
             Mask over the keys: for which. Default: all.
-
-        The times are one, or an array of one for each key, or for each that `where` chooses; NULL for none. In place of
-        milliseconds they may be timestamps (without a zone: of UTC), and durations or a `timedelta`.
 
         Raises
         ------

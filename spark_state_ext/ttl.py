@@ -36,7 +36,7 @@ class Ttl:
     Parameters
     ----------
     duration_ms
-        State is gone when the clock is so many milliseconds past its last write.
+        State is gone when the clock is so many milliseconds past its last write; from 1 to 2 ** 53.
     clock
         ``"processing"``: the batch's processing time. ``"event"``: a write is at the latest event time among the key's
         rows in the batch (or the watermark, if that is later), and state is gone when the watermark is past that by
@@ -44,6 +44,11 @@ class Ttl:
     refresh
         ``"write"``: writing state extends its life. ``"read"``: rows of its key do so, even if the function leaves the
         state as it is.
+
+    Raises
+    ------
+    UsageError
+        When `duration_ms` is no whole number from 1 to 2 ** 53, or `clock` or `refresh` is none of these.
     """
 
     duration_ms: int

@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
+import spark_state_ext
 from arrow_schemas.lineage import DELTA, FILE_FORMATS, SNAPSHOT
 from arrow_schemas.operator import OPERATOR_FORMAT
 from arrow_schemas.pointer import POINTER_FORMAT
@@ -118,6 +119,36 @@ def test_what_a_backend_has_to_do_is_told(protocol: type) -> None:
             assert told, name
             for parameter in list(inspect.signature(method).parameters)[1:]:
                 assert re.search(rf"^ *{parameter}$", told, re.MULTILINE), (name, parameter)
+
+
+def told_in(doc: str, title: str) -> str:
+    """Text of a section of a numpydoc docstring; empty where there is none."""
+    found = re.search(rf"^{title}\n-{{{len(title)}}}\n(.*?)(?=^\w+\n---|\Z)", doc, re.MULTILINE | re.DOTALL)
+    return found[1].strip() if found else ""
+
+
+def exported() -> Iterator[tuple[str, Any]]:
+    """Functions, methods and classes that are exported."""
+    for name in spark_state_ext.__all__:
+        it = getattr(spark_state_ext, name)
+        if not callable(it):
+            continue
+        yield name, it
+        for method, raw in vars(it).items() if inspect.isclass(it) else ():
+            function = getattr(raw, "__func__", raw)
+            if inspect.isfunction(function) and not method.startswith("_"):
+                yield f"{name}.{method}", function
+
+
+@pytest.mark.parametrize(("name", "it"), [pytest.param(*found, id=found[0]) for found in exported()])
+def test_parameters_and_results_of_what_is_exported_are_told(name: str, it: Any) -> None:
+    doc, signature = inspect.cleandoc(it.__doc__ or ""), inspect.signature(it)
+    assert doc, name
+    heads = re.findall(r"^\S.*$", told_in(doc, "Parameters"), re.MULTILINE)
+    named = [parameter.lstrip("*") for head in heads for parameter in head.split(" : ")[0].split(", ")]
+    assert sorted(named) == sorted(parameter for parameter in signature.parameters if parameter != "self"), name
+    if not inspect.isclass(it) and signature.return_annotation not in ("None", None):
+        assert told_in(doc, "Returns"), name
 
 
 def test_links_lead_somewhere() -> None:

@@ -39,6 +39,12 @@ class Backend:
         For ``fsspec``: options of the file system.
     options
         For other kinds: whatever they take, as plain values.
+
+    Raises
+    ------
+    UsageError
+        When `kind` is ``changelog``, which has no settings; when ``fsspec`` has no `root`, or a relative one; when
+        another kind has no `name`; or when `root` holds a password.
     """
 
     root: str = ""
@@ -68,7 +74,13 @@ class Backend:
         object.__setattr__(self, "options", dict(self.options))
 
     def to_plain(self) -> dict[str, Any]:
-        """As builtin values."""
+        """As builtin values.
+
+        Returns
+        -------
+        dict
+            All parameters by name.
+        """
         return asdict(self)
 
     @property

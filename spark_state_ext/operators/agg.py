@@ -61,7 +61,18 @@ class Agg:
 
     @staticmethod
     def count(column: ColumnLike | None = None) -> Aggregate:
-        """Number of rows, or of values that are not NULL: a long."""
+        """Number of rows, or of values that are not NULL: a long.
+
+        Parameters
+        ----------
+        column
+            Name of a column, or an expression: its values that are not NULL; None or ``"*"``: rows.
+
+        Returns
+        -------
+        Aggregate
+            For `aggregate` and `sessionize`.
+        """
         return Aggregate("count", None if isinstance(column, str) and column == "*" else column)
 
     @staticmethod
@@ -69,6 +80,16 @@ class Agg:
         """Sum: a long for integers, a double for floats, ten more digits for decimals.
 
         A sum beyond its type fails the query with `StateValueError`, as in Spark's ANSI mode.
+
+        Parameters
+        ----------
+        column
+            Name of a column, or an expression: integers, floats or decimals.
+
+        Returns
+        -------
+        Aggregate
+            For `aggregate` and `sessionize`.
         """
         return Aggregate("sum", column)
 
@@ -79,22 +100,65 @@ class Agg:
         Where a mean of decimals, or the sum that it is made of, is beyond its type, the query fails with
         `StateValueError`, as in Spark's ANSI mode. The mean of a ``decimal(38, 2)`` is a ``decimal(38, 6)``, which has
         four digits less before the point.
+
+        Parameters
+        ----------
+        column
+            Name of a column, or an expression: integers, floats or decimals.
+
+        Returns
+        -------
+        Aggregate
+            For `aggregate` and `sessionize`.
         """
         return Aggregate("mean", column)
 
     @staticmethod
     def variance(column: ColumnLike) -> Aggregate:
-        """Variance of the sample, a double; NULL for fewer than two values, as Spark's ``var_samp``."""
+        """Variance of the sample, a double; NULL for fewer than two values, as Spark's ``var_samp``.
+
+        Parameters
+        ----------
+        column
+            Name of a column, or an expression: integers, floats or decimals.
+
+        Returns
+        -------
+        Aggregate
+            For `aggregate` and `sessionize`.
+        """
         return Aggregate("variance", column)
 
     @staticmethod
     def min(column: ColumnLike) -> Aggregate:
-        """Least value, of the column's type. NaN is larger than any number."""
+        """Least value, of the column's type. NaN is larger than any number.
+
+        Parameters
+        ----------
+        column
+            Name of a column, or an expression, of a type that is not nested.
+
+        Returns
+        -------
+        Aggregate
+            For `aggregate` and `sessionize`.
+        """
         return Aggregate("min", column)
 
     @staticmethod
     def max(column: ColumnLike) -> Aggregate:
-        """Greatest value, of the column's type. NaN is larger than any number."""
+        """Greatest value, of the column's type. NaN is larger than any number.
+
+        Parameters
+        ----------
+        column
+            Name of a column, or an expression, of a type that is not nested.
+
+        Returns
+        -------
+        Aggregate
+            For `aggregate` and `sessionize`.
+        """
         return Aggregate("max", column)
 
     @staticmethod
@@ -102,6 +166,18 @@ class Agg:
         """The value that came first: in the order of arrival at the bucket.
 
         Of sessions by event time within a batch; a session in the state counts by its start, as Spark has it.
+
+        Parameters
+        ----------
+        column
+            Name of a column, or an expression.
+        ignore_nulls
+            Whether values that are NULL are passed over.
+
+        Returns
+        -------
+        Aggregate
+            For `aggregate` and `sessionize`.
         """
         return Aggregate("first", column, ignore_nulls=ignore_nulls)
 
@@ -111,6 +187,18 @@ class Agg:
 
         Of sessions by event time within a batch; a session in the state counts by its start, as Spark has it. So rows
         that come in a later batch are behind all of a session that began before them.
+
+        Parameters
+        ----------
+        column
+            Name of a column, or an expression.
+        ignore_nulls
+            Whether values that are NULL are passed over.
+
+        Returns
+        -------
+        Aggregate
+            For `aggregate` and `sessionize`.
         """
         return Aggregate("last", column, ignore_nulls=ignore_nulls)
 
@@ -120,9 +208,16 @@ class Agg:
 
         Parameters
         ----------
+        column
+            Name of a column, or an expression, of a type that is not nested.
         lg_k
             Logarithm of the number of registers of the HLL sketch, 7 to 21. A key's sketch has up to ``2 ** lg_k``
             bytes and a relative standard error of about ``1.04 / sqrt(2 ** lg_k)``: 1.6 % for 12.
+
+        Returns
+        -------
+        Aggregate
+            For `aggregate` and `sessionize`.
 
         Raises
         ------

@@ -100,6 +100,16 @@ class Chain:
 def chain(*steps: Step) -> Chain:
     """Combine steps, the first one nearest the input.
 
+    Parameters
+    ----------
+    *steps
+        Two or more; each gets what the one before it yields.
+
+    Returns
+    -------
+    Chain
+        The function `func` of all steps, with `outputStructType` and `stateStructType` to pass along with it.
+
     Raises
     ------
     UsageError

@@ -175,6 +175,8 @@ def deduplicate(
         For `within_watermark` without a watermark, and for a `df` that is not streaming.
     UnsupportedTypeError
         When a column has a type without a stable Arrow form.
+    UsageError
+        When an argument cannot work, or two columns have one name.
     """
     _check(state, df, "deduplicate")
     schema = df.schema

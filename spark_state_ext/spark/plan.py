@@ -226,6 +226,11 @@ class ArrowState:
         func, outputStructType, stateStructType, outputMode, timeoutConf
             As for `GroupedData.applyInPandasWithState`.
 
+        Returns
+        -------
+        DataFrame
+            What `func` gives, a streaming DataFrame with the columns of `outputStructType`.
+
         Raises
         ------
         UnsupportedTypeError
@@ -270,6 +275,11 @@ class ArrowState:
         timeout_conf
             ``"NoTimeout"``, ``"ProcessingTimeTimeout"`` or ``"EventTimeTimeout"``.
 
+        Returns
+        -------
+        DataFrame
+            What `func` gives, a streaming DataFrame with the columns of `output_schema`.
+
         Raises
         ------
         UnsupportedTypeError
@@ -304,6 +314,11 @@ class ArrowState:
             the input's columns (empty when the key timed out), `state` a `GroupState` as Spark's. It returns, or
             yields, one tuple for each output row, or returns None. Values are Python's: None for NULL, `int`,
             `datetime`, `Decimal`, ….
+
+        Returns
+        -------
+        DataFrame
+            What `func` gives, a streaming DataFrame with the columns of `output_schema`.
 
         Raises
         ------
@@ -342,6 +357,16 @@ class ArrowState:
             What makes rows fewer before the shuffle; `func` gets what it gives.
         function
             Of a built-in operator, as in `OperatorFile`: what must not change while there is state.
+
+        Returns
+        -------
+        DataFrame
+            What `func` gives, a streaming DataFrame with the columns of `output`.
+
+        Raises
+        ------
+        UnsupportedTypeError, UnsupportedPlanError, UsageError
+            As for `apply_in_arrow_with_state`.
         """
         if not df.isStreaming:
             raise UnsupportedPlanError(

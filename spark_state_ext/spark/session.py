@@ -57,7 +57,13 @@ def enable(spark: SparkSession, state: ArrowState) -> None:
 
 
 def disable(spark: SparkSession) -> None:
-    """Undo `enable`: later queries of the session run on Spark's own state."""
+    """Undo `enable`: later queries of the session run on Spark's own state.
+
+    Parameters
+    ----------
+    spark
+        The session. Queries planned before are not affected; one that was not enabled stays as it is.
+    """
     with _lock:
         _enabled.pop(spark, None)
 
