@@ -50,22 +50,23 @@ class CallMetrics:
     ended_ms
         When the call was over: wall-clock time, milliseconds since 1970.
     rows, keys, timeouts
-        Input rows, distinct keys among them, and keys that were called because their time was up. (For an operator that
-        makes rows fewer before the shuffle: those that are left.)
+        Input rows without late ones, distinct keys among them, and keys that were called because their time was up.
+        (For an operator that makes rows fewer before the shuffle: those that are left.)
     changed_rows
-        Rows of the delta; 0 when nothing changed.
+        Rows of the delta, tombstones included; 0 when nothing changed.
     state_rows
         Upper bound of the bucket's live keys.
     read_ms, lookup_ms, user_ms, commit_ms, wait_ms, total_ms
-        Milliseconds in which state was restored or opened; in which it was looked up; in which the user's function
-        ran, conversions included; from sealing the delta to the new pointer, `wait_ms` included; in which uploads were
-        waited for; and all.
+        Milliseconds in which state was restored; in which it was looked up; in which the user's function ran,
+        conversions included; of the commit, from settling earlier uploads to the new pointer, `wait_ms` included; in
+        which uploads of deltas were waited for; and all from asking for the first row, with what Spark does with the
+        output and without how a call begins (lease, opening the store).
     cpu_ms
-        Processor time of the call's thread, milliseconds: with the user's function, without Spark's own work and
-        uploads.
+        Processor time of the call's thread, milliseconds: with its beginning and the user's function, without Spark's
+        own work and uploads.
     upload_ms, uploaded_bytes, uploads
-        Milliseconds that uploads took which were confirmed since the bucket's call before in this process, beside
-        batches; their bytes, and how many.
+        Milliseconds that uploads of deltas took, queues included, which were confirmed since the bucket's call before
+        in this process, beside batches; their bytes, and how many.
     delta_bytes, inline_bytes
         Size of the delta, and what is inline in the new pointer.
     oldest_inline_ms

@@ -20,7 +20,7 @@ import spark_state_ext
 from arrow_schemas.lineage import DELTA, FILE_FORMATS, SNAPSHOT
 from arrow_schemas.operator import OPERATOR_FORMAT
 from arrow_schemas.pointer import POINTER_FORMAT
-from spark_state_ext import Agg, ArrowState, disable, enable, errors
+from spark_state_ext import Agg, ArrowState, disable, enable, errors, metrics
 from spark_state_ext.backends import BackendAdmin, BackendFactory, BackupManager, RestoreManager
 from spark_state_ext.folder import Folder
 from spark_state_ext.lease import _LEASE_FORMAT
@@ -96,6 +96,22 @@ def test_every_option_is_in_the_table() -> None:
     assert {name: ast.literal_eval(told) for name, told in table.items()} == {
         name: parameters[name].default for name in table
     }
+
+
+def test_every_column_of_the_metrics_is_in_the_table() -> None:
+    told: list[tuple[str, str]] = []
+    exported_as: dict[str, str] = {}
+    for names, kinds, _, instrument in rows(section(DOCS / "operating.md", "Metrics")):
+        columns = re.findall(r"`(\w+)`", names)
+        types = [kind.split(",")[0] for kind in kinds.split("; ")]
+        told += zip(columns, types if len(types) == len(columns) else types * len(columns), strict=True)
+        units = {"ms": "ms", "bytes": "bytes"}
+        for column in columns:
+            assert kinds.partition(", ")[2] == units.get(column.rpartition("_")[2], ""), column
+            exported_as[column] = instrument.split(" ")[0]
+    assert sorted(told) == sorted((field.name, str(field.type)) for field in metrics.SCHEMA)
+    for kind, expected in (("counter", {*metrics._COUNTERS, "cache_hit"}), ("histogram", set(metrics._HISTOGRAMS))):
+        assert {name for name, instrument in exported_as.items() if instrument == kind} == expected
 
 
 def test_every_aggregate_is_in_the_table() -> None:
