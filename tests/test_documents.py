@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from arrow_schemas.lineage import DELTA, FILE_FORMATS, SNAPSHOT
 from arrow_schemas.operator import OPERATOR_FORMAT
 from arrow_schemas.pointer import POINTER_FORMAT
 from spark_state_ext import Agg, ArrowState, disable, enable, errors, metrics
-from spark_state_ext.backends import BackendAdmin, BackendFactory, BackupManager, RestoreManager
+from spark_state_ext.backends import BackendAdmin, BackendContext, BackendFactory, BackupManager, RestoreManager
 from spark_state_ext.folder import Folder
 from spark_state_ext.lease import _LEASE_FORMAT
 from spark_state_ext.spark import operators
@@ -133,8 +134,14 @@ def test_what_a_backend_has_to_do_is_told(protocol: type) -> None:
         told = method.__doc__ or ""
         if not name.startswith("_"):
             assert told, name
+            assert f"`{name}(" in (DOCS / "backends.md").read_text(), name
             for parameter in list(inspect.signature(method).parameters)[1:]:
                 assert re.search(rf"^ *{parameter}$", told, re.MULTILINE), (name, parameter)
+
+
+def test_what_a_backend_is_made_for_is_told() -> None:
+    text = (DOCS / "backends.md").read_text()
+    assert [it.name for it in fields(BackendContext) if f"`{it.name}`" not in text] == []
 
 
 def told_in(doc: str, title: str) -> str:

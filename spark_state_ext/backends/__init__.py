@@ -60,7 +60,8 @@ class BackendContext:
     timeout_s
         After this time nobody waits for an upload any more.
     resources
-        Files that every backend keeps for the operator as a whole, by name; for an admin.
+        Files that every backend keeps for the operator as a whole, by name, the one in force last; for an admin, which
+        has to store them.
     """
 
     name: str
@@ -220,7 +221,7 @@ class BackendAdmin(Protocol):
     """Looks after what all buckets of an operator share."""
 
     def create_resources(self) -> None:
-        """Make what is needed, unless it is there."""
+        """Store what all buckets share, the files in `BackendContext.resources`, unless they are there."""
         ...
 
     def validate_resources(self) -> None:
