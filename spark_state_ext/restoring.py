@@ -77,7 +77,7 @@ class Sources:
         self._pointer = pointer
         self._told: set[str] = set()
         if preferred is not None and not is_complete(pointer.standings.get(preferred)) and pointer.standings:
-            self._tell(preferred, f"it has no marker at checkpoint {pointer.ref}")
+            self._tell(preferred, f"it does not have the whole state at checkpoint {pointer.ref}")
 
     def read(self, ref: CheckpointRef, kind: str, work: Callable[[Readable], T]) -> T:
         """Run `work`, which reads and checks one file, on the first place that gives it whole.

@@ -174,12 +174,12 @@ def test_the_preferred_backend_is_asked_first_and_the_next_one_where_it_fails(
     assert life.restored(life.pointers[-1]) == life.models[-1]
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert "cannot be restored from the backend b" in record.getMessage()
-    # And one that has no marker at all.
+    # And one that has nothing at all.
     caplog.clear()
     life.restore_from = "c"
     life.names = ("a", "c")
     assert life.restored(life.pointers[-1]) == life.models[-1]
-    assert "the backend c: it has no marker" in caplog.text
+    assert "the backend c: it does not have the whole state at" in caplog.text
 
 
 def test_what_neither_backend_has_whole_is_put_together_from_both(life: Life) -> None:
