@@ -56,10 +56,14 @@ def column_to_values(column: pa.Array, spark_type: DataType, role: str = "state 
     Raises
     ------
     StateValueError
-        For times that Python does not have; `role` says of what.
+        For times that Python does not have, and text that is not UTF-8; `role` says of what.
     """
     try:
         return _column_to_values(column, spark_type)
+    except UnicodeDecodeError as error:
+        raise StateValueError(
+            f"a {role} of type {spark_type.simpleString()} has text that is not UTF-8: {error}"
+        ) from error
     except (ValueError, OverflowError) as error:
         raise StateValueError(
             f"a {role} of type {spark_type.simpleString()} has a value that Python cannot hold, whose times are from "

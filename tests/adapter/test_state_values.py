@@ -217,12 +217,19 @@ def test_no_number_becomes_infinite() -> None:
 
 
 @pytest.mark.parametrize("spark_type", [TimestampType(), TimestampNTZType()], ids=str)
-def test_times_that_python_does_not_have(spark_type: DataType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_that_python_does_not_have(spark_type: DataType) -> None:
     for year in (0, 10_000):
         us = (year - 1970) * 31_556_952_000_000
         column = pa.array([0, us], pa.int64()).cast(arrow_type(spark_type))
         with pytest.raises(StateValueError, match=r"a state column 'v' of type timestamp\w* has a value that Python"):
             column_to_values(column, spark_type, "state column 'v'")
+
+
+def test_text_that_is_not_utf_8_is_told() -> None:
+    """Spark passes on the bytes of a string column as they are."""
+    bad = pa.array([b"x", b"\xff"]).view(pa.string())
+    with pytest.raises(StateValueError, match=r"a column 's' of type string has text that is not UTF-8: .*0xff"):
+        column_to_values(bad, StringType(), "column 's'")
 
 
 def test_a_time_that_could_not_be_read_again_is_refused() -> None:
