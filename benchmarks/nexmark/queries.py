@@ -359,8 +359,13 @@ def _q20_sql(events: DataFrame, folder: Path) -> DataFrame:
 
 
 def _bids_and_auctions(events: DataFrame) -> DataFrame:
-    key = F.when(F.col("kind") == "bid", F.col("auction")).otherwise(F.col("id")).alias("key")
-    return events.where("kind IN ('bid', 'auction')").select(key, "kind", *dict.fromkeys([*_BID, *_AUCTION.values()]))
+    """Both under the auction's id. Of auctions of other categories only that is brought: that they are of others."""
+    bid = F.col("kind") == "bid"
+    key = F.when(bid, F.col("auction")).otherwise(F.col("id")).alias("key")
+    wanted = bid | (F.col("category") == 10)
+    names = [name for name in dict.fromkeys([*_BID, *_AUCTION.values()]) if name != "category"]
+    columns = (F.when(wanted, F.col(name)).alias(name) for name in names)
+    return events.where("kind IN ('bid', 'auction')").select(key, "kind", "category", *columns)
 
 
 def _q20_ours(events: DataFrame, folder: Path) -> DataFrame:
@@ -386,32 +391,29 @@ def bids_with_auctions(batch: StateBatch) -> pa.Table:
     begun = rows.select(list(_AUCTION.values())).take(pa.array(auctions)).rename_columns(list(_AUCTION))
     both = pa.concat_tables([state.select(list(_AUCTION)), begun])
     auction = both.combine_chunks().take(pa.array(source, mask=source < 0))
-    # Each key's bids: those that waited, then those of this batch.
     waiting = state["waiting"].combine_chunks()
     lengths = np.asarray(pc.fill_null(pc.list_value_length(waiting), 0))
-    waited = waiting.flatten()
-    names = [field.name for field in waiting.type.value_type]
-    old = pa.table(waited.flatten(), names=names)
+    fields = list(waiting.type.value_type)
+    old = pa.table(waiting.flatten().flatten(), schema=pa.schema(fields))
     bids = np.flatnonzero(~is_auction)
-    all_bids = pa.concat_tables([old, rows.select(_BID).take(pa.array(bids)).cast(old.schema)]).combine_chunks()
-    bid_ids = np.concatenate([np.repeat(np.arange(len(batch)), lengths), ids[bids]])
-    found = source[bid_ids] >= 0
-    category = np.asarray(pc.fill_null(auction["category"], -1))
-    out = np.flatnonzero(found & (category[bid_ids] == 10))
-    still = np.flatnonzero(~found)
-    still = still[np.argsort(bid_ids[still], kind="stable")]
-    counts = np.bincount(bid_ids[still], minlength=len(batch))
-    left = all_bids.take(pa.array(still)).combine_chunks()
+    old_keys, new_keys = np.repeat(np.arange(len(batch)), lengths), ids[bids]
+
+    def bids_of(keys: Any) -> tuple[pa.Table, Any]:
+        """Bids of these keys: those that waited, then those of this batch; and each one's key."""
+        before, now = np.flatnonzero(keys[old_keys]), np.flatnonzero(keys[new_keys])
+        new = rows.select(_BID).take(pa.array(bids[now])).cast(old.schema)
+        return pa.concat_tables([old.take(pa.array(before)), new]), np.concatenate([old_keys[before], new_keys[now]])
+
+    left, owners = bids_of(source < 0)
+    left = left.take(pa.array(np.argsort(owners, kind="stable"))).combine_chunks()
     structs = pa.StructArray.from_arrays(
-        [column.chunk(0) if column.num_chunks else pa.array([], column.type) for column in left.columns],
-        fields=list(waiting.type.value_type),
+        [column.chunk(0) if column.num_chunks else pa.array([], column.type) for column in left.columns], fields=fields
     )
-    offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
-    lists = pa.ListArray.from_arrays(offsets, structs, type=waiting.type)
+    ends = np.cumsum(np.bincount(owners, minlength=len(batch)))
+    lists = pa.ListArray.from_arrays(pa.array(np.append(0, ends), pa.int32()), structs, type=waiting.type)
     batch.update(pa.table([*auction.columns, lists], names=state.column_names))
-    joined = all_bids.take(pa.array(out))
-    theirs = auction.take(pa.array(bid_ids[out]))
-    return pa.table([*joined.columns, *theirs.columns], names=[*_BID, *_AUCTION])
+    joined, owners = bids_of(np.asarray(pc.fill_null(pc.equal(auction["category"], 10), False)))
+    return pa.table([*joined.columns, *auction.take(pa.array(owners)).columns], names=[*_BID, *_AUCTION])
 
 
 QUERIES = {
