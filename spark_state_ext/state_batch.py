@@ -6,9 +6,7 @@ without a copy.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,69 +17,17 @@ import pyarrow.compute as pc
 from arrow_schemas.columns import aggregated, flat, shown_row
 from arrow_schemas.equality import BoolArray, IndexArray
 from arrow_schemas.row import normal_array
-from arrow_schemas.tables import as_table, cast_column, is_number, is_table, refuse_nulls, refuse_scalars
+from arrow_schemas.tables import as_table, cast_column, is_table, refuse_nulls, refuse_scalars
+from spark_state_ext.batch_arguments import mask_of, milliseconds, own
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.key_match import key_positions
+from spark_state_ext.outcome import NO_TIMEOUT, Outcome
 
-__all__ = ["NO_TIMEOUT", "REMOVED", "UNCHANGED", "Outcome", "StateBatch"]
+__all__ = ["StateBatch"]
 
-# A key without a timeout; Spark's own value.
-NO_TIMEOUT = -1
-# In `Outcome.source`, in place of a row's number.
-REMOVED = -1
-UNCHANGED = -2
 # What is 0, and not NULL, where there are no rows.
 _COUNTS = frozenset({"count", "count_all", "count_distinct"})
 _TIME_MS_MAX = 2**63 - 1
-
-
-class Outcome:
-    """What a function did to the keys of its batch; nothing can be done any more once `closed` is set.
-
-    Attributes
-    ----------
-    touched
-        Keys that were updated, removed or given a timeout, bool (number of keys,).
-    source
-        For each key its row in `updates`; `REMOVED` where it has no state any more, `UNCHANGED` where it is as before.
-    updates
-        Tables of state columns, one after the other.
-    timeouts_ms
-        Timeout of each key, milliseconds since 1970, or `NO_TIMEOUT`.
-    """
-
-    def __init__(self, keys: int) -> None:
-        self.touched: BoolArray = np.zeros(keys, dtype=np.bool_)
-        self.source: IndexArray = np.full(keys, UNCHANGED, dtype=np.int64)
-        self.timeouts_ms: IndexArray = np.full(keys, NO_TIMEOUT, dtype=np.int64)
-        self.updates: list[pa.Table] = []
-        self.closed = False
-        self._update_rows = 0
-
-    def put(self, positions: IndexArray | None, states: pa.Table) -> None:
-        """New state of some keys (None: of all, in their order)."""
-        self._check_open()
-        at = slice(None) if positions is None else positions
-        self.touched[at] = True
-        self.source[at] = np.arange(self._update_rows, self._update_rows + states.num_rows)
-        self.updates.append(states)
-        self._update_rows += states.num_rows
-
-    def drop(self, positions: IndexArray) -> None:
-        """No state for some keys."""
-        self._check_open()
-        self.touched[positions] = True
-        self.source[positions] = REMOVED
-
-    def time_out(self, positions: IndexArray, times_ms: IndexArray) -> None:
-        """Timeouts of some keys."""
-        self._check_open()
-        self.touched[positions] = True
-        self.timeouts_ms[positions] = times_ms
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise UsageError("a batch was changed after its function had returned: that changes nothing any more")
 
 
 class StateBatch:
@@ -219,6 +165,7 @@ class StateBatch:
         try:
             found = aggregated(table, group, asked).drop_columns([group])
         except (pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowNotImplementedError) as error:
+            # What was asked for; not memory that ran out.
             raise StateValueError(f"aggregate() was given what PyArrow cannot do: {error}") from error
         missing = self.keys.num_rows - self._with_rows
         if not missing:
@@ -350,11 +297,11 @@ class StateBatch:
             chosen = None if where is None else self._chosen(where)
             positions, new = self._aligned(new, chosen)
         elif where is not None:
-            keep = _mask(where, len(self))[positions]
+            keep = mask_of(where, len(self))[positions]
             positions, new = positions[keep], new.filter(pa.array(keep))
         for column, field in zip(new.columns, self._fields, strict=True):
             refuse_nulls(column, field, "state column")
-        self.outcome.put(positions, _own(new))
+        self.outcome.put(positions, own(new))
 
     def remove(self, which: Any = True) -> None:
         """Remove the state of keys.
@@ -377,7 +324,7 @@ class StateBatch:
         elif is_table(which):
             self.outcome.drop(self._positions_of(as_table(which, "remove() was given"), "remove()"))
         else:
-            self.outcome.drop(np.flatnonzero(_mask(which, len(self))))
+            self.outcome.drop(np.flatnonzero(mask_of(which, len(self))))
 
     def set_timeout(self, *, timestamp_ms: Any = None, duration_ms: Any = None, where: Any = None) -> None:
         """Have keys time out, unless they are touched before; then they are in a batch with `timed_out` set.
@@ -438,7 +385,7 @@ class StateBatch:
                 raise StateValueError(f"{call} was given the column {name!r}; the rows have two of that name")
 
     def _chosen(self, where: Any) -> IndexArray:
-        return np.flatnonzero(_mask(where, len(self)))
+        return np.flatnonzero(mask_of(where, len(self)))
 
     def _aligned(self, new: pa.Table, chosen: IndexArray | None) -> tuple[IndexArray | None, pa.Table]:
         """Positions (None: all) and the rows for them."""
@@ -493,7 +440,7 @@ class StateBatch:
     def _times(self, given: Any, event_time: bool, positions: IndexArray) -> tuple[IndexArray, BoolArray]:
         """Times of the chosen keys in milliseconds, and which of these are set."""
         alone = isinstance(given, (int, float, np.generic, pa.Scalar, datetime.datetime, datetime.timedelta))
-        column = _milliseconds([given] if alone else given, event_time)
+        column = milliseconds([given] if alone else given, event_time)
         if alone:
             column = pa.chunked_array([column]).take(pa.array(np.zeros(len(positions), dtype=np.int64)))
         column = flat(column)
@@ -503,54 +450,3 @@ class StateBatch:
             raise StateValueError(f"set_timeout() was given {len(column)} times for {len(positions)} keys")
         is_set: BoolArray = column.is_valid().to_numpy(zero_copy_only=False)
         return pc.fill_null(column, 0).to_numpy(zero_copy_only=False), is_set
-
-
-def _milliseconds(given: Any, event_time: bool) -> Any:
-    """Times in whatever form as whole milliseconds."""
-    try:
-        if isinstance(given, (str, bytes, bytearray, memoryview, Mapping)):
-            raise TypeError(f"not {type(given).__name__}")
-        column = given if isinstance(given, (pa.Array, pa.ChunkedArray)) else pa.array(given)
-        kind = column.type
-        if event_time and pa.types.is_timestamp(kind):
-            column = _whole(column, pa.timestamp("ms", tz=kind.tz))
-        elif not event_time and pa.types.is_duration(kind):
-            column = _whole(column, pa.duration("ms"))
-        elif not (is_number(kind) or pa.types.is_null(kind)):
-            raise TypeError(f"not {kind}")
-        return column.cast(pa.int64())
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        what = "timestamps" if event_time else "durations"
-        raise StateValueError(
-            f"set_timeout() takes {what}, or whole numbers of milliseconds, and was given "
-            f"{reprlib.repr(given)}: {error}"
-        ) from error
-
-
-def _own(table: pa.Table) -> pa.Table:
-    """The same in memory of its own: columns made of NumPy's or pandas' share theirs, which the function may change."""
-    columns = [pa.concat_arrays(column.chunks) if column.num_chunks else column for column in table.columns]
-    return pa.table(columns, schema=table.schema)
-
-
-def _whole(column: Any, kind: pa.DataType) -> Any:
-    """Times in another unit: what is less than one of it is cut off, and what it cannot hold is an error."""
-    return column.cast(options=pc.CastOptions(kind, allow_time_truncate=True))
-
-
-def _mask(given: Any, length: int) -> BoolArray:
-    mask = None
-    if not isinstance(given, (pa.Array, pa.ChunkedArray)):
-        mask = np.asarray(given)
-        if mask.dtype == np.object_ and mask.ndim == 1:
-            # Booleans and NULLs, as lists and columns of polars and pandas have them.
-            with contextlib.suppress(pa.ArrowException):
-                given, mask = pa.array(mask, from_pandas=True), None
-    if isinstance(given, (pa.Array, pa.ChunkedArray)) and pa.types.is_boolean(given.type):
-        mask = pc.fill_null(given, False).to_numpy(zero_copy_only=False)
-    if mask is None or mask.dtype != np.bool_ or mask.shape != (length,):
-        raise StateValueError(
-            f"a mask must be {length} booleans, one for each key of the batch, not {reprlib.repr(given)}"
-        )
-    chosen: BoolArray = mask
-    return chosen

@@ -14,9 +14,10 @@ from arrow_schemas.equality import BoolArray, HashArray, IndexArray
 from arrow_schemas.row import DEFINED, RowSchema
 from arrow_schemas.tables import is_table
 from spark_state_ext.errors import StateError, UserFunctionError
+from spark_state_ext.outcome import NO_TIMEOUT, REMOVED, UNCHANGED
 from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, normal_rows, note_place
 from spark_state_ext.spark.output import Outbox
-from spark_state_ext.state_batch import NO_TIMEOUT, REMOVED, UNCHANGED, StateBatch
+from spark_state_ext.state_batch import StateBatch
 from spark_state_ext.store import Lookup
 
 __all__ = ["BatchCaller"]

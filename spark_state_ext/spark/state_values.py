@@ -101,32 +101,7 @@ def values_to_column(
         For a value that does not fit the column's type. (Spark writes NULL for many of these without a word.)
     """
     try:
-        if isinstance(spark_type, (TimestampType, TimestampNTZType)):
-            to_internal = spark_type.toInternal
-            numbers = [None if v is None else to_internal(v) for v in values]
-            given = [number for number in numbers if number is not None]
-            for extreme in (min(given), max(given)) if given else ():
-                # What lies beyond Python's years in the session's zone could be stored, and never be read again.
-                spark_type.fromInternal(extreme)
-            return pa.array(numbers, pa.int64()).cast(arrow_type)
-        if isinstance(spark_type, (ArrayType, MapType, StructType, DecimalType)):
-            convert = _to_arrow(spark_type)
-            return pa.array([None if v is None else convert(v) for v in values], arrow_type)
-        if isinstance(spark_type, DateType) and not set(map(type, values)) <= _DATES:
-            # PyArrow would take a number for days.
-            return pa.array([None if v is None else _date(v) for v in values], arrow_type)
-        if isinstance(spark_type, IntegralType) and not set(map(type, values)) <= _WHOLE:
-            # PyArrow would cut a float's fraction off.
-            return pa.array([None if v is None else _whole(v) for v in values], arrow_type)
-        if isinstance(spark_type, FloatType):
-            return _floats(values, arrow_type)
-        try:
-            return pa.array(values, arrow_type)
-        except (pa.ArrowException, TypeError):
-            if not isinstance(spark_type, StringType):
-                raise
-            # Spark's string columns take any value's text.
-            return pa.array([None if v is None else _text(v) for v in values], arrow_type)
+        return _column_of(values, spark_type, arrow_type)
     except (
         pa.ArrowException,
         TypeError,
@@ -137,6 +112,36 @@ def values_to_column(
     ) as error:
         culprit = _culprit(values, spark_type, arrow_type, whose)
         raise StateValueError(f"{column} of type {spark_type.simpleString()} cannot hold {culprit}: {error}") from error
+
+
+def _column_of(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType) -> pa.Array:
+    """As `values_to_column`, with whatever error comes."""
+    if isinstance(spark_type, (TimestampType, TimestampNTZType)):
+        to_internal = spark_type.toInternal
+        numbers = [None if v is None else to_internal(v) for v in values]
+        given = [number for number in numbers if number is not None]
+        for extreme in (min(given), max(given)) if given else ():
+            # What lies beyond Python's years in the session's zone could be stored, and never be read again.
+            spark_type.fromInternal(extreme)
+        return pa.array(numbers, pa.int64()).cast(arrow_type)
+    if isinstance(spark_type, (ArrayType, MapType, StructType, DecimalType)):
+        convert = _to_arrow(spark_type)
+        return pa.array([None if v is None else convert(v) for v in values], arrow_type)
+    if isinstance(spark_type, DateType) and not set(map(type, values)) <= _DATES:
+        # PyArrow would take a number for days.
+        return pa.array([None if v is None else _date(v) for v in values], arrow_type)
+    if isinstance(spark_type, IntegralType) and not set(map(type, values)) <= _WHOLE:
+        # PyArrow would cut a float's fraction off.
+        return pa.array([None if v is None else _whole(v) for v in values], arrow_type)
+    if isinstance(spark_type, FloatType):
+        return _floats(values, arrow_type)
+    try:
+        return pa.array(values, arrow_type)
+    except (pa.ArrowException, TypeError):
+        if not isinstance(spark_type, StringType):
+            raise
+        # Spark's string columns take any value's text.
+        return pa.array([None if v is None else _text(v) for v in values], arrow_type)
 
 
 def changeable(spark_type: StructType) -> list[int]:
@@ -278,15 +283,9 @@ def _decimal(value: Any) -> decimal.Decimal:
 
 def _culprit(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType, whose: Callable[[int], str]) -> str:
     """The first value that cannot be converted alone, for the error's text."""
-    convert = _to_arrow(spark_type)
     for row, value in enumerate(values):
-        if value is None:
-            continue
         try:
-            pa.array(
-                [convert(value)],
-                pa.int64() if isinstance(spark_type, (TimestampType, TimestampNTZType)) else arrow_type,
-            )
+            _column_of([value], spark_type, arrow_type)
         except Exception:  # whatever it is, this is the value to show
             return f"{value!r} ({type(value).__name__}){whose(row)}"
     return "these values together"
@@ -296,41 +295,33 @@ def _identity(value: Any) -> Any:
     return value
 
 
-def _nested_from_arrow(spark_type: DataType) -> Callable[[Any], Any]:
-    """Converter of one non-NULL value that `to_pylist` gave, in a nested type or below one."""
+def _nested_from_arrow(spark_type: DataType, as_key: bool = False) -> Callable[[Any], Any]:
+    """Converter of one non-NULL value that `to_pylist` gave, in a nested type or below one.
+
+    With `as_key` to what can be a key of a dict, which neither a list nor a bytearray can.
+    """
     if isinstance(spark_type, TimestampType):
         ltz = spark_type.fromInternal
         return lambda v: ltz((v - _EPOCH_UTC) // _MICROSECOND)
     if isinstance(spark_type, TimestampNTZType):
         return _identity
-    if isinstance(spark_type, BinaryType) and STATE_BINARY is not bytes:
+    if isinstance(spark_type, BinaryType) and STATE_BINARY is not bytes and not as_key:
         return STATE_BINARY
     if isinstance(spark_type, ArrayType):
-        element = _optional(_nested_from_arrow(spark_type.elementType))
+        element = _optional(_nested_from_arrow(spark_type.elementType, as_key))
+        if as_key:
+            return lambda v: tuple([element(x) for x in v])
         return lambda v: [element(x) for x in v]
     if isinstance(spark_type, MapType):
-        key, item = _key_from_arrow(spark_type.keyType), _optional(_nested_from_arrow(spark_type.valueType))
+        key = _nested_from_arrow(spark_type.keyType, as_key=True)
+        item = _optional(_nested_from_arrow(spark_type.valueType))
         return lambda v: {key(a): item(b) for a, b in v}
     if isinstance(spark_type, StructType):
-        fields = [(f.name, _optional(_nested_from_arrow(f.dataType))) for f in spark_type.fields]
+        fields = [(f.name, _optional(_nested_from_arrow(f.dataType, as_key))) for f in spark_type.fields]
         # fromInternal makes the Row; its own conversions have been done here, on types without any.
         names = _names_only(spark_type)
         return lambda v: names.fromInternal(tuple(convert(v[name]) for name, convert in fields))
     return _identity
-
-
-def _key_from_arrow(spark_type: DataType) -> Callable[[Any], Any]:
-    """As `_nested_from_arrow`, for what is a key of a dict: neither a list nor a bytearray can be."""
-    if isinstance(spark_type, BinaryType):
-        return _identity
-    if isinstance(spark_type, ArrayType):
-        element = _optional(_key_from_arrow(spark_type.elementType))
-        return lambda v: tuple([element(x) for x in v])
-    if isinstance(spark_type, StructType):
-        fields = [(f.name, _optional(_key_from_arrow(f.dataType))) for f in spark_type.fields]
-        names = _names_only(spark_type)
-        return lambda v: names.fromInternal(tuple(convert(v[name]) for name, convert in fields))
-    return _nested_from_arrow(spark_type)
 
 
 def _names_only(spark_type: StructType) -> StructType:

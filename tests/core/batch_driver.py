@@ -14,7 +14,8 @@ import pyarrow as pa
 from core_support import canonical
 
 from arrow_schemas.tables import conformed
-from spark_state_ext.state_batch import NO_TIMEOUT, StateBatch
+from spark_state_ext.outcome import NO_TIMEOUT
+from spark_state_ext.state_batch import StateBatch
 
 __all__ = ["Driver", "Stored", "made", "outcome_of"]
 

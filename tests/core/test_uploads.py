@@ -73,6 +73,15 @@ def _upload(store: LocalStore, manager: Manager, ref: CheckpointRef, backend: st
     return Upload(store, backend, manager, ref, sealed.name, markers, time.monotonic())
 
 
+def _submit(store: LocalStore, uploads: WorkerUploads, mine: list[Upload]) -> None:
+    """As the committer does: noted first."""
+    notes: dict[str, bytes] = {}
+    for upload in mine:
+        notes |= upload.note(RUNNING, uploads.owner)
+    store.note(notes)
+    uploads.submit(mine)
+
+
 def _noted(store: LocalStore, upload: Upload) -> Note | None:
     value = store.notes().get(note_name(upload.backend, upload.file))
     return None if value is None else Note.decode(value)
@@ -134,11 +143,7 @@ def test_what_comes_after_a_failure_is_not_sent(store: LocalStore) -> None:
 
     manager = Manager(uploads.pool("a"), third_fails)
     mine = [_upload(store, manager, refs.next(version)) for version in range(1, 6)]
-    notes: dict[str, bytes] = {}
-    for upload in mine:
-        notes |= upload.note(RUNNING, uploads.owner)
-    store.note(notes)
-    uploads.submit(mine)
+    _submit(store, uploads, mine)
     with pytest.raises(UploadFailedError, match=r"3_\w+\.delta\.arrow to the backend a failed: PermissionError"):
         await_all(mine, uploads, CommitOptions())
     assert len(manager.kept) == 2
@@ -177,11 +182,7 @@ def test_what_waits_behind_a_file_that_was_given_up_is_begun_anew(store: LocalSt
     uploads, gate, refs = WorkerUploads(), threading.Event(), Refs()
     manager = Manager(uploads.pool("a"), lambda name: (gate.wait(WAIT_S), None)[1])
     mine = [_upload(store, manager, refs.next(version)) for version in range(1, 5)]
-    notes: dict[str, bytes] = {}
-    for upload in mine:
-        notes |= upload.note(RUNNING, uploads.owner)
-    store.note(notes)
-    uploads.submit(mine)
+    _submit(store, uploads, mine)
     uploads.give_up([mine[first]])
     assert [uploads.find(store, "a", upload.file) is upload for upload in mine] == [first == 1, False, False, False]
     # Whoever waits for them does not wait for ever, and no other process takes them for under way.

@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 
 from spark_state_ext.operators.arrays import KeyedRows
+from spark_state_ext.outcome import NO_TIMEOUT
 from spark_state_ext.spark.combine import Combine
-from spark_state_ext.state_batch import NO_TIMEOUT, StateBatch
+from spark_state_ext.state_batch import StateBatch
 
 __all__ = ["MemoryBucket", "plain", "us"]
 
