@@ -194,7 +194,9 @@ def test_lines_are_not_too_long() -> None:
         DOCS / "format.md",
     ):
         # Tables, and the machines that `benchmarks.figures` names, are not prose.
-        lines = [line for line in page.read_text().splitlines() if not line.startswith("|") and " cores of " not in line]
+        lines = [
+            line for line in page.read_text().splitlines() if not line.startswith("|") and " cores of " not in line
+        ]
         assert [line for line in lines if len(line) > 140] == [], page.name
 
 
