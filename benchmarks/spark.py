@@ -61,11 +61,11 @@ def session(
         # As Spark's guide has it for speed: a commit that writes what changed, and no lookup for the sake of a count.
         CHANGELOG: "true",
         "spark.sql.streaming.stateStore.rocksdb.trackTotalNumberOfRows": "false",
-        # By default Spark starts about forty processes (readlink, chmod) for the checkpoint files of a batch when these
-        # are on a local disk: a quarter of a small batch's time, in any query.
+        # By default Spark starts fifty processes (readlink, chmod) for the checkpoint files of a batch on a local disk,
+        # whatever the query: a quarter of a small batch's time. With this, ten.
         "spark.sql.streaming.checkpointFileManagerClass": _FILE_MANAGER,
-        # By default Spark computes the size of an Arrow batch anew after each row on its way to Python; so does ours,
-        # and Spark's own Python operators. Batches are bounded by their rows.
+        # With any limit Spark computes the size of an Arrow batch anew after each row on its way to Python, for its own
+        # operators and for ours. Batches are bounded by their number of rows.
         "spark.sql.execution.arrow.maxBytesPerBatch": str(2**31 - 1),
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
