@@ -19,7 +19,13 @@ from arrow_schemas.equality import IndexArray
 from arrow_schemas.row import RowSchema
 from arrow_schemas.tables import refuse_scalars, refuse_uneven
 from spark_state_ext.errors import ResultTypeError, StateValueError
-from spark_state_ext.spark.compat import NONE_JOINS_FLOATS, SPARK_VERSION, udf_return_type_error
+from spark_state_ext.spark.compat import (
+    NONE_JOINS_FLOATS,
+    SPARK_VERSION,
+    labels_of,
+    same_labels,
+    udf_return_type_error,
+)
 from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
 from spark_state_ext.spark.groups import CallContext, Groups
 from spark_state_ext.spark.pandas_values import (
@@ -220,13 +226,13 @@ class _Outputs:
         self.waiting.clear()
         for frame in frames:
             if len(frame) <= _SMALL_ROWS_MAX:
-                labels: Any = frame.columns.array
-                if self._labels is None or not labels.equals(self._labels):
-                    if not all(type(label) is str for label in labels):
+                if self._labels is None or not same_labels(frame.columns, self._labels):
+                    columns = list(frame.columns)
+                    if not all(type(label) is str for label in columns):
                         yield from self._add_whole(frame)
                         continue
                     yield from self._joined()
-                    self._labels, self._columns = labels, list(labels)
+                    self._labels, self._columns = labels_of(frame.columns), columns
                 rows = frame.to_numpy(dtype=object).tolist()
                 for row in rows:
                     if not _PLAIN.issuperset(map(type, row)):

@@ -272,6 +272,32 @@ def test_frames_of_other_columns_are_not_joined() -> None:
     assert {tuple(sorted(frame.columns)) for frame in frames} == {("k", "n"), ("k",), ("k", "other")}
 
 
+@pytest.mark.parametrize(
+    "labels",
+    [
+        [pd.NA, "n"],
+        [1, "n"],
+        [None, "n"],
+        [("k", 1), ("n", 1)],
+        pd.MultiIndex.from_tuples([("k", 1), ("n", 1)]),
+        pd.RangeIndex(2),
+    ],
+    ids=str,
+)
+def test_frames_whose_columns_are_not_called_by_strings_come_as_they_are(labels: Any) -> None:
+    # Spark judges them. Others, before and after, are not touched by it.
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
+        frame = pd.DataFrame([[int(key[0]), 5]])
+        frame.columns = pd.Index(labels if key[0] == 1 else ["k", "n"])
+        yield frame
+
+    frames = called(caller(function), grouped([0, 1, 2], [0] * 3))
+    assert sorted(row for frame in frames for row in frame.to_numpy().tolist()) == [[0, 5], [1, 5], [2, 5]]
+    (odd,) = [frame for frame in frames if frame.iloc[0, 0] == 1]
+    assert len(odd) == 1
+    pd.testing.assert_index_equal(odd.columns, pd.Index(labels))
+
+
 def test_what_a_function_does_to_its_frames_index_stays_there() -> None:
     seen: list[Any] = []
 
