@@ -8,6 +8,9 @@ What this module knows of LMDB, and nobody above it needs to:
 * With ``sync=False`` a crash of the *machine* may leave a damaged file. The environment's folder is named after the
   machine's boot, so after a restart the old one is simply not used, and is removed.
 * An environment must not be carried over a fork or opened twice in a process.
+* With py-lmdb 2, a write transaction that fails waits for all calls of the process into LMDB before it is taken back,
+  also for another thread's that waits for that very transaction to end: both wait forever. So writers of one process
+  wait for each other here, and not in LMDB.
 * A page beyond the end of the file is a fault that ends the process, so a file that was cut short is not used. LMDB
   itself leaves out free pages at the end; writers make the file as long as its last page number says, to tell the two.
 """
@@ -104,6 +107,7 @@ class Environment:
         self.folder = folder
         self.closed = False
         self._gate = Gate()
+        self._writer = threading.Lock()
         self._pid = os.getpid()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -286,7 +290,9 @@ class Environment:
         """
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
-                with self._used(), _translated(self.folder):
+                # The lock within the gate: whoever waits for it is among the users that a resize, which comes after it
+                # was let go of, waits for.
+                with self._used(), self._writer, _translated(self.folder):
                     done = self._in_transaction(Writing, work, write=True)
                     self._lengthen()
                     return done

@@ -290,6 +290,45 @@ def test_pages_that_were_free_before_they_were_written_are_no_damage(tmp_path: P
     assert shared.read(_got(b"0001")) == b"x" * 1500
 
 
+@pytest.mark.parametrize("failure", ["an error", "a full map"])
+def test_a_write_that_fails_lets_go_of_others_that_wait(tmp_path: Path, failure: str) -> None:
+    shared = SharedEnvironment(tmp_path / "bucket", MAP_BYTES_MIN)
+    inside, tries, failed = threading.Event(), [0], []
+
+    def full(txn: Writing) -> None:
+        tries[0] += 1
+        inside.set()
+        time.sleep(0.3)  # until the others wait
+        if failure == "an error":
+            raise KeyError("no")
+        txn.put(b"notes", b"large", bytes(2 * MAP_BYTES_MIN))
+
+    def first() -> None:
+        try:
+            shared.write(full)
+        except KeyError as error:
+            failed.append(error)
+
+    def other(name: bytes) -> None:
+        inside.wait(WAIT_S)
+        shared.write(_put(name))
+
+    # Daemons: where they wait for each other, no end of the process shall wait for them.
+    threads = [threading.Thread(target=first, daemon=True)]
+    threads += [threading.Thread(target=other, args=(name,), daemon=True) for name in (b"a", b"b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(failed) == (failure == "an error")
+    assert (tries[0] == 1) == (failure == "an error")
+    assert shared.read(_got(b"a")) == shared.read(_got(b"b")) == b"value"
+    large = shared.read(_got(b"large"))
+    assert (large is None) == (failure == "an error")
+    shared.close()
+
+
 def test_a_file_that_its_writer_is_about_to_lengthen_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
