@@ -44,8 +44,8 @@ def labels_of(columns: Any) -> Any:
 
 
 def same_labels(columns: Any, labels: Any) -> bool:
-    """Whether a frame's columns are called so. Asked for each frame that a function gives: `Index.equals` takes five to
-    ten times as long in every release."""
+    """Whether a frame's columns are called so. Asked for each frame that a function gives: `Index.equals` takes five
+    times as long with pandas 3, and twelve times with pandas 2."""
     try:
         return bool(columns.array.equals(labels) if PANDAS_MAJOR >= 3 else columns.tolist() == labels)
     except (TypeError, ValueError):  # labels of several levels, or one whose comparison has no answer, such as NA

@@ -290,8 +290,7 @@ class Environment:
         """
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
-                # The lock within the gate: whoever waits for it is among the users that a resize, which comes after it
-                # was let go of, waits for.
+                # A resize comes when the lock is free again: those who wait for it have the gate, and go first.
                 with self._used(), self._writer, _translated(self.folder):
                     done = self._in_transaction(Writing, work, write=True)
                     self._lengthen()
