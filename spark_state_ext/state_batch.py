@@ -265,6 +265,8 @@ class StateBatch:
             of three forms: one row for each key of the batch, in their order; with `where`, one row for each key or
             one for each that is chosen; or, with all key columns beside the state columns, one row for any of the
             batch's keys, in any order. A column that has a key's name and a state column's is both.
+            NaN in a frame of pandas is NULL, as Arrow reads it: rows for keys that are NaN have to be Arrow's own, or
+            in the keys' order.
         where
             Mask over the keys: which of them to update. Default: all.
         by_key
