@@ -111,16 +111,7 @@ class Environment:
         self._pid = os.getpid()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._env = lmdb.open(
-                str(folder),
-                map_size=max(map_bytes, MAP_BYTES_MIN),
-                max_dbs=len(DATABASES),
-                max_readers=_READERS_MAX,
-                mode=0o600,
-                sync=False,
-                metasync=False,
-                readahead=False,
-            )
+            self._env = self._opened(map_bytes)
         except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
             raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
         except (lmdb.Error, OSError) as error:
@@ -138,6 +129,24 @@ class Environment:
         except BaseException:
             self._end()
             raise
+
+    def _opened(self, map_bytes: int) -> Any:
+        for attempts_left in reversed(range(_GROW_ATTEMPTS_MAX)):
+            try:
+                return lmdb.open(
+                    str(self.folder),
+                    map_size=max(map_bytes, MAP_BYTES_MIN),
+                    max_dbs=len(DATABASES),
+                    max_readers=_READERS_MAX,
+                    mode=0o600,
+                    sync=False,
+                    metasync=False,
+                    readahead=False,
+                )
+            except lmdb.MapResizedError:  # by another process, between its two looks at the file
+                if not attempts_left:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _check_length(self) -> None:
         """See that the file was not cut short; of its pages only the first two are looked at, as LMDB did."""
@@ -317,18 +326,27 @@ class Environment:
             del txn
 
     def _adopt(self) -> None:
-        with self._alone(), _translated(self.folder):
-            self._env.set_mapsize(0)
+        with self._alone():
+            try:
+                self._resize(0)
+            except StoreFullError as error:
+                # No address space for all that another process has set aside. Opened again, it is mapped as far as it
+                # is filled.
+                raise ClosedEnvironmentError(f"the local store {self.folder} grew: {error}") from error
 
     def _grow(self, need_bytes: int) -> None:
-        with self._alone(), _translated(self.folder):
+        with self._alone():
             present = self._map_bytes()
-            try:
-                self._env.set_mapsize(max(2 * present, present + 2 * need_bytes) // MAP_BYTES_MIN * MAP_BYTES_MIN)
-            except lmdb.Error:
-                # The old map is gone, so nothing can be done with it; the next `at` opens it again.
-                self._end()
-                raise
+            self._resize(max(2 * present, present + 2 * need_bytes) // MAP_BYTES_MIN * MAP_BYTES_MIN)
+
+    def _resize(self, map_bytes: int) -> None:
+        try:
+            with _translated(self.folder):
+                self._env.set_mapsize(map_bytes)
+        except BaseException:
+            # The old map is gone, so nothing can be done with it; the next `at` opens it again.
+            self._end()
+            raise
 
 
 class SharedEnvironment:

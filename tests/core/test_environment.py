@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 from core_support import SCHEMA
 
@@ -341,3 +342,65 @@ def test_a_file_that_its_writer_is_about_to_lengthen_is_no_damage(
     shared.close()
     monkeypatch.setattr(time, "sleep", lambda seconds: os.truncate(path, length))
     assert shared.read(_got(b"0001")) == b"x" * 1500
+
+
+def test_a_map_that_grows_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another process, between LMDB's two looks at the file."""
+    real, failures = lmdb.open, iter([True, True, False])
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        if next(failures):
+            raise lmdb.MapResizedError("mdb_txn_begin")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(lmdb, "open", opened)
+    shared = _shared(tmp_path / "bucket")
+    monkeypatch.undo()
+    shared.write(_put(b"a"))
+    assert shared.read(_got(b"a")) == b"value"
+    shared.close()
+    monkeypatch.setattr(lmdb, "open", lambda *args, **kwargs: (_ for _ in ()).throw(lmdb.MapResizedError("again")))
+    with pytest.raises(StorageError, match="again"):
+        _shared(tmp_path / "bucket")
+
+
+_ADOPTS = """
+import resource, subprocess, sys
+from pathlib import Path
+from spark_state_ext.errors import StoreFullError
+from spark_state_ext.store.environment import SharedEnvironment
+folder, grows = Path(sys.argv[1]), len(sys.argv) > 2
+shared = SharedEnvironment(folder, 1 << 20)
+if grows:
+    shared.write(lambda txn: txn.put(b"notes", b"large", bytes(80 << 20)), need_bytes=2 << 30)
+    sys.exit()
+shared.write(lambda txn: txn.put(b"notes", b"a", b"1"))
+subprocess.run([sys.executable, __file__, str(folder), "grows"], check=True)
+used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), -1))
+print(shared.read(lambda txn: bytes(txn.get(b"notes", b"a"))))
+try:
+    shared.write(lambda txn: txn.put(b"notes", b"larger", bytes(100 << 20)), need_bytes=2 << 30)
+    sys.exit("the limit was never met")
+except StoreFullError as error:
+    assert "spark.executor.pyspark.memory" in str(error), error
+print(shared.read(lambda txn: bytes(txn.get(b"notes", b"a"))))
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+shared.write(lambda txn: txn.put(b"notes", b"larger", bytes(100 << 20)), need_bytes=2 << 30)
+print(shared.read(lambda txn: len(txn.get(b"notes", b"larger"))))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of address space as Linux has them")
+def test_what_another_process_has_grown_beyond_the_address_space_is_read_all_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "adopts.py"
+    script.write_text(_ADOPTS)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "bucket"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "b'1'\nb'1'\n104857600"), done.stderr[-3000:]
