@@ -23,6 +23,9 @@ _WAIT_S_MAX = 10.0
 # Requests that the server may take another time; everything else from 400 to 499 it will refuse again.
 _STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _HOPELESS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+# Clients name by them what has no class of Python's own: botocore's EndpointConnectionError, aiohttp's
+# ServerDisconnectedError and ClientPayloadError, azure-core's ServiceRequestError, Python 3.10's asyncio.TimeoutError.
+_CONNECTION_WORDS = ("Connection", "Disconnected", "Timeout", "Incomplete", "Payload", "ServiceRe")
 _HOPELESS_NUMBERS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 
 
@@ -33,7 +36,8 @@ def is_retriable(error: BaseException) -> bool:
             return False
         # Ours wrap what a file system raised. One of our own making, as of a torn upload, may go well another time.
         return error.__cause__ is None or is_retriable(error.__cause__)
-    for cause in _chain(error):
+    causes = list(_chain(error))
+    for cause in causes:
         status = _status_of(cause)
         if status is not None:
             return status in _STATUS
@@ -43,8 +47,13 @@ def is_retriable(error: BaseException) -> bool:
             return False
         if isinstance(cause, (TimeoutError, ConnectionError)):
             return True
-    # Clients name what they cannot find a connection for in many ways, nearly all of them derived from OSError.
-    return isinstance(error, OSError)
+    # What went wrong with a connection, clients wrap in errors of their own, some of which are no OSError.
+    return any(isinstance(cause, OSError) or _is_connections(cause) for cause in causes)
+
+
+def _is_connections(error: BaseException) -> bool:
+    names = (made.__name__ for made in type(error).__mro__)
+    return any(word in name for name in names for word in _CONNECTION_WORDS)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
