@@ -30,6 +30,7 @@ __all__ = ["Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_rela
 # Object stores: a PUT is seen whole or not at all, and "rename" would be a copy.
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory", "r2"})
 _TEMPORARY = ".tmp-"
+_PIECE_BYTES = 8 << 20
 # A path of this machine, which fsspec looks for in the process's own folder as it does not begin with a slash.
 _RELATIVE_URL = re.compile(r"(?:.*::)?(?:file|local)://(?!/)")
 
@@ -76,7 +77,7 @@ class Readable(Protocol):
         ...
 
     def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
-        """Copy a file to a local path."""
+        """Copy a file to a local path. What fails there may be an `OSError`."""
         ...
 
     def open_local(self, name: str) -> pa.NativeFile | None:
@@ -214,9 +215,11 @@ class Folder:
             return data
 
     def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
-        """Copy a file to a local path."""
-        with self._translated(f"reading {self.where(name)}"):
-            self._fs.get_file(posixpath.join(self._path, name), os.fspath(local_path))
+        """Copy a file to a local path; what fails there is an `OSError`."""
+        size = self.size(name)
+        with open(local_path, "wb") as copy:
+            for at in range(0, size, _PIECE_BYTES):
+                copy.write(self.get_range(name, at, min(at + _PIECE_BYTES, size)))
 
     def size(self, name: str) -> int:
         """Size of a file in bytes."""
@@ -236,8 +239,7 @@ class Folder:
         """Whether there is such a file."""
         with self._translated(f"looking for {self.where(name)}"):
             self._fs.invalidate_cache(self._path)
-            found: bool = self._fs.exists(posixpath.join(self._path, name))
-            return found
+            return self._is_there(posixpath.join(self._path, name))
 
     def names(self) -> list[str]:
         """Names of the files and folders here, sorted; empty when the folder does not exist."""
@@ -270,6 +272,14 @@ class Folder:
         with self._translated(f"removing {self.where(name)}"), contextlib.suppress(FileNotFoundError):
             self._fs.rm(posixpath.join(self._path, name), recursive=True)
 
+    def _is_there(self, path: str) -> bool:
+        # Not `exists`, which takes an error of whatever kind for an absent file.
+        try:
+            self._fs.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
     def _rename(self, temporary: str, target: str) -> None:
         if self._local:
             os.replace(temporary, target)
@@ -280,7 +290,12 @@ class Folder:
             finally:
                 os.close(folder)
         else:
-            self._fs.mv(temporary, target)
+            # On SMB a file of that name is an error, on WebHDFS nothing happens, and no error says so.
+            with contextlib.suppress(FileExistsError):
+                self._fs.mv(temporary, target)
+            if self._is_there(temporary):
+                self._fs.rm_file(target)
+                self._fs.mv(temporary, target)
 
     def _sync(self, file: Any) -> None:
         file.flush()

@@ -11,6 +11,7 @@ leaves a file where it did not. A batch that was committed without such a file w
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,11 +20,13 @@ from typing import ClassVar
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.commit import CommitOptions
 from spark_state_ext.committer import await_all
+from spark_state_ext.errors import StorageError
 from spark_state_ext.folder import Folder
 from spark_state_ext.uploads import Upload, Uploads
 
 __all__ = ["Spread", "TaskEnd"]
 
+_LOGGER = logging.getLogger("spark_state_ext")
 _ATTEMPTS_MAX = 16
 _RUNS_MAX = 256
 
@@ -85,7 +88,11 @@ class Spread:
             return frozenset()
         # Remembered for the number that was told: with another one, others may have found a difference since.
         if self._key(home) not in self._unlike:
-            self._remember(home, home.exists(self._file))
+            try:
+                self._remember(home, home.exists(self._file))
+            except StorageError as error:
+                _LOGGER.warning("this call waits for its own uploads, as %s", error)
+                return frozenset()
         if self._unlike[self._key(home)]:
             return frozenset()
         return frozenset(range(self.partition, self.buckets, self.partitions))

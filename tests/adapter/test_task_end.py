@@ -111,3 +111,23 @@ def test_what_was_left_and_failed_fails_the_last_call(monkeypatch: pytest.Monkey
     end.over(1, left, frozenset({1, 2}), uploads, CommitOptions())
     with pytest.raises(StorageError, match="of bucket 1"):
         end.over(2, [], frozenset({1, 2}), uploads, CommitOptions())
+
+
+def test_where_the_store_does_not_answer_nothing_is_expected_and_it_is_asked_again(
+    home: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker may have found a difference."""
+    run = f"run-{uuid.uuid4()}"
+    assert Spread(run, 2, 0, BUCKETS).noted(3, home) is None
+    Spread._unlike.clear()  # in another process
+
+    def unwell(*args: object, **kwargs: object) -> None:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    spread, pointer = Spread(run, 2, 0, BUCKETS), _pointer(0, (run, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(home._fs), "info", unwell)
+        assert spread.expected(pointer, home) == frozenset()
+        assert not Spread._unlike
+    assert spread.expected(pointer, home) == frozenset()
+    assert list(Spread._unlike.values()) == [True]

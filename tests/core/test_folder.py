@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from core_support import small_disk
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from object_store import S3
 
 from spark_state_ext.errors import MissingCheckpointError, StorageError, StoreFullError, UsageError
@@ -127,3 +129,57 @@ def test_a_full_disk(tmp_path: Path) -> None:
         with pytest.raises(StoreFullError, match="Make room"):
             files.put("second", b"2" * (20 << 20))
         assert [p.name for p in (disk / "root").iterdir()] == ["first"]
+
+
+def test_a_full_local_disk_is_not_taken_for_the_roots(tmp_path: Path) -> None:
+    files = Folder(str(tmp_path / "root"))
+    files.put("file", b"2" * (20 << 20))
+    with small_disk(tmp_path) as disk:
+        with pytest.raises(OSError, match="No space left") as caught:
+            files.get_file("file", disk / "copy")
+        assert not isinstance(caught.value, StorageError)
+        with pytest.raises(FileNotFoundError):
+            files.get_file("file", disk / "none" / "copy")
+
+
+class Renames(DirFileSystem):  # type: ignore[misc]
+    """A file system elsewhere of which a renamed file does not take another one's place."""
+
+    protocol = "renames"
+    cachable = False
+
+    def __init__(self, refuses: bool) -> None:
+        super().__init__(path="/", fs=LocalFileSystem())
+        self.refuses = refuses
+
+    def mv(self, path1: str, path2: str, **kwargs: object) -> None:
+        if not self.exists(path2):
+            super().mv(path1, path2)
+        elif self.refuses:  # as SMB does; WebHDFS says nothing
+            raise FileExistsError(17, "File exists", path2)
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_file_takes_the_place_of_another_one_on_any_file_system(refuses: bool, tmp_path: Path) -> None:
+    files = Folder(str(tmp_path / "root"), {"implementation": f"{__name__}.Renames", "refuses": refuses})
+    for content in (b"first", b"second", b"third"):
+        files.put("lease.json", content)
+        assert files.get("lease.json") == content
+    (tmp_path / "fourth").write_bytes(b"fourth")
+    files.put_file("lease.json", tmp_path / "fourth")
+    assert files.get("lease.json") == b"fourth"
+    assert [entry.name for entry in files.entries()] == ["lease.json"]
+
+
+class Unwell(LocalFileSystem):  # type: ignore[misc]
+    """A file system that does not answer, as a mount whose server restarts."""
+
+    cachable = False
+
+    def info(self, path: str, **kwargs: object) -> dict[str, object]:
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_what_cannot_be_asked_is_not_absent(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="Connection reset"):
+        Folder(str(tmp_path), {"implementation": f"{__name__}.Unwell"}).exists("file")
