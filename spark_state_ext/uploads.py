@@ -164,6 +164,9 @@ class WorkerUploads:
         self._waiting: dict[tuple[str, str], deque[Upload]] = {}
         self._buckets: dict[str, set[str]] = {}
         self._pools: dict[str, DaemonPool] = {}
+        # Clean-ups come one after the other; only those that hang have several threads.
+        self.cleaner = DaemonPool("clean-up")
+        self.cleaner.threads_max = THREADS_MAX
         # By bucket: how many were confirmed, in how many seconds, with how many bytes.
         self._sent: dict[str, tuple[int, float, int]] = {}
 
@@ -191,7 +194,7 @@ class WorkerUploads:
                 if key[0] not in known:
                     known.add(key[0])
                     pool = self.pool(upload.backend)
-                    # And one for clean-up.
+                    # And one for clean-up, where a backend has that run here.
                     pool.threads_max = min(pool.threads_max + 1, THREADS_MAX)
                 waiting = self._waiting.setdefault(key, deque())
                 waiting.append(upload)

@@ -54,7 +54,7 @@ class BackendContext:
     bucket
         The bucket; None for an admin, which is there for all.
     executor
-        Where uploads run, beside batches.
+        Where uploads run, beside batches. It has few threads.
     scratch
         Local folder for temporary files.
     timeout_s
@@ -62,6 +62,8 @@ class BackendContext:
     resources
         Files that every backend keeps for the operator as a whole, by name, the one in force last; for an admin, which
         has to store them.
+    cleaner
+        Where clean-up runs: one that hangs takes no thread from uploads then. None: with the uploads.
     """
 
     name: str
@@ -73,6 +75,7 @@ class BackendContext:
     scratch: Path
     timeout_s: float
     resources: Mapping[str, bytes] = field(default_factory=dict)
+    cleaner: Executor | None = None
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,8 @@ class FilesBackup:
             for name in markers.values():
                 # One that is not held any more has been confirmed by another upload of the same.
                 file = self._held.get(name)
+                if self._closed.is_set():
+                    raise StorageError(f"{name} was not sent to {self.folder.root}, as its backend was closed")
                 if file is not None:
                     retried(partial(self._put, file), self._context.timeout_s, self._closed.is_set)
                     self._held.pop(name, None)
@@ -120,7 +122,7 @@ class FilesBackup:
                 head=request.head,
             )
 
-        return self._context.executor.submit(work)
+        return (self._context.cleaner or self._context.executor).submit(work)
 
     def is_crowded(self, batches_retained: int) -> bool:
         """Whether so much lies here that nobody can have cleaned up for long."""
@@ -257,6 +259,8 @@ class FilesAdmin:
                     f"{self._home.where(name)} is not the operator file of this job: the folder belongs to another one"
                 )
         probe, content = f"probe-{uuid.uuid4().hex}", b"spark_state_ext"
+        # Twice: a file system may refuse to put one in another's place.
+        self._home.put(probe, b"first")
         self._home.put(probe, content)
         found = self._home.get(probe)
         self._home.remove(probe)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -58,6 +58,8 @@ class CleanUps:
 
     # Of earlier turns, by bucket and backend; told by the next commit.
     _failed: ClassVar[dict[tuple[str, str], Exception]] = {}
+    # Those that nobody waits for any more, until they end.
+    _left: ClassVar[dict[tuple[str, str], Future[int]]] = {}
 
     def __init__(self, bucket: Bucket, places: list[Place], leases: Leases, batches_retained: int, key: str) -> None:
         self._bucket = bucket
@@ -120,10 +122,17 @@ class CleanUps:
             return False
 
     def _clean_up(self, place: Place, request: CleanUp, asked_s: float) -> None:
+        key = self._key, place.name
+        if key in self._left and not self._left[key].done():
+            return
+        self._left.pop(key, None)
         try:
-            place.backup.clean_up(request).result(_CLEAN_UP_S_MAX)
-        except FutureTimeoutError:
-            _LOGGER.warning("the clean-up in %s takes long; it is left to itself", place.name)
+            cleaning = place.backup.clean_up(request)
+            if not wait([cleaning], _CLEAN_UP_S_MAX).done:
+                _LOGGER.warning("the clean-up in %s takes long; it is left to itself", place.name)
+                self._left[key] = cleaning
+                return
+            cleaning.result()
         except LostFilesError as error:
             if time.monotonic() - asked_s < _LATE_S:
                 _LOGGER.error("%s", error)
@@ -132,7 +141,7 @@ class CleanUps:
             raise
         except StateError as error:
             if isinstance(error, StorageError) and not is_retriable(error):
-                self._failed[self._key, place.name] = error
+                self._failed[key] = error
             # Of no harm to a batch.
             _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", place.name, error)
 

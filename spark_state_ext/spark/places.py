@@ -63,6 +63,7 @@ def _context(job: Job, backend: Backend, home: str, bucket: int | None, scratch:
         home=home,
         bucket=bucket,
         executor=WorkerUploads.shared().pool(backend.name),
+        cleaner=WorkerUploads.shared().cleaner,
         scratch=scratch,
         timeout_s=job.commit.commit_timeout_ms / 1000,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from life import Life
 
 from spark_state_ext.background import Background
 from spark_state_ext.errors import CleanUpFailedError, LiveRunError, StorageError
-from spark_state_ext.folder import Folder
+from spark_state_ext.folder import Entry, Folder
 from spark_state_ext.spark import housekeeping
 from spark_state_ext.spark.housekeeping import CleanUps, drop_spill_files
 from spark_state_ext.spark.payload import spill_folder
@@ -87,6 +89,42 @@ def test_a_run_that_was_replaced_deletes_nothing(
     assert background.wait(30.0)
     assert life.files("a", "delta") == before
     _clean_ups(life).raise_failed()
+
+
+def test_clean_ups_that_hang_take_no_threads_from_uploads_and_are_not_piled_up(
+    life: Life, background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life.history(40)
+    pointer, before = life.pointers[-1], life.files("a", "delta")
+    real, ends, asked = Folder.entries, threading.Event(), threading.Semaphore(0)
+
+    def hangs(self: Folder) -> list[Entry]:
+        asked.release()
+        assert ends.wait(60.0)
+        return real(self)
+
+    monkeypatch.setattr(housekeeping, "_CLEAN_UP_S_MAX", 0.1)
+    monkeypatch.setattr(Folder, "entries", hangs)
+    background.finished = 1
+    try:
+        for _ in range(3):
+            _clean_ups(life).in_turn(pointer, DUE - pointer.bucket)
+            assert background.wait(30.0)
+        # With one bucket, uploads have two threads.
+        life.options = replace(life.options, commit_timeout_ms=10_000)
+        life.batch()
+        assert asked.acquire(timeout=30.0)
+        assert not asked.acquire(timeout=0.1), "one is enough, as long as it hangs"
+    finally:
+        ends.set()
+    monkeypatch.undo()
+    monkeypatch.setattr(Background, "_shared", background)
+    left = housekeeping.CleanUps._left[str(life.local), "a"]
+    left.result(30.0)
+    assert len(life.files("a", "delta")) < len(before)
+    _clean_ups(life).in_turn(pointer, DUE - pointer.bucket)
+    assert background.wait(30.0)
+    assert (str(life.local), "a") not in housekeeping.CleanUps._left
 
 
 @pytest.mark.parametrize("finished", [0, 1])

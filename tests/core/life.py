@@ -83,7 +83,10 @@ class Life:
 
     def manager(self, name: str) -> Watched:
         if name not in self.managers:
-            context = BackendContext(name, {}, "counts", "", 3, self.uploads.pool(name), self.local, 0.0)
+            uploads = self.uploads
+            context = BackendContext(
+                name, {}, "counts", "", 3, uploads.pool(name), self.local, 0.0, cleaner=uploads.cleaner
+            )
             self.managers[name] = Watched(name, self.folder(name), context, self.told)
         return self.managers[name]
 

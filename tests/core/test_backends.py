@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from core_support import Refs
 
 from spark_state_ext import Backend
-from spark_state_ext.backends import BackendFactory
-from spark_state_ext.backends.files import FilesBackend
+from spark_state_ext.backends import STATE, BackendContext, BackendFactory
+from spark_state_ext.backends.files import FilesBackend, FilesBackup
 from spark_state_ext.backends.registry import factory_of
-from spark_state_ext.errors import ExecutorPackageError, UsageError
-from spark_state_ext.folder import refuse_relative
+from spark_state_ext.errors import ExecutorPackageError, StorageError, UsageError
+from spark_state_ext.folder import Folder, refuse_relative
+from spark_state_ext.pool import CallerExecutor
+from spark_state_ext.sealed import SealedFile
 from spark_state_ext.testing.backends import BackendContract
 
 
@@ -100,3 +103,14 @@ def test_a_relative_root_is_refused(root: str) -> None:
 def test_roots_that_are_the_same_everywhere(root: str) -> None:
     assert Backend(root).root == root
     assert Backend(root, name="old name").root == root
+
+
+def test_what_is_sent_after_closing_is_not_confirmed(tmp_path: Path) -> None:
+    backup = FilesBackup(
+        Folder(str(tmp_path / "root")), BackendContext("a", {}, "counts", "", 3, CallerExecutor(), tmp_path, 0.0)
+    )
+    ref = Refs().next(1)
+    markers = backup.snapshot(ref, {STATE: SealedFile.of("file", b"state")})
+    backup.close()
+    with pytest.raises(StorageError, match=r"file was not sent to .*root, as its backend was closed"):
+        backup.upload(ref, markers).result()
