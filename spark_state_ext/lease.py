@@ -38,7 +38,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.folder import Folder
 from spark_state_ext.pool import DaemonPool
-from spark_state_ext.process import namespace, start_of
+from spark_state_ext.process import is_running, namespace, start_of
 from spark_state_ext.store.environment import boot_id
 
 __all__ = ["Lease", "LeaseRecord", "RunIdentity", "verdict"]
@@ -82,7 +82,7 @@ class RunIdentity:
         here = (socket.gethostname(), boot_id(), namespace())
         if not self.pid_start or not self.pid_namespace or (self.host, self.boot, self.pid_namespace) != here:
             return False
-        return start_of(self.pid) != self.pid_start
+        return not is_running(self.pid, self.pid_start)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import functools
 import os
 from pathlib import Path
 
-__all__ = ["is_alive", "namespace", "start_of", "token"]
+__all__ = ["is_alive", "is_running", "namespace", "start_of", "token"]
 
 
 def start_of(pid: int) -> str:
@@ -39,8 +39,14 @@ def _token(pid: int) -> str:
 def is_alive(token: str) -> bool:
     """Whether the process of a token still runs."""
     pid, _, start = token.partition(" ")
-    # Without /proc it has to be taken for alive as long as there is any process of that number.
-    return start_of(int(pid)) == start if start else _exists(int(pid))
+    return is_running(int(pid), start)
+
+
+def is_running(pid: int, start: str) -> bool:
+    """Whether the process of that number and start still runs."""
+    found = start_of(pid)
+    # Without /proc, or where it hides other users' processes, any process of that number has to be taken for it.
+    return found == start if found and start else _exists(pid)
 
 
 def _exists(pid: int) -> bool:

@@ -87,7 +87,7 @@ class _Owner:
         self._users = 1
         self._lock = threading.Lock()
         # Somebody may have removed its folder before.
-        self._remove = weakref.finalize(self, path.unlink, missing_ok=True)
+        self._remove = weakref.finalize(self, _remove, path, os.getpid())
 
     def change(self, users: int) -> None:
         with self._lock:
@@ -95,6 +95,12 @@ class _Owner:
             left = self._users
         if left <= 0:
             self._remove()
+
+
+def _remove(path: Path, pid: int) -> None:
+    # Not when a process that was forked from the file's ends.
+    if os.getpid() == pid:
+        path.unlink(missing_ok=True)
 
 
 class SealedFiles:

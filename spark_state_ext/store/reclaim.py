@@ -22,6 +22,8 @@ __all__ = ["note_use", "reclaim"]
 _LOGGER = logging.getLogger("spark_state_ext")
 _USED = "used"
 _GONE = "gone-"
+# A file that waits for its upload is older than any that is written to, and nobody can tell whether it does.
+_SCRATCH_KEPT_S_MIN = 86_400.0
 
 
 def note_use(bucket_folder: Path) -> bool:
@@ -48,7 +50,7 @@ def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = No
     scratch
         Folder of temporary files.
     keep_s
-        How long to keep what nobody uses, seconds.
+        How long to keep what nobody uses, seconds; temporary files are kept for a day at least.
     now_s
         The time, for tests.
     """
@@ -72,7 +74,7 @@ def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = No
                 folder.rmdir()
     for left in scratch.glob("*"):
         with _going_on(left):
-            if left.stat().st_mtime + keep_s < now_s:
+            if left.stat().st_mtime + max(keep_s, _SCRATCH_KEPT_S_MIN) < now_s:
                 if left.is_dir():
                     shutil.rmtree(left, ignore_errors=True)
                 else:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -170,3 +173,38 @@ def test_a_missing_file(files: Folder, tmp_path: Path) -> None:
     ):
         with pytest.raises(MissingCheckpointError, match=str(ref)):
             read()
+
+
+_FORKS = """
+import os, sys
+from pathlib import Path
+from core_support import KEYS, SCHEMA, WRITER, Refs, Row, run_of
+from arrow_schemas import LineageHeader
+from spark_state_ext import sealed
+sealed.MEMORY_BYTES_MAX = 0
+ref = Refs().next(1)
+header = LineageHeader("delta", "counts", 3, ref, None, (), 0, WRITER, "0.1.0")
+file = sealed.seal(header, SCHEMA, [run_of({KEYS[0]: Row(1)})], Path(sys.argv[1]))
+assert file.path.exists()
+child = os.fork()
+if not child:
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+assert file.path.exists(), "the child has removed it"
+file.let_go()
+assert not file.path.exists()
+print("as expected")
+"""
+
+
+def test_a_sealed_file_outlives_processes_forked_from_its_own(tmp_path: Path) -> None:
+    """Also those that end as Python ends, and not by `os._exit`."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout.strip() == "as expected", done.stderr[-3000:]

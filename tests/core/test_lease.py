@@ -16,6 +16,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext import lease as lease_module
+from spark_state_ext import process
 from spark_state_ext.errors import CorruptFileError, LiveRunError, UsageError, VersionSkewError
 from spark_state_ext.folder import Folder
 from spark_state_ext.lease import TAKE, WAIT, Lease, LeaseRecord, RunIdentity, verdict
@@ -65,6 +66,14 @@ def test_records_of_formats_1_and_2() -> None:
         f'{{"format": 2, {fields}, "replaced": [], "checksum": "62bbf1c05b1435e283630921eb389ed2"}}',
     ):
         assert LeaseRecord.decode(record.encode(), "lease.json") == _record(_OTHER)
+
+
+def test_a_process_of_another_user_may_not_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """/proc may hide them (hidepid), and lives on all the same."""
+    here = RunIdentity.here("run", "application")
+    monkeypatch.setattr(process, "start_of", lambda pid: "")
+    assert not here.is_over()
+    assert replace(here, pid=2**22 - 1).is_over()
 
 
 def test_is_over_only_when_it_is_certain() -> None:

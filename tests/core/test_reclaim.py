@@ -64,10 +64,13 @@ def test_what_killed_workers_left_goes_too(tmp_path: Path) -> None:
     store = store_in(tmp_path, 0)
     now_s = time.time()
     assert reclaim(tmp_path, scratch, HOUR_S, now_s) == []
+    used, later_s = next(store.folder.glob("*/used")), now_s + 24 * HOUR_S
+    os.utime(used, (later_s, later_s))
+    # A file may wait for its upload for hours, however short stores are kept.
+    assert reclaim(tmp_path, scratch, 0.0, now_s + 10 * HOUR_S) == []
     (scratch / "young").write_bytes(b"x")
-    os.utime(scratch / "young", (now_s + HOUR_S, now_s + HOUR_S))
-    os.utime(next(store.folder.glob("*/used")), (now_s + HOUR_S, now_s + HOUR_S))
-    reclaim(tmp_path, scratch, HOUR_S, now_s + 1.5 * HOUR_S)
+    os.utime(scratch / "young", (later_s, later_s))
+    reclaim(tmp_path, scratch, HOUR_S, now_s + 24.5 * HOUR_S)
     assert [path.name for path in scratch.iterdir()] == ["young"]
     assert store.folder.exists()
     store.close()
@@ -88,7 +91,7 @@ def test_one_that_cannot_be_removed_does_not_keep_the_others(
         return real(path, to)
 
     monkeypatch.setattr(Path, "rename", refused)
-    removed = reclaim(tmp_path, scratch, HOUR_S, time.time() + 2 * HOUR_S)
+    removed = reclaim(tmp_path, scratch, HOUR_S, time.time() + 25 * HOUR_S)
     assert sorted(removed) == [stores[1].folder, stores[2].folder, scratch / "checkpoint-abc"]
     assert "cannot be removed: [Errno 13] Permission denied" in caplog.text
     for store in stores:
