@@ -25,7 +25,13 @@ from spark_state_ext.commit import (
     taken_over,
     version_of,
 )
-from spark_state_ext.errors import CommitTimeoutError, MissingCheckpointError, StateError, UploadFailedError
+from spark_state_ext.errors import (
+    CommitTimeoutError,
+    MissingCheckpointError,
+    StateError,
+    StorageError,
+    UploadFailedError,
+)
 from spark_state_ext.lineage import recent_beats
 from spark_state_ext.sealed import SealedFile
 from spark_state_ext.store import LocalStore
@@ -360,7 +366,13 @@ class Committer:
             return late or not (note.owner == self._uploads.owner or self._uploads.is_alive(note.owner))
         if note is not None:
             return note.state == FAILED
-        if self._has(name, file):
+        try:
+            there = self._has(name, file)
+        except StorageError as error:
+            # Others hold the state, so nothing depends on this one.
+            _LOGGER.warning("the backend %s does not tell whether it has caught up: %s", name, error)
+            there = False
+        if there:
             self._store.note({note_name(name, file): Note(DONE, self._uploads.owner, self._clock_s()).encode()})
             return False
         # Another machine may be at it.

@@ -23,10 +23,12 @@ from spark_state_ext.errors import (
     CorruptError,
     MissingCheckpointError,
     StateError,
+    StorageError,
     StoreFullError,
 )
+from spark_state_ext.folder import Folder
 from spark_state_ext.sealed import SealedFile
-from spark_state_ext.uploads import FAILED, Note
+from spark_state_ext.uploads import FAILED, Note, note_name
 
 # -- several backends ------------------------------------------------------------------------------
 
@@ -110,6 +112,38 @@ def test_a_backend_catches_up_though_the_end_of_its_first_snapshot_could_not_be_
     monkeypatch.setattr(committer, "HUNG_S", 0.0)
     life.batch()
     life.settle()
+    pointer = life.batch({})
+    assert is_complete(pointer.standings["b"])
+    assert life.restored(pointer, "b") == life.models[-1]
+
+
+def test_a_backend_that_catches_up_and_cannot_be_asked_keeps_no_commit(
+    life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On another machine than that which sends its snapshot, and so knows whether it has come."""
+    for _ in range(3):
+        life.batch()
+    life.settle()
+    life.names = ("a", "b")
+    life.manager("b").fails_with = ConnectionError("nobody is at home")
+    life.batch()
+    life.settle()
+    life.store.note({}, [name for name in life.store.notes() if name.startswith(note_name("b", ""))])
+
+    def size(self: Folder, name: str) -> int:
+        if self.root == life.folder("b").root:
+            raise StorageError("asking b: nobody is at home")
+        return real(self, name)
+
+    real = Folder.size
+    life.manager("b").fails_with = None
+    monkeypatch.setattr(Folder, "size", size)
+    life.batch()
+    assert "the backend b does not tell whether it has caught up: asking b" in caplog.text
+    monkeypatch.undo()
+    for _ in range(12):
+        life.batch()
+        life.settle()
     pointer = life.batch({})
     assert is_complete(pointer.standings["b"])
     assert life.restored(pointer, "b") == life.models[-1]
