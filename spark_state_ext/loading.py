@@ -15,7 +15,7 @@ from pathlib import Path
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint, read_header
-from spark_state_ext.errors import CorruptError, CorruptFileError, LineageError, MissingCheckpointError
+from spark_state_ext.errors import CorruptError, CorruptFileError, LineageError, MissingCheckpointError, StorageError
 from spark_state_ext.lineage import Chain, Fetch, plan_load
 from spark_state_ext.restoring import Sources
 from spark_state_ext.sealed import SealedFile, SealedFiles
@@ -60,6 +60,8 @@ class Loader:
         ------
         MissingCheckpointError, CorruptFileError, LineageError
             When no way leads to its state. Nothing that is wrong was applied.
+        StorageError
+            When none does, and a backend that may have what the others lack cannot be reached.
         """
         gone: dict[Fetch, Failure] = {}
         while True:
@@ -172,12 +174,22 @@ class Loader:
         _LOGGER.info("checkpoint %s has no snapshot; its lineage is traced further back", first.ref)
         return chain.extended(header, self._sources.where(first.ref, DELTA))
 
-    def _no_way(self, chain: Chain, gone: dict[Fetch, Failure]) -> Failure:
+    def _no_way(self, chain: Chain, gone: dict[Fetch, Failure]) -> Failure | StorageError:
         """The error to raise when nothing leads to the state: of the kind that its first cause is."""
         # That a snapshot is not there says little: all are optional.
         telling = [f for fetch, f in gone.items() if fetch.kind == DELTA or isinstance(f, CorruptError)]
         causes = [f for f in telling if isinstance(f, CorruptError)] or telling
         tried = len(gone) - len(telling)
+        what = f"checkpoint {chain.refs[-1]} of bucket {self._bucket} of operator {self._operator!r} cannot be loaded: "
+        unreached = self._sources.unreached
+        if unreached is not None:
+            # One lacks what its standing promises; that which does not answer may have it.
+            waiting = StorageError(
+                f"{what}{unreached}; and the others lack it: {'; '.join(map(str, telling))}. Nothing need be lost: try "
+                "again when that backend answers."
+            )
+            waiting.__cause__ = unreached
+            return waiting
         mend = "Bring the file back, or go back to an older Spark checkpoint whose files are whole."
         if self._sources.elsewhere:
             mend = (
@@ -191,7 +203,7 @@ class Loader:
                 "removed, start from a new checkpoint location."
             )
         error: Failure = type(causes[0])(
-            f"checkpoint {chain.refs[-1]} of bucket {self._bucket} of operator {self._operator!r} cannot be loaded: "
+            what
             + "; ".join(str(failure) for failure in telling)
             + (f"; and no snapshot stands in for it ({tried} looked for)" if tried else "")
             + f". {mend}"

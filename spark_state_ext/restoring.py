@@ -76,6 +76,7 @@ class Sources:
         self._sources: list[_Source] | None = None
         self._pointer = pointer
         self._told: set[str] = set()
+        self._unreached: list[StorageError] = []
         if preferred is not None and not is_complete(pointer.standings.get(preferred)) and pointer.standings:
             self._tell(preferred, f"it does not have the whole state at checkpoint {pointer.ref}")
 
@@ -103,6 +104,7 @@ class Sources:
                     # It holds everything without this one; no need to wait for a backend that cannot be reached.
                     does_without = True
         if does_without:
+            self._unreached += [failure for failure in failures if isinstance(failure, StorageError)]
             failures = [failure for failure in failures if not isinstance(failure, StorageError)]
         for kinds in (StorageError, CorruptError, MissingCheckpointError):
             for failure in failures:
@@ -120,6 +122,11 @@ class Sources:
         if name in self._inline or not self._places:
             return self._inline.where(name)
         return self._opened()[0].files.where(name)
+
+    @property
+    def unreached(self) -> StorageError | None:
+        """Why a backend could not be asked for a file that another one seemed to do without; None when all could."""
+        return self._unreached[0] if self._unreached else None
 
     @property
     def elsewhere(self) -> list[str]:

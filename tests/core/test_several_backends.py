@@ -149,6 +149,34 @@ def test_a_backend_that_catches_up_and_cannot_be_asked_keeps_no_commit(
     assert life.restored(pointer, "b") == life.models[-1]
 
 
+def test_a_backend_that_cannot_be_asked_is_not_taken_for_one_that_has_lost_what_another_has_lost(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has deleted the files of a; those of b, which began with a snapshot, are all there is."""
+    for _ in range(4):
+        life.batch()
+    life.names = ("a", "b")
+    for _ in range(2):
+        life.batch()
+        life.settle()
+    pointer = life.batch({})
+    assert is_complete(pointer.standings["b"])
+    for name in life.folder("a").names():
+        life.folder("a").remove(name)
+
+    def size(self: Folder, name: str) -> int:
+        if self.root == life.folder("b").root and f".{SNAPSHOT}." in name:
+            raise StorageError("reading b: nobody is at home")
+        return real(self, name)
+
+    real = Folder.size
+    monkeypatch.setattr(Folder, "size", size)
+    with pytest.raises(StorageError, match=r"cannot be loaded: reading b: nobody is at home; and the others lack it: "):
+        life.restored(pointer)
+    monkeypatch.undo()
+    assert life.restored(pointer) == life.models[-1]
+
+
 def test_a_quiet_bucket_is_copied_too(life: Life) -> None:
     life.batch()
     life.names = ("a", "b")
