@@ -15,7 +15,7 @@ from arrow_schemas.row import DEFINED, RowSchema
 from arrow_schemas.tables import is_table
 from spark_state_ext.errors import StateError, UserFunctionError
 from spark_state_ext.outcome import NO_TIMEOUT, REMOVED, UNCHANGED
-from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, normal_rows, note_place
+from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, normal_rows, note_place, said
 from spark_state_ext.spark.output import Outbox
 from spark_state_ext.state_batch import StateBatch
 from spark_state_ext.store import Lookup
@@ -120,9 +120,9 @@ class BatchCaller:
             note_place(error, context)
             raise
         except Exception as error:
-            raise UserFunctionError(
-                f"the function failed for {batch!r}: {type(error).__name__}: {error}"
-            ).with_traceback(error.__traceback__) from error
+            raise UserFunctionError(f"the function failed for {batch!r}: {said(error)}").with_traceback(
+                error.__traceback__
+            ) from error
         batch.outcome.closed = True
         context.after_key()
         yield from outbox.rest()

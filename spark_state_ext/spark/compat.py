@@ -16,7 +16,7 @@ import pyspark
 from pyspark.errors import PySparkTypeError
 
 __all__ = [
-    "NONE_JOINS_FLOATS",
+    "NUMBERS_JOIN",
     "PANDAS_MAJOR",
     "SPARK_VERSION",
     "STATE_BINARY",
@@ -34,8 +34,9 @@ SPARK_VERSION: tuple[int, int] = (int(_found[1]), int(_found[2]))
 STATE_BINARY: type[bytes] | type[bytearray] = bytes if SPARK_VERSION >= (4, 1) else bytearray
 # Asked of the package's description: the rows' API does without pandas, and importing it takes a while.
 PANDAS_MAJOR: int = int(metadata.version("pandas").split(".")[0])
-# Whether `pd.concat` makes one column of floats of None in one frame and numbers in others.
-NONE_JOINS_FLOATS: bool = PANDAS_MAJOR < 3
+# Whether whole numbers beside floats become floats when Spark joins frames. It puts one beside them that has no rows,
+# and objects for its columns: pandas 2 minds it for other mixtures only, with pandas 3 every value stays what it was.
+NUMBERS_JOIN: bool = PANDAS_MAJOR < 3
 
 
 def labels_of(columns: Any) -> Any:

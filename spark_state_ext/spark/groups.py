@@ -17,7 +17,7 @@ from arrow_schemas.spark_types import normal_type
 from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import Lookup
 
-__all__ = ["CallContext", "Caller", "Changed", "Groups", "Result", "normal_rows", "note_place"]
+__all__ = ["CallContext", "Caller", "Changed", "Groups", "Result", "normal_rows", "note_place", "said"]
 
 
 @dataclass(frozen=True)
@@ -172,3 +172,11 @@ def note_place(error: StateError, *where: object) -> None:
     """Have an error say also where it happened. It stays the same error, as Spark shows the traceback of the last one
     only, and the mistake is to be found."""
     error.args = (f"{error} ({', '.join(map(str, where))})", *error.args[1:])
+
+
+def said(error: BaseException) -> str:
+    """What an exception of the user's says; its type alone when its text cannot be made."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

@@ -20,7 +20,7 @@ from arrow_schemas.row import RowSchema
 from arrow_schemas.tables import refuse_scalars, refuse_uneven
 from spark_state_ext.errors import ResultTypeError, StateValueError
 from spark_state_ext.spark.compat import (
-    NONE_JOINS_FLOATS,
+    NUMBERS_JOIN,
     SPARK_VERSION,
     labels_of,
     same_labels,
@@ -293,12 +293,14 @@ class _Outputs:
         """
         frames, self._frames, self._frame_rows = self._frames, [], 0
         if len(frames) > 1:
-            together = pd.concat(frames, ignore_index=True)
+            # As Spark does; else whole numbers beside a NaN would be rounded, and times brought to one unit.
+            objects = pd.DataFrame(columns=frames[0].columns, index=[])
+            together = pd.concat([*frames, objects], ignore_index=True)
             frames = [together] if len(together.columns) == self._width else frames
         yield from frames
         if self._rows:
             rows, self._rows = self._rows, []
-            yield _frame_of(rows, self._columns, widen=self._labels is not None)
+            yield _frame_of(rows, self._columns, widen=NUMBERS_JOIN and self._labels is not None)
 
     def _add_whole(self, frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
         if self._rows or (self._frames and len(frame.columns) != self._width):
@@ -322,16 +324,13 @@ class _Outputs:
 def _frame_of(rows: Sequence[Any], names: list[Any], widen: bool) -> pd.DataFrame:
     """Rows as a frame. A column of numbers of one type has that as its dtype, any other holds Python values.
 
-    With `widen`, whole numbers beside floats become floats, and booleans beside either become numbers: columns of the
-    frames that the rows came from were of the one type or the other, and this is how pandas, and so Spark, joins them;
-    and so does None beside floats become NaN where pandas does that.
+    With `widen`, whole numbers and None beside floats become floats: columns of the frames that the rows came from were
+    of the one type or the other, and this is how pandas 2, and so Spark, joins them.
     """
     columns = {}
     for at, values in enumerate(zip(*rows, strict=True)):
         kinds = set(map(type, values))
-        if widen and len(kinds) > 1 and kinds <= _DTYPES.keys():
-            kinds = {float if float in kinds else int}
-        elif widen and NONE_JOINS_FLOATS and {float, type(None)} <= kinds <= {float, int, type(None)}:
+        if widen and len(kinds) > 1 and _become_floats(values, kinds):
             kinds = {float}
             values = tuple(math.nan if value is None else value for value in values)
         dtype = _DTYPES.get(kinds.pop(), object) if len(kinds) == 1 else object
@@ -342,6 +341,15 @@ def _frame_of(rows: Sequence[Any], names: list[Any], widen: bool) -> pd.DataFram
     frame = pd.DataFrame(columns, index=pd.RangeIndex(len(rows)), copy=False)
     frame.columns = pd.Index(names)
     return frame
+
+
+def _become_floats(values: Sequence[Any], kinds: set[type]) -> bool:
+    """Whether pandas 2 makes floats of them all. Columns without any value but NaN or None have no say."""
+    return (
+        kinds <= {int, float, type(None)}
+        and any(type(value) is float and not math.isnan(value) for value in values)
+        and all(type(value) is not int or -(1 << 63) <= value < 1 << 63 for value in values)
+    )
 
 
 def _checked(result: Any) -> Iterable[Any]:

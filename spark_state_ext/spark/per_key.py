@@ -20,7 +20,7 @@ from arrow_schemas.equality import HashArray
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
 from spark_state_ext.spark.group_state import NO_TIMEOUT, Clock
-from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, note_place
+from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, note_place, said
 from spark_state_ext.spark.state_values import column_to_values, row_keeper, values_to_column
 from spark_state_ext.store import Lookup
 
@@ -183,8 +183,7 @@ def reraise(error: Exception, key: tuple[Any, ...], context: CallContext, timed_
     if isinstance(error, StateError):
         raise error
     raise UserFunctionError(
-        f"the function failed for key {shown_key(key)} ({context}{', timed out' if timed_out else ''}): "
-        f"{type(error).__name__}: {error}"
+        f"the function failed for key {shown_key(key)} ({context}{', timed out' if timed_out else ''}): {said(error)}"
     ).with_traceback(error.__traceback__) from error
 
 

@@ -80,6 +80,19 @@ def test_many_rows_out_of_one_key_and_none_of_another(session: Any, operator: st
     assert sorted((r.key, r.n) for r in rows) == [("a", i) for i in range(15)]
 
 
+def test_whole_numbers_stay_exact_beside_keys_without_any(session: Any, operator: str, tmp_path: Path) -> None:
+    """The frame of a key whose numbers are all NULL is one of floats; joined to that of another key, it must not round it."""
+    large = 1_790_000_000_000_000_001
+
+    def newest(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        for pdf in pdfs:
+            yield pd.DataFrame({"key": [key[0]], "n": [pdf["value"].max()], "rows": [len(pdf)]})
+
+    table = strings("a", "b", "c").set_column(1, "value", pa.array([large, None, large + 2]))
+    rows = job(session, operator, tmp_path, [table], newest)
+    assert sorted(map(tuple, rows)) == [("a", large, 1), ("b", None, 1), ("c", large + 2, 1)]
+
+
 def test_a_removed_state_begins_anew(session: Any, operator: str, tmp_path: Path) -> None:
     def until_two(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         rows = sum(len(pdf) for pdf in pdfs)
