@@ -24,6 +24,9 @@ __all__ = [
     "refuse_uneven",
 ]
 
+# Long enough for times and decimals.
+_SHORT = reprlib.Repr()
+_SHORT.maxother = _SHORT.maxstring = 60
 _TEXTS = frozenset({"string", "large_string", "string_view", "binary", "large_binary", "binary_view"})
 # What can be iterated over and is one value nevertheless.
 _VALUES = (str, bytes, bytearray, Mapping, pa.Scalar)
@@ -135,8 +138,32 @@ def cast_column(column: Any, field: pa.Field, role: str) -> Any:
         except pa.ArrowException as error:
             raise StateValueError(
                 f"{role} {field.name!r} of type {field.type} cannot hold {column.type}: {error}"
+                f"{_first_refused(column, field.type)}"
             ) from error
     return column
+
+
+def _first_refused(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> str:
+    """The first value that cannot be cast, for an error; nothing where it is the type that cannot."""
+    if not _can_cast(column.slice(0, 0), kind):
+        return ""
+    start, stop = 0, len(column)
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        if _can_cast(column.slice(start, middle - start), kind):
+            start = middle
+        else:
+            stop = middle
+    return f" (the first such value is {_SHORT.repr(shown(column, start))}, in row {start})"
+
+
+def _can_cast(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> bool:
+    try:
+        for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+            _cast(chunk, kind)
+    except pa.ArrowException:
+        return False
+    return True
 
 
 def _refuse_reading(column: Any, field: pa.Field, role: str) -> None:
@@ -219,20 +246,13 @@ def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
     if types.is_map(column.type) and types.is_list(kind):
         column = _entries(column)
     lists = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
-    # PyArrow casts views of lists wrongly (26 leaves an offset out, 16 mixes rows up).
     views = types.is_list_view(column.type) or types.is_large_list_view(column.type)
-    # What Arrow would cast by other rules than these, if it were left to it.
-    deeper = lists and types.is_list(kind) and _has_rules(column.type.value_type, kind.value_type)
-    if types.is_list(kind) and (views or deeper):
+    # Not left to Arrow, which has other rules than these within lists, casts also what is in none of them (so refuses a
+    # slice for values outside of it), and casts views wrongly (26 leaves an offset out, 16 mixes rows up).
+    if types.is_list(kind) and (lists or views):
         values = _cast(pc.list_flatten(column), kind.value_type)
         return pa.ListArray.from_arrays(_offsets(column), values, type=kind, mask=column.is_null())
     return column if column.type == kind else column.cast(kind)
-
-
-def _has_rules(given: pa.DataType, kind: pa.DataType) -> bool:
-    types = pa.types
-    own = types.is_nested(kind) or types.is_floating(kind) or types.is_date(kind)
-    return bool(own or types.is_dictionary(given))
 
 
 def _offsets(lists: pa.Array) -> pa.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 from collections import OrderedDict
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -271,6 +272,46 @@ def test_what_lies_under_a_null_map_is_not_looked_at() -> None:
     found = cast_column(column, wanted, "output column")
     assert found.to_pylist() == [[("a", {"x": 5})], None, [("c", {"x": 6})]]
     refuse_nulls(found, wanted, "output column")
+
+
+DAY = dt.datetime(2020, 1, 1)  # noqa: DTZ001  # as a timestamp without a zone has it
+REFUSED_VALUES = [
+    (
+        "a decimal",
+        [decimal.Decimal("1.20"), decimal.Decimal("1.239")],
+        pa.decimal128(5, 2),
+        r"Decimal\('1.239'\), in row 1\)$",
+    ),
+    ("a number", [1, 2, None, 300, 301], pa.int8(), r"300, in row 3\)$"),
+    ("a time of day", [DAY, DAY.replace(hour=5)], pa.date32(), r"datetime\(2020, 1, 1, 5, 0\), in row 1\)$"),
+    ("no text", [b"a", b"b", b"\xff"], pa.string(), r"b'\\xff', in row 2\)$"),
+    ("an element", [[1], [2, 2**40], [2**41]], pa.list_(pa.int32()), r"\[2, 1099511627776\], in row 1\)$"),
+    ("the only one", [1.5], pa.int64(), r"1.5, in row 0\)$"),
+]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "text"), [c[1:] for c in REFUSED_VALUES], ids=[c[0] for c in REFUSED_VALUES]
+)
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_the_first_value_that_does_not_fit_is_named(
+    values: list[Any], kind: pa.DataType, text: str, chunks: int
+) -> None:
+    whole = pa.array(values)
+    column = whole if chunks == 0 else pa.chunked_array([whole.slice(0, 1), whole.slice(1)][:chunks])
+    expected = rf"output column 'v' of type .* cannot hold .* \(the first such value is .*{text}"
+    with pytest.raises(StateValueError, match=expected):
+        cast_column(column, pa.field("v", kind), "output column")
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.list_, pa.large_list, lambda item: pa.list_(item, 1)], ids=["list", "large", "fixed"]
+)
+def test_what_is_outside_of_a_slice_is_not_looked_at(kind: Callable[[pa.DataType], pa.DataType]) -> None:
+    values = [[2**40], [1], None, [2], [-(2**40)]]
+    column = pa.array(values, kind(pa.int64())).slice(1, 3)
+    found = cast_column(column, pa.field("v", pa.list_(pa.int32())), "output column")
+    assert found.to_pylist() == values[1:4]
 
 
 @pytest.mark.parametrize(("column", "kind", "value"), [c[1:] for c in CASTS], ids=[c[0] for c in CASTS])
