@@ -1,7 +1,7 @@
 """Changes of a state schema that stored rows can follow.
 
-Allowed: a new nullable column, NULLs in a column that had none, and a number made wider so that every old value is kept
-exactly. All else is refused with the column and the reason.
+Allowed: a new nullable column, NULLs where there were none, also within lists, maps and structs, and a number made
+wider so that every old value is kept exactly. All else is refused with the column and the reason.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ def state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Fi
                 raise refuse(field.name, "is new and not nullable, but stored rows have no value for it")
             changed = True
         elif before.type != field.type:
-            if not _widens(before.type, field.type):
+            if not (_widens(before.type, field.type) or _relaxes(before.type, field.type)):
                 raise refuse(
                     field.name,
-                    f"was {before.type} and is now {field.type}, which not every stored value fits",
+                    f"was {before.type} and is now {field.type}, which not every stored value "
+                    + ("is sure to fit" if pa.types.is_nested(before.type) else "fits"),
                 )
             changed = True
         elif field.nullable and not before.nullable:
@@ -98,3 +99,22 @@ def _widens(before: pa.DataType, after: pa.DataType) -> bool:
         whole = after.precision - after.scale >= before.precision - before.scale
         return bool(whole and after.scale >= before.scale)
     return False
+
+
+def _relaxes(before: pa.DataType, after: pa.DataType) -> bool:
+    """Whether a nested type is the same but for NULLs that it allows and did not."""
+    types = pa.types
+    if types.is_struct(before) and types.is_struct(after):
+        pairs = list(zip(before, after, strict=False))
+        if [field.name for field in before] != [field.name for field in after]:
+            return False
+    elif types.is_map(before) and types.is_map(after):
+        pairs = [(before.key_field, after.key_field), (before.item_field, after.item_field)]
+    elif types.is_list(before) and types.is_list(after):
+        pairs = [(before.value_field, after.value_field)]
+    else:
+        return False
+    return all(
+        (new.nullable or not old.nullable) and (old.type == new.type or _relaxes(old.type, new.type))
+        for old, new in pairs
+    )

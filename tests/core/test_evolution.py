@@ -140,6 +140,40 @@ def test_old_rows_get_null_in_new_columns() -> None:
     assert conform(read, new) is read
 
 
+def _nested(nullable: bool) -> list[Any]:
+    """A list, a map and a struct of each other, all with or without NULLs."""
+    numbers = {"type": "array", "elementType": "integer", "containsNull": nullable}
+    mapped = {"type": "map", "keyType": "string", "valueType": numbers, "valueContainsNull": nullable}
+    fields = [{"name": "x", "type": numbers, "nullable": nullable, "metadata": {}}]
+    return [numbers, mapped, {"type": "struct", "fields": fields}]
+
+
+@pytest.mark.parametrize("at", range(3), ids=["list", "map", "struct"])
+def test_what_is_nested_may_have_nulls_from_now_on(at: int) -> None:
+    stored, asked = (_operator(_json(("n", _nested(nullable)[at]))) for nullable in (False, True))
+    in_force = stored.succeeded_by(asked)
+    assert in_force.schema_id == 1
+    assert in_force.succeeded_by(asked) is in_force
+    with pytest.raises(SchemaChangedError, match=r"'n' was .* which not every stored value is sure to fit"):
+        in_force.succeeded_by(stored)
+    of_each: list[list[Any]] = [[[1, 2], []], [[("a", [1]), ("b", [])], []], [{"x": [1]}, {"x": []}]]
+    values = of_each[at]
+    old, new = stored.row_schema(), in_force.row_schema()
+    read = conform(_batch(old, [pa.array([*values, None], old.state[0].type)]), new)
+    assert read.schema.equals(new.arrow)
+    read.validate(full=True)
+    assert read.column("state.n").to_pylist() == [*values, None]
+
+
+def test_nested_numbers_stay_as_wide_as_they_are() -> None:
+    stored, asked = (
+        _operator(_json(("n", {"type": "array", "elementType": kind, "containsNull": True})))
+        for kind in ("integer", "long")
+    )
+    with pytest.raises(SchemaChangedError, match=r"'n' was list<.*int32> and is now list<.*int64>"):
+        stored.succeeded_by(asked)
+
+
 def test_keys_of_one_name_keep_their_places() -> None:
     keys = _json(("k", "string"), ("k", "string"))
     old, new = (
