@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import reprlib
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from arrow_schemas.equality import BoolArray
-from arrow_schemas.tables import is_number
+from arrow_schemas.tables import is_number, is_table
 from spark_state_ext.errors import StateValueError
 
 __all__ = ["mask_of", "milliseconds", "own"]
@@ -21,7 +20,7 @@ __all__ = ["mask_of", "milliseconds", "own"]
 def milliseconds(given: Any, event_time: bool) -> Any:
     """Times in whatever form as whole milliseconds."""
     try:
-        if isinstance(given, (str, bytes, bytearray, memoryview, Mapping)):
+        if isinstance(given, (str, bytes, bytearray, memoryview)) or is_table(given):
             raise TypeError(f"not {type(given).__name__}")
         column = given if isinstance(given, (pa.Array, pa.ChunkedArray)) else pa.array(given)
         kind = column.type

@@ -21,7 +21,7 @@ from spark_state_ext.errors import ExecutorPackageError, StateValueError
 from spark_state_ext.operators.arrays import Segments, integers, numbers
 from spark_state_ext.operators.functions import Buffers
 
-__all__ = ["LG_K_MAX", "LG_K_MIN", "DistinctSketch"]
+__all__ = ["LG_K_MAX", "LG_K_MIN", "DistinctSketch", "kind_of"]
 
 LG_K_MIN, LG_K_MAX = 7, 21
 # The library passes over empty text, which is a value like any other.
@@ -95,6 +95,21 @@ class DistinctSketch:
                 if serialized is not None:
                     estimates[at] = round(sketch.deserialize(serialized).get_estimate())
         return pa.array(estimates)
+
+
+def kind_of(data_type: pa.DataType) -> str:
+    """What values of a type are to a sketch: equal values of one kind count once, those of two kinds twice."""
+    types = pa.types
+    if types.is_decimal(data_type):
+        return f"decimals of scale {data_type.scale}"
+    kinds = {
+        "floats": types.is_floating,
+        "text": types.is_string,
+        "bytes": types.is_binary,
+        "dates": types.is_date32,
+        "timestamps": types.is_timestamp,
+    }
+    return next((name for name, has in kinds.items() if has(data_type)), "integers")
 
 
 def _hashable(values: pa.Array) -> pa.Array:

@@ -51,6 +51,8 @@ def resolve_keys(
     """The key columns' type, their places among the packed columns, and those that are not input columns."""
     selected = df.select(*keys).schema
     refuse_session_windows(selected.fields)
+    if len(selected.fields) != len(keys):
+        raise UsageError(f"the keys {keys!r} are {len(selected.fields)} columns: name each by itself")
     positions: list[int] = []
     extra: list[KeyLike] = []
     for key, resolved in zip(keys, selected.fields, strict=True):

@@ -25,6 +25,7 @@ from arrow_schemas.spark_types import state_fields
 from spark_state_ext.errors import UnsupportedTypeError, UsageError
 from spark_state_ext.operators.agg import Aggregate, kernel_of
 from spark_state_ext.operators.aggregate import Bound
+from spark_state_ext.operators.sketches import kind_of
 from spark_state_ext.spark.columns import WATERMARK_KEY, KeyLike, refuse_session_windows
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ __all__ = [
     "quoted",
     "refuse_doubles",
     "refuse_nested",
+    "refuse_no_columns",
     "refuse_sort_orders",
     "result_fields",
     "selected",
@@ -65,6 +67,13 @@ _SIMPLE: dict[pa.DataType, DataType] = {
 def listed(columns: Keys) -> list[Any]:
     """What may be one column or several, as several."""
     return list(columns) if isinstance(columns, (list, tuple)) else [columns]
+
+
+def refuse_no_columns(given: Sequence[Any], what: str) -> None:
+    """Raise a UsageError for what is neither a column's name nor an expression."""
+    for column in given:
+        if not isinstance(column, str) and not hasattr(column, "alias"):
+            raise UsageError(f"{what} holds {column!r}: give a column's name, or an expression")
 
 
 def column_of(given: KeyLike) -> Column:
@@ -90,15 +99,17 @@ def identity(name: str, parameters: Mapping[str, Any]) -> str:
     return json.dumps({"name": name, "parameters": dict(parameters)}, sort_keys=True)
 
 
-def functions_of(specs: Mapping[str, Aggregate]) -> dict[str, str]:
+def functions_of(specs: Mapping[str, Aggregate], bound: Sequence[Bound], schema: StructType) -> dict[str, str]:
     """What is in each aggregate's state. Their columns may be others: a renamed column has the same values."""
-    return {name: _function_text(spec) for name, spec in specs.items()}
+    columns = {one.name: one.column for one in bound}
+    return {name: _function_text(spec, columns[name], schema) for name, spec in specs.items()}
 
 
-def _function_text(spec: Aggregate) -> str:
-    # Sketches of two sizes do not go together.
-    size = f" with lg_k {spec.lg_k}" if spec.function == "approx_count_distinct" else ""
-    return spec.function + (" ignoring NULLs" if spec.ignore_nulls else "") + size
+def _function_text(spec: Aggregate, column: str | None, schema: StructType) -> str:
+    if spec.function == "approx_count_distinct" and column is not None:
+        # Neither sketches of two sizes nor hashes of two kinds of values go together.
+        return f"{spec.function} of {kind_of(arrow_type(schema[column]))} with lg_k {spec.lg_k}"
+    return spec.function + (" ignoring NULLs" if spec.ignore_nulls else "")
 
 
 def order_text(orders: Sequence[KeyLike], downwards: Sequence[bool]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupStateTimeout
 from pyspark.sql.types import (
@@ -41,6 +42,7 @@ from spark_state_ext.spark.operator_columns import (
     quoted,
     refuse_doubles,
     refuse_nested,
+    refuse_no_columns,
     refuse_sort_orders,
     result_fields,
     selected,
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
 
 __all__ = ["aggregate", "deduplicate", "sessionize", "top_k"]
 
+# A thousand years: with it no time of today comes near to 64 bits of microseconds.
+_GAP_MS_MAX = 2**45
 _EVENT_TIME, _NO_TIMEOUT = GroupStateTimeout.EventTimeTimeout, GroupStateTimeout.NoTimeout
 
 
@@ -72,7 +76,8 @@ def aggregate(
     Parameters
     ----------
     state
-        Where state is kept.
+        Where state is kept. A `Ttl` by event time goes by the end of a window among the keys, where there is one; the
+        watermark then removes groups first.
     df
         A streaming DataFrame.
     keys
@@ -139,7 +144,7 @@ def aggregate(
         timeout,
         "aggregate",
         combining=combining,
-        function=identity("aggregate", functions_of(specs)),
+        function=identity("aggregate", functions_of(specs, bound, narrow.schema)),
     )
 
 
@@ -225,7 +230,7 @@ def sessionize(
     time
         The column with the watermark.
     gap_ms
-        After how long without rows a session ends, milliseconds.
+        After how long without rows a session ends, milliseconds; from 1 to 2 ** 45.
     aggregates
         Output columns and what is in them, as for `aggregate`. ``first`` and ``last`` go by event time within a batch,
         and a session that is in the state counts by its start, as in Spark. They cannot change while there is state.
@@ -245,8 +250,8 @@ def sessionize(
         When an argument cannot work.
     """
     _check(state, df, "sessionize")
-    if isinstance(gap_ms, bool) or not isinstance(gap_ms, int) or gap_ms < 1:
-        raise UsageError(f"gap_ms of sessionize must be a whole number from 1 on, not {gap_ms!r}")
+    if isinstance(gap_ms, bool) or not isinstance(gap_ms, int) or not 1 <= gap_ms <= _GAP_MS_MAX:
+        raise UsageError(f"gap_ms of sessionize must be a whole number from 1 to {_GAP_MS_MAX}, not {gap_ms!r}")
     specs = checked_aggregates(aggregates, "sessionize")
     key_columns = listed(keys)
     timed = df.select(time).schema.fields[0]
@@ -285,7 +290,7 @@ def sessionize(
         "append",
         _EVENT_TIME,
         "sessionize",
-        function=identity("sessionize", functions_of(specs)),
+        function=identity("sessionize", functions_of(specs, bound, narrow.schema)),
     )
 
 
@@ -347,8 +352,14 @@ def top_k(
         raise UsageError(f"k of top_k must be a whole number from 1 on, not {k!r}")
     if emit not in ("all", "changed"):
         raise UsageError(f"emit of top_k must be 'all' or 'changed', not {emit!r}")
+    if not isinstance(rank, str) or not rank:
+        raise UsageError(f"rank of top_k is the name of a column, not {rank!r}")
     orders = listed(order_by)
-    downwards = [descending] * len(orders) if isinstance(descending, bool) else list(descending)
+    refuse_no_columns(orders, "order_by of top_k")
+    given = descending if isinstance(descending, (list, tuple)) else [descending] * len(orders)
+    if not all(isinstance(value, (bool, np.bool_)) for value in given):
+        raise UsageError(f"descending of top_k must be True or False, or a list of these, not {descending!r}")
+    downwards = [bool(value) for value in given]
     if not orders or len(orders) != len(downwards):
         raise UsageError(f"order_by of top_k has {len(orders)} columns, and descending {len(downwards)} values")
     refuse_sort_orders(orders, df.schema.names)
@@ -427,6 +438,8 @@ def _partially(partial: PartialAggregation, keys: Sequence[StructField], buffers
 def _check(state: ArrowState, df: DataFrame, name: str) -> None:
     if not isinstance(state, ArrowState):
         raise UsageError(f"{name} takes an ArrowState and then a DataFrame, not {state!r}")
+    if not hasattr(df, "isStreaming"):
+        raise UsageError(f"{name} takes an ArrowState and then a DataFrame, not {df!r}")
     if not df.isStreaming:
         raise UnsupportedPlanError(
             f"{name} is not supported with a batch DataFrame: state lives from micro-batch to micro-batch. Use "

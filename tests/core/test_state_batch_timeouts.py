@@ -132,6 +132,7 @@ TIMEOUT_ERRORS: list[tuple[str, str, dict[str, Any], type[Exception], str]] = [
     ("many more than 64 bits", EVENT_TIME, {"timestamp_ms": [2**70] * 4}, StateValueError, r"set_timeout\(\) takes timestamps"),
     ("unsigned past 63 bits", PROCESSING_TIME, {"duration_ms": np.array([2**63] * 4, dtype=np.uint64)}, StateValueError, r"set_timeout\(\) takes durations"),
     ("the longest timedelta", PROCESSING_TIME, {"duration_ms": dt.timedelta.max}, StateValueError, r"set_timeout\(\) takes durations"),
+    ("a frame", EVENT_TIME, {"timestamp_ms": pd.DataFrame({"t": [500] * 4})}, StateValueError, "not DataFrame"),
     ("an object", EVENT_TIME, {"timestamp_ms": object()}, StateValueError, r"set_timeout\(\)"),
 ]  # fmt: skip
 

@@ -492,6 +492,9 @@ def test_operators_keep_the_functions_of_their_state(session: Any, tmp_path: Pat
         "sketch": lambda df: aggregate(
             state(tmp_path / "sketch"), df, "key", {"about": Agg.approx_count_distinct("value", lg_k=14)}
         ),
+        "kind": lambda df: aggregate(
+            state(tmp_path / "kind"), df, "key", {"about": Agg.approx_count_distinct(F.col("value").cast("int"))}
+        ),
         "top": lambda df: top_k(state(tmp_path / "top"), df, "key", "value", 1),
     }
     then: dict[str, tuple[Plan, str]] = {
@@ -503,7 +506,13 @@ def test_operators_keep_the_functions_of_their_state(session: Any, tmp_path: Pat
             lambda df: aggregate(
                 state(tmp_path / "sketch"), df, "key", {"about": Agg.approx_count_distinct("value", lg_k=12)}
             ),
-            "'about' was approx_count_distinct with lg_k 14 and is now approx_count_distinct with lg_k 12",
+            "'about' was approx_count_distinct of integers with lg_k 14 and is now approx_count_distinct of integers with lg_k 12",
+        ),
+        "kind": (
+            lambda df: aggregate(
+                state(tmp_path / "kind"), df, "key", {"about": Agg.approx_count_distinct(F.col("value").cast("double"))}
+            ),
+            "'about' was approx_count_distinct of integers .* and is now approx_count_distinct of floats",
         ),
         "top": (
             lambda df: top_k(state(tmp_path / "top"), df, "key", "value", 2, descending=False),
@@ -516,6 +525,18 @@ def test_operators_keep_the_functions_of_their_state(session: Any, tmp_path: Pat
         changed, text = then[name]
         with pytest.raises(Exception, match=text):
             run(session, tmp_path / name, batches[1:], changed, "update")
+
+
+@CLASSIC
+def test_what_is_nested_may_have_nulls_after_a_restart(session: Any, tmp_path: Path) -> None:
+    def plan(df: Any, value: Any) -> Any:
+        return aggregate(state(tmp_path), df, "key", {"values": Agg.last(F.array(value)), "n": Agg.count()})
+
+    first, then = [events(("a", 1, 1), ("b", 1, None))], [events(("a", 2, None))]
+    found = run(session, tmp_path, first, lambda df: plan(df, F.coalesce("value", F.lit(0))), "update")
+    assert found[0] == [("a", (1,), 1), ("b", (0,), 1)]
+    found = run(session, tmp_path, then, lambda df: plan(df, F.col("value")), "update")
+    assert found[1] == [("a", (None,), 2)]
 
 
 # -- time to live ---------------------------------------------------------------------------------------------
@@ -572,6 +593,12 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
         (UnsupportedPlanError, "needs a watermark", lambda: deduplicate(mine, df, "key", within_watermark=True)),
         (UnsupportedPlanError, "no timestamp with a watermark", lambda: sessionize(mine, df, "key", "at", 1, n)),
         (UsageError, "gap_ms", lambda: sessionize(mine, timed, "key", "at", 0, n)),
+        (UsageError, "gap_ms", lambda: sessionize(mine, timed, "key", "at", 2**45 + 1, n)),
+        (UsageError, "then a DataFrame, not 'x'", lambda: aggregate(mine, "x", "key", n)),  # type: ignore[arg-type]
+        (UsageError, "name each by itself", lambda: deduplicate(mine, df, "*")),
+        (UsageError, "order_by of top_k holds None", lambda: top_k(mine, df, "key", None, 1)),  # type: ignore[arg-type]
+        (UsageError, "rank of top_k", lambda: top_k(mine, df, "key", "whole", 1, rank=1)),  # type: ignore[arg-type]
+        (UsageError, "descending of top_k", lambda: top_k(mine, df, "key", "whole", 1, descending=None)),  # type: ignore[arg-type]
         (UsageError, "k of top_k", lambda: top_k(mine, df, "key", "whole", 0)),
         (UsageError, "emit of top_k", lambda: top_k(mine, df, "key", "whole", 1, emit="some")),  # type: ignore[arg-type]
         (UsageError, "'day' is there more than once", lambda: top_k(mine, df, "key", "whole", 1, rank="day")),
