@@ -144,7 +144,7 @@ def cast_column(column: Any, field: pa.Field, role: str) -> Any:
 
 
 def _first_refused(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> str:
-    """The first value that cannot be cast, for an error; nothing where it is the type that cannot."""
+    """The first value that cannot be cast, for an error; nothing where it is the type that cannot, or all together."""
     if not _can_cast(column.slice(0, 0), kind):
         return ""
     start, stop = 0, len(column)
@@ -154,6 +154,8 @@ def _first_refused(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> str
             start = middle
         else:
             stop = middle
+    if _can_cast(column.slice(start, 1), kind):
+        return ""
     return f" (the first such value is {_SHORT.repr(shown(column, start))}, in row {start})"
 
 
