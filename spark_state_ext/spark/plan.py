@@ -136,7 +136,12 @@ class ArrowState:
         root = _path("root", root)
         local_dir = None if local_dir is None else _path("local_dir", local_dir)
         if not isinstance(operator, str) or not _OPERATOR_NAME.fullmatch(operator):
-            raise UsageError(f"operator must be a name of letters, digits, '.', '_' and '-', not {operator!r}")
+            raise UsageError(
+                "operator must be a name of at most 100 letters, digits, '.', '_' and '-', the first a letter or "
+                f"digit, not {operator!r}"
+            )
+        if not isinstance(storage_options, (Mapping, type(None))):
+            raise UsageError(f"storage_options must be a mapping, such as a dict, not {storage_options!r}")
         _check_whole(
             buckets=buckets,
             lease_ms=lease_ms,

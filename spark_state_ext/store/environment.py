@@ -45,9 +45,11 @@ _GROW_ATTEMPTS_MAX = 32
 _REOPEN_ATTEMPTS_MAX = 32
 # With less than this a disk counts as full.
 _FREE_BYTES_MIN = 1 << 20
+# What LMDB's lock file takes with that many readers, and as much again for its first pages of data.
+_OPENED_BYTES = 1 << 16
 _LENGTH_CHECKS = 3
 _LENGTHENED_WITHIN_S = 0.05
-_DATA_FILE = "data.mdb"
+_DATA_FILE, _LOCK_FILE = "data.mdb", "lock.mdb"
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -111,6 +113,7 @@ class Environment:
         self._pid = os.getpid()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_full(folder)
             self._env = self._opened(map_bytes)
         except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
             raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
@@ -487,6 +490,20 @@ def _free_bytes(folder: Path) -> int:
         return shutil.disk_usage(folder).free
     except OSError:
         return _FREE_BYTES_MIN
+
+
+def _refuse_full(folder: Path) -> None:
+    """Raise an OSError where a new store has no room.
+
+    LMDB writes its lock file by a map, and where the disk has no page for that the system ends the process.
+    """
+    try:
+        # Pages that it has; its length says nothing, as it begins as a hole.
+        held = 512 * (folder / _LOCK_FILE).stat().st_blocks
+    except FileNotFoundError:
+        held = 0
+    if not held and _free_bytes(folder) < _OPENED_BYTES:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def storage_error(folder: Path, error: Exception) -> StorageError:

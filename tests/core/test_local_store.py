@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -300,6 +301,19 @@ print("as expected")
             assert scanned(store.view(ref)) == model
             after = self.add(store, ref, {KEYS[0]: Row(7)})
             assert scanned(store.view(after)) == changed(model, {KEYS[0]: Row(7)})
+            store.close()
+
+    def test_a_disk_without_room_for_a_new_store(self, tmp_path: Path) -> None:
+        """LMDB would write its lock file by a map, and the system end the process."""
+        with small_disk(tmp_path) as disk:
+            with (disk / "fill").open("wb", buffering=0) as fill, contextlib.suppress(OSError):
+                while fill.write(bytes(4096)):
+                    pass
+            with pytest.raises(StoreFullError, match="full"):
+                self.store(disk / "bucket")
+            (disk / "fill").unlink()
+            store = self.store(disk / "bucket")
+            self.chain(store, 1)
             store.close()
 
     def test_environments_are_opened_once(self) -> None:

@@ -157,6 +157,9 @@ def test_what_cannot_be_a_key_is_refused_when_planned(spark: Any, tmp_path: Path
         ({"local_dir": 1}, "local_dir must be a path"),
         ({"local_keep_s": "1 day"}, "local_keep_s must be a number of seconds"),
         ({"operator": None}, "operator must be a name"),
+        ({"operator": ".x"}, "the first a letter or digit, not '.x'"),
+        ({"operator": "x" * 101}, "at most 100 letters"),
+        ({"storage_options": "key"}, "storage_options must be a mapping"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], named: str) -> None:
