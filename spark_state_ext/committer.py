@@ -111,6 +111,8 @@ class Committer:
         # What the last call of the task has to wait for.
         self.left: list[Upload] = []
         self.waited_s = 0.0
+        # Backends that were found to lack files, and get a full backup by this commit.
+        self.lost: set[str] = set()
 
     # -- what went before --------------------------------------------------------------------------
 
@@ -189,6 +191,7 @@ class Committer:
             if int(value) >= pointer.beats - recent_beats(max(self._batches_retained, pointer.retained)):
                 _LOGGER.error("somebody has deleted files from %s: it gets a fresh full backup", name)
                 del standings[name]
+                self.lost.add(name)
         return replace(pointer, standings=standings)
 
     def _notes(self) -> dict[str, Note]:

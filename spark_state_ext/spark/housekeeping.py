@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from spark_state_ext.commit import Place, is_complete, taken_over
 from spark_state_ext.errors import CleanUpFailedError, LostFilesError, OwnershipError, StateError, StorageError
 from spark_state_ext.folder import Folder
 from spark_state_ext.retry import is_retriable
+from spark_state_ext.spark.looks import Looks
 from spark_state_ext.spark.payload import spill_is_stale
 from spark_state_ext.spark.places import Leases
 from spark_state_ext.spark.task import TaskInfo
@@ -54,6 +56,10 @@ class CleanUps:
         The run's.
     batches_retained
         Spark's ``minBatchesToRetain``.
+    key
+        Of the bucket.
+    bring_back
+        Writes what the operator as a whole needs, where somebody has deleted it.
     """
 
     # Of earlier turns, by bucket and backend; told by the next commit.
@@ -61,12 +67,26 @@ class CleanUps:
     # Those that nobody waits for any more, until they end.
     _left: ClassVar[dict[tuple[str, str], Future[int]]] = {}
 
-    def __init__(self, bucket: Bucket, places: list[Place], leases: Leases, batches_retained: int, key: str) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        places: list[Place],
+        leases: Leases,
+        batches_retained: int,
+        key: str,
+        bring_back: Callable[[], None] = lambda: None,
+    ) -> None:
         self._bucket = bucket
         self._places = places
         self._leases = leases
         self._batches_retained = batches_retained
         self._key = key
+        self._bring_back = bring_back
+
+    def look(self, committed: Pointer, run_id: str) -> None:
+        """As `Looks.once`, after the commit."""
+        places = [place for place in self._places if place.name not in self._bucket.committer.lost]
+        Looks.once(self._key, run_id, committed, places, partial(self._lose, committed.beats))
 
     def raise_failed(self) -> None:
         """Tell of a clean-up that failed since.
@@ -136,7 +156,7 @@ class CleanUps:
         except LostFilesError as error:
             if time.monotonic() - asked_s < _LATE_S:
                 _LOGGER.error("%s", error)
-                self._bucket.committer.lose(place.name, request.pointer.beats)
+                self._lose(request.pointer.beats, place.name)
         except OwnershipError:
             raise
         except StateError as error:
@@ -144,6 +164,13 @@ class CleanUps:
                 self._failed[key] = error
             # Of no harm to a batch.
             _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", place.name, error)
+
+    def _lose(self, beats: int, name: str) -> None:
+        """A backend lacks what it had confirmed: it gets a full backup with the next commit."""
+        self._leases.check()
+        # Before it is noted: should it fail, whoever notices next does it.
+        self._bring_back()
+        self._bucket.committer.lose(name, beats)
 
 
 def drop_spill_files(folder: Folder, task: TaskInfo, calls: int) -> None:

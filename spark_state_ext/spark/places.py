@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-from arrow_schemas.operator import operator_file_name, parse_operator_file_name
+from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from spark_state_ext.backends import BackendContext
 from spark_state_ext.backends.registry import FSSPEC, Backend, factory_of
 from spark_state_ext.commit import Place
@@ -17,7 +17,7 @@ from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.task import TaskInfo
 from spark_state_ext.uploads import WorkerUploads
 
-__all__ = ["Leases", "places_of", "prepare"]
+__all__ = ["Leases", "bring_back", "places_of", "prepare"]
 
 _BUCKETS_MAX = 1_024
 _kept: OrderedDict[tuple[str, str, int], list[Place]] = OrderedDict()
@@ -140,3 +140,20 @@ def prepare(job: Job, root: Folder, home: str, scratch: Path, schema_id: int) ->
             admin.create_resources()
             admin.validate_resources()
             _prepared.add((backend.name, home, f"{job.operator} {schema_id}"))
+
+
+def bring_back(root: Folder, home: str, operator: OperatorFile) -> None:
+    """Write the operator file that is in force where somebody has deleted it; other backends get it as for `prepare`.
+
+    Parameters
+    ----------
+    root, home
+        As for `Leases.of`.
+    operator
+        The file.
+    """
+    files, name = root.child(home), operator_file_name(operator.schema_id)
+    if not files.exists(name):
+        files.put(name, operator.encode())
+    with _prepared_lock:
+        _prepared.difference_update([it for it in _prepared if it[1] == home])

@@ -37,7 +37,7 @@ from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.key_work import KeyWork, Times
 from spark_state_ext.spark.pack import event_times
 from spark_state_ext.spark.payload import HASH_COLUMN, HEARTBEAT, decode
-from spark_state_ext.spark.places import Leases, places_of, prepare
+from spark_state_ext.spark.places import Leases, bring_back, places_of, prepare
 from spark_state_ext.spark.task import (
     TaskInfo,
     local_folder,
@@ -117,7 +117,8 @@ class _BucketCall:
         self._uploads = WorkerUploads.shared()
         self._bucket = self._opened()
         retained, where = self._task.batches_retained, f"{self._files.root}/{bucket}"
-        self._clean_ups = CleanUps(self._bucket, self._places, self._leases, retained, where)
+        brought = partial(bring_back, self._operator_folder, self._home, self._operator)
+        self._clean_ups = CleanUps(self._bucket, self._places, self._leases, retained, where, brought)
         run_id = self._task.run_id if once else ""
         self._spread = Spread(run_id, self._task.partitions, self._task.partition, job.buckets)
         self._task_end = TaskEnd.of(self._task.attempt)
@@ -147,6 +148,7 @@ class _BucketCall:
             pointer = self._committed(rows)
         if self._bucket_number == 0:
             drop_spill_files(self._operator_folder, self._task, pointer.calls)
+        self._clean_ups.look(self._pointer, self._task.run_id)
         if self._job.clean_up:
             self._clean_ups.in_turn(self._pointer, pointer.calls)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:

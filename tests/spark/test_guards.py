@@ -183,6 +183,24 @@ def test_another_root_at_a_restart_is_told_apart_from_a_lost_file(spark: Any, tm
     assert run(spark, tmp_path)[-1] == ("2", 4)
 
 
+def test_a_root_that_was_removed_while_local_stores_are_warm_is_filled_again(spark: Any, tmp_path: Path) -> None:
+    for _ in range(3):
+        run(spark, tmp_path)
+    shutil.rmtree(tmp_path / "root")
+    for start in range(4, 10):
+        assert run(spark, tmp_path) == [("1", 2 * start), ("2", start)]
+        # Both keys are in one bucket.
+        if list((tmp_path / "root").rglob("*.snapshot.arrow")):
+            break
+    else:
+        pytest.fail("no full backup came")
+    assert list((tmp_path / "root").rglob("operator_0.json"))
+    # On another machine, all that there is lies at the root.
+    for path in (tmp_path / "local").glob("spark_state_ext-*/*-guarded"):
+        path.rename(path.with_suffix(".away"))
+    assert run(spark, tmp_path) == [("1", 2 * (start + 1)), ("2", start + 1)]
+
+
 def test_spark_keeps_its_operators_checkpoints_and_ours_apart(spark: Any, tmp_path: Path) -> None:
     """An old job cannot go on with `enable`: its state is Spark's. Nor can one go back."""
     for first, second in (("spark", "arrow"), ("arrow", "spark")):
