@@ -7,6 +7,7 @@ on object stores, a PUT is atomic. A file's name holds its identity, so writing 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib
 import json
@@ -31,6 +32,8 @@ __all__ = ["Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_rela
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory", "r2"})
 _TEMPORARY = ".tmp-"
 _PIECE_BYTES = 8 << 20
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR})
+_MUST_BE = "A root must be a folder that every executor can make, write to and read"
 # A path of this machine, which fsspec looks for in the process's own folder as it does not begin with a slash.
 _RELATIVE_URL = re.compile(r"(?:.*::)?(?:file|local)://(?!/)")
 
@@ -322,18 +325,23 @@ class Folder:
         try:
             yield
         except FileNotFoundError as error:
-            if writes:  # somebody removed the folder, or the local source
-                raise StorageError(f"{doing}: {error}") from error
+            if writes:  # somebody removed the folder, or the local source; or it cannot be made
+                raise StorageError(f"{doing}: {error}. {_MUST_BE}") from error
             raise MissingCheckpointError(f"{doing}: it does not exist") from error
         except OSError as error:
-            if error.errno in (28, 122):  # ENOSPC, EDQUOT
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StoreFullError(f"{doing}: {error}. Make room where the root lies.") from error
-            raise StorageError(f"{doing}: {error}") from error
+            hint = f". {_MUST_BE}" if error.errno in _REFUSED else ""
+            raise StorageError(f"{doing}: {error}{hint}") from error
         except StateError:
             raise
         except Exception as error:
             # Clients of object stores have errors of their own that are no OSError.
-            raise StorageError(f"{doing}: {type(error).__name__}: {error}") from error
+            hint = ""
+            if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+                # Some file systems hand on whatever they are given, and complain when they first connect.
+                hint = ". Most likely storage_options has an option that this file system does not take"
+            raise StorageError(f"{doing}: {type(error).__name__}: {error}{hint}") from error
 
 
 def _opened(root: str, options: Mapping[str, Any]) -> tuple[Any, str]:

@@ -15,6 +15,7 @@ from object_store import S3
 
 from spark_state_ext.errors import MissingCheckpointError, StorageError, StoreFullError, UsageError
 from spark_state_ext.folder import Folder
+from spark_state_ext.retry import is_retriable
 
 
 @pytest.fixture(params=["path", "file", "memory", "s3"])
@@ -91,6 +92,21 @@ def test_what_another_process_wrote_since_a_listing_is_there(s3: S3, tmp_path: P
 def test_an_unknown_protocol_is_the_callers_mistake() -> None:
     with pytest.raises(UsageError, match="nonsense://"):
         Folder("nonsense://bucket/root")
+
+
+def test_a_root_that_cannot_be_a_folder_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for root in (str(tmp_path / "file"), "/proc/nowhere"):
+        with pytest.raises(StorageError, match=r"writing .*/a: .*A root must be a folder that every executor can make"):
+            Folder(root).put("a", b"1")
+
+
+def test_an_option_that_a_file_system_does_not_take_is_pointed_at() -> None:
+    """s3fs hands options on, and botocore complains at the first request."""
+    for options in ({"kee": "1"}, {"client_kwargs": {"endpont_url": "http://localhost:1"}}):
+        with pytest.raises(StorageError, match="Most likely storage_options has an option") as raised:
+            Folder("s3://bucket/x", {"anon": True, **options}).names()
+        assert not is_retriable(raised.value)
 
 
 def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
