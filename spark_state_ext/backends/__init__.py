@@ -208,6 +208,8 @@ class RestoreManager(Protocol):
     def restore(self) -> Readable:
         """The files, by name. They are read from several threads, in any order, and not all of them.
 
+        Also asked for without `init`: whether a file is there, by its size, is looked up while nothing is restored.
+
         Returns
         -------
         Readable

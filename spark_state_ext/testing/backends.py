@@ -27,7 +27,7 @@ import pyarrow as pa
 import pytest
 
 from arrow_schemas import Pointer, RowSchema, Writer
-from arrow_schemas.lineage import DELTA, CheckpointRef, file_name, new_checkpoint_id
+from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name, new_checkpoint_id
 from spark_state_ext.backends import STATE, BackendContext, BackendFactory, Checkpoint, CleanUp
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.commit import CommitOptions, Place
@@ -110,6 +110,17 @@ class BackendContract:
                 read(other)
         with pytest.raises(MissingCheckpointError):
             files.get_file(other, context.scratch / "copy")
+
+    def test_whether_a_file_is_there_can_be_told_while_nothing_is_restored(
+        self, factory: BackendFactory, context: BackendContext
+    ) -> None:
+        """A snapshot that is awaited, or what was confirmed and somebody may have deleted."""
+        ref = _ref(1)
+        _uploaded(factory, context, ref, b"four")
+        files = factory.restore_manager(context).restore()
+        assert files.size(file_name(ref, DELTA)) == 4
+        with pytest.raises(MissingCheckpointError):
+            files.size(file_name(ref, SNAPSHOT))
 
     def test_the_same_file_twice(self, factory: BackendFactory, context: BackendContext) -> None:
         """A process dies after an upload, before it could say so; the next one uploads again."""
