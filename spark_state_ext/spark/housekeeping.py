@@ -147,16 +147,17 @@ class CleanUps:
             return
         self._left.pop(key, None)
         try:
-            cleaning = place.backup.clean_up(request)
-            if not wait([cleaning], _CLEAN_UP_S_MAX).done:
-                _LOGGER.warning("the clean-up in %s takes long; it is left to itself", place.name)
-                self._left[key] = cleaning
-                return
-            cleaning.result()
-        except LostFilesError as error:
-            if time.monotonic() - asked_s < _LATE_S:
-                _LOGGER.error("%s", error)
-                self._lose(request.pointer.beats, place.name)
+            try:
+                cleaning = place.backup.clean_up(request)
+                if not wait([cleaning], _CLEAN_UP_S_MAX).done:
+                    _LOGGER.warning("the clean-up in %s takes long; it is left to itself", place.name)
+                    self._left[key] = cleaning
+                    return
+                cleaning.result()
+            except LostFilesError as error:
+                if time.monotonic() - asked_s < _LATE_S:
+                    _LOGGER.error("%s", error)
+                    self._lose(request.pointer.beats, place.name)
         except OwnershipError:
             raise
         except StateError as error:

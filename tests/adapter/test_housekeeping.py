@@ -76,6 +76,31 @@ def test_a_clean_up_that_may_go_better_another_time_is_not_told(
     _clean_ups(life).raise_failed()
 
 
+def test_lost_files_are_noticed_again_where_the_operator_file_cannot_be_brought_back(
+    life: Life, background: Background, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also by a clean-up within the call, which that must not fail."""
+
+    def away() -> None:
+        raise StorageError("503") from ConnectionError("away")
+
+    life.history(40)
+    for name in life.folder("a").names():
+        life.folder("a").remove(name)
+    monkeypatch.setattr(CleanUps, "_is_crowded", lambda *args: True)
+    args = (life.bucket(), life.places(), Leases(()), life.batches_retained, str(life.local))
+    due = DUE - life.pointers[-1].bucket
+    CleanUps(*args, away).in_turn(life.pointers[-1], due)
+    assert "nothing is cleaned up in a: 503" in caplog.text
+    life.batch({})
+    assert "gets a fresh full backup" not in caplog.text
+    brought: list[str] = []
+    CleanUps(*args, lambda: brought.append("back")).in_turn(life.pointers[-1], due)
+    assert brought == ["back"]
+    life.batch({})
+    assert "somebody has deleted files from a: it gets a fresh full backup" in caplog.text
+
+
 def test_a_run_that_was_replaced_deletes_nothing(
     life: Life, background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
