@@ -11,20 +11,20 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: ## lint, types and the whole test suite (TESTS="..." hands arguments to pytest)
-	@$(BOOTSTRAP) --extras spark,demo,test,lint
+	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) python -m ruff check .
 	@$(IN_VENV) python -m ruff format --check .
 	@$(IN_VENV) python -m mypy
 	@$(IN_VENV) python -m pytest -n 2 $(TESTS)
 
 lint: ## ruff and mypy only
-	@$(BOOTSTRAP) --extras spark,demo,test,lint
+	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) python -m ruff check .
 	@$(IN_VENV) python -m ruff format --check .
 	@$(IN_VENV) python -m mypy
 
 format: ## rewrite the sources in the house style
-	@$(BOOTSTRAP) --extras spark,demo,test,lint
+	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) python -m ruff check --fix .
 	@$(IN_VENV) python -m ruff format .
 
@@ -36,7 +36,7 @@ matrix: ## check the corners of the supported versions (MATRIX="..." hands argum
 	@$(PYTHON) scripts/matrix.py $(MATRIX)
 
 venv: ## set up .venv only
-	@$(BOOTSTRAP) --extras spark,demo,test,lint
+	@$(BOOTSTRAP) --extras demo,test,lint
 
 clean: ## remove everything that the other targets made
 	rm -rf .venv .matrix .demo build dist ./*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis spark-warehouse artifacts

@@ -159,7 +159,10 @@ def _where(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("pyspark", "pandas", "pyarrow", "lmdb"))
     day = result["finished"][:10]
-    return f"{machine['cores']} cores of an {machine['cpu']}, Python {versions['python']}, {packages}; {day}."
+    # Twelve digits, and a + where files differed from it; None where there was no clone.
+    commit = result["commit"] or "unknown"
+    place = f"{machine['cores']} cores of an {machine['cpu']}, Python {versions['python']}, {packages}"
+    return f"{place}; {day}, commit {commit[:7]}{commit[12:]}."
 
 
 def _machines(results: list[dict[str, Any]]) -> list[str]:

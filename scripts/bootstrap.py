@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ((3, 13), (3, 12), (3, 11), (3, 10))
 # What decides which packages are installed. The version is baked into the installed metadata.
-REQUIREMENT_FILES = ("pyproject.toml", "setup.cfg", "spark_state_ext/version.py", "scripts/bootstrap.py")
+REQUIREMENT_FILES = ("pyproject.toml", "setup.cfg", "setup.py", "spark_state_ext/version.py", "scripts/bootstrap.py")
 # What Azurite asks for.
 NODE_MIN = 18
 VERSION_PROBE = "import sys; print('%d.%d' % sys.version_info[:2])"
@@ -341,7 +341,7 @@ def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description="Set up a virtual environment for this checkout.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment")
-    parser.add_argument("--extras", default="spark", help="extras of the package, separated by commas")
+    parser.add_argument("--extras", default="test", help="extras of the package, separated by commas")
     options = parser.parse_args()
     try:
         bootstrap(options.venv.absolute(), set(options.extras.split(",")))

@@ -122,7 +122,7 @@ def check(corner: Corner, folder: Path, tests: list[str]) -> Result:
     venv, log = folder / corner.name, folder / f"{corner.name}.log"
     venv.mkdir(parents=True, exist_ok=True)
     try:
-        bootstrap.bootstrap(venv, {"spark", "test"}, corner.requirements, python)
+        bootstrap.bootstrap(venv, {"test"}, corner.requirements, python)
     except bootstrap.BootstrapError as error:
         return Result(corner, python, {}, "-", f"set-up failed: {error}", passed=False)
     inside = str(venv / "bin" / "python")

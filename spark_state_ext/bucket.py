@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +22,7 @@ from spark_state_ext.background import Inline, Runner
 from spark_state_ext.commit import CommitOptions, Place, is_complete, taken_over
 from spark_state_ext.committer import Committer
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
+from spark_state_ext.failures import Run
 from spark_state_ext.lineage import Chain, counted, presuming_snapshot, snapshot_due, snapshot_overdue
 from spark_state_ext.loading import Loader
 from spark_state_ext.memory import Calls, give_back
@@ -32,7 +33,7 @@ from spark_state_ext.store import LocalStore, View
 from spark_state_ext.uploads import Uploads, WorkerUploads
 from spark_state_ext.version import __version__
 
-__all__ = ["BATCHES_RETAINED", "Bucket"]
+__all__ = ["BATCHES_RETAINED", "Bucket", "Sizes"]
 
 T = TypeVar("T")
 
@@ -48,6 +49,28 @@ _PIN_S = 600.0
 BATCHES_RETAINED = 100
 # One for the process: all its buckets share the memory.
 _CALLS = Calls()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large a bucket's state is.
+
+    Parameters
+    ----------
+    rows_max, rows_min
+        Bounds of its live rows. They meet where one run has all of it.
+    size_bytes
+        Bytes of its runs.
+    """
+
+    rows_max: int
+    rows_min: int
+    size_bytes: int
+
+    @staticmethod
+    def of(view: View) -> Sizes:
+        """Those of a view."""
+        return Sizes(view.rows_max, view.rows_min, view.size_bytes)
 
 
 class Bucket:
@@ -75,6 +98,8 @@ class Bucket:
         Limits of commits; by default they are synchronous.
     restore_from
         Name of the backend to restore from, when there is a choice.
+    run
+        Whose call it is; None where nothing tells.
     """
 
     def __init__(
@@ -90,6 +115,7 @@ class Bucket:
         uploads: Uploads | None = None,
         options: CommitOptions | None = None,
         restore_from: str | None = None,
+        run: Run | None = None,
     ) -> None:
         self._store = store
         self._places = list(places)
@@ -100,15 +126,24 @@ class Bucket:
         self._batches_retained = batches_retained
         self._uploads = uploads or WorkerUploads()
         self._options = options or CommitOptions(journal=False)
-        self.committer = Committer(store, places, self._uploads, self._options, batches_retained)
+        self._run = run
+        self.committer = Committer(store, places, self._uploads, self._options, batches_retained, run=run)
         known = taken_over(pointer, places)
         self._sources = Sources(restore_order(places, known, restore_from), pointer, restore_from)
+        self._sizes: Sizes | None = None
         self._loader = Loader(store, self._sources, pointer.operator, pointer.bucket, scratch)
 
     @property
     def store(self) -> LocalStore:
         """Its local store."""
         return self._store
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of the state as it was committed last; as it is at the pointer, where nothing was."""
+        if self._sizes is None:
+            self._sizes = self.read(Sizes.of)
+        return self._sizes
 
     @property
     def fetched_files(self) -> int:
@@ -175,8 +210,8 @@ class Bucket:
             self._reconciled(self.pointer, lambda view: self._store.apply(rows, ref, parent))
             # Only what is committed for certain is merged and dropped: the pointer we were given, not the one we make.
             self._tidy(parent)
-            state_bytes, rows_max = self._reconciled(new, lambda view: (self._state_bytes(view), view.rows_max))
-            new = self.committer.finish(replace(new, rows=rows_max), handed_in)
+            state_bytes, self._sizes = self._reconciled(new, lambda view: (self._state_bytes(view), Sizes.of(view)))
+            new = self.committer.finish(replace(new, rows=self._sizes.rows_max), handed_in)
             return self._in_old_terms(self._with_snapshots(new, snapshot_due(new.lineage, state_bytes), behind))
         finally:
             sealed.let_go()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
 from arrow_schemas.pointer import InlineDelta, Pointer, Standing
@@ -32,6 +34,7 @@ from spark_state_ext.errors import (
     StorageError,
     UploadFailedError,
 )
+from spark_state_ext.failures import NO_RUN, Clocks, Ended, Run, counts
 from spark_state_ext.lineage import recent_beats
 from spark_state_ext.sealed import SealedFile
 from spark_state_ext.store import LocalStore
@@ -45,8 +48,10 @@ _POLL_S = 0.02
 _SLICE_S = 1.0
 # Checkpoints until a full snapshot that nobody here knows of is taken for lost.
 _PATIENCE_VERSIONS = 10
-# In the place of a file's name, in notes about a backend that lacks some.
-_LOST = "lost"
+# In the place of a file's name, in notes about a backend that lacks some, and about the full backups that it got since.
+_LOST, _ANSWERED = "lost", "answered"
+# Names of the note about clocks, and in it of what a task sends itself, which has another name in each attempt.
+_CLOCKS, _OWN = "clocks", "own"
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,8 @@ class Committer:
         Spark's ``minBatchesToRetain``.
     clock_s
         The machine's monotonic clock.
+    run
+        Whose call it is: failures of others do not count.
     """
 
     def __init__(
@@ -98,7 +105,10 @@ class Committer:
         options: CommitOptions,
         batches_retained: int,
         clock_s: Callable[[], float] = time.monotonic,
+        run: Run | None = None,
     ) -> None:
+        self._run = run or NO_RUN
+        self._ended = Ended(store.folder)
         self._batches_retained = batches_retained
         self._store = store
         self._places = {place.name: place for place in places}
@@ -176,22 +186,29 @@ class Committer:
         beats
             `Pointer.beats` of the clean-up's pointer.
         """
-        self._store.note({note_name(name, _LOST): str(beats).encode()})
+        # What was sent in full before may be among it.
+        self._store.note({note_name(name, _LOST): str(beats).encode()}, [note_name(name, _ANSWERED)])
 
     def _without_lost(self, pointer: Pointer) -> Pointer:
         """The pointer without the standings of backends from which somebody has deleted files."""
         notes = self._store.notes()
         standings = dict(pointer.standings)
+        mine = {str(entry.ref) for entry in pointer.lineage}
         for name in pointer.standings:
-            value = notes.get(note_name(name, _LOST))
-            if value is None:
+            lost, answered = note_name(name, _LOST), note_name(name, _ANSWERED)
+            if lost not in notes:
                 continue
-            self._store.note({}, [note_name(name, _LOST)])
             # What a clean-up that came late missed may have been deleted rightly.
-            if int(value) >= pointer.beats - recent_beats(max(self._batches_retained, pointer.retained)):
+            old = int(notes[lost]) < pointer.beats - recent_beats(max(self._batches_retained, pointer.retained))
+            # Forgotten when a pointer that has the answer is committed. The commit that gave it may have failed since,
+            # or the pointer of another attempt counts, which knows nothing of it.
+            if old or mine & set(json.loads(notes.get(answered, b"[]"))):
+                self._store.note({}, [lost, answered])
+                continue
+            if name not in self.lost:
                 _LOGGER.error("somebody has deleted files from %s: it gets a fresh full backup", name)
-                del standings[name]
-                self.lost.add(name)
+            del standings[name]
+            self.lost.add(name)
         return replace(pointer, standings=standings)
 
     def _notes(self) -> dict[str, Note]:
@@ -201,16 +218,24 @@ class Committer:
     def _raise_failed(self, pointer: Pointer, notes: Mapping[str, Note]) -> None:
         for name, delta in pending(pointer):
             note = notes.get(note_name(name, delta.name))
-            if note is not None and note.state == FAILED:
-                # Told once. Whoever tries again begins with a new upload.
-                self._store.note({}, [note_name(name, delta.name)])
+            if note is not None and note.state == FAILED and self._counts(note.run):
+                # The note stays: another attempt at this task must not take the failure for mended.
+                self._ended.tell(self._run)
                 raise UploadFailedError(
                     f"the upload of {delta.name} to the backend {name} failed: {note.error}. It is in Spark's own "
                     "state and not lost. Mend the cause and start again, or leave that backend out."
                 )
 
+    def _counts(self, noted: Run) -> bool:
+        """As `counts`, for this call."""
+        return noted == self._run or counts(noted, self._run, self._ended_at)
+
+    @cached_property
+    def _ended_at(self) -> int | None:
+        return self._ended.of(self._run)
+
     def _resume(self, pointer: Pointer, mine: bool = False) -> list[Upload]:
-        """Begin anew what no living process has under way; with `mine`, what this one does not.
+        """Begin anew what no living process has under way for this run; with `mine`, what this one does not.
 
         Returns
         -------
@@ -224,30 +249,65 @@ class Committer:
         begun: list[Upload] = []
         for name, delta in pending(pointer):
             upload = self._uploads.find(self._store, name, delta.name)
+            if upload is not None and not self._counts(upload.run):
+                # It may hang since before the cause was mended.
+                self._uploads.give_up([upload])
+                upload = None
             note = notes.get(note_name(name, delta.name))
             if upload is None:
                 if note is not None and (note.state == DONE or (self._elsewhere(note) and not mine)):
                     continue
-                upload = self._upload(name, delta.ref, SealedFile.of(delta.name, delta.data))
+                since_s = self._begun_s(note_name(name, delta.name), notes)
+                upload = self._upload(name, delta.ref, SealedFile.of(delta.name, delta.data), since_s)
                 begun.append(upload)
             own.append(upload)
         self._submit(begun)
         return own
 
     def _elsewhere(self, note: Note) -> bool:
-        """Whether another process is at it."""
-        return note.state == RUNNING and note.owner != self._uploads.owner and self._uploads.is_alive(note.owner)
+        """Whether another process is at it, for this run."""
+        return note.owner != self._uploads.owner and self._is_running(note)
+
+    def _is_running(self, note: Note) -> bool:
+        alive = note.owner == self._uploads.owner or self._uploads.is_alive(note.owner)
+        return note.state == RUNNING and alive and self._counts(note.run)
+
+    def _begun_s(self, name: str, notes: Mapping[str, Note]) -> float:
+        """Since when an upload has been under way, as far as this machine knows; now, where nobody is at it.
+
+        A process that ends takes its uploads with it. Another attempt at its task goes on with their clocks; a later
+        batch does not, as nobody may have tried for hours.
+        """
+        note = notes.get(name)
+        found = [self._kept.get(name)]
+        if note is not None and (self._is_running(note) or (note.state == RUNNING and note.run == self._run)):
+            found.append(note.since_s)
+        return min((since_s for since_s in found if since_s is not None), default=self._clock_s())
+
+    @cached_property
+    def _kept(self) -> Mapping[str, float]:
+        """Clocks that earlier attempts at this task left."""
+        return Clocks.kept(self._store.notes().get(_CLOCKS), self._run)
+
+    def _clocks(self, pointer: Pointer, **own: float) -> dict[str, bytes]:
+        """The note for further attempts at this task; none where nothing is under way."""
+        names = [note_name(name, delta.name) for name, delta in pending(pointer)]
+        if not self._run.id or not (names or own):
+            return {}
+        notes = self._notes()
+        since_s = {**own, **{name: self._begun_s(name, notes) for name in names}}
+        return {_CLOCKS: Clocks(self._run, since_s).encode()}
 
     def _since_s(self, pointer: Pointer) -> float:
-        """Since when the oldest upload has been under way, as far as this machine knows."""
+        """Since when the oldest upload has been under way."""
         notes = self._notes()
-        found = [notes.get(note_name(name, delta.name)) for name, delta in pending(pointer)]
-        running = [note.since_s for note in found if note is not None and note.state == RUNNING]
-        return min(running, default=self._clock_s())
+        found = [self._begun_s(note_name(name, delta.name), notes) for name, delta in pending(pointer)]
+        return min(found, default=self._clock_s())
 
     def _wait(self, pointer: Pointer, since_s: float) -> Pointer:
         """Wait until nothing of a pointer is under way."""
         began_s = self._clock_s()
+        self._store.note(self._clocks(pointer))
         try:
             while True:
                 pointer = self._looked_at(pointer)
@@ -258,8 +318,9 @@ class Committer:
                 if left_s <= 0:
                     self._uploads.give_up(own)
                     waiting = [(name, delta.name) for name, delta in pending(pointer)]
-                    # Who tries again, here or in another process, begins anew.
+                    # Who tries again, here or in another process, begins anew; an attempt at this task is late.
                     self._store.note({}, [note_name(*it) for it in waiting])
+                    self._ended.tell(self._run)
                     raise _timed_out(waiting, self._clock_s() - since_s, self._options)
                 foreign = len(own) < len(pending(pointer))
                 self._uploads.pause(own, min(left_s, _POLL_S if foreign else _SLICE_S))
@@ -292,11 +353,13 @@ class Committer:
         how = decide(sealed.size_bytes, inline_bytes, room_bytes, may_defer, self._options)
         # What is waited for must be in one queue, in order.
         before = [] if how == How.INLINE else self._resume(pointer, mine=True)
-        uploads = [self._upload(name, pointer.ref, sealed) for name in pointer.standings]
+        own = {} if how == How.INLINE else {_OWN: self._kept.get(_OWN, self._clock_s())}
+        since_s = own.get(_OWN, self._clock_s())
+        uploads = [self._upload(name, pointer.ref, sealed, since_s) for name in pointer.standings]
         for _ in uploads:
             sealed.take()
         try:
-            self._submit(uploads)
+            self._submit(uploads, self._clocks(pointer, **own))
         except BaseException:
             for _ in uploads:
                 sealed.let_go()
@@ -398,12 +461,21 @@ class Committer:
         assert pointer.ref is not None, "there is a state to catch up with"
         since = None if known else pointer.ref
         file = file_name(pointer.ref, SNAPSHOT)
+        notes = self._answers(pointer.ref, names)
         if not known:
             note = Note(RUNNING, self._uploads.owner, self._clock_s()).encode()
-            self._store.note({note_name(name, file): note for name in names})
+            notes |= {note_name(name, file): note for name in names}
+        if notes:
+            self._store.note(notes)
         standings = {**pointer.standings, **{name: Standing(pointer.ref, since) for name in names}}
         markers = {**pointer.markers, **{name: {STATE: file} for name in names}}
         return settled(replace(pointer, standings=standings, markers=markers), {})
+
+    def _answers(self, ref: CheckpointRef, names: Sequence[str]) -> dict[str, bytes]:
+        """Notes that backends which had lost files get a full backup with a checkpoint."""
+        notes = self._store.notes()
+        answered = [note_name(name, _ANSWERED) for name in names if note_name(name, _LOST) in notes]
+        return {name: json.dumps([*json.loads(notes.get(name, b"[]")), str(ref)]).encode() for name in answered}
 
     def send(self, ref: CheckpointRef, sealed: SealedFile, names: Sequence[str]) -> None:
         """Have backends keep a snapshot, side by side.
@@ -464,15 +536,15 @@ class Committer:
 
     # -- uploads -------------------------------------------------------------------------------------
 
-    def _upload(self, name: str, ref: CheckpointRef, sealed: SealedFile) -> Upload:
+    def _upload(self, name: str, ref: CheckpointRef, sealed: SealedFile, since_s: float) -> Upload:
         manager = self._places[name].backup
         markers = manager.snapshot(ref, {STATE: sealed})
-        return Upload(self._store, name, manager, ref, sealed.name, markers, self._clock_s(), sealed.size_bytes)
+        return Upload(self._store, name, manager, ref, sealed.name, markers, since_s, sealed.size_bytes, self._run)
 
-    def _submit(self, uploads: Sequence[Upload]) -> None:
+    def _submit(self, uploads: Sequence[Upload], also: Mapping[str, bytes] | None = None) -> None:
         if not uploads:
             return
-        notes: dict[str, bytes] = {}
+        notes = dict(also or {})
         for upload in uploads:
             notes |= upload.note(RUNNING, self._uploads.owner)
         self._store.note(notes, self._stale)
@@ -492,6 +564,8 @@ def await_all(
     while True:
         for upload in uploads:
             error = upload.done.exception() if upload.done.done() else None
+            if error is not None:
+                Ended(upload.store.folder).tell(upload.run)
             if isinstance(error, StateError):
                 raise error
             if error is not None:
@@ -506,6 +580,7 @@ def await_all(
             runner.give_up(waiting)
             for upload in waiting:
                 upload.store.note({}, [note_name(upload.backend, upload.file)])
+                Ended(upload.store.folder).tell(upload.run)
             raise _timed_out(((it.backend, it.file) for it in waiting), under_way_s, options)
         runner.pause(waiting, min(_SLICE_S, options.commit_timeout_ms / 1000 - under_way_s))
         while_waiting()

@@ -16,7 +16,7 @@ import posixpath
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
@@ -24,9 +24,10 @@ import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
+from spark_state_ext import publishing
 from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, StoreFullError, UsageError
 
-__all__ = ["Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_relative"]
+__all__ = ["Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_relative", "taken"]
 
 # Object stores: a PUT is seen whole or not at all, and "rename" would be a copy.
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory", "r2"})
@@ -137,6 +138,9 @@ class Folder:
         protocols = self._fs.protocol if isinstance(self._fs.protocol, (tuple, list)) else (self._fs.protocol,)
         self._atomic_put = not _ATOMIC_PUT.isdisjoint(protocols)
         self._local = isinstance(self._fs, LocalFileSystem)
+        # Folders of which the names survive a power failure, from this one on; those below it know them too.
+        self._top = self._path
+        self._durable: set[str] = set()
 
     @property
     def is_local(self) -> bool:
@@ -147,6 +151,23 @@ class Folder:
     def identity(self) -> str:
         """The folder's root, and what else decides where that is."""
         return f"{self.root} {self._options_digest}"
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a file takes the place of another one in one step, so that there is one at every moment.
+
+        False where nobody vouches for it: on all but local disks and object stores.
+        """
+        return self._local or self._atomic_put
+
+    @property
+    def creates_exclusively(self) -> bool:
+        """Whether of several concurrent callers of `create` exactly one gets True, for certain.
+
+        So it is on local disks, on S3 (s3fs with botocore 1.35.20 or newer, and a server that honours
+        ``If-None-Match``), on Azure (adlfs), on Google Cloud Storage (gcsfs), on WebHDFS, HDFS and SMB, and in memory.
+        """
+        return publishing.creates_exclusively(self._fs)
 
     def child(self, *names: str) -> Folder:
         """A folder below this one."""
@@ -161,7 +182,10 @@ class Folder:
         return posixpath.join(self.root, name)
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        """Publish a file.
+        """Publish a small file; it takes the place of one that is there.
+
+        Where not `replaces`, there may be none of that name for a moment. Files that must be there at every moment go
+        by `create` or `put_file`.
 
         Raises
         ------
@@ -173,29 +197,72 @@ class Folder:
             if self._atomic_put:
                 self._fs.pipe_file(target, bytes(data))
                 return
-            self._fs.makedirs(posixpath.dirname(target), exist_ok=True)
+            self._make_folder(posixpath.dirname(target))
             temporary = self._temporary(target)
             with self._removed_on_failure(temporary):
                 with self._fs.open(temporary, "wb") as file:
                     file.write(data)
                     self._sync(file)
-                self._rename(temporary, target)
+                if not self._renamed(temporary, target):
+                    self._fs.rm_file(target)
+                    self._fs.mv(temporary, target)
 
     def put_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
-        """Publish a local file under a name; as `put`, but of any size."""
+        """Publish a local file, of any size, under a name.
+
+        It takes the place of one that is there where the store `replaces`. Elsewhere that one stays, and is never
+        absent; it is an error when it has other bytes.
+
+        Raises
+        ------
+        StorageError
+            When it could not be written, or another one is there that stays.
+        """
         with self._translated(f"writing {self.where(name)}", writes=True):
             target = posixpath.join(self._path, name)
             if self._atomic_put:
                 self._fs.put_file(os.fspath(local_path), target)
                 return
-            self._fs.makedirs(posixpath.dirname(target), exist_ok=True)
+            self._make_folder(posixpath.dirname(target))
             temporary = self._temporary(target)
             with self._removed_on_failure(temporary):
                 self._fs.put_file(os.fspath(local_path), temporary)
                 if self._local:
                     with open(temporary, "rb") as file:
                         os.fsync(file.fileno())
-                self._rename(temporary, target)
+                if self._renamed(temporary, target):
+                    return
+                # Sent by another one too; files that are sent twice are the same.
+                if not self._has_bytes_of(local_path, target):
+                    raise taken(self.where(name)) from FileExistsError(errno.EEXIST, "there is another one", target)
+                self._fs.rm_file(temporary)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Publish a small file, only where none of its name is.
+
+        Parameters
+        ----------
+        name
+            The file.
+        data
+            Its bytes. Callers that must know who made the file put an id of their own into it.
+
+        Returns
+        -------
+        bool
+            True when this call made it, or one before it that sent the same bytes and did not get the answer; False
+            when there is another one. Where not `creates_exclusively`, two calls at one time may both get True.
+
+        Raises
+        ------
+        StorageError
+            When that cannot be told. The file may be there; another call with the same bytes tells.
+        """
+        with self._translated(f"writing {self.where(name)}", writes=True):
+            target = posixpath.join(self._path, name)
+            if self._local:
+                self._make_folder(posixpath.dirname(target))
+            return publishing.create(self._fs, target, data, self._temporary(target))
 
     def get(self, name: str) -> bytes:
         """A whole file.
@@ -265,6 +332,22 @@ class Folder:
                 return []
             return sorted(_entry(info) for info in found)
 
+    def tree(self) -> list[Entry]:
+        """All files here and in the folders below, by their path from here."""
+        with self._translated(f"listing {self.root}"):
+            self._fs.invalidate_cache(self._path)
+            found = self._fs.find(self._path, detail=True)
+            files = ((posixpath.relpath(path, self._path), _entry(info)) for path, info in found.items())
+            return sorted(replace(entry, name=path) for path, entry in files if not entry.folder)
+
+    def move(self, name: str, target: str) -> None:
+        """Move a file within this folder; it may have been moved already. An object store copies it."""
+        with self._translated(f"moving {self.where(name)}"), contextlib.suppress(FileNotFoundError):
+            path = posixpath.join(self._path, target)
+            if not self._atomic_put:
+                self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
+            self._fs.mv(posixpath.join(self._path, name), path)
+
     def remove(self, name: str) -> None:
         """Remove a file; nothing happens when it is gone already."""
         with self._translated(f"removing {self.where(name)}"), contextlib.suppress(FileNotFoundError):
@@ -276,29 +359,31 @@ class Folder:
             self._fs.rm(posixpath.join(self._path, name), recursive=True)
 
     def _is_there(self, path: str) -> bool:
-        # Not `exists`, which takes an error of whatever kind for an absent file.
-        try:
-            self._fs.info(path)
-        except FileNotFoundError:
-            return False
-        return True
+        return publishing.is_there(self._fs, path)
 
-    def _rename(self, temporary: str, target: str) -> None:
+    def _renamed(self, temporary: str, target: str) -> bool:
+        """Give a file its name; False where another one has it and keeps it."""
         if self._local:
             os.replace(temporary, target)
             # Without this a power failure may take the name away again, after Spark has made the pointer durable.
-            folder = os.open(posixpath.dirname(target), os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        else:
-            # On SMB a file of that name is an error, on WebHDFS nothing happens, and no error says so.
-            with contextlib.suppress(FileExistsError):
-                self._fs.mv(temporary, target)
-            if self._is_there(temporary):
-                self._fs.rm_file(target)
-                self._fs.mv(temporary, target)
+            publishing.sync_folder(posixpath.dirname(target))
+            return True
+        return publishing.renamed(self._fs, temporary, target)
+
+    def _make_folder(self, path: str) -> None:
+        if not self._local:
+            self._fs.makedirs(path, exist_ok=True)
+        elif path not in self._durable or not os.path.isdir(path):
+            publishing.make_folder(path, self._top)
+            self._durable.add(path)
+
+    def _has_bytes_of(self, local_path: str | os.PathLike[str], target: str) -> bool:
+        with open(local_path, "rb") as local:
+            size = os.fstat(local.fileno()).st_size
+            return self._fs.info(target)["size"] == size and all(
+                self._fs.cat_file(target, start=at, end=min(at + _PIECE_BYTES, size)) == local.read(_PIECE_BYTES)
+                for at in range(0, size, _PIECE_BYTES)
+            )
 
     def _sync(self, file: Any) -> None:
         file.flush()
@@ -324,6 +409,8 @@ class Folder:
     def _translated(self, doing: str, writes: bool = False) -> Iterator[None]:
         try:
             yield
+        except StateError:  # some are an OSError too
+            raise
         except FileNotFoundError as error:
             if writes:  # somebody removed the folder, or the local source; or it cannot be made
                 raise StorageError(f"{doing}: {error}. {_MUST_BE}") from error
@@ -333,8 +420,6 @@ class Folder:
                 raise StoreFullError(f"{doing}: {error}. Make room where the root lies.") from error
             hint = f". {_MUST_BE}" if error.errno in _REFUSED else ""
             raise StorageError(f"{doing}: {error}{hint}") from error
-        except StateError:
-            raise
         except Exception as error:
             # Clients of object stores have errors of their own that are no OSError.
             hint = ""
@@ -395,6 +480,20 @@ def refuse_relative(root: str, what: str) -> None:
             f"{what} must be an absolute path, in a URL too, as executors have other working folders: {root!r} lacks "
             "the third slash of file:///…"
         )
+
+
+def taken(where: str) -> StorageError:
+    """That a file is there with other bytes than it must have, and stays.
+
+    Parameters
+    ----------
+    where
+        How to call it.
+    """
+    return StorageError(
+        f"{where} is there with other bytes than it must have, as one that is damaged has, and this file system does "
+        "not put one file in another's place. Nobody can use it: delete it, and start again."
+    )
 
 
 def is_temporary(name: str) -> bool:

@@ -2,189 +2,101 @@
 
 A copied Spark checkpoint keeps its query id, so two runs can claim one folder. Immutable files keep their states apart,
 but clean-up and the user's intent do not allow it: the second live run is refused, and a run that another has replaced
-stops. A lease is a small file with the run's id and the time of its last renewal.
+stops. Tasks renew the lease while they run, and the driver while the query is idle (`spark.keeper`).
 
-A PUT may arrive long after it was sent, and then overwrites the record of the run that took the lease meanwhile. That
-run remembers whom it replaced, and writes its own again. The other one does not get the lease by it: it looks while a
-PUT hangs and after one that took long, and does not forget that it saw a successor.
-
-A restart must not wait for the lease of a run that is known to be over: Spark itself never has one query active twice
-in an application, and on one machine a process that is gone renews nothing.
+A newcomer watches the record for a whole lease on its own clock before it takes over: clocks of two machines are never
+compared. A restart does not wait where the run before is known to be over: Spark itself never has one query active
+twice in an application, the driver says so when a query ends, and in local mode a driver's process can be looked for.
 """
 
 from __future__ import annotations
 
-import json
+import enum
 import logging
 import math
-import os
-import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
-from arrow_schemas.checksum import checksum_of
-from spark_state_ext.errors import (
-    CorruptFileError,
-    LiveRunError,
-    MissingCheckpointError,
-    StateError,
-    StorageError,
-    UsageError,
-    VersionSkewError,
-)
+from spark_state_ext.errors import LiveRunError, StateError, StorageError, UsageError
 from spark_state_ext.folder import Folder
+from spark_state_ext.lease_log import LeaseLog
+from spark_state_ext.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
 from spark_state_ext.pool import DaemonPool
-from spark_state_ext.process import is_running, namespace, start_of
-from spark_state_ext.store.environment import boot_id
 
-__all__ = ["Lease", "LeaseRecord", "RunIdentity", "verdict"]
+__all__ = ["LEASE_MS_MIN", "Clock", "Lease", "LeaseState"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-_FILE = "lease.json"
-_LEASE_FORMAT = 3
+LEASE_MS_MIN = 100
 _POLL_S = 0.2
-_REPLACED_MAX = 100
-TAKE, WAIT = "take", "wait"
-_STOP_ONE = ", which started later. Stop one of the two, and give a copied checkpoint a root of its own."
-_NOT_DONE = "; what it had left to do in the background is not done."
+_STOP_ONE = ". Stop one of the two, and give a copied checkpoint a root of its own."
+_NOT_DONE = "; what this run had left to do in the background is not done."
 
 
 @dataclass(frozen=True)
-class RunIdentity:
-    """A streaming run: Spark's run id, its application, and a process on one machine that lives as long as it."""
-
-    run_id: str
-    application_id: str
-    host: str
-    boot: str
-    pid: int
-    pid_start: str
-    pid_namespace: str = ""
-
-    @staticmethod
-    def here(run_id: str, application_id: str) -> RunIdentity:
-        """The identity of the run this worker process works for."""
-        # Workers are forked by a daemon that lives as long as the executor; its own life is what counts.
-        pid = os.getppid()
-        host, boot = socket.gethostname(), boot_id()
-        return RunIdentity(run_id, application_id, host, boot, pid, start_of(pid), namespace())
-
-    def is_over(self) -> bool:
-        """Whether the process is known to be gone; False when that cannot be told from here.
-
-        Machines may share a name, and containers a machine's name and boot: a process is looked for only where its
-        number means the same. After a restart of the machine its lease runs out.
-        """
-        here = (socket.gethostname(), boot_id(), namespace())
-        if not self.pid_start or not self.pid_namespace or (self.host, self.boot, self.pid_namespace) != here:
-            return False
-        return not is_running(self.pid, self.pid_start)
-
-
-@dataclass(frozen=True)
-class LeaseRecord:
-    """Contents of a lease file.
+class Clock:
+    """Where a lease has the time from.
 
     Parameters
     ----------
-    owner
-        The run that holds the lease.
-    renewed_ms
-        When it last said so: wall-clock time, milliseconds since 1970.
-    replaced
-        Runs that held it before, the last ones; they do not get it back.
+    monotonic_s
+        A clock that only goes forward: all is decided by it.
+    wall_s
+        Seconds since 1970, which people read in the record.
+    sleep_s
+        Waits.
     """
 
-    owner: RunIdentity
-    renewed_ms: int
-    replaced: tuple[str, ...] = ()
-
-    def encode(self) -> bytes:
-        """The file's bytes."""
-        fields = {
-            "format": _LEASE_FORMAT,
-            "owner": asdict(self.owner),
-            "renewed_ms": self.renewed_ms,
-            "replaced": list(self.replaced),
-        }
-        return json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
-
-    @staticmethod
-    def decode(data: bytes, where: str) -> LeaseRecord:
-        """Read a lease file."""
-        try:
-            fields = json.loads(data)
-            if fields["format"] > _LEASE_FORMAT:
-                raise VersionSkewError(
-                    f"{where} has format {fields['format']}; this release reads up to {_LEASE_FORMAT}. "
-                    "Use a newer release."
-                )
-            # Format 1 had none.
-            if fields.pop("checksum", None) != (checksum_of(fields) if fields["format"] > 1 else None):
-                raise CorruptFileError(f"{where} fails its checksum. Remove it when no run is live.")
-            replaced = tuple(str(run) for run in fields.get("replaced", ()))
-            return LeaseRecord(RunIdentity(**fields["owner"]), int(fields["renewed_ms"]), replaced)
-        except CorruptFileError:
-            raise
-        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"{where} is no lease: {error!r}. Remove it when no run is live.") from error
+    monotonic_s: Callable[[], float] = time.monotonic
+    wall_s: Callable[[], float] = time.time
+    sleep_s: Callable[[float], None] = time.sleep
 
 
-def verdict(found: LeaseRecord | None, me: RunIdentity, now_ms: int, lease_ms: int, over: bool) -> str:
-    """What a run that does not hold the lease may do: `TAKE` it, or `WAIT` whether the owner renews it.
+class LeaseState(enum.Enum):
+    """How a process stands to the lease of its run."""
 
-    Parameters
-    ----------
-    found
-        The record on file.
-    me
-        The run that asks.
-    now_ms, lease_ms
-        The time, and how long a lease lasts without renewal.
-    over
-        Whether the owner's process is known to be gone.
-    """
-    if found is None or found.owner.run_id == me.run_id or over:
-        return TAKE
-    if me.application_id and found.owner.application_id == me.application_id:
-        return TAKE
-    return TAKE if now_ms - found.renewed_ms > lease_ms else WAIT
+    NEW = "it has not asked yet"
+    HELD = "its run holds the lease, as far as it knows"
+    LOST = "another run has it"
 
 
 class Lease:
-    """This process's hold on one operator folder for one run.
+    """This process's hold on one query folder for one run.
 
     Parameters
     ----------
     files
-        The operator's folder.
+        The query folder.
     me
         The run.
     lease_ms
         How long a lease lasts without renewal.
-    once
-        The run's id is never used again, so that a run which was replaced is known by it.
+    clock
+        Where the time comes from.
     """
 
-    _held: ClassVar[dict[tuple[str, str], Lease]] = {}
+    _held: ClassVar[dict[str, Lease]] = {}
     _lock = threading.Lock()
 
-    def __init__(self, files: Folder, me: RunIdentity, lease_ms: int, *, once: bool = True) -> None:
-        if lease_ms < 100:
-            raise UsageError(f"lease_ms must be at least 100, not {lease_ms}")
+    def __init__(self, files: Folder, me: RunIdentity, lease_ms: int, clock: Clock | None = None) -> None:
+        if lease_ms < LEASE_MS_MIN:
+            raise UsageError(f"lease_ms must be at least {LEASE_MS_MIN}, not {lease_ms}")
         self._files = files
+        self._log = LeaseLog(files)
         self._me = me
         self._lease_ms = lease_ms
-        self._once = once
-        self._check_at_s = 0.0
+        self._third_s = lease_ms / 3000
+        self._clock = clock or Clock()
+        self._state = LeaseState.NEW
+        self._newest: Found | None = None
+        self._renew_at_s = -math.inf
         # After a store did not answer.
-        self._not_before_s = 0.0
-        self._checked_at_s = -math.inf
-        self._seen = False
+        self._not_before_s = -math.inf
+        # When it was known last that the run holds it.
+        self._known_at_s = -math.inf
         self._holding = threading.Lock()
         self._renewing = False
         self._looking = False
@@ -192,19 +104,29 @@ class Lease:
         self._beside = DaemonPool("leases")
         self._beside.threads_max = 2  # to look while a renewal hangs
         self._successor: RunIdentity | None = None
-        self._replaced: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, files: Folder, run_id: str, application_id: str, lease_ms: int, *, once: bool = True) -> Lease:
-        """The process's lease object of a run."""
+    def of(cls, files: Folder, me: RunIdentity, lease_ms: int) -> Lease:
+        """The process's lease object of a folder: the current run's, as a worker outlives queries.
+
+        Parameters
+        ----------
+        files, me, lease_ms
+            As for the class.
+        """
         with cls._lock:
-            key = (files.identity, run_id)
-            if key not in cls._held:
-                # A worker outlives queries; only the current run of a folder is of interest.
-                for stale in [k for k in cls._held if k[0] == files.identity]:
-                    del cls._held[stale]
-                cls._held[key] = cls(files, RunIdentity.here(run_id, application_id), lease_ms, once=once)
-            return cls._held[key]
+            held = cls._held.get(files.identity)
+            if held is None or (held._me.application, held._me.plan) != (me.application, me.plan):
+                held = cls._held[files.identity] = cls(files, me, lease_ms)
+            elif me.query:
+                # Tasks that are not told their query take turns with tasks that are.
+                held._me = me
+            return held
+
+    @property
+    def state(self) -> LeaseState:
+        """How this process stands to the lease."""
+        return self._state
 
     def hold(self) -> None:
         """Take or renew the lease when that is due; cheap otherwise.
@@ -218,22 +140,107 @@ class Lease:
         LiveRunError
             When another live run holds it, or has taken it over from this one.
         """
-        self._stop_if_replaced(_STOP_ONE)
-        now_s = time.monotonic()
-        if now_s < max(self._check_at_s, self._not_before_s):
-            return
-        if not self._seen:
+        self._stop_if_lost(_STOP_ONE)
+        if self._state is LeaseState.NEW:
             with self._holding:
-                if time.monotonic() >= self._check_at_s:
-                    self._renew()
+                if self._state is LeaseState.NEW:
+                    self._take()
             return
-        if not self._looking and now_s >= max(self._check_at_s, self._checked_at_s) + self._lease_ms / 3000:
+        now_s = self._clock.monotonic_s()
+        if now_s < max(self._renew_at_s, self._not_before_s):
+            return
+        if not self._looking and now_s >= self._known_at_s + 2 * self._third_s:
             self._looking = True
-            self._do_beside(self._look_beside, self._lease_ms / 3000)
-            self._stop_if_replaced(_STOP_ONE)
+            self._do_beside(self._look_beside, self._third_s)
+            self._stop_if_lost(_STOP_ONE)
         if not self._renewing:
             self._renewing = True
             self._do_beside(self._renew_beside, 0.0)
+
+    def check(self) -> None:
+        """See that nobody has taken the lease over; for work after the run's last task, which must not renew it.
+
+        Raises
+        ------
+        LiveRunError
+            When another run has taken it.
+        """
+        self._stop_if_lost(_NOT_DONE)
+        if self._clock.monotonic_s() >= self._known_at_s + self._third_s:
+            self._look(_NOT_DONE)
+
+    # -- taking it ---------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        watch: Watch | None = None
+        while True:
+            begun_s = self._clock.monotonic_s()
+            found = self._log.newest()
+            over = found is not None and found.record.owner.is_over()
+            decision = decide(found, self._me, watch, begun_s, self._lease_ms, over)
+            if decision is Decision.REPLACED:
+                assert found is not None, "a record says so"
+                raise self._lost_to(found.record.owner, _STOP_ONE)
+            if decision is Decision.LIVE:
+                assert found is not None, "somebody has renewed it"
+                raise LiveRunError(
+                    f"the state at {self._log.root} is being written by {found.record.owner}, and {self._me} must not "
+                    "write it too. Stop the other run, or give this one a root of its own."
+                )
+            if decision is Decision.WATCH:
+                assert found is not None, "there is something to watch"
+                if watch is None:
+                    watch = Watch(found, begun_s)
+                    self._tell_of_waiting(found)
+                self._clock.sleep_s(min(_POLL_S, self._third_s))
+            elif self._append(found, decision, begun_s, verify=True) or self._is_renewed_since(found):
+                return
+
+    def _is_renewed_since(self, found: Found | None) -> bool:
+        """Whether another process of this run was faster, as when many workers begin at once."""
+        begun_s = self._clock.monotonic_s()
+        newest = self._log.newest()
+        if newest is None or newest == found or newest.record.released or self._is_anothers(newest.record):
+            return False
+        self._known(newest, begun_s)
+        return True
+
+    def _tell_of_waiting(self, found: Found) -> None:
+        lasts_s = max(self._lease_ms, found.record.lease_ms) / 1000
+        _LOGGER.warning(
+            "the state at %s was last written by %s, which did not say that it has ended: this run waits for %.1f s "
+            "to see whether it still lives",
+            self._log.root,
+            found.record.owner,
+            lasts_s,
+        )
+
+    def _append(self, found: Found | None, decision: Decision, begun_s: float, *, verify: bool = False) -> bool:
+        now_ms = int(self._clock.wall_s() * 1000)
+        if found is None:
+            record = LeaseRecord(self._me, 0, 0).renewed(self._me, now_ms, self._lease_ms)
+        elif decision is Decision.TAKE_OVER:
+            record = found.record.taken_over(self._me, now_ms, self._lease_ms)
+        else:
+            record = found.record.renewed(self._me, now_ms, self._lease_ms)
+        if not self._log.append(found, record):
+            return False
+        made: Found | None = Found(1 if found is None else found.number + 1, record)
+        if verify or self._clock.monotonic_s() > begun_s + self._third_s:
+            # Where it took long, others may have gone on, and have removed the number that was free. And who begins
+            # makes sure that the store does what it says.
+            made = self._log.newest()
+        if made is None or made.record != record:
+            return False
+        self._known(made, begun_s)
+        return True
+
+    def _known(self, newest: Found, at_s: float) -> None:
+        self._newest, self._known_at_s = newest, at_s
+        self._renew_at_s = at_s + self._third_s
+        self._state = LeaseState.HELD
+
+    # -- keeping it --------------------------------------------------------------------------------
 
     def _do_beside(self, work: Callable[[], None], timeout_s: float) -> None:
         try:
@@ -253,36 +260,22 @@ class Lease:
         finally:
             self._looking = False
 
-    def _look(self, and_so: str) -> None:
-        found = self._read()
-        if found is not None and self._is_another(found) and not self._is_late(found):
-            raise self._lost_to(found.owner, and_so)
-        self._checked_at_s = time.monotonic()
+    def _look(self, and_so: str) -> Found | None:
+        begun_s = self._clock.monotonic_s()
+        found = self._log.newest()
+        if found is not None and self._is_anothers(found.record):
+            raise self._lost_to(found.record.owner, and_so)
+        self._known_at_s = begun_s
+        return found
 
-    def _is_another(self, found: LeaseRecord) -> bool:
-        return found.owner.run_id != self._me.run_id
-
-    def _is_late(self, found: LeaseRecord) -> bool:
-        """Whether it was sent before this run replaced its writer, who did not know of that."""
-        return found.owner.run_id in self._replaced and self._me.run_id not in found.replaced
-
-    def _stop_if_replaced(self, and_so: str) -> None:
-        successor = self._successor
-        if successor is not None:
-            if not self._once:
-                # It may come back, and then looks anew.
-                self._successor = None
-            raise self._lost_error(successor, and_so)
-
-    def _is_replaced_here(self) -> bool:
-        """Whether this process works for another run on the same folder by now."""
-        return any(it is not self and it._files.identity == self._files.identity for it in list(self._held.values()))
+    def _is_anothers(self, record: LeaseRecord) -> bool:
+        return self._me.plan in record.replaced or not record.owner.is_same_run(self._me)
 
     def _renew_beside(self) -> None:
         try:
             with self._holding:
                 # Not after its run: the next one may have taken it.
-                if self._successor is None and time.monotonic() >= self._check_at_s and not self._is_replaced_here():
+                if self._state is LeaseState.HELD and self._is_due() and not self._is_replaced_here():
                     self._renew()
         except LiveRunError:
             pass  # kept as the successor
@@ -291,75 +284,41 @@ class Lease:
         finally:
             self._renewing = False
 
-    def _not_answered(self, error: StateError) -> None:
-        self._not_before_s = time.monotonic() + self._lease_ms / 6000
-        _LOGGER.warning("the lease of %s could not be renewed yet: %s", self._files.root, error)
-
-    def check(self) -> None:
-        """See that nobody has taken the lease over; for work after the run's last task, which must not renew it.
-
-        Raises
-        ------
-        LiveRunError
-            When another run has taken it.
-        """
-        self._stop_if_replaced(_NOT_DONE)
-        if time.monotonic() >= max(self._check_at_s, self._checked_at_s + self._lease_ms / 3000):
-            self._look(_NOT_DONE)
+    def _is_due(self) -> bool:
+        return self._clock.monotonic_s() >= self._renew_at_s
 
     def _renew(self) -> None:
-        begun_s = time.monotonic()
-        found = self._read()
-        replaced = self._replaced if found is None else (*self._replaced, *found.replaced)
-        if found is not None and self._is_another(found):
-            if not self._is_late(found):
-                # A run whose workers are new, and a late task of a run that is over, know it from the record only.
-                if self._seen or (self._once and self._me.run_id in replaced):
-                    raise self._lost_to(found.owner, _STOP_ONE)
-                self._wait_for_end(found)
-                begun_s = time.monotonic()
-            replaced = (*replaced, found.owner.run_id)
-        replaced = tuple(dict.fromkeys(replaced))[-_REPLACED_MAX:]
-        self._files.put(_FILE, LeaseRecord(self._me, int(time.time() * 1000), replaced).encode())
-        self._replaced = replaced
-        if time.monotonic() > begun_s + self._lease_ms / 1000:
-            # It had run out, and whoever took it over meanwhile may have written it again.
-            self._look(_STOP_ONE)
-        self._seen = True
-        self._check_at_s = begun_s + self._lease_ms / 3000
+        begun_s = self._clock.monotonic_s()
+        found = self._look(_STOP_ONE)
+        if found is not None and found != self._newest and not found.record.released:
+            # Another process of the run has renewed it since.
+            self._known(found, begun_s)
+        elif not self._append(found, Decision.RENEW, begun_s):
+            # So somebody else has, just now: of this run, or it is lost.
+            found = self._look(_STOP_ONE)
+            if found is not None:
+                self._known(found, begun_s)
+
+    def _is_replaced_here(self) -> bool:
+        """Whether this process works for another run on the same folder by now."""
+        return self._held.get(self._files.identity, self) is not self
+
+    def _not_answered(self, error: StateError) -> None:
+        self._not_before_s = self._clock.monotonic_s() + self._third_s / 2
+        _LOGGER.warning("the lease of %s could not be renewed yet: %s", self._log.root, error)
+
+    # -- losing it ---------------------------------------------------------------------------------
+
+    def _stop_if_lost(self, and_so: str) -> None:
+        if self._successor is not None:
+            raise self._lost_error(self._successor, and_so)
 
     def _lost_to(self, owner: RunIdentity, and_so: str) -> LiveRunError:
-        self._successor = owner
+        self._successor, self._state = owner, LeaseState.LOST
         return self._lost_error(owner, and_so)
 
     def _lost_error(self, owner: RunIdentity, and_so: str) -> LiveRunError:
         return LiveRunError(
-            f"run {self._me.run_id} has lost the state at {self._files.root} to run {owner.run_id} on "
-            f"{owner.host}{and_so}"
+            f"the state at {self._log.root} was taken over by {owner}, which started later; {self._me} must not write "
+            f"it any more{and_so}"
         )
-
-    def _wait_for_end(self, found: LeaseRecord) -> None:
-        deadline_s = time.monotonic() + self._lease_ms / 1000
-        while True:
-            now_ms = int(time.time() * 1000)
-            if verdict(found, self._me, now_ms, self._lease_ms, found.owner.is_over()) == TAKE:
-                return
-            latest = self._read()
-            if latest is not None and latest.owner.run_id == self._me.run_id:
-                return
-            if latest is not None and latest != found:
-                raise LiveRunError(
-                    f"the state at {self._files.root} is being written by run {latest.owner.run_id} on "
-                    f"{latest.owner.host}; "
-                    f"run {self._me.run_id} must not write it too. Stop the other run, or give this one a root "
-                    "of its own."
-                )
-            if time.monotonic() > deadline_s:
-                return
-            time.sleep(_POLL_S)
-
-    def _read(self) -> LeaseRecord | None:
-        try:
-            return LeaseRecord.decode(self._files.get(_FILE), self._files.where(_FILE))
-        except MissingCheckpointError:
-            return None

@@ -54,8 +54,11 @@ class CallMetrics:
         (For an operator that makes rows fewer before the shuffle: those that are left.)
     changed_rows
         Rows of the delta, tombstones included; 0 when nothing changed.
-    state_rows
-        Upper bound of the bucket's live keys.
+    state_rows, state_rows_min
+        Bounds of the bucket's keys that have state or a timeout, expired state that has not been removed included: they
+        are at most `state_rows` and at least `state_rows_min`.
+    state_bytes
+        Size of the bucket's state in the local store, rows included that newer ones replace until they are merged.
     read_ms, lookup_ms, user_ms, commit_ms, wait_ms, total_ms
         Milliseconds in which state was restored; in which it was looked up; in which the user's function ran,
         conversions included; of the commit, from settling earlier uploads to the new pointer, `wait_ms` included; in
@@ -88,6 +91,8 @@ class CallMetrics:
     timeouts: int = 0
     changed_rows: int = 0
     state_rows: int = 0
+    state_rows_min: int = 0
+    state_bytes: int = 0
     read_ms: float = 0.0
     lookup_ms: float = 0.0
     user_ms: float = 0.0
@@ -115,7 +120,8 @@ SCHEMA = pa.schema(
 )
 # How columns are summed up over the buckets of a batch.
 _SUMMED = (
-    *("rows", "keys", "timeouts", "changed_rows", "state_rows", "read_ms", "lookup_ms", "user_ms", "commit_ms"),
+    *("rows", "keys", "timeouts", "changed_rows", "read_ms", "lookup_ms", "user_ms", "commit_ms"),
+    *("state_rows", "state_rows_min", "state_bytes"),
     *(
         "wait_ms",
         "total_ms",
@@ -287,7 +293,7 @@ def by_batch(calls: pa.Table) -> pa.Table:
 _COUNTERS = ("rows", "keys", "timeouts", "changed_rows", "uploaded_bytes", "uploads", "restored_files")
 _HISTOGRAMS = (
     *("read_ms", "lookup_ms", "user_ms", "commit_ms", "wait_ms", "total_ms", "upload_ms"),
-    *("delta_bytes", "inline_bytes", "oldest_inline_ms"),
+    *("delta_bytes", "inline_bytes", "oldest_inline_ms", "state_bytes"),
 )
 
 

@@ -1,22 +1,43 @@
-"""The folder ``<root>/<operator>/<query id>``: its operator files, and who else is beside it."""
+"""The folder ``<root>/<operator>``: the operator files of a query folder below it, and which other queries have one."""
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
-from spark_state_ext.errors import ExistingStateError
+from spark_state_ext.errors import ExistingStateError, StorageError
 from spark_state_ext.folder import Folder
 
-__all__ = ["admit"]
+__all__ = [
+    "SPILL_FOLDER",
+    "STARTING_FOLDER",
+    "admit",
+    "homes_of_batch",
+    "new_home",
+    "others_beside",
+    "shown_ids",
+]
 
 _LOGGER = logging.getLogger("spark_state_ext")
+# Beside the queries' folders: notes about first batches, and rows in transit of tasks that are not told their query.
+STARTING_FOLDER, SPILL_FOLDER = "starting", "spill"
+_HOME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+# Each round ends with the file of one job written, and a job writes one.
+_ROUNDS_MAX = 5
 _admitted: dict[tuple[str, bytes], OperatorFile] = {}
 _admitted_lock = threading.Lock()
 
 
-def admit(operator_files: Folder, wanted: OperatorFile, strict: bool, *, again: bool = False) -> OperatorFile:
+def admit(
+    operator_files: Folder,
+    wanted: OperatorFile,
+    strict: bool,
+    *,
+    again: bool = False,
+    batch_ms: int | None = None,
+) -> OperatorFile:
     """Compare a job with what is stored and write the operator file it needs. Done once a process and job.
 
     Parameters
@@ -29,6 +50,8 @@ def admit(operator_files: Folder, wanted: OperatorFile, strict: bool, *, again: 
         Refuse to begin anew beside the state of another query.
     again
         Look at the files once more, whatever this process admitted before.
+    batch_ms
+        Time of the batch that a query without state begins with: other attempts at it are no other queries.
 
     Returns
     -------
@@ -45,11 +68,25 @@ def admit(operator_files: Folder, wanted: OperatorFile, strict: bool, *, again: 
     key = (operator_files.identity, wanted.encode())
     with _admitted_lock:
         if again or key not in _admitted:
-            _admitted[key] = _admit(operator_files, wanted, strict)
+            _admitted[key] = _admit(operator_files, wanted, strict, batch_ms)
         return _admitted[key]
 
 
-def _admit(operator_files: Folder, wanted: OperatorFile, strict: bool) -> OperatorFile:
+def _admit(operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None) -> OperatorFile:
+    for _ in range(_ROUNDS_MAX):
+        in_force = _admitted_by(operator_files, wanted, strict, batch_ms)
+        if in_force is not None:
+            return in_force
+    raise StorageError(
+        f"the operator file of {wanted.operator!r} cannot be written to {operator_files.child(wanted.query_id).root}: "
+        "the store says that there is one, and does not list it. Start again."
+    )
+
+
+def _admitted_by(
+    operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None
+) -> OperatorFile | None:
+    """The operator file in force; None where another job wrote one of its own at the same time."""
     files = operator_files.child(wanted.query_id)
     stored = [n for n in map(parse_operator_file_name, files.names()) if n is not None]
     if stored:
@@ -60,19 +97,54 @@ def _admit(operator_files: Folder, wanted: OperatorFile, strict: bool) -> Operat
             return newest
     else:
         in_force = wanted
-        _look_beside(operator_files, wanted, strict)
-    files.put(operator_file_name(in_force.schema_id), in_force.encode())
-    return in_force
+        _look_beside(operator_files, wanted, strict, batch_ms)
+    made = files.create(operator_file_name(in_force.schema_id), in_force.encode())
+    return in_force if made else None
 
 
-def _look_beside(operator_files: Folder, wanted: OperatorFile, strict: bool) -> None:
-    others = [name for name in operator_files.names() if name != wanted.query_id]
+def new_home(batch_ms: int, nonce: str) -> str:
+    """Name of a query folder where tasks are not told their query."""
+    return f"t{batch_ms}-{nonce}"
+
+
+def homes_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
+    """The query folders that attempts at a first batch took, by the notes that they left (`spark.home`).
+
+    Parameters
+    ----------
+    operator_files
+        The folder ``<root>/<operator>``.
+    batch_ms
+        The batch's time.
+    """
+    notes = operator_files.child(STARTING_FOLDER)
+    names = [name for name in notes.names() if name.startswith(f"{batch_ms}-")]
+    return {home for name in names if _HOME.fullmatch(home := notes.get(name).decode(errors="replace"))}
+
+
+def others_beside(operator_files: Folder, query_id: str = "") -> list[str]:
+    """Ids of the other queries that have a folder in the folder ``<root>/<operator>``."""
+    mine = {query_id, STARTING_FOLDER, SPILL_FOLDER}
+    return sorted(name for name in operator_files.names() if name not in mine)
+
+
+def shown_ids(ids: list[str]) -> str:
+    """Ids of queries for a message; the first few."""
+    return f"{', '.join(ids[:3])}{', …' if len(ids) > 3 else ''}"
+
+
+def _look_beside(operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None) -> None:
+    others = others_beside(operator_files, wanted.query_id)
+    if others and batch_ms is not None:
+        # A first batch that failed is run again.
+        attempts = homes_of_batch(operator_files, batch_ms)
+        others = [name for name in others if name not in attempts]
     if not others:
         return
     text = (
         f"operator {wanted.operator!r} begins without state under {operator_files.root}, where other queries "
         "have theirs: "
-        f"{', '.join(others[:3])}{', …' if len(others) > 3 else ''}. A query finds its state through its Spark "
+        f"{shown_ids(others)}. A query finds its state through its Spark "
         "checkpoint: "
         "to go on with old state, start it with the old checkpointLocation."
     )

@@ -14,7 +14,7 @@ import tenacity
 
 from spark_state_ext.errors import InterruptedRestoreError, MissingError, StateError, StorageError, StoreFullError
 
-__all__ = ["is_retriable", "retried"]
+__all__ = ["is_retriable", "retried", "status_of"]
 
 T = TypeVar("T")
 
@@ -63,6 +63,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(current))
         yield current
         current = current.__cause__ or current.__context__
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that a client's error, or one that it was raised from, came of; None where there is none."""
+    return next((status for cause in _chain(error) if (status := _status_of(cause)) is not None), None)
 
 
 def _status_of(error: BaseException) -> int | None:

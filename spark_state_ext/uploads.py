@@ -23,6 +23,7 @@ from arrow_schemas.lineage import CheckpointRef
 from spark_state_ext import process
 from spark_state_ext.backends import BackupManager, Markers
 from spark_state_ext.errors import StateError, StorageError
+from spark_state_ext.failures import NO_RUN, Run
 from spark_state_ext.pool import DaemonPool
 from spark_state_ext.store import LocalStore
 
@@ -60,6 +61,8 @@ class Note:
         What the backend said, when it is done.
     error
         What failed.
+    run
+        Whose call took it on.
     """
 
     state: str
@@ -67,17 +70,20 @@ class Note:
     since_s: float
     markers: Markers = field(default_factory=dict)
     error: str = ""
+    run: Run = NO_RUN
 
     def encode(self) -> bytes:
         """The note's value."""
-        return json.dumps([self.state, self.owner, self.since_s, dict(self.markers), self.error]).encode()
+        fields = [self.state, self.owner, self.since_s, dict(self.markers), self.error, self.run.id, self.run.stage]
+        return json.dumps(fields).encode()
 
     @staticmethod
     def decode(value: bytes) -> Note | None:
         """Inverse of `encode`; None for a value that is none of ours."""
         try:
-            state, owner, since_s, markers, error = json.loads(value)
-            return Note(state, owner, since_s, markers, error)
+            # Earlier releases did not tell the run.
+            state, owner, since_s, markers, error, *run = json.loads(value)
+            return Note(state, owner, since_s, markers, error, Run(*run))
         except (ValueError, TypeError):
             return None
 
@@ -103,9 +109,11 @@ class Upload:
     ref, file, markers
         The checkpoint, the file's name, and what `BackupManager.snapshot` returned.
     since_s
-        When it was taken on, monotonic.
+        Since when it counts as under way, monotonic: when an earlier attempt at the same task took it on, if one did.
     size_bytes
         The file's size.
+    run
+        Whose call took it on.
     """
 
     store: LocalStore
@@ -116,12 +124,14 @@ class Upload:
     markers: Markers
     since_s: float
     size_bytes: int = 0
+    run: Run = NO_RUN
+    begun_s: float = field(default_factory=time.monotonic)
     # Done when the file is confirmed or has failed, and that is noted.
     done: Future[Markers] = field(default_factory=Future)
 
     def note(self, state: str, owner: str, **also: Any) -> dict[str, bytes]:
         """A note of how it stands."""
-        return {note_name(self.backend, self.file): Note(state, owner, self.since_s, **also).encode()}
+        return {note_name(self.backend, self.file): Note(state, owner, self.since_s, run=self.run, **also).encode()}
 
 
 class Uploads(Protocol):
@@ -262,7 +272,7 @@ class WorkerUploads:
             dropped = list(waiting)[1:] if mine and waiting is not None and error is not None else []
             if error is None:
                 sent, took_s, size = self._sent.get(key[0], (0, 0.0, 0))
-                took_s += time.monotonic() - upload.since_s
+                took_s += time.monotonic() - upload.begun_s
                 self._sent[key[0]] = sent + 1, took_s, size + upload.size_bytes
         # Noted before it is no longer found here, so that nobody takes it for lost in between.
         if error is None:

@@ -24,7 +24,7 @@ from arrow_schemas.pointer import POINTER_FORMAT
 from spark_state_ext import Agg, ArrowState, disable, enable, errors, metrics
 from spark_state_ext.backends import BackendAdmin, BackendContext, BackendFactory, BackupManager, RestoreManager
 from spark_state_ext.folder import Folder
-from spark_state_ext.lease import _LEASE_FORMAT
+from spark_state_ext.lease_record import LEASE_FORMAT
 from spark_state_ext.spark import operators
 from spark_state_ext.store.local import _STORE_FORMAT
 
@@ -79,13 +79,13 @@ def test_formats_are_those_of_the_code() -> None:
         "delta file": FILE_FORMATS[DELTA],
         "snapshot file": FILE_FORMATS[SNAPSHOT],
         "pointer": POINTER_FORMAT,
-        "lease": _LEASE_FORMAT,
+        "lease": LEASE_FORMAT,
         "local store": _STORE_FORMAT,
     }
     assert table == {name: str(number) for name, number in expected.items()}
     assert f"| `format` | number | 1, or {OPERATOR_FORMAT} with `function` |" in section(page, "`operator_<n>.json`")
     assert f"format, u16: {POINTER_FORMAT} |" in section(page, "Pointer")
-    assert f'"format": {_LEASE_FORMAT},' in section(page, "`lease.json`")
+    assert f'"format": {LEASE_FORMAT},' in section(page, "Lease")
     assert f"format is {_STORE_FORMAT}." in section(page, "Local store")
 
 

@@ -1,12 +1,13 @@
 """The backend ``fsspec``: a folder of any fsspec file system.
 
 Files lie under ``<root>/<operator>/<home>/<bucket>/``, each under its own name, which is its marker. A file is
-confirmed when it has been read back and compared: a small one whole, of a large one the size, the head with the
-lineage and the tail with the body's checksum (which every later reader compares with the body).
+confirmed when it has been read back and compared, to the last byte. One that is there already, as another attempt has
+sent it, is compared and stays: somebody may have been told that it is safe.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import uuid
@@ -18,18 +19,21 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from arrow_schemas.lineage import CheckpointRef
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, parse_file_name
 from spark_state_ext.backends import BackendContext, BackupManager, Checkpoint, CleanUp, Markers, RestoreManager
+from spark_state_ext.checkpoint import verify_checkpoint
 from spark_state_ext.cleanup import clean_up, is_crowded
 from spark_state_ext.commit import Place
 from spark_state_ext.errors import (
     ChangedJobError,
+    CorruptError,
     InterruptedRestoreError,
+    LineageError,
     MissingCheckpointError,
     StorageError,
     UsageError,
 )
-from spark_state_ext.folder import Folder, Readable
+from spark_state_ext.folder import Folder, Readable, taken
 from spark_state_ext.pool import CallerExecutor
 from spark_state_ext.retry import retried
 from spark_state_ext.sealed import SealedFile
@@ -38,9 +42,8 @@ __all__ = ["FilesAdmin", "FilesBackend", "FilesBackup", "FilesRestore", "sole_pl
 
 T = TypeVar("T")
 
-# Files up to this size are read back whole.
-READ_BACK_BYTES_MAX = 8 << 20
-_ENDS_BYTES = 64 << 10
+# Files are compared in pieces of this size.
+_PIECE_BYTES = 8 << 20
 # A restore tries for so long; then another backend is asked, or the task fails and Spark tries again.
 RESTORE_TIMEOUT_S_MAX = 60.0
 
@@ -133,28 +136,53 @@ class FilesBackup:
         self._held.clear()
 
     def _put(self, file: SealedFile) -> None:
-        if file.data is not None:
-            self.folder.put(file.name, file.data)
-        else:
-            assert file.path is not None, "a sealed file has bytes or lies on the disk"
-            self.folder.put_file(file.name, file.path)
-        self._compare(file)
-
-    def _compare(self, file: SealedFile) -> None:
+        """Have a file there, whole; one that is whole already is left alone."""
+        found = self._compared(file)
+        if found or (found is False and self._is_whole(file)):
+            return
         where = self.folder.where(file.name)
-        try:
-            if file.size_bytes <= READ_BACK_BYTES_MAX:
-                same = self.folder.get(file.name) == file.get_range(0, file.size_bytes)
-            else:
-                size = self.folder.size(file.name)
-                ends = [(0, _ENDS_BYTES), (size - _ENDS_BYTES, size)]
-                same = size == file.size_bytes and all(
-                    self.folder.get_range(file.name, *end) == file.get_range(*end) for end in ends
-                )
-        except MissingCheckpointError as error:
-            raise StorageError(f"{where} was written and is not there") from error
-        if not same:
+        if found is False and not self.folder.replaces:
+            raise taken(where) from FileExistsError(errno.EEXIST, "there is another one", where)
+        if file.path is not None:
+            self.folder.put_file(file.name, file.path)
+        elif self.folder.replaces:
+            self.folder.put(file.name, file.get_range(0, file.size_bytes))
+        else:
+            # What another attempt sent since is compared now.
+            self.folder.create(file.name, file.get_range(0, file.size_bytes))
+        found = self._compared(file)
+        if found is None:
+            raise StorageError(f"{where} was written and is not there")
+        if not found:
             raise StorageError(f"{where} was written and reads otherwise: the upload was torn or damaged on its way")
+
+    def _compared(self, file: SealedFile) -> bool | None:
+        """Whether what is there under a file's name is the file, to the last byte; None where nothing is."""
+        try:
+            if file.size_bytes <= _PIECE_BYTES:
+                return self.folder.get(file.name) == file.get_range(0, file.size_bytes)
+            if self.folder.size(file.name) != file.size_bytes:
+                return False
+            return all(self._is_same(file, at) for at in range(0, file.size_bytes, _PIECE_BYTES))
+        except MissingCheckpointError:
+            return None
+
+    def _is_same(self, file: SealedFile, start: int) -> bool:
+        if self._closed.is_set():
+            raise StorageError(f"{file.name} was not compared in {self.folder.root}, as its backend was closed")
+        end = min(start + _PIECE_BYTES, file.size_bytes)
+        return self.folder.get_range(file.name, start, end) == file.get_range(start, end)
+
+    def _is_whole(self, file: SealedFile) -> bool:
+        """Whether what is there is a snapshot that holds the same: rows may be laid out otherwise each time."""
+        parsed = parse_file_name(file.name)
+        if parsed is None or parsed[1] != SNAPSHOT:
+            return False
+        try:
+            verify_checkpoint(self.folder, *parsed, self._context.scratch)
+        except (CorruptError, LineageError):
+            return False
+        return True
 
 
 class FilesRestore:
@@ -249,7 +277,8 @@ class FilesAdmin:
         there = set(self._home.names())
         for name, content in self._resources.items():
             if name not in there:
-                self._home.put(name, content)
+                # Another one that comes in between is looked at by `validate_resources`.
+                self._home.create(name, content)
 
     def validate_resources(self) -> None:
         """See that what must be there is, and that the folder can be written to, read and deleted from."""
@@ -259,8 +288,6 @@ class FilesAdmin:
                     f"{self._home.where(name)} is not the operator file of this job: the folder belongs to another one"
                 )
         probe, content = f"probe-{uuid.uuid4().hex}", b"spark_state_ext"
-        # Twice: a file system may refuse to put one in another's place.
-        self._home.put(probe, b"first")
         self._home.put(probe, content)
         found = self._home.get(probe)
         self._home.remove(probe)

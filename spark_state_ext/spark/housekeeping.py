@@ -19,7 +19,9 @@ from spark_state_ext.cleanup import clean_up_due
 from spark_state_ext.commit import Place, is_complete, taken_over
 from spark_state_ext.errors import CleanUpFailedError, LostFilesError, OwnershipError, StateError, StorageError
 from spark_state_ext.folder import Folder
+from spark_state_ext.operator_folder import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.retry import is_retriable
+from spark_state_ext.spark.home import starting_is_stale
 from spark_state_ext.spark.looks import Looks
 from spark_state_ext.spark.payload import spill_is_stale
 from spark_state_ext.spark.places import Leases
@@ -180,27 +182,37 @@ def drop_spill_files(folder: Folder, task: TaskInfo, calls: int) -> None:
     Parameters
     ----------
     folder
-        The operator's folder; spill files lie with the query that tasks are told of, which may not be the state's home.
+        The operator's folder. Spill files lie with the query that tasks are told of, which may not be the state's home;
+        those of tasks that are not told theirs lie together, and every query of the operator looks after them.
     task
         What the task was told.
     calls
         Calls of the bucket so far.
     """
-    background, spills = Background.shared(), folder.child(task.query_id, "spill")
-    work = partial(_drop_stale, spills, task.batch, time.monotonic())
+    background = Background.shared()
+    work = partial(_drop_stale, folder, task, time.monotonic(), calls % _SPILL_EVERY_CALLS == 0)
     if background.finished == 0 and calls % _SPILL_EVERY_CALLS == 0:
         work()
     else:
-        background.submit(f"spill files in {spills.root}", work)
+        background.submit(f"spill files in {folder.root}", work)
 
 
-def _drop_stale(spills: Folder, batch: int | None, asked_s: float) -> None:
+def _drop_stale(folder: Folder, task: TaskInfo, asked_s: float, in_common: bool) -> None:
     if time.monotonic() - asked_s > _SPILL_LATE_S:
         return  # the query may have gone back to an earlier batch since
     try:
-        for name in spills.names():
-            if spill_is_stale(name, batch, time.time()):
-                spills.remove_tree(name)
+        places = [folder.child(task.query_id, SPILL_FOLDER)] if task.query_id else []
+        if in_common or not task.query_id:
+            places.append(folder.child(SPILL_FOLDER))
+        for spills in places:
+            for name in spills.names():
+                if spill_is_stale(name, task.batch, time.time()):
+                    spills.remove_tree(name)
+        if in_common:
+            starting = folder.child(STARTING_FOLDER)
+            for name in starting.names():
+                if starting_is_stale(name, int(time.time() * 1000)):
+                    starting.remove(name)
     except StorageError as error:
         # Of no harm to this batch; a late attempt at an old one may be writing there.
         _LOGGER.warning("old spill files are left to the next batch: %s", error)

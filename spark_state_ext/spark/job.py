@@ -26,7 +26,7 @@ class Job:
     ----------
     operator, root, storage_options, buckets, local_dir, strict, lease_ms, memory_bytes_max, local_keep_s, restore_from
         As given to `ArrowState`.
-    pointer_read, clean_up
+    pointer_read, clean_up, strict_output
         As given to `ArrowState`.
     backends, commit
         Its backends without the changelog, and how commits are made.
@@ -48,7 +48,9 @@ class Job:
     late_by_previous_watermark
         Late rows are judged by the previous batch's watermark (Spark's default) and not by this batch's.
     application_id
-        Spark's application.
+        Spark's application, and the address of its driver: no two drivers have the same.
+    local_mode
+        Spark runs in local mode: its executor is the driver's own process.
     batches_retained
         ``spark.sql.streaming.minBatchesToRetain``.
     api
@@ -60,7 +62,7 @@ class Job:
     function
         Of a built-in operator, as in `OperatorFile`.
     plan_id
-        A fresh id of this plan: stands in for query and run where a task is not told them (`task`).
+        A fresh id of this plan: what a run is told by, as user code can change Spark's own (`lease_record`).
     package_version
         Version of this package on the client.
     """
@@ -78,6 +80,7 @@ class Job:
     frame_rows_max: int
     late_by_previous_watermark: bool
     application_id: str
+    local_mode: bool
     plan_id: str
     local_dir: str | None
     strict: bool
@@ -95,6 +98,7 @@ class Job:
     output_schema: str
     ttl: Ttl | None = None
     function: str | None = None
+    strict_output: bool = True
     storage_options: dict[str, Any] = field(default_factory=dict)
     package_version: str = __version__
 

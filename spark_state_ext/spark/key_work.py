@@ -130,6 +130,8 @@ class KeyWork:
         for upto in [*(border for border in borders if after < border < upper), upper]:
             due = self._expired(after, upto)
             where = groups.positions_of(hashes_of(due), self._schema.key_columns(due))
+            # Also what the call for its timeout writes of a key with rows is as new as these.
+            due_written_ms = np.append(written_ms, self._clock_ms())[where]
             if pending:
                 along = due.filter(pa.array(where < 0)) if caller.together else due.slice(0, 0)
                 work = caller.data(groups, found, expiry.due(along), self._context, result)
@@ -142,13 +144,13 @@ class KeyWork:
             # Newest first: a key whose row is written again only because it was read may be due as well.
             pieces = [mine]
             if pending and caller.together:
-                self._settle(result.timeouts, where < 0, pieces, done)
+                self._settle(result.timeouts, where < 0, due_written_ms, pieces, done)
                 fires &= where >= 0
             if fires.any():
                 result.timeouts = None
                 work = caller.timeouts(expiry.due(due.filter(pa.array(fires))), self._context, result)
                 yield from timed(work, self._metrics, "user_ms")
-                self._settle(result.timeouts, fires, pieces, done)
+                self._settle(result.timeouts, fires, due_written_ms, pieces, done)
             # What stays due is written anew, so that `expired` need look for it only in recent runs.
             pieces.append(due.filter(pa.array(~done)))
             pending = False
@@ -157,13 +159,20 @@ class KeyWork:
             self._context.after_key()
 
     def _settle(
-        self, changed: Changed | None, called: BoolArray, pieces: list[pa.RecordBatch], done: BoolArray
+        self,
+        changed: Changed | None,
+        called: BoolArray,
+        written_ms: IndexArray,
+        pieces: list[pa.RecordBatch],
+        done: BoolArray,
     ) -> None:
-        """Note what calls for timeouts changed: `called` says of which due keys, `done` which of them changed."""
+        """Note what calls for timeouts changed: `called` says of which due keys, `written_ms` when each is written, if
+        it is, and `done` which of them changed."""
         self._metrics.timeouts += int(called.sum())
         if changed is not None:
-            pieces.insert(0, self._expiry.written(changed.rows, self._clock_ms()))
-            done[np.flatnonzero(called)[changed.positions]] = True
+            at = np.flatnonzero(called)[changed.positions]
+            pieces.insert(0, self._expiry.written(changed.rows, written_ms[at]))
+            done[at] = True
 
     def _grouped(self, table: pa.Table | None) -> tuple[Groups, Lookup, IndexArray]:
         """Rows by key; the state of these keys, as functions see it; and when each key was written, if it is:

@@ -76,6 +76,8 @@ class KeyCaller(PerKeyCaller):
         Most rows of one frame.
     output_type
         Spark's type of the output; None: its values cannot be changed.
+    strict_output
+        Refuse frames with a column that `outputs` does not name.
     """
 
     def __init__(
@@ -88,12 +90,14 @@ class KeyCaller(PerKeyCaller):
         timezone: str,
         frame_rows_max: int,
         output_type: StructType | None = None,
+        strict_output: bool = False,
     ) -> None:
         super().__init__(function, schema, state_type)
         self._columns = list(columns)
         self._outputs = list(outputs)
         self._timezone = timezone
         self._rows_max = frame_rows_max
+        self._strict = strict_output
         self._copied = frozenset(() if output_type is None else changeable(output_type))
 
     # -- calling -----------------------------------------------------------------------------------
@@ -109,11 +113,11 @@ class KeyCaller(PerKeyCaller):
     def _call(
         self, calls: Iterable[Call], timed_out: bool, context: CallContext, changes: Changes
     ) -> Iterator[pd.DataFrame]:
-        function, outputs = self._function, _Outputs(self._outputs, self._copied)
+        function, outputs = self._function, _Outputs(self._outputs, self._copied, self._strict)
         clock, after_key = self._clock(context, timed_out, self._state_type), context.after_key
         note_position, note_value = changes.positions.append, self._value_noter(changes)
         note_timeout = changes.timeouts.append
-        waiting, keep = outputs.waiting, outputs.waiting.append
+        waiting, keep, keep_key = outputs.waiting, outputs.waiting.append, outputs.waiting_keys.append
         for position, key, pdfs, before in _in_portions(calls):
             state = KeyState(before, clock)
             try:
@@ -122,21 +126,28 @@ class KeyCaller(PerKeyCaller):
                 for item in result if type(result) is GeneratorType else _checked(result):
                     if type(item) is pd.DataFrame and len(item):
                         keep(item)
+                        keep_key(key)
                         if len(waiting) >= _PORTION_KEYS:
                             yield from outputs.take_apart()
                     elif not isinstance(item, pd.DataFrame):
                         yield from outputs.add_rows(item)
                     elif len(item) or len(item.columns):
                         # Odd, at least: Spark shall judge it, and raise its own error.
+                        outputs.check(item, key)
                         yield item
                 if state.touched or state.timeout_ms != NO_TIMEOUT:
                     note_position(position)
                     note_value(state.value)
                     note_timeout(state.timeout_ms)
             except Exception as error:
-                reraise(error, key, context, timed_out)
+                reraise(error, outputs.wrong_key or key, context, timed_out)
             after_key()
-        yield from outputs.rest()
+        try:
+            yield from outputs.rest()
+        except StateValueError as error:
+            if outputs.wrong_key is None:
+                raise
+            reraise(error, outputs.wrong_key, context, timed_out)
 
     # -- frames ------------------------------------------------------------------------------------
 
@@ -206,13 +217,20 @@ class _Outputs:
         The output's columns.
     copied
         Positions of those whose values the function may change after it has given them in rows.
+    strict
+        Refuse frames with a column of another name.
     """
 
-    def __init__(self, names: list[str], copied: frozenset[int]) -> None:
+    def __init__(self, names: list[str], copied: frozenset[int], strict: bool = False) -> None:
         self._names = names
         self._copied = copied
+        self._strict = strict
         self.waiting: list[pd.DataFrame] = []
         """Frames to be taken apart, whenever there are some; each has rows."""
+        self.waiting_keys: list[tuple[Any, ...]] = []
+        """Whose they are."""
+        self.wrong_key: tuple[Any, ...] | None = None
+        """Whose frame was refused."""
         self._labels: Any = None
         self._columns: list[Any] = []
         self._rows: list[Any] = []
@@ -222,11 +240,13 @@ class _Outputs:
 
     def take_apart(self) -> Iterator[pd.DataFrame]:
         """The frames that wait become rows, as far as they are small and plain; yields what is due."""
-        frames = self.waiting.copy()
+        frames, keys = self.waiting.copy(), self.waiting_keys.copy()
         self.waiting.clear()
-        for frame in frames:
+        self.waiting_keys.clear()
+        for at, frame in enumerate(frames):
             if len(frame) <= _SMALL_ROWS_MAX:
                 if self._labels is None or not same_labels(frame.columns, self._labels):
+                    self.check(frame, keys[at])
                     columns = list(frame.columns)
                     if not all(type(label) is str for label in columns):
                         yield from self._add_whole(frame)
@@ -243,9 +263,23 @@ class _Outputs:
                         yield from self._joined()
                     self._rows += rows
                     continue
+            else:
+                self.check(frame, keys[at])
             yield from self._add_whole(frame)
         if len(self._rows) >= _ROWS_MAX:
             yield from self._joined()
+
+    def check(self, frame: pd.DataFrame, key: tuple[Any, ...]) -> None:
+        """Refuse a column that the output does not have. Spark would pass over it, and store NULL for the one that was
+        meant; it takes columns by their places where none has a name."""
+        wrong = [label for label in frame.columns if label not in self._names] if self._strict else []
+        if wrong and any(isinstance(label, str) for label in frame.columns):
+            self.wrong_key = key
+            raise StateValueError(
+                f"the function gave a frame with the columns {', '.join(map(str, frame.columns))}; the output schema "
+                f"has {', '.join(self._names)} and no {wrong[0]!r}: name it as there, or set strict_output=False for "
+                "Spark's way, which is NULL"
+            )
 
     def add_rows(self, item: Any) -> Iterator[pd.DataFrame]:
         """Take a row as tuple, several as a list of tuples, or a dict of columns; yields what is due."""

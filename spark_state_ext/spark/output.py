@@ -16,12 +16,14 @@ import pyarrow as pa
 
 from arrow_schemas.tables import conformed
 from spark_state_ext.errors import CorruptFileError
+from spark_state_ext.spark.observed import NUMBERS_COLUMN
 from spark_state_ext.spark.payload import decode_output, encode_output
 
-__all__ = ["OUTPUT_SCHEMA", "Outbox", "unpack"]
+__all__ = ["OUTPUT_COLUMN", "OUTPUT_SCHEMA", "Outbox", "unpack"]
 
-OUTPUT_SCHEMA = "payload binary"
-_COLUMN = "payload"
+OUTPUT_COLUMN = "payload"
+# The payload, and numbers for Spark's progress (`observed`): each row has one of the two.
+OUTPUT_SCHEMA = f"{OUTPUT_COLUMN} binary, {NUMBERS_COLUMN} bigint"
 _PAYLOAD_BYTES = 4 << 20
 # Payloads that Spark gets at once.
 _FRAME_BYTES = 16 << 20
@@ -66,13 +68,16 @@ class Outbox:
         """What is left."""
         if self._payloads:
             payloads, self._payloads, self._bytes = self._payloads, [], 0
-            yield pd.DataFrame({_COLUMN: pd.Series(payloads, dtype=object)})
+            nothing = pd.Series([None] * len(payloads), dtype=object)
+            yield pd.DataFrame({OUTPUT_COLUMN: pd.Series(payloads, dtype=object), NUMBERS_COLUMN: nothing})
 
 
 def unpack(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Body of the `mapInArrow` stage behind the operator."""
     for batch in batches:
-        for payload in batch.column(0):
+        for payload, number in zip(batch.column(0), batch.column(1), strict=True):
+            if number.is_valid:
+                continue
             if not payload.is_valid:
                 raise CorruptFileError("output of the stateful operator arrived without its payload")
             for piece in decode_output(payload.as_buffer()):

@@ -19,14 +19,25 @@ from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.labels import bucket_label
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_types import key_fields
+from spark_state_ext.operator_folder import others_beside
+from spark_state_ext.retry import retried
 from spark_state_ext.spark.combine import Combiner, combined
 from spark_state_ext.spark.job import Job
-from spark_state_ext.spark.payload import HASH_COLUMN, HEARTBEAT, encode, payload_bytes_max, spill_folder, spilled
+from spark_state_ext.spark.observed import OTHERS_COLUMN
+from spark_state_ext.spark.payload import HASH_COLUMN, encode, heartbeat, payload_bytes_max, spill_folder, spilled
 from spark_state_ext.spark.task import TaskInfo, operator_folder, scratch_folder
 
 __all__ = ["buckets_of", "inline_share", "pack"]
 
-_OUTPUT = pa.schema([("bucket", pa.int32()), ("payload", pa.binary()), ("event_time", pa.timestamp("us", tz="UTC"))])
+_OUTPUT = pa.schema(
+    [
+        ("bucket", pa.int32()),
+        ("payload", pa.binary()),
+        ("event_time", pa.timestamp("us", tz="UTC")),
+        # How many queries have state where this one begins without (`observed`).
+        (OTHERS_COLUMN, pa.int32()),
+    ]
+)
 # Rows are held back until there are this many bytes, so that payloads are not cut small by Spark's input batches.
 _HELD_BYTES_MAX = 32 << 20
 # What one packing task sends through the shuffle before it turns to spill files.
@@ -78,8 +89,9 @@ def pack(
         # Every bucket is called in every batch with data: to restore, to time out, to be cleaned up.
         labels = [bucket_label(bucket) for bucket in range(job.buckets)]
         empty = pa.nulls(job.buckets, _OUTPUT.field("event_time").type)
+        others = pa.array([_begun_beside(job, task)] * job.buckets, pa.int32())
         yield pa.RecordBatch.from_arrays(
-            [pa.array(labels, pa.int32()), pa.array([HEARTBEAT] * job.buckets), empty], schema=_OUTPUT
+            [pa.array(labels, pa.int32()), pa.array([heartbeat()] * job.buckets), empty, others], schema=_OUTPUT
         )
     held: list[pa.RecordBatch] = []
     held_bytes = 0
@@ -93,6 +105,19 @@ def pack(
     if held:
         yield from packer.packed(pa.Table.from_batches(held))
     packer.close()
+
+
+def _begun_beside(job: Job, task: TaskInfo) -> int | None:
+    """How many other queries have state under the operator's name, where this one begins without; else 0. None where
+    the task is not told its query.
+
+    A query's folder is there from its first batch on, whose calls make it, and these come after the packing.
+    """
+    if task.batch != 0:
+        return None if task.batch is None else 0
+    timeout_s = job.commit.commit_timeout_ms / 1000
+    ids: list[str] = retried(lambda: others_beside(operator_folder(job)), timeout_s=timeout_s)
+    return 0 if task.query_id in ids else len(ids)
 
 
 class _Packer:
@@ -182,6 +207,7 @@ class _Packer:
                 self._labels.take(pa.array(buckets)),
                 pa.array(payloads, pa.binary()),
                 pa.array(times, pa.int64()).cast(_OUTPUT.field("event_time").type),
+                pa.nulls(len(rows), pa.int32()),
             ],
             schema=_OUTPUT,
         )
@@ -214,7 +240,7 @@ class _SpillFile:
 
     def __init__(self, job: Job, task: TaskInfo) -> None:
         self._files = operator_folder(job)
-        self._name = f"{task.query_id}/{spill_folder(task.batch, time.time())}/{uuid.uuid4().hex}.payloads"
+        self._name = f"{spill_folder(task.query_id, task.batch, time.time())}/{uuid.uuid4().hex}.payloads"
         self._file: IO[bytes] = tempfile.NamedTemporaryFile(dir=scratch_folder(job.local_dir), prefix="payloads-")  # noqa: SIM115
 
     def add(self, payload: bytes) -> bytes:

@@ -2,38 +2,41 @@
 
 Packing keeps every value as it is; Spark's own path to pandas would turn a bucket's nullable integers into floats. A
 payload is ``b"A"`` and an LZ4-compressed Arrow IPC stream, or ``b"S"`` and JSON naming a spill file, its offset and
-length, with the CRC-32 of these in between: damaged Arrow bytes can crash a process. Or it is
-``b"H"``: the heartbeat that makes Spark call every bucket in every batch with data. Output of functions that give Arrow
-goes on as ``b"O"``, checksum and an Arrow IPC stream (`output`).
+length, with the CRC-32 of these in between: damaged Arrow bytes can crash a process. Or it is ``b"H"`` and 16 random
+bytes, the same for all buckets: the heartbeat that makes Spark call every bucket in every batch with data. Output of
+functions that give Arrow goes on as ``b"O"``, checksum and an Arrow IPC stream (`output`).
 """
 
 from __future__ import annotations
 
 import json
 import struct
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
 from spark_state_ext.errors import CorruptFileError
+from spark_state_ext.operator_folder import SPILL_FOLDER
 
 __all__ = [
     "PAYLOAD_SCHEMA",
     "HASH_COLUMN",
-    "HEARTBEAT",
     "decode",
     "decode_output",
     "encode",
     "encode_output",
+    "heartbeat",
+    "heartbeat_nonce",
     "payload_bytes_max",
     "spilled",
     "stored_payload",
 ]
 
 HASH_COLUMN = "__hash"
-PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp"
-_INLINE, _SPILLED, _OUTPUT, HEARTBEAT = b"A", b"S", b"O", b"H"
+PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp, __others int"
+_INLINE, _SPILLED, _OUTPUT, _HEARTBEAT = b"A", b"S", b"O", b"H"
 _STALE_AFTER_S = 86_400
 _CRC = struct.Struct("<I")
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
@@ -49,6 +52,16 @@ def payload_bytes_max(records_per_batch: int) -> int:
     return max(4 << 10, min(1 << 20, (512 << 20) // max(1, records_per_batch)))
 
 
+def heartbeat() -> bytes:
+    """A heartbeat with a number of its own."""
+    return _HEARTBEAT + uuid.uuid4().bytes
+
+
+def heartbeat_nonce(payload: bytes) -> bytes | None:
+    """The number that came with a heartbeat; None for any other payload."""
+    return payload[1:] if payload[:1] == _HEARTBEAT else None
+
+
 def encode(batch: pa.RecordBatch) -> bytes:
     """Rows as an inline payload."""
     sink = pa.BufferOutputStream()
@@ -62,9 +75,12 @@ def spilled(name: str, offset: int, length: int) -> bytes:
     return _signed(_SPILLED, json.dumps([name, offset, length]).encode())
 
 
-def spill_folder(batch: int | None, now_s: float) -> str:
-    """Folder of a batch's spill files below the query's; named after the time where the batch is not known."""
-    return f"spill/{batch}" if batch is not None else f"spill/t{int(now_s)}"
+def spill_folder(query_id: str, batch: int | None, now_s: float) -> str:
+    """Folder of a batch's spill files below the operator's: the query's, or one of all queries whose tasks are not told
+    theirs, which is named after the time."""
+    if query_id and batch is not None:
+        return f"{query_id}/{SPILL_FOLDER}/{batch}"
+    return f"{SPILL_FOLDER}/t{int(now_s)}"
 
 
 def spill_is_stale(name: str, batch: int | None, now_s: float) -> bool:
@@ -85,7 +101,7 @@ def decode(payload: bytes, load: Callable[[str, int, int], bytes]) -> Iterator[p
     CorruptFileError
         When it is damaged.
     """
-    if payload == HEARTBEAT:
+    if payload[:1] == _HEARTBEAT:
         return
     body = stored_payload(payload, load) if payload[:1] == _SPILLED else payload
     with pa.ipc.open_stream(_checked(body, _INLINE), options=_READ_OPTIONS) as reader:

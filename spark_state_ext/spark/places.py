@@ -13,6 +13,7 @@ from spark_state_ext.backends.registry import FSSPEC, Backend, factory_of
 from spark_state_ext.commit import Place
 from spark_state_ext.folder import Folder
 from spark_state_ext.lease import Lease
+from spark_state_ext.lease_record import RunIdentity
 from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.task import TaskInfo
 from spark_state_ext.uploads import WorkerUploads
@@ -96,11 +97,8 @@ class Leases:
         for backend in job.backends:
             if backend.kind == FSSPEC and not _is_root(job, backend):
                 folders.append(Folder(backend.root, backend.storage_options).child(job.operator, home))
-        # Where tasks are not told their run, the plan stands in for it, and may be started again.
-        once = task.batch is not None
-        return Leases(
-            tuple(Lease.of(folder, task.run_id, job.application_id, job.lease_ms, once=once) for folder in folders)
-        )
+        me = RunIdentity.here(job.application_id, job.plan_id, task.query_id, local=job.local_mode)
+        return Leases(tuple(Lease.of(folder, me, job.lease_ms) for folder in folders))
 
     def hold(self) -> None:
         """As `Lease.hold`."""
@@ -154,6 +152,6 @@ def bring_back(root: Folder, home: str, operator: OperatorFile) -> None:
     """
     files, name = root.child(home), operator_file_name(operator.schema_id)
     if not files.exists(name):
-        files.put(name, operator.encode())
+        files.create(name, operator.encode())
     with _prepared_lock:
         _prepared.difference_update([it for it in _prepared if it[1] == home])

@@ -31,6 +31,9 @@ from spark_state_ext.spark.columns import (
 )
 from spark_state_ext.spark.combine import Combiner, Combining
 from spark_state_ext.spark.job import ARROW, PANDAS, ROWS, Job
+from spark_state_ext.spark.keeper import LeaseKeeper
+from spark_state_ext.spark.neighbours import tell_of_others
+from spark_state_ext.spark.observed import with_sizes, with_start
 from spark_state_ext.spark.output import OUTPUT_SCHEMA
 from spark_state_ext.spark.payload import PAYLOAD_SCHEMA
 from spark_state_ext.spark.session import unpatched
@@ -39,10 +42,13 @@ from spark_state_ext.state_batch import StateBatch
 from spark_state_ext.ttl import Ttl
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 __all__ = ["ArrowState"]
 
+_DRIVER = ("spark.driver.host", "spark.driver.port")
+# Not local-cluster, whose executors are processes of their own.
+_LOCAL_MASTER = re.compile(r"local(\[|$)")
 _OPERATOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 BUCKETS_MAX = 1 << 15
 MEMORY_BYTES_MIN = 1 << 20
@@ -74,6 +80,9 @@ class ArrowState:
         Options for the root's fsspec file system.
     strict
         Refuse to begin without state when other queries have state under the same operator name.
+    strict_output
+        Refuse a frame of the function that has a column which the output schema does not name. False: it is passed
+        over, and what the schema names in its place is NULL, as in Spark.
     lease_ms
         How long a run's claim to its state lasts without renewal, milliseconds; at least 100.
     memory_bytes_max
@@ -119,6 +128,7 @@ class ArrowState:
         local_dir: str | os.PathLike[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         strict: bool = False,
+        strict_output: bool = True,
         lease_ms: int = 10_000,
         memory_bytes_max: int = 256 << 20,
         local_keep_s: float = 86_400.0,
@@ -196,6 +206,7 @@ class ArrowState:
         self.local_dir = local_dir
         self.storage_options = dict(storage_options or {})
         self.strict = strict
+        self.strict_output = strict_output
         self.lease_ms = lease_ms
         self.memory_bytes_max = memory_bytes_max
         self.local_keep_s = local_keep_s
@@ -414,6 +425,7 @@ class ArrowState:
             positions = tuple(given_type.names.index(name) for name in names)
             if event_time is not None:
                 event_time = given_type.names.index(input_type.names[event_time[0]]), event_time[1]
+        application, plan = _application_of(spark), uuid.uuid4().hex
         job = Job(
             operator=self.operator,
             root=self.root,
@@ -428,8 +440,9 @@ class ArrowState:
             frame_rows_max=_frame_rows_max(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch", "10000")),
             late_by_previous_watermark=spark.conf.get("spark.sql.streaming.statefulOperator.allowMultiple", "true")
             != "false",
-            application_id=spark.conf.get("spark.app.id", "") or "",
-            plan_id=uuid.uuid4().hex,
+            application_id=application,
+            local_mode=bool(_LOCAL_MASTER.match(spark.conf.get("spark.master", "") or "")),
+            plan_id=plan,
             local_dir=self.local_dir,
             strict=self.strict,
             lease_ms=self.lease_ms,
@@ -446,9 +459,11 @@ class ArrowState:
             output_schema=output_type.json(),
             ttl=self.ttl,
             function=function,
+            strict_output=self.strict_output,
             storage_options=self.storage_options,
         ).to_plain()
-        packed = hashed.mapInArrow(pack_entry(job, combiner), PAYLOAD_SCHEMA)
+        tell_of_others(self.root, self.storage_options, self.operator)
+        packed = with_start(hashed.mapInArrow(pack_entry(job, combiner), PAYLOAD_SCHEMA), self.operator)
         if event_time is not None:
             packed = packed.withMetadata("event_time", {WATERMARK_KEY: event_time[1]})
         given = output if api == PANDAS else OUTPUT_SCHEMA
@@ -456,7 +471,20 @@ class ArrowState:
             result = packed.groupBy("bucket").applyInPandasWithState(
                 bucket_entry(job, func), given, "pointer binary", output_mode, timeout_conf
             )
-        return result if api == PANDAS else result.mapInArrow(unpack_entry(), output_type)
+        LeaseKeeper.shared().keep(spark, self._lease_folders(), application, plan, self.lease_ms)
+        return result if api == PANDAS else with_sizes(result, self.operator).mapInArrow(unpack_entry(), output_type)
+
+    def _lease_folders(self) -> list[Folder]:
+        """The operator's folder in each place where a run holds a lease."""
+        places = [(self.root, self.storage_options)]
+        places += [(it.root, dict(it.storage_options)) for it in self.backends if it.kind == FSSPEC]
+        return [Folder(root, options).child(self.operator) for root, options in places]
+
+
+def _application_of(spark: SparkSession) -> str:
+    """Spark's application and its driver's address: ids of applications of two drivers may be equal."""
+    app, host, port = (spark.conf.get(name, "") or "" for name in ("spark.app.id", *_DRIVER))
+    return f"{app or uuid.uuid4().hex} {host}:{port}"
 
 
 def _frame_rows_max(text: str | None) -> int:

@@ -26,17 +26,22 @@ from spark_state_ext.errors import (
     BucketCountChangedError,
     CorruptFileError,
     CorruptPointerError,
+    LineageError,
     MissingCheckpointError,
     OperatorChangedError,
 )
+from spark_state_ext.failures import Run
 from spark_state_ext.metrics import CallMetrics, MetricsLog, timing
 from spark_state_ext.operator_folder import admit
 from spark_state_ext.retry import retried
+from spark_state_ext.spark.home import FirstHomes
 from spark_state_ext.spark.housekeeping import CleanUps, drop_spill_files, reclaim_in_turn
-from spark_state_ext.spark.job import Job
+from spark_state_ext.spark.job import PANDAS, Job
 from spark_state_ext.spark.key_work import KeyWork, Times
+from spark_state_ext.spark.observed import number_rows
+from spark_state_ext.spark.output import OUTPUT_COLUMN
 from spark_state_ext.spark.pack import event_times
-from spark_state_ext.spark.payload import HASH_COLUMN, HEARTBEAT, decode
+from spark_state_ext.spark.payload import HASH_COLUMN, decode, heartbeat_nonce
 from spark_state_ext.spark.places import Leases, bring_back, places_of, prepare
 from spark_state_ext.spark.task import (
     TaskInfo,
@@ -47,6 +52,7 @@ from spark_state_ext.spark.task import (
     stores_folder,
 )
 from spark_state_ext.spark.task_end import Spread, TaskEnd
+from spark_state_ext.spark.together import next_call_ms, rests
 from spark_state_ext.spill import HashSorter, SpillBuffer
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import note_use
@@ -82,59 +88,99 @@ def run_bucket(
         Spark's state of the bucket: the pointer.
     """
     settle()
-    call = _BucketCall(Job.from_plain(plain), function, label_bucket(int(key[0])), state)
+    job = Job.from_plain(plain)
+    if state.hasTimedOut and _rested(job, state):
+        return
+    call = _BucketCall(job, function, label_bucket(int(key[0])), state)
     yield from call.run(frames)
+
+
+def _rested(job: Job, state: GroupState) -> bool:
+    """Hand a pointer on as it is, where the bucket is called only because its neighbours are."""
+    if job.timeout_conf != GroupStateTimeout.ProcessingTimeTimeout:
+        return False
+    stored, now_ms = bytes(state.get[0]), state.getCurrentProcessingTimeMs()
+    pointer = Pointer.decode(stored, job.pointer_read)
+    if not rests(pointer, now_ms):
+        return False
+    state.update((stored,))
+    _ask_for_next_call(state, pointer, now_ms, TaskInfo.current(job))
+    return True
+
+
+def _ask_for_next_call(state: GroupState, pointer: Pointer, now_ms: int, task: TaskInfo) -> None:
+    """Under processing-time timeouts."""
+    after_ms = next_call_ms(pointer.earliest_timeout_ms, now_ms, alone=task.state_has_ids)
+    if after_ms is not None:
+        state.setTimeoutDuration(after_ms)
 
 
 class _BucketCall:
     def __init__(self, job: Job, function: Callable[..., Any], bucket: int, state: GroupState) -> None:
         self._cpu_s = -time.thread_time()
         self._job = job
+        self._function = function
         self._state = state
         self._bucket_number = bucket
-        self._heartbeat = False
+        # The number that came with the heartbeat; None: there was none.
+        self._heartbeat: bytes | None = None
         self._task = TaskInfo.current(job)
         self._times = Times.of(state)
         stored = state.getOption
-        pointer = Pointer.decode(bytes(stored[0]), job.pointer_read) if stored is not None else None
-        # A query keeps the folder it began in, whatever later tasks are told of their query.
-        self._home = self._task.query_id if pointer is None else pointer.home
-        self._batch = self._task.batch if self._task.batch is not None else (pointer.batch + 1 if pointer else 0)
+        self._stored = Pointer.decode(bytes(stored[0]), job.pointer_read) if stored is not None else None
+        before = self._stored.batch if self._stored is not None else -1
+        self._batch = self._task.batch if self._task.batch is not None else before + 1
         self._operator_folder = operator_folder(job)
-        self._files = self._operator_folder.child(self._home)
-        once = self._task.batch is not None
-        self._leases = Leases.of(job, self._task, self._operator_folder, self._home)
+        self._scratch = scratch_folder(job.local_dir)
+        self._call = CallMetrics(
+            self._task.query_id, self._task.run_id or job.plan_id, self._batch, job.operator, bucket
+        )
+
+    def _open(self) -> None:
+        """Have the state at hand: the run holds it, it is this job's, and its backends are ready."""
+        job, stored = self._job, self._stored
         # What a new worker asks a store first is tried again for as long as a commit may take.
         tried = partial(retried, timeout_s=job.commit.commit_timeout_ms / 1000)
+        # A query keeps the folder it began in, whatever later tasks are told of their query.
+        self._home = stored.home if stored is not None else tried(self._first_home)
+        self._call.query_id = self._task.query_id or self._home
+        self._files = self._operator_folder.child(self._home)
+        self._leases = Leases.of(job, self._task, self._operator_folder, self._home)
         tried(self._leases.hold)
-        self._operator = tried(lambda: self._admitted(pointer))
+        self._operator = tried(lambda: self._admitted(stored))
         self._schema = self._operator.row_schema()
-        self._pointer = pointer if pointer is not None else self._first_pointer()
-        self._scratch = scratch_folder(job.local_dir)
+        self._pointer = stored if stored is not None else self._first_pointer()
         schema_id = self._operator.schema_id
         tried(lambda: prepare(job, self._operator_folder, self._home, self._scratch, schema_id))
-        self._places = places_of(job, self._home, bucket, self._scratch)
+        self._places = places_of(job, self._home, self._bucket_number, self._scratch)
         self._uploads = WorkerUploads.shared()
         self._bucket = self._opened()
-        retained, where = self._task.batches_retained, f"{self._files.root}/{bucket}"
+        retained, where = self._task.batches_retained, f"{self._files.root}/{self._bucket_number}"
         brought = partial(bring_back, self._operator_folder, self._home, self._operator)
         self._clean_ups = CleanUps(self._bucket, self._places, self._leases, retained, where, brought)
-        run_id = self._task.run_id if once else ""
+        run_id = job.plan_id if self._task.batch is not None else ""
         self._spread = Spread(run_id, self._task.partitions, self._task.partition, job.buckets)
         self._task_end = TaskEnd.of(self._task.attempt)
-        self._call = CallMetrics(self._task.query_id, self._task.run_id, self._batch, job.operator, bucket)
         self._work = KeyWork(
-            job, function, self._bucket, self._schema, self._times, self._batch, self._call, self._leases.hold
+            job, self._function, self._bucket, self._schema, self._times, self._batch, self._call, self._leases.hold
         )
+
+    def _first_home(self) -> str:
+        batch_ms = self._times.processing_ms
+        return FirstHomes.of(self._operator_folder, self._task.query_id, batch_ms, self._heartbeat or b"")
 
     # -- the call ----------------------------------------------------------------------------------
 
     def run(self, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
         started_s = time.perf_counter()
         sorter = HashSorter(self._scratch, HASH_COLUMN, self._job.memory_bytes_max)
-        for batch in self._payload_rows(frames):
-            self._call.rows += batch.num_rows
-            sorter.add(batch)
+        if self._stored is None:
+            # Where the state begins is told by the heartbeat, which is one of the payloads.
+            self._fill(sorter, frames)
+            self._open()
+        else:
+            self._open()
+            self._fill(sorter, frames)
         rows = SpillBuffer(self._scratch, self._job.memory_bytes_max)
         # Also a bucket without rows is restored, so that no later batch has to wait for it.
         with timing(self._call, "read_ms"):
@@ -148,7 +194,7 @@ class _BucketCall:
             pointer = self._committed(rows)
         if self._bucket_number == 0:
             drop_spill_files(self._operator_folder, self._task, pointer.calls)
-        self._clean_ups.look(self._pointer, self._task.run_id)
+        self._clean_ups.look(self._pointer, self._job.plan_id)
         if self._job.clean_up:
             self._clean_ups.in_turn(self._pointer, pointer.calls)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
@@ -159,12 +205,21 @@ class _BucketCall:
         self._call.total_ms = 1000 * (time.perf_counter() - started_s)
         self._call.cpu_ms = 1000 * (self._cpu_s + time.thread_time())
         self._note_metrics(pointer, rows, stores / "metrics")
+        if self._job.api != PANDAS:
+            yield number_rows(self._call, OUTPUT_COLUMN)
+
+    def _fill(self, sorter: HashSorter, frames: Iterable[pd.DataFrame]) -> None:
+        for batch in self._payload_rows(frames):
+            self._call.rows += batch.num_rows
+            sorter.add(batch)
 
     def _note_metrics(self, pointer: Pointer, rows: SpillBuffer, folder: Path) -> None:
         call, now_ms = self._call, int(time.time() * 1000)
         uploads, upload_s, uploaded_bytes = self._uploads.sent(self._bucket.store)
         call.uploads, call.upload_ms, call.uploaded_bytes = uploads, 1000 * upload_s, uploaded_bytes
-        call.ended_ms, call.changed_rows, call.state_rows = now_ms, rows.rows, pointer.rows
+        call.ended_ms, call.changed_rows = now_ms, rows.rows
+        sizes = self._bucket.sizes
+        call.state_rows, call.state_rows_min, call.state_bytes = sizes.rows_max, sizes.rows_min, sizes.size_bytes
         call.wait_ms += 1000 * self._bucket.committer.waited_s
         call.delta_bytes = pointer.lineage[-1].size_bytes if pointer.ref != self._pointer.ref else 0
         call.inline_bytes = sum(len(delta.data) for delta in pointer.inline)
@@ -177,15 +232,16 @@ class _BucketCall:
         """The new pointer; what it claims is so when the task's last call returns."""
         bucket, end = self._bucket_number, self._task_end
         self._clean_ups.raise_failed()
-        expected = self._spread.expected(self._pointer, self._files) if self._heartbeat else frozenset[int]()
+        has_heartbeat = self._heartbeat is not None
+        expected = self._spread.expected(self._pointer, self._files) if has_heartbeat else frozenset[int]()
         may_defer = end.may_leave(bucket, expected)
         room_bytes = self._job.commit.task_inline_bytes_max - end.inline_bytes
         self._bucket.committer.while_waiting = self._leases.hold
-        pointer = self._bucket.commit(rows, self._heartbeat, may_defer=may_defer, room_bytes=room_bytes)
+        pointer = self._bucket.commit(rows, has_heartbeat, may_defer=may_defer, room_bytes=room_bytes)
         end.inline_bytes += sum(len(delta.data) for delta in pointer.inline)
         left, hold = self._bucket.committer.left, self._leases.hold
         self._call.wait_ms = 1000 * end.over(bucket, left, expected, self._uploads, self._job.commit, hold)
-        if self._heartbeat:
+        if has_heartbeat:
             pointer = replace(pointer, spread=self._spread.noted(bucket, self._files))
         return self._stamped(pointer)
 
@@ -199,10 +255,12 @@ class _BucketCall:
             for payload in frame["payload"]:
                 if not isinstance(payload, (bytes, bytearray)):
                     raise CorruptFileError(f"a payload of bucket {self._bucket_number} is {type(payload).__name__}")
-                if payload == HEARTBEAT:
-                    self._heartbeat = True
+                payload = bytes(payload)
+                nonce = heartbeat_nonce(payload)
+                if nonce is not None:
+                    self._heartbeat = nonce
                     continue
-                for batch in decode(bytes(payload), self._load_spilled):
+                for batch in decode(payload, self._load_spilled):
                     yield batch if late_until_us is None else self._on_time(batch, late_until_us)
 
     def _load_spilled(self, name: str, offset: int, length: int) -> bytes:
@@ -215,7 +273,7 @@ class _BucketCall:
             return None
         if not job.late_by_previous_watermark:
             return self._times.watermark_ms * 1000
-        return (self._pointer.watermark_ms or 0) * 1000
+        return ((self._stored.watermark_ms if self._stored is not None else None) or 0) * 1000
 
     def _on_time(self, batch: pa.RecordBatch, late_until_us: int) -> pa.RecordBatch:
         times = event_times(self._job, pa.Table.from_batches([batch]))
@@ -254,8 +312,8 @@ class _BucketCall:
         if self._job.timeout_conf == GroupStateTimeout.EventTimeTimeout:
             # Due at the next advance of the watermark, so that no advance passes a bucket by.
             self._state.setTimeoutTimestamp(max(self._times.watermark_ms, 1))
-        elif pointer.earliest_timeout_ms is not None:
-            self._state.setTimeoutDuration(max(1, pointer.earliest_timeout_ms - self._times.processing_ms))
+        elif self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
+            _ask_for_next_call(self._state, pointer, self._times.processing_ms, self._task)
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -278,7 +336,15 @@ class _BucketCall:
                     f"Spark's checkpoint holds bucket {pointer.bucket} of operator {job.operator!r} in the place of "
                     f"bucket {self._bucket_number}"
                 )
-        in_force = admit(self._operator_folder, job.operator_file(self._home), job.strict)
+            if self._task.batch is not None and pointer.batch >= self._task.batch:
+                raise LineageError(
+                    f"Spark handed batch {self._task.batch} the pointer of batch {pointer.batch} (bucket "
+                    f"{pointer.bucket} of operator {job.operator!r}): its checkpoint location holds state of another "
+                    "time. Bring the location back as it was; to go back to an older batch, use "
+                    "python -m spark_state_ext.rollback."
+                )
+        batch_ms = self._times.processing_ms if pointer is None else None
+        in_force = admit(self._operator_folder, job.operator_file(self._home), job.strict, batch_ms=batch_ms)
         if pointer is not None and pointer.schema_id > in_force.schema_id:
             # What this process admitted once may have been succeeded since.
             in_force = admit(self._operator_folder, job.operator_file(self._home), job.strict, again=True)
@@ -292,7 +358,7 @@ class _BucketCall:
 
     def _opened(self) -> Bucket:
         folder = local_folder(self._job, self._home, self._operator.schema_id, self._bucket_number)
-        writer = Writer(self._task.query_id, self._task.run_id, self._batch, socket.gethostname())
+        writer = Writer(self._call.query_id, self._call.run_id, self._batch, socket.gethostname())
         # Rows are written under the schema in force now, whatever that of the pointer we were given.
         pointer = replace(self._pointer, schema_id=self._operator.schema_id)
         return Bucket(
@@ -306,6 +372,8 @@ class _BucketCall:
             uploads=self._uploads,
             options=self._job.commit,
             restore_from=self._job.restore_from,
+            # Not what Spark calls the run: `foreachBatch` may set another job group.
+            run=Run(self._job.plan_id, self._task.stage),
         )
 
 

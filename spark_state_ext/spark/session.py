@@ -11,10 +11,13 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_state_ext.errors import UsageError
+from spark_state_ext.spark.tuning import Change, untune
+from spark_state_ext.spark.tuning import tune as _tune
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -24,13 +27,24 @@ if TYPE_CHECKING:
 __all__ = ["disable", "enable", "unpatched"]
 
 _NOTE = "_spark_state_ext_grouping"
-_enabled: weakref.WeakKeyDictionary[Any, ArrowState] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Enabled:
+    """What is kept of a session that was enabled."""
+
+    state: ArrowState
+    # What `enable` set, and what it was.
+    tuned: Mapping[str, Change]
+
+
+_enabled: weakref.WeakKeyDictionary[Any, _Enabled] = weakref.WeakKeyDictionary()
 _patched: set[type] = set()
 _lock = threading.Lock()
 _thread = threading.local()
 
 
-def enable(spark: SparkSession, state: ArrowState) -> None:
+def enable(spark: SparkSession, state: ArrowState, *, tune: bool = False) -> dict[str, Change]:
     """Run every later `applyInPandasWithState` of a session on `state`.
 
     Parameters
@@ -39,6 +53,15 @@ def enable(spark: SparkSession, state: ArrowState) -> None:
         A classic or Connect session. Queries planned before are not affected.
     state
         Where and how state is kept. A session has one at a time; another call replaces it.
+    tune
+        Also set what makes every query of the session faster and changes neither results nor checkpoints: so far
+        ``spark.sql.execution.arrow.maxBytesPerBatch``, to no limit. A value that somebody has chosen stays.
+        `disable` takes it back; queries that run keep what they began with.
+
+    Returns
+    -------
+    dict of str to Change
+        By name what `tune` set in this call, with the value ``before`` and ``after``; it is logged as well, at INFO.
 
     Raises
     ------
@@ -53,11 +76,15 @@ def enable(spark: SparkSession, state: ArrowState) -> None:
         frame = spark.range(0)
         _patch_frame(type(frame))
         _patch_grouped(type(frame.groupBy()))
-        _enabled[spark] = state
+        changed = _tune(spark) if tune else {}
+        known = _enabled.get(spark)
+        # What an earlier call set stays set, and is for `disable` to take back.
+        _enabled[spark] = _Enabled(state, {**(known.tuned if known else {}), **changed})
+    return changed
 
 
 def disable(spark: SparkSession) -> None:
-    """Undo `enable`: later queries of the session run on Spark's own state.
+    """Undo `enable`, and what it tuned: later queries of the session run on Spark's own state.
 
     Parameters
     ----------
@@ -65,7 +92,9 @@ def disable(spark: SparkSession) -> None:
         The session. Queries planned before are not affected; one that was not enabled stays as it is.
     """
     with _lock:
-        _enabled.pop(spark, None)
+        enabled = _enabled.pop(spark, None)
+        if enabled is not None:
+            untune(spark, enabled.tuned)
 
 
 @contextlib.contextmanager
@@ -100,6 +129,13 @@ def _noting(original: Any) -> Any:
     return group_by
 
 
+def _session_of(grouped: Any) -> Any:
+    """The session of a GroupedData; None where it does not tell. Classic ones have it as `session`. Those of Connect
+    have no public way to it, and `_df` in every release so far; without that they are as they were before `enable`."""
+    session = getattr(grouped, "session", None)
+    return session if session is not None else getattr(getattr(grouped, "_df", None), "sparkSession", None)
+
+
 def _patch_grouped(cls: type) -> None:
     if cls in _patched:
         return
@@ -110,12 +146,19 @@ def _patch_grouped(cls: type) -> None:
     def apply_in_pandas_with_state(
         self: Any, func: Any, outputStructType: Any, stateStructType: Any, outputMode: str, timeoutConf: str
     ) -> Any:
-        noted: tuple[Any, tuple[Any, ...]] = getattr(self, _NOTE, (None, ()))
-        frame, columns = noted
-        state = None if frame is None else _enabled.get(frame.sparkSession)
-        if state is None or getattr(_thread, "plain", False):
+        noted: tuple[Any, tuple[Any, ...]] | None = getattr(self, _NOTE, None)
+        session = _session_of(self) if noted is None else noted[0].sparkSession
+        enabled = None if session is None else _enabled.get(session)
+        if enabled is None or getattr(_thread, "plain", False):
             return original(self, func, outputStructType, stateStructType, outputMode, timeoutConf)
-        return state.apply_in_pandas_with_state(
+        if noted is None:
+            raise UsageError(
+                "the session runs applyInPandasWithState on Arrow state, and the columns of this GroupedData are not "
+                "known: it was made before enable(spark, state), or by something else than groupBy. Call "
+                "df.groupBy(…) after enable."
+            )
+        frame, columns = noted
+        return enabled.state.apply_in_pandas_with_state(
             frame, list(columns), func, outputStructType, stateStructType, outputMode, timeoutConf
         )
 

@@ -6,6 +6,8 @@ say so in words, in place of a ModuleNotFoundError inside a Java stack trace.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +25,13 @@ def pack_entry(plain: dict[str, Any], combiner: Any = None) -> Callable[[Any], A
 
 
 def bucket_entry(plain: dict[str, Any], function: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
-    """Function for `applyInPandasWithState`."""
+    """Function for `applyInPandasWithState`. Plans and Spark's UI show its name."""
     load = _loader()
 
     def run_bucket(key: Any, frames: Any, state: Any) -> Any:
         return load("spark_state_ext.spark.runtime").run_bucket(plain, function, key, frames, state)
 
+    run_bucket.__name__ = run_bucket.__qualname__ = _entry_name(plain, function)
     return run_bucket
 
 
@@ -40,6 +43,15 @@ def unpack_entry() -> Callable[[Any], Any]:
         return load("spark_state_ext.spark.output").unpack(batches)
 
     return unpack_rows
+
+
+def _entry_name(plain: dict[str, Any], function: Callable[..., Any]) -> str:
+    """Operator, and user's function or built-in operator: ``arrow_state_<operator>_<function>``."""
+    built_in = json.loads(plain["function"])["name"] if plain["function"] else None
+    # A partial has no name of its own.
+    named = getattr(function, "func", function)
+    name = built_in or getattr(named, "__name__", type(named).__name__)
+    return re.sub(r"\W", "_", f"arrow_state_{plain['operator']}_{name}")
 
 
 def _loader() -> Callable[[str], Any]:

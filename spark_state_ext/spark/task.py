@@ -24,21 +24,26 @@ __all__ = ["TaskInfo", "local_folder", "operator_folder", "scratch_folder", "set
 _RETAINED = "spark.sql.streaming.minBatchesToRetain"
 # Since Spark 4.1 the first one, where it is set, is that of stateful operators.
 _PARTITIONS = ("spark.sql.streaming.internal.stateStore.partitions", "spark.sql.shuffle.partitions")
+_STATE_FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
 # Containers allocated, and not freed yet, at which a young collection begins; Python's own default is 700.
 _YOUNG_OBJECTS_MAX = 5_000
 
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """Query, run and batch of a streaming task, as far as Spark tells.
+    """Query and batch of a streaming task, as far as Spark tells.
 
-    An action inside `foreachBatch` over Spark Connect runs in a thread of its own, and its tasks are told none of them.
-    Then the plan's id stands in for query and run, and the batch is None.
+    An action in a thread that the user's code made is told nothing, and every action inside `foreachBatch` over Spark
+    Connect is one. So nothing that state depends on may need to be told.
 
     Parameters
     ----------
-    query_id, run_id, batch
-        As Spark told them.
+    query_id
+        Spark's id of the query; empty where tasks are not told it.
+    run_id
+        For people only: Spark's id of the run, or what `foreachBatch` set as the job group; empty where not told.
+    batch
+        Number of the micro-batch; None where tasks are not told it.
     batches_retained
         How many batches Spark retains, or more.
     partition
@@ -47,6 +52,11 @@ class TaskInfo:
         Over how many partitions Spark's stateful operator spreads its keys, as far as settings tell; None where not.
     attempt
         Spark's number of the attempt, which no other attempt at any task has.
+    state_has_ids
+        Spark's own state has checkpoint format 2 or above: what an attempt writes of a partition has an id, and the
+        next batch goes on from the one that was committed.
+    stage
+        Spark's number of the stage: all attempts at a task have the same, later ones in the application larger ones.
     """
 
     query_id: str
@@ -56,6 +66,8 @@ class TaskInfo:
     partition: int = 0
     partitions: int | None = None
     attempt: int | None = None
+    state_has_ids: bool = False
+    stage: int = 0
 
     @staticmethod
     def current(job: Job) -> TaskInfo:
@@ -67,17 +79,24 @@ class TaskInfo:
         # that are not its defaults. Where it tells none, the larger of its default and what was planned is safe.
         told = context.getLocalProperty(_RETAINED) if context is not None else None
         retained = int(told) if told else max(BATCHES_RETAINED, job.batches_retained)
-        if context is None or not query_id or batch is None:
-            return TaskInfo(job.plan_id, job.plan_id, None, retained)
+        if context is None:
+            return TaskInfo("", "", None, retained)
+        stage = context.stageId()
+        if not query_id or batch is None:
+            attempt = context.taskAttemptId()
+            return TaskInfo("", "", None, retained, context.partitionId(), attempt=attempt, stage=stage)
         counts = [context.getLocalProperty(name) for name in _PARTITIONS]
         return TaskInfo(
             query_id,
-            context.getLocalProperty("spark.jobGroup.id") or query_id,
+            context.getLocalProperty("spark.jobGroup.id") or "",
             int(batch),
             retained,
             context.partitionId(),
             next((int(count) for count in counts if count), None),
             context.taskAttemptId(),
+            # Not told: Spark's default, which is 1 in all releases so far, or a Spark before 4.0.
+            int(context.getLocalProperty(_STATE_FORMAT) or 1) >= 2,
+            stage,
         )
 
 

@@ -38,7 +38,7 @@ class Spread:
     Parameters
     ----------
     run_id
-        The run; empty where tasks are not told theirs.
+        The plan that the run was started from; empty where nothing is told.
     partitions
         Number of partitions as told; None where it is not.
     partition
@@ -70,7 +70,7 @@ class Spread:
         if self.agrees(bucket):
             return self.run_id, self.partitions
         if not self._unlike.get(self._key(home)):
-            home.put(self._file, f"bucket {bucket} is in partition {self.partition} of {self.partitions}".encode())
+            home.create(self._file, f"bucket {bucket} is in partition {self.partition} of {self.partitions}".encode())
             self._remember(home, True)
         return None
 
@@ -85,6 +85,8 @@ class Spread:
             The folder of the state.
         """
         if not self.told or self.partitions is None or pointer.spread != (self.run_id, self.partitions):
+            return frozenset()
+        if not self.agrees(pointer.bucket):
             return frozenset()
         # Remembered for the number that was told: with another one, others may have found a difference since.
         if self._key(home) not in self._unlike:

@@ -81,6 +81,7 @@ class LocalStore:
         self._merge_bytes_max = merge_bytes_max
         self._checked: set[tuple[str, int]] = set()
         self._maps: dict[str, pa.Buffer] = {}
+        self._closed = False
         self._environment = SharedEnvironment(self.folder, map_bytes)
         self._check_identity()
 
@@ -308,6 +309,7 @@ class LocalStore:
     def unpin(self, name: str) -> None:
         """Release a pin."""
         self._environment.write(lambda txn: pins.release(txn, name))
+        self._stay_closed()
 
     def note(self, written: Mapping[str, bytes], removed: Collection[str] = ()) -> None:
         """Leave notes for other processes of this machine, and remove some."""
@@ -317,6 +319,7 @@ class LocalStore:
             notes.put(txn, written)
 
         self._environment.write(work)
+        self._stay_closed()
 
     def notes(self) -> dict[str, bytes]:
         """All notes, by name."""
@@ -334,9 +337,18 @@ class LocalStore:
         return self._environment.is_replaced()
 
     def close(self) -> None:
-        """Close the environment in this process."""
+        """Close the environment in this process.
+
+        What still uses this object, beside batches, opens it again, and notes when it is over: then it is closed once
+        more. (Another object of the same folder opens it again when it needs it.)
+        """
+        self._closed = True
         self._maps.clear()
         self._environment.close()
+
+    def _stay_closed(self) -> None:
+        if self._closed:
+            self.close()
 
     @property
     def map_bytes(self) -> int:

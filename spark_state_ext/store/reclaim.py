@@ -68,6 +68,10 @@ def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = No
                 shutil.rmtree(gone, ignore_errors=True)
                 removed.append(bucket)
                 _LOGGER.info("the local store %s was not used for %d s and is removed", bucket, keep_s)
+        elif bucket.is_file():  # about the buckets beside it
+            with _going_on(bucket):
+                if bucket.stat().st_mtime + keep_s < now_s:
+                    bucket.unlink()
     for folder in (*stores.glob("*/*/s*"), *stores.glob("*/*"), *stores.glob("*")):
         if folder != scratch and scratch not in folder.parents:
             with contextlib.suppress(OSError):  # only empty ones go

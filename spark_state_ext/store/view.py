@@ -55,6 +55,15 @@ class View:
         return sum(run.rows - run.tombstones for run in self.runs)
 
     @property
+    def rows_min(self) -> int:
+        """Lower bound of the live rows: those of one run are, but for as many as newer runs have tombstones."""
+        least = removed = 0
+        for run in self.runs:
+            least = max(least, run.rows - run.tombstones - removed)
+            removed += run.tombstones
+        return least
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the view's runs."""
         return sum(run.size_bytes for run in self.runs)

@@ -46,6 +46,7 @@ WAIT_S = 120.0
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 _LARGE_BYTES = 20 << 20
 _RETAINED = 2
+_SENT_AGAIN = 10
 
 
 class BackendContract:
@@ -128,6 +129,33 @@ class BackendContract:
         first, second = (_uploaded(factory, context, ref, b"same") for _ in range(2))
         for markers in (first, second):
             assert _files(factory, context, ref, markers).get(file_name(ref, DELTA)) == b"same"
+
+    def test_a_confirmed_file_is_intact_while_it_is_sent_again(
+        self, factory: BackendFactory, context: BackendContext
+    ) -> None:
+        """Another attempt does not know that it was confirmed. Whoever reads meanwhile finds it whole, every time."""
+        ref, content = _ref(1), bytes(range(256)) * 4_096
+        markers = _uploaded(factory, context, ref, content)
+        files, name = _files(factory, context, ref, markers), file_name(ref, DELTA)
+        over = threading.Event()
+        found: list[bool] = []
+
+        def read() -> None:
+            while not over.is_set():
+                try:
+                    found.append(files.size(name) == len(content) and files.get(name) == content)
+                except StateError:
+                    found.append(False)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        for _ in range(_SENT_AGAIN):
+            assert _uploaded(factory, context, ref, content) == markers
+        over.set()
+        thread.join(WAIT_S)
+        assert found
+        assert all(found)
+        assert files.get(name) == content
 
     def test_buckets_and_homes_do_not_see_each_other(self, factory: BackendFactory, context: BackendContext) -> None:
         ref = _ref(1)

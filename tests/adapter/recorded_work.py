@@ -28,6 +28,7 @@ from spark_state_ext.folder import Folder
 from spark_state_ext.metrics import CallMetrics
 from spark_state_ext.spark.job import ARROW, PANDAS, ROWS, Job
 from spark_state_ext.spark.key_work import KeyWork, Times
+from spark_state_ext.spark.observed import NUMBERS_COLUMN
 from spark_state_ext.spark.output import unpack
 from spark_state_ext.spark.payload import HASH_COLUMN
 from spark_state_ext.spill import HashSorter, SpillBuffer
@@ -161,6 +162,7 @@ def job(api: str, conf: str, ttl: Ttl | None, memory_bytes: int) -> Job:
         frame_rows_max=10_000,
         late_by_previous_watermark=True,
         application_id="",
+        local_mode=False,
         plan_id="plan",
         local_dir="/",
         strict=False,
@@ -287,7 +289,12 @@ class Lived:
         if self.api == PANDAS:
             rows = [tuple(row) for frame in frames for row in frame[OUTPUT].itertuples(index=False)]
         else:
-            payloads = [pa.record_batch([pa.array(frame["payload"].tolist(), pa.binary())], ["p"]) for frame in frames]
+            payloads = [
+                pa.RecordBatch.from_pandas(
+                    frame, pa.schema([("payload", pa.binary()), (NUMBERS_COLUMN, pa.int64())]), preserve_index=False
+                )
+                for frame in frames
+            ]
             rows = [tuple(row.values()) for batch in unpack(payloads) for row in batch.to_pylist()]
         return [(k, total, None if n is None else (n, tags), out, action) for k, total, n, tags, out, action in rows]
 
@@ -348,15 +355,18 @@ class Model:
             self.keys[key] = Kept(new, timeout_ms, ends)
             return True
 
+        written = {
+            key: max(clock_ms, *(ms for ms, _ in mine)) if by_event_time else clock_ms for key, mine in groups.items()
+        }
         for key, mine in groups.items():
-            written_ms = max(clock_ms, *(ms for ms, _ in mine)) if by_event_time else clock_ms
+            written_ms = written[key]
             if call(key, sum(value for _, value in mine), False, written_ms):
                 due.discard(key)
                 continue
             if self.ttl is not None and self.ttl.refresh == "read" and self.visible(key, clock_ms) is not None:
                 self.keys[key].expires_ms = written_ms + self.ttl.duration_ms
         for key in due:
-            call(key, 0, True, clock_ms)
+            call(key, 0, True, written.get(key, clock_ms))
         return calls
 
     def shown(self, clock_ms: int) -> dict[Key, tuple[State, int | None]]:

@@ -26,6 +26,7 @@ from spark_state_ext.errors import StateValueError, UsageError, UserFunctionErro
 from spark_state_ext.spark import output as output_module
 from spark_state_ext.spark.batches import BatchCaller
 from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result
+from spark_state_ext.spark.observed import NUMBERS_COLUMN
 from spark_state_ext.spark.output import unpack
 from spark_state_ext.state_batch import StateBatch
 from spark_state_ext.store import Lookup
@@ -110,7 +111,12 @@ def run(
 
 def sent(frames: Iterator[Any]) -> list[dict[str, Any]]:
     """What comes out behind Spark's operator."""
-    payloads = [pa.record_batch([pa.array(frame["payload"].tolist(), pa.binary())], ["p"]) for frame in frames]
+    payloads = [
+        pa.RecordBatch.from_pandas(
+            frame, pa.schema([("payload", pa.binary()), (NUMBERS_COLUMN, pa.int64())]), preserve_index=False
+        )
+        for frame in frames
+    ]
     return [row for batch in unpack(payloads) for row in batch.to_pylist()]
 
 
@@ -328,7 +334,12 @@ def test_much_output_leaves_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(frames) > 10
     assert max(len(payload) for frame in frames for payload in frame["payload"]) < 4 << 10
     assert [row["k"] for row in sent(iter(frames))] == list(range(5_000))
-    payloads = [pa.record_batch([pa.array(frame["payload"].tolist(), pa.binary())], ["p"]) for frame in frames]
+    payloads = [
+        pa.RecordBatch.from_pandas(
+            frame, pa.schema([("payload", pa.binary()), (NUMBERS_COLUMN, pa.int64())]), preserve_index=False
+        )
+        for frame in frames
+    ]
     assert max(batch.num_rows for batch in unpack(payloads)) <= 100
 
 

@@ -14,6 +14,7 @@ from life import Life
 from spark_state_ext.background import Background
 from spark_state_ext.errors import CleanUpFailedError, LiveRunError, StorageError
 from spark_state_ext.folder import Entry, Folder
+from spark_state_ext.operator_folder import STARTING_FOLDER
 from spark_state_ext.spark import housekeeping
 from spark_state_ext.spark.housekeeping import CleanUps, drop_spill_files
 from spark_state_ext.spark.payload import spill_folder
@@ -158,11 +159,28 @@ def test_spill_files_of_earlier_batches_go(finished: int, background: Background
     background.finished = finished
     task, folder = TaskInfo("query", "run", 7), Folder(str(tmp_path))
     for batch in (3, 7):
-        folder.child("query", spill_folder(batch, time.time())).put("x.payloads", b"rows")
+        folder.child(spill_folder("query", batch, time.time())).put("x.payloads", b"rows")
     for calls in (5, housekeeping._SPILL_EVERY_CALLS):
         drop_spill_files(folder, task, calls)
         assert background.wait(30.0)
     assert folder.child("query", "spill").names() == ["7"]
+
+
+@pytest.mark.parametrize("task", [TaskInfo("query", "run", 7), TaskInfo("", "", None)])
+def test_what_tasks_left_that_were_not_told_their_query_goes_too(
+    task: TaskInfo, background: Background, tmp_path: Path
+) -> None:
+    """Whatever plan they were of: rows in transit after a day, notes about first batches after a month."""
+    folder, now_s = Folder(str(tmp_path)), time.time()
+    for ago_s in (100, 100_000):
+        folder.child(spill_folder("", None, now_s - ago_s)).put("x.payloads", b"rows")
+    notes = [f"{int(1000 * (now_s - 86_400 * days))}-{'0' * 32}" for days in (29, 31)]
+    for note in notes:
+        folder.child(STARTING_FOLDER).put(note, b"query")
+    drop_spill_files(folder, task, housekeeping._SPILL_EVERY_CALLS)
+    assert background.wait(30.0)
+    assert folder.child("spill").names() == [f"t{int(now_s - 100)}"]
+    assert folder.child(STARTING_FOLDER).names() == notes[:1]
 
 
 def test_spill_files_are_left_when_their_turn_comes_late(
@@ -172,7 +190,7 @@ def test_spill_files_are_left_when_their_turn_comes_late(
     monkeypatch.setattr(housekeeping, "_SPILL_LATE_S", 0.0)
     background.finished = 1
     folder = Folder(str(tmp_path))
-    folder.child("query", spill_folder(3, time.time())).put("x.payloads", b"rows")
+    folder.child(spill_folder("query", 3, time.time())).put("x.payloads", b"rows")
     drop_spill_files(folder, TaskInfo("query", "run", 7), 5)
     assert background.wait(30.0)
     assert folder.child("query", "spill").names() == ["3"]

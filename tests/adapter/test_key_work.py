@@ -262,3 +262,38 @@ def test_a_key_that_is_due_and_has_rows_is_called_for_both_unless_the_first_call
     lived.function = seen(log)
     lived.batch([], 1_031, 0)
     assert sorted(log) == [(key, True, True) for key in range(20)]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_what_the_call_for_a_timeout_writes_lives_as_long_as_the_rows_of_its_key_say(tmp_path: Path, api: str) -> None:
+    """By event time a key's write is at its latest row, also where the second of its two calls makes it."""
+    timed_out: list[bool] = []
+
+    def arrow(batch: StateBatch) -> None:
+        out = batch.timed_out.to_pylist()
+        timed_out.extend(out)
+        batch.update({"n": [1] * len(batch), "tags": [[]] * len(batch)}, where=out)
+
+    def per_key(key: Any, rows: Any, state: Any) -> Any:
+        timed_out.append(state.hasTimedOut)
+        if state.hasTimedOut:
+            state.update((1, []))
+        return []
+
+    def first(key: Any, rows: Any, state: Any) -> Any:
+        state.update((0, []))
+        state.setTimeoutTimestamp(5_000)
+        return []
+
+    def first_arrow(batch: StateBatch) -> None:
+        keeping(batch)
+        batch.set_timeout(timestamp_ms=5_000)
+
+    lived = Lived(tmp_path, api, EVENT_TIME, Ttl(15_000, clock="event"))
+    lived.function = first_arrow if api == ARROW else first
+    lived.batch(rows_for(1, 2, at_ms=4_000), 0, 0)
+    lived.function = arrow if api == ARROW else per_key
+    # Key 1 has a row at 30 s while the watermark is at 10 s; key 2 has none.
+    lived.batch(rows_for(1, at_ms=30_000), 0, 10_000)
+    assert sorted(timed_out) == [False, True, True]
+    assert lived.stored() == {1: ((1, []), None, 45_000), 2: ((1, []), None, 25_000)}

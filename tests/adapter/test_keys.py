@@ -531,3 +531,30 @@ def test_what_spark_refuses_too_has_sparks_error_and_the_key(result: Any) -> Non
     with pytest.raises(UserFunctionError, match=r"key \(41,\) \(bucket 3, batch 7\): .*should be iterable") as raised:
         called(caller(lambda key, pdfs, state: result), grouped([41], [0]))
     assert isinstance(raised.value.__cause__, PySparkTypeError)
+
+
+def test_a_misnamed_column_is_refused_with_its_key() -> None:
+    """Frames are looked at some keys later; the text has the key whose frame it was."""
+
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
+        rows = 20 if key[0] % 2 else 1
+        yield pd.DataFrame({"k": [key[0]] * rows, "N" if key[0] == wrong else "n": [1] * rows})
+
+    for wrong in (3, 4, 40):
+        groups = grouped(list(range(50)), [0] * 50)
+        one = KeyCaller(function, SCHEMA, STATE, ["k", "v"], ["k", "n"], "UTC", 10_000, strict_output=True)
+        with pytest.raises(StateValueError, match=rf"no 'N'.*strict_output=False.*key \({wrong},\)"):
+            called(one, groups)
+        assert sum(map(len, called(caller(function), groups))) == 25 * 20 + 25
+    # Without names, columns go by their places.
+    one = KeyCaller(
+        lambda key, pdfs, state: [pd.DataFrame([[1, 2]])],
+        SCHEMA,
+        STATE,
+        ["k", "v"],
+        ["k", "n"],
+        "UTC",
+        9,
+        strict_output=True,
+    )
+    assert len(called(one, grouped([1], [0]))) == 1

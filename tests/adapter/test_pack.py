@@ -35,6 +35,7 @@ def job(root: Path) -> Job:
         frame_rows_max=10_000,
         late_by_previous_watermark=True,
         application_id="",
+        local_mode=False,
         plan_id="plan",
         local_dir=str(root / "local"),
         strict=False,

@@ -9,9 +9,10 @@ import pytest
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.spark.pack import buckets_of, inline_share
 from spark_state_ext.spark.payload import (
-    HEARTBEAT,
     decode,
     encode,
+    heartbeat,
+    heartbeat_nonce,
     payload_bytes_max,
     spill_folder,
     spill_is_stale,
@@ -34,7 +35,13 @@ def test_a_slice_carries_only_its_own_rows() -> None:
 
 
 def test_the_heartbeat_has_no_rows() -> None:
-    assert list(decode(HEARTBEAT, no_file)) == []
+    beat = heartbeat()
+    assert list(decode(beat, no_file)) == []
+    nonce = heartbeat_nonce(beat)
+    assert nonce is not None
+    assert len(nonce) == 16
+    assert heartbeat_nonce(heartbeat()) not in (None, nonce), "each packing task has its own"
+    assert heartbeat_nonce(encode(pa.record_batch({"a": pa.array([1])}))) is None
     with pytest.raises(CorruptFileError):
         list(decode(b"", no_file))
 
@@ -91,7 +98,7 @@ def test_only_folders_of_batches_that_are_over_are_stale() -> None:
     assert not spill_is_stale("5", 4, 0.0)
     assert not spill_is_stale("3", None, 0.0)
     written_s = 1_000_000.0
-    folder = spill_folder(None, written_s).removeprefix("spill/")
+    folder = spill_folder("", None, written_s).removeprefix("spill/")
     for batch in (None, 7):
         assert not spill_is_stale(folder, batch, written_s + 86_000)
         assert spill_is_stale(folder, batch, written_s + 86_500)

@@ -42,6 +42,7 @@ from spark_state_ext.errors import StateError, StateValueError, UserFunctionErro
 from spark_state_ext.spark import rows as rows_module
 from spark_state_ext.spark.compat import STATE_BINARY
 from spark_state_ext.spark.groups import CallContext, Groups, Result
+from spark_state_ext.spark.observed import NUMBERS_COLUMN
 from spark_state_ext.spark.output import unpack
 from spark_state_ext.spark.rows import RowCaller, row_class
 from spark_state_ext.spark.state_values import values_to_column
@@ -93,7 +94,12 @@ def run(
 
 def sent(frames: Iterator[pd.DataFrame]) -> list[tuple[Any, ...]]:
     """What comes out behind Spark's operator."""
-    payloads = [pa.record_batch([pa.array(frame["payload"].tolist(), pa.binary())], ["p"]) for frame in frames]
+    payloads = [
+        pa.RecordBatch.from_pandas(
+            frame, pa.schema([("payload", pa.binary()), (NUMBERS_COLUMN, pa.int64())]), preserve_index=False
+        )
+        for frame in frames
+    ]
     return [tuple(row.values()) for batch in unpack(payloads) for row in batch.to_pylist()]
 
 

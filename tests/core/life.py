@@ -18,6 +18,7 @@ from spark_state_ext.backends.files import FilesBackup, FilesRestore
 from spark_state_ext.background import Background
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.commit import CommitOptions, Place
+from spark_state_ext.failures import Run
 from spark_state_ext.folder import Folder
 from spark_state_ext.sealed import SealedFile
 from spark_state_ext.store import LocalStore
@@ -69,6 +70,7 @@ class Life:
     batches_retained: int = RETAINED
     uploads: WorkerUploads = field(default_factory=WorkerUploads)
     background: Background = field(default_factory=Background)
+    run: Run = field(default_factory=lambda: Run("a run", 1))
     told: list[str] = field(default_factory=list)
     pointers: list[Pointer] = field(default_factory=lambda: [first_pointer()])
     models: list[Model] = field(default_factory=lambda: [{}])
@@ -108,9 +110,15 @@ class Life:
             uploads=self.uploads,
             options=self.options,
             restore_from=self.restore_from,
+            run=self.run,
         )
 
+    def next_stage(self) -> None:
+        """What comes now is no further attempt at the same task."""
+        self.run = replace(self.run, stage=self.run.stage + 1)
+
     def batch(self, changes: Changes | None = None, *, may_defer: bool = False) -> Pointer:
+        """A batch; when it fails, the next one is another attempt at it, unless it is in the next stage."""
         at = len(self.pointers)
         changes = {KEYS[at % 9]: Row(at), KEYS[(at + 4) % 9]: Row(-at, "n")} if changes is None else changes
         bucket = self.bucket()
@@ -118,6 +126,7 @@ class Life:
         self.left = bucket.committer.left
         self.pointers.append(pointer)
         self.models.append(changed(self.models[-1], changes))
+        self.next_stage()
         return pointer
 
     def history(self, batches: int) -> None:

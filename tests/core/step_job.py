@@ -68,10 +68,12 @@ class Steps:
             cls.note.write_text(name)
             if not cls.after:
                 cls._fail(name)
-        result = work()
-        if failing:
-            cls._fail(name)
-        return result
+        try:
+            return work()
+        finally:
+            # Also where it raised, as for a file that is not there.
+            if failing:
+                cls._fail(name)
 
     @classmethod
     def _fail(cls, name: str) -> NoReturn:

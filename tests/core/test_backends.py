@@ -66,6 +66,14 @@ class TestAzure(FilesContract):
         return {"root": azure.root("contract"), "storage_options": azure.options}
 
 
+class TestShare(FilesContract):
+    """A file system of which a renamed file never takes the place of another one."""
+
+    @pytest.fixture(params=["Share", "ByNameNode"])
+    def options(self, request: pytest.FixtureRequest, tmp_path: Path) -> Mapping[str, Any]:
+        return {"root": str(tmp_path / "root"), "storage_options": {"implementation": f"shares.{request.param}"}}
+
+
 class TestAnotherPackage(BackendContract):
     """A backend that another package has registered by entry point."""
 

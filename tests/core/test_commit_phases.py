@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from core_support import SCHEMA
 from life import RETAINED, WAIT_S, Life
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
@@ -18,8 +19,10 @@ from spark_state_ext.errors import (
     CommitTimeoutError,
     LostFilesError,
     MissingCheckpointError,
+    StorageError,
     UploadFailedError,
 )
+from spark_state_ext.store import LocalStore, View
 from spark_state_ext.uploads import WorkerUploads
 
 # -- order -----------------------------------------------------------------------------------------
@@ -118,9 +121,10 @@ def test_a_commit_goes_on_then_waits_then_fails(life: Life) -> None:
     # It went on for one and a half seconds, and gave up after four, counted from when the upload began.
     assert 4.0 <= failed_s < 4.5
     assert 1.5 < waited_s <= 2.6
-    # Nothing is lost, and a retry goes on; what hung comes back.
+    # Nothing is lost, and another start goes on; what hung comes back.
     assert life.restored(life.pointers[-1]) == life.models[-1]
     hung.gate.set()
+    life.next_stage()
     life.batch()
     life.settle()
     assert life.batch({}).inline == ()
@@ -219,9 +223,10 @@ def test_a_failed_upload_surfaces_at_the_next_commit(life: Life) -> None:
     life.settle()
     with pytest.raises(UploadFailedError, match=r"1_\w+\.delta\.arrow to the backend a failed: .*not yours.*not lost"):
         life.batch()
-    # Told once; the state is as it was, and who tries again sends it again.
+    # The state is as it was, and another start sends it again.
     assert life.restored(first) == life.models[-1]
     life.manager("a").fails_with = None
+    life.next_stage()
     life.batch()
     life.settle()
     assert life.batch({}).inline == ()
@@ -291,3 +296,64 @@ def test_where_all_was_deleted_the_backup_comes_before_the_pointer(life: Life) -
     pointer = life.batch()
     assert pointer.standings == {"a": Standing(pointer.ref)}
     assert life.restored(pointer) == life.models[-1]
+
+
+def _lose_all(life: Life, name: str) -> None:
+    """Somebody deletes a backend's files, and that is found out."""
+    for file in life.folder(name).names():
+        life.folder(name).remove(file)
+    life.bucket().committer.lose(name, life.pointers[-1].beats)
+
+
+@pytest.mark.parametrize("names", [("a",), ("a", "b")])
+def test_what_is_lost_is_not_forgotten_by_a_commit_that_fails(life: Life, names: tuple[str, ...]) -> None:
+    life.names = names
+    life.history(4)
+    _lose_all(life, names[-1])
+    life.manager("a").fails_with = life.manager(names[-1]).fails_with = PermissionError("not yet")
+    if len(names) == 1:
+        with pytest.raises(StorageError):
+            life.batch()
+    else:
+        life.options = replace(life.options, journal=False)
+        with pytest.raises(UploadFailedError):
+            life.batch()
+    life.manager("a").fails_with = life.manager(names[-1]).fails_with = None
+    life.next_stage()
+    for _ in range(3):
+        life.batch()
+        life.settle()
+    assert life.restored(life.batch({}), names[-1]) == life.models[-1]
+
+
+def test_what_is_lost_is_not_forgotten_by_the_pointer_of_another_attempt(life: Life) -> None:
+    """On another machine, which does not know of it, and whose pointer is the one that counts."""
+    life.history(4)
+    before = life.pointers[-1]
+    _lose_all(life, "a")
+    answered = life.batch()
+    assert life.restored(answered) == life.models[-1]
+    life.pointers.pop()
+    life.models.pop()
+    store = LocalStore(life.local / "elsewhere", SCHEMA)
+    life.stores.append(store)
+    here, life.store = life.store, store
+    # It has the state, and takes what the pointer says for so.
+    for run in sorted(here.runs(), key=lambda run: run.newest.version):
+        rows = list(View(here, [run]).scan(keep_tombstones=not run.base))
+        store.restore(rows, run.newest, run.parent, snapshot=run.base)
+    counted = life.batch()
+    assert counted.parent == before.ref
+    assert counted.standings["a"].through != counted.ref, "nothing was sent in full"
+    life.settle()
+    life.store = here
+    after = life.batch()
+    assert after.standings == {"a": Standing(after.ref)}
+    assert life.restored(after) == life.models[-1]
+    # Answered, and committed: that is all.
+    snapshots = life.files("a", SNAPSHOT)
+    for _ in range(3):
+        life.batch()
+        life.settle()
+    assert life.files("a", SNAPSHOT) == snapshots
+    assert not [name for name in here.notes() if "lost" in name or "answered" in name]

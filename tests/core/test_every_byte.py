@@ -30,7 +30,7 @@ from spark_state_ext import checkpoint
 from spark_state_ext.checkpoint import read_checkpoint, read_header, verify_checkpoint, write_checkpoint
 from spark_state_ext.errors import StateError
 from spark_state_ext.folder import Folder
-from spark_state_ext.lease import LeaseRecord, RunIdentity
+from spark_state_ext.lease_record import LeaseRecord, RunIdentity
 from spark_state_ext.spark import payload
 
 _FLIPS = (0x01, 0xFF)
@@ -141,8 +141,8 @@ def _pointer() -> Kind:
 
 
 def _lease() -> Kind:
-    owner = RunIdentity("run-2", "app-1", "host", "boot", 4_711, "98765")
-    record = LeaseRecord(owner, 1_700_000_000_000, ("run-1",))
+    owner = RunIdentity("app-1", "plan-2", "query", "host", "boot", 4_711, "98765")
+    record = LeaseRecord(owner, 1_700_000_000_000, 10_000, ("plan-1",))
     return Kind(record.encode(), lambda data: LeaseRecord.decode(data, "lease.json"))
 
 

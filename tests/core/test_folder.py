@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from core_support import small_disk
-from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from object_store import S3
 
@@ -158,33 +159,57 @@ def test_a_full_local_disk_is_not_taken_for_the_roots(tmp_path: Path) -> None:
             files.get_file("file", disk / "none" / "copy")
 
 
-class Renames(DirFileSystem):  # type: ignore[misc]
-    """A file system elsewhere of which a renamed file does not take another one's place."""
-
-    protocol = "renames"
-    cachable = False
-
-    def __init__(self, refuses: bool) -> None:
-        super().__init__(path="/", fs=LocalFileSystem())
-        self.refuses = refuses
-
-    def mv(self, path1: str, path2: str, **kwargs: object) -> None:
-        if not self.exists(path2):
-            super().mv(path1, path2)
-        elif self.refuses:  # as SMB does; WebHDFS says nothing
-            raise FileExistsError(17, "File exists", path2)
-
-
-@pytest.mark.parametrize("refuses", [True, False])
-def test_a_file_takes_the_place_of_another_one_on_any_file_system(refuses: bool, tmp_path: Path) -> None:
-    files = Folder(str(tmp_path / "root"), {"implementation": f"{__name__}.Renames", "refuses": refuses})
+@pytest.mark.parametrize("kind", ["Share", "ByNameNode"])
+def test_a_small_file_takes_the_place_of_another_one_on_any_file_system(kind: str, tmp_path: Path) -> None:
+    files = Folder(str(tmp_path / "root"), {"implementation": f"shares.{kind}"})
+    assert not files.replaces
     for content in (b"first", b"second", b"third"):
         files.put("lease.json", content)
         assert files.get("lease.json") == content
-    (tmp_path / "fourth").write_bytes(b"fourth")
-    files.put_file("lease.json", tmp_path / "fourth")
-    assert files.get("lease.json") == b"fourth"
     assert [entry.name for entry in files.entries()] == ["lease.json"]
+
+
+@pytest.mark.parametrize("kind", ["Share", "ByNameNode"])
+def test_a_large_file_stays_where_none_takes_its_place(kind: str, tmp_path: Path) -> None:
+    files = Folder(str(tmp_path / "root"), {"implementation": f"shares.{kind}"})
+    (tmp_path / "mine").write_bytes(b"12" * 5_000_000)
+    (tmp_path / "other").write_bytes(b"12" * 4_999_999 + b"13")
+    files.put_file("file", tmp_path / "mine")
+    there = os.stat(tmp_path / "root" / "file").st_ino
+    files.put_file("file", tmp_path / "mine")
+    with pytest.raises(StorageError, match=r"root/file is there with other bytes .* delete it, and start again") as it:
+        files.put_file("file", tmp_path / "other")
+    assert not is_retriable(it.value)
+    assert os.stat(tmp_path / "root" / "file").st_ino == there
+    assert os.listdir(tmp_path / "root") == ["file"]
+
+
+def test_new_folders_survive_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name is on the disk, in the folder it is in, before anybody is told that the file is."""
+    synced, fsync = [], os.fsync
+
+    def noted(file: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{file}"))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    (tmp_path / "local").write_bytes(b"1")
+    root = tmp_path / "new" / "root"
+    ways: list[Callable[[Folder], object]] = [
+        lambda files: files.put("file", b"1"),
+        lambda files: files.put_file("file", tmp_path / "local"),
+        lambda files: files.create("file", b"1"),
+    ]
+    for bucket, publish in enumerate(ways):
+        synced.clear()
+        # Another process has made the folders a moment ago, and may not have come so far.
+        files = Folder(str(root)).child("operator", str(bucket))
+        publish(files)
+        wanted = [root / "operator" / str(bucket), root / "operator", root, *([] if bucket else [tmp_path / "new"])]
+        assert {str(it) for it in (*wanted, tmp_path / "new", *([] if bucket else [tmp_path]))} <= set(synced)
+        synced.clear()
+        publish(files)
+        assert str(root) not in synced, "once is enough"
 
 
 class Unwell(LocalFileSystem):  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -14,75 +15,135 @@ from pathlib import Path
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from test_create import folder_of
 
-from spark_state_ext import lease as lease_module
 from spark_state_ext import process
 from spark_state_ext.errors import CorruptFileError, LiveRunError, UsageError, VersionSkewError
 from spark_state_ext.folder import Folder
-from spark_state_ext.lease import TAKE, WAIT, Lease, LeaseRecord, RunIdentity, verdict
+from spark_state_ext.lease import Clock, Lease, LeaseState
+from spark_state_ext.lease_log import LeaseLog
+from spark_state_ext.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
 
-_ME = RunIdentity("run", "application", "host", "boot", 10, "100")
-_OTHER = RunIdentity("other run", "other application", "other host", "boot", 11, "101")
+_ME = RunIdentity("application", "plan", "query", "host")
+_OTHER = RunIdentity("other application", "other plan", "query", "other host")
+_WAIT_S = 30.0
+_LEASE_MS = 30_000
+_LEASE_S = _LEASE_MS / 1000
+_THIRD_S = _LEASE_S / 3
 
 
-def _record(owner: RunIdentity, renewed_ms: int = 1_000) -> LeaseRecord:
-    return LeaseRecord(owner, renewed_ms)
+def _record(owner: RunIdentity, **also: object) -> LeaseRecord:
+    return replace(LeaseRecord(owner, 1_000, 500, nonce="n"), **also)  # type: ignore[arg-type]  # any field
+
+
+def _found(owner: RunIdentity, number: int = 7, **also: object) -> Found:
+    return Found(number, _record(owner, **also))
+
+
+_WATCHED = Watch(_found(_OTHER), 10.0)
 
 
 @pytest.mark.parametrize(
-    ("found", "now_ms", "over", "expected"),
+    ("found", "watch", "now_s", "over", "expected"),
     [
-        (None, 1_000, False, TAKE),
-        (_record(_ME), 1_000, False, TAKE),
-        (_record(replace(_OTHER, run_id="run")), 1_000, False, TAKE),
-        (_record(replace(_OTHER, application_id="application")), 1_000, False, TAKE),
-        (_record(_OTHER), 1_000, True, TAKE),
-        (_record(_OTHER), 1_000, False, WAIT),
-        (_record(_OTHER), 1_500, False, WAIT),
-        (_record(_OTHER), 1_501, False, TAKE),
-        # A clock that is behind the owner's proves nothing.
-        (_record(_OTHER), 0, False, WAIT),
+        (None, None, 0.0, False, Decision.RENEW),
+        (_found(_ME), None, 0.0, False, Decision.RENEW),
+        # Of one application and query, only one run is active at a time; tasks may not be told their query.
+        (_found(replace(_ME, plan="earlier plan")), None, 0.0, False, Decision.RENEW),
+        (_found(replace(_ME, query="")), None, 0.0, False, Decision.RENEW),
+        (_found(replace(_ME, query="another query")), None, 0.0, False, Decision.WATCH),
+        # Others have to be over, or silent for a whole lease on one's own clock.
+        (_found(_OTHER), None, 1e9, False, Decision.WATCH),
+        (_found(_OTHER), None, 0.0, True, Decision.RENEW),
+        (_found(_OTHER, released=True), None, 0.0, False, Decision.RENEW),
+        (_found(_OTHER), _WATCHED, 10.5, False, Decision.WATCH),
+        (_found(_OTHER), _WATCHED, 10.6, False, Decision.TAKE_OVER),
+        (_found(_OTHER, 8), _WATCHED, 10.6, False, Decision.LIVE),
+        (_found(_OTHER, 8, released=True), _WATCHED, 10.1, False, Decision.RENEW),
+        # The longer of both leases counts.
+        (_found(_OTHER, lease_ms=2_000), Watch(_found(_OTHER, lease_ms=2_000), 10.0), 11.9, False, Decision.WATCH),
+        (_found(_OTHER, lease_ms=2_000), Watch(_found(_OTHER, lease_ms=2_000), 10.0), 12.1, False, Decision.TAKE_OVER),
+        # Who was replaced does not come back, whoever holds it now.
+        (_found(_OTHER, replaced=("plan",)), None, 0.0, False, Decision.REPLACED),
+        (_found(_OTHER, replaced=("plan",), released=True), None, 0.0, True, Decision.REPLACED),
     ],
 )
-def test_verdict(found: LeaseRecord | None, now_ms: int, over: bool, expected: str) -> None:
-    assert verdict(found, _ME, now_ms, 500, over) == expected
+def test_decide(found: Found | None, watch: Watch | None, now_s: float, over: bool, expected: Decision) -> None:
+    assert decide(found, _ME, watch, now_s, 500, over) is expected
+
+
+def test_a_job_group_is_no_part_of_a_run() -> None:
+    """`foreachBatch` may set it: two drivers that did have runs of their own all the same, and one driver's restart is
+    a run like the one before."""
+    assert "job" not in " ".join(RunIdentity.__dataclass_fields__)
+    assert not _ME.is_same_run(_OTHER)
+    assert not replace(_ME, application="app-1 10.0.0.1:7001").is_same_run(
+        replace(_ME, application="app-1 10.0.0.2:7001")
+    )
 
 
 def test_records_round_trip_and_damage_is_said() -> None:
-    assert LeaseRecord.decode(_record(_OTHER).encode(), "lease.json") == _record(_OTHER)
-    for damaged in (b"", b"{", b"[]", b"null", b'{"owner": {}}', b"\xff", _record(_OTHER).encode()[:-5]):
-        with pytest.raises(CorruptFileError, match=r"lease\.json"):
-            LeaseRecord.decode(damaged, "lease.json")
-    newer = _record(_OTHER).encode().replace(b'"format": 3', b'"format": 4')
-    with pytest.raises(VersionSkewError, match=r"lease\.json has format 4"):
-        LeaseRecord.decode(newer, "lease.json")
+    record = _record(_OTHER, replaced=("a", "b"), released=True)
+    assert LeaseRecord.decode(record.encode(), "1.json") == record
+    for damaged in (b"", b"{", b"[]", b"null", b'{"owner": {}}', b"\xff", record.encode()[:-5]):
+        with pytest.raises(CorruptFileError, match=r"1\.json"):
+            LeaseRecord.decode(damaged, "1.json")
+    newer = record.encode().replace(b'"format": 4', b'"format": 5')
+    with pytest.raises(VersionSkewError, match=r"1\.json has format 5"):
+        LeaseRecord.decode(newer, "1.json")
 
 
-def test_records_of_formats_1_and_2() -> None:
-    owner = '{"run_id": "other run", "application_id": "other application", "host": "other host", "boot": "boot", "pid": 11, '
-    fields = f'"owner": {owner}"pid_start": "101"}}, "renewed_ms": 1000'
-    for record in (
-        f'{{"format": 1, {fields}}}',
-        f'{{"format": 2, {fields}, "replaced": [], "checksum": "62bbf1c05b1435e283630921eb389ed2"}}',
-    ):
-        assert LeaseRecord.decode(record.encode(), "lease.json") == _record(_OTHER)
+_OLD_OWNER = (
+    '{"run_id": "old run", "application_id": "old application", "host": "old host", "boot": "boot", "pid": 11, '
+)
+_OLD_FIELDS = f'"owner": {_OLD_OWNER}"pid_start": "101"}}, "renewed_ms": 1000'
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        f'{{"format": 1, {_OLD_FIELDS}}}',
+        f'{{"format": 2, {_OLD_FIELDS}, "replaced": [], "checksum": "@"}}',
+    ],
+)
+def test_a_record_of_an_old_format_is_watched_like_any_other(tmp_path: Path, old: str) -> None:
+    old = old.replace("old run", "other run").replace("old app", "other app").replace("old host", "other host")
+    old = old.replace("@", "62bbf1c05b1435e283630921eb389ed2")
+    (tmp_path / "lease.json").write_text(old)
+    found = LeaseLog(Folder(str(tmp_path))).newest()
+    assert found is not None
+    assert found.number == 0
+    assert (found.record.owner.application, found.record.owner.plan) == ("other application", "other run")
+    clock = Virtual()
+    Lease(Folder(str(tmp_path)), _ME, _LEASE_MS, clock.clock).hold()
+    assert clock.now_s >= _LEASE_S, "it has watched first"
+    assert _newest(tmp_path).replaced == ("other run",)
 
 
 def test_a_process_of_another_user_may_not_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """/proc may hide them (hidepid), and lives on all the same."""
-    here = RunIdentity.here("run", "application")
+    here = _local()
     monkeypatch.setattr(process, "start_of", lambda pid: "")
     assert not here.is_over()
     assert replace(here, pid=2**22 - 1).is_over()
 
 
+def _local(pid: int | None = None) -> RunIdentity:
+    """A run whose driver is this process, as in local mode."""
+    pid = os.getpid() if pid is None else pid
+    here = replace(_ME, host=os.uname().nodename, pid=pid, pid_start=process.start_of(pid))
+    from spark_state_ext.store.environment import boot_id
+
+    return replace(here, boot=boot_id(), pid_namespace=process.namespace())
+
+
 def test_is_over_only_when_it_is_certain() -> None:
-    here = RunIdentity.here("run", "application")
+    here = _local()
     assert not here.is_over()
     assert not replace(here, host="elsewhere", pid=2**22 - 1).is_over()
     # A machine of the same name, as clones of one image have, or this one before it was restarted.
     assert not replace(here, boot="another boot", pid=2**22 - 1).is_over()
-    # A container with the machine's own name; a lease of an older release, which does not tell.
+    # A container with the machine's own name.
     assert not replace(here, pid_namespace="pid:[1]", pid=2**22 - 1).is_over()
     assert not replace(here, pid_namespace="", pid=2**22 - 1).is_over()
     # Nobody has that number.
@@ -93,238 +154,48 @@ def test_is_over_only_when_it_is_certain() -> None:
     assert not replace(here, pid=2**22 - 1, pid_start="").is_over()
 
 
+def test_only_in_local_mode_a_process_is_looked_for() -> None:
+    """On a cluster the process above a worker is an executor; that it ends is not the end of the run."""
+    on_cluster = RunIdentity.here("application", "plan", "query")
+    assert (on_cluster.pid, on_cluster.pid_start) == (0, "")
+    assert not on_cluster.is_over()
+    # There is no JVM above this test either.
+    assert RunIdentity.here("application", "plan", local=True).pid == 0
+
+
 def test_lease_times_that_cannot_work(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least 100"):
         Lease(Folder(str(tmp_path)), _ME, 99)
 
 
-_HOLDER = """
-import os, sys, time
-from spark_state_ext.folder import Folder
-from spark_state_ext.errors import LiveRunError
-from spark_state_ext.lease import Lease, RunIdentity
-root, lease_ms, renews = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "renews"
-worker = os.fork()
-if worker == 0:
-    # As Spark's workers: the child of a daemon that lives as long as the run.
-    daemon = os.getppid()
-    lease = Lease(Folder(root), RunIdentity.here("first run", "first application"), lease_ms)
-    lease.hold()
-    print("held", flush=True)
-    while os.getppid() == daemon:
-        if renews or os.path.exists(root + "/go on"):
-            try:
-                lease.hold()
-            except LiveRunError as error:
-                print("refused", error, flush=True)
-                os._exit(0)
-        time.sleep(0.02)
-    os._exit(0)
-os.waitpid(worker, 0)
-"""
-
-
-@contextmanager
-def _first_run(root: Path, lease_ms: int, renews: bool) -> Iterator[subprocess.Popen[str]]:
-    """Another run, in processes of its own, that holds the lease."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _HOLDER, str(root), str(lease_ms), "renews" if renews else "silent"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == "held\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def _second(root: Path, lease_ms: int, run: str = "second run", application: str = "second application") -> Lease:
-    return Lease(Folder(str(root)), RunIdentity.here(run, application), lease_ms)
-
-
-def test_a_second_run_is_refused_while_the_first_renews(tmp_path: Path) -> None:
-    with _first_run(tmp_path, 600, renews=True):
-        for _ in range(2):
-            with pytest.raises(LiveRunError, match="first run"):
-                _second(tmp_path, 600).hold()
-        # Nothing was taken: the first goes on.
-        assert b"first run" in Folder(str(tmp_path)).get("lease.json")
-
-
-def test_a_silent_run_is_replaced_after_its_lease_and_then_refused(tmp_path: Path) -> None:
-    with _first_run(tmp_path, 700, renews=False) as first:
-        started = time.monotonic()
-        second = _second(tmp_path, 700)
-        second.hold()
-        assert time.monotonic() - started < 5
-        record = LeaseRecord.decode(Folder(str(tmp_path)).get("lease.json"), "lease.json")
-        assert record.owner.run_id == "second run"
-        (tmp_path / "go on").touch()
-        assert first.stdout is not None
-        told = first.stdout.readline()
-        assert told.startswith("refused")
-        assert "second run" in told
-        second.hold()
-
-
-def test_a_run_whose_process_is_gone_is_replaced_at_once(tmp_path: Path) -> None:
-    with _first_run(tmp_path, 60_000, renews=False) as first:
-        first.kill()
-        first.wait()
-        started = time.monotonic()
-        _second(tmp_path, 60_000).hold()
-        assert time.monotonic() - started < 5
-
-
-def test_a_restart_in_the_same_application_does_not_wait(tmp_path: Path) -> None:
-    with _first_run(tmp_path, 60_000, renews=True) as first:
-        started = time.monotonic()
-        second = _second(tmp_path, 300, application="first application")
-        second.hold()
-        assert time.monotonic() - started < 5
-        assert first.stdout is not None
-        # The first renews after a third of its lease, and learns of it then; this test does not wait so long.
-        assert b"second run" in Folder(str(tmp_path)).get("lease.json")
-
-
-def test_workers_of_one_run_share_the_lease(tmp_path: Path) -> None:
-    leases = [_second(tmp_path, 300) for _ in range(3)]
-    for _ in range(3):
-        for lease in leases:
-            lease.hold()
-        time.sleep(0.15)
-
-
-def test_a_hold_that_is_not_due_costs_nothing(tmp_path: Path) -> None:
-    lease = _second(tmp_path, 60_000)
-    lease.hold()
-    (tmp_path / "lease.json").unlink()
-    lease.hold()
-    assert not (tmp_path / "lease.json").exists()
-
-
-def test_one_lease_object_a_process_and_run(tmp_path: Path) -> None:
-    files = Folder(str(tmp_path))
-    first = Lease.of(files, "run 1", "application", 1_000)
-    assert Lease.of(files, "run 1", "application", 1_000) is first
-    second = Lease.of(files, "run 2", "application", 1_000)
-    assert second is not first
-    assert Lease.of(files, "run 1", "application", 1_000) is not first, "only the current run is remembered"
-    other = Lease.of(files.child("other"), "run 2", "application", 1_000)
-    assert Lease.of(files, "run 1", "application", 1_000) is not other
-
-
-def test_a_replaced_run_stays_replaced_whatever_its_workers_remember(tmp_path: Path) -> None:
-    """New workers remember nothing; without the record two runs would take it in turn for ever."""
-    files = Folder(str(tmp_path))
-    first, second = replace(_ME, run_id="first"), replace(_OTHER, run_id="second")
-    Lease(files, first, 100).hold()
-    time.sleep(0.2)
-    Lease(files, second, 100).hold()
-    time.sleep(0.2)
-    with pytest.raises(LiveRunError, match="has lost the state"):
-        Lease(files, first, 100).hold()
-    Lease(files, second, 100).hold()
-    # Where a plan stands in for the run, it may come back.
-    Lease(files, first, 100, once=False).hold()
-
-
-def test_a_late_task_of_an_old_run_does_not_stop_the_new_one(tmp_path: Path) -> None:
-    files = Folder(str(tmp_path))
-    Lease(files, replace(_ME, run_id="old"), 10_000).hold()
-    live = Lease(files, replace(_ME, run_id="new"), 10_000)
-    live.hold()
-    with pytest.raises(LiveRunError):
-        Lease(files, replace(_ME, run_id="old"), 10_000).hold()
-    live._check_at_s = 0.0
-    live.hold()
-
-
-def test_background_work_sees_that_the_lease_is_lost_and_never_renews_it(tmp_path: Path) -> None:
-    """Clean-up of a run that has ended must neither keep the next one out nor go on beside it."""
-    files = Folder(str(tmp_path))
-    old = Lease(files, replace(_ME, run_id="old"), 300)
-    old.hold()
-    record = files.get("lease.json")
-    deadline_s = time.monotonic() + 0.6
-    while time.monotonic() < deadline_s:
-        old.check()
-    assert files.get("lease.json") == record
-    Lease(files, replace(_ME, run_id="new"), 300).hold()
-    time.sleep(0.15)
-    with pytest.raises(LiveRunError, match=r"run old has lost .* to run new .* in the background is not done"):
-        old.check()
-
-
-_WAIT_S = 30.0
-_LEASE_MS = 30_000
-_LEASE_S = _LEASE_MS / 1000
-
-
-class Clock:
-    """In place of the module `time`: it stands until it is told to go on."""
+class Virtual:
+    """A clock that stands until it is told to go on."""
 
     def __init__(self) -> None:
-        self.now_s = 1_000_000.0
+        self.now_s = 0.0
+        # What happens while somebody sleeps, at most so many seconds later.
+        self.meanwhile: Callable[[], object] = lambda: None
+        # How far this machine's wall clock is off.
+        self.off_s = 0.0
 
-    def monotonic(self) -> float:
-        return self.now_s
+    @property
+    def clock(self) -> Clock:
+        return Clock(lambda: self.now_s, lambda: 1e6 + self.now_s + self.off_s, self._sleep)
 
-    time = monotonic
-
-    def sleep(self, seconds: float) -> None:
+    def _sleep(self, seconds: float) -> None:
         self.now_s += seconds
+        self.meanwhile()
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(lease_module, "time", clock)
-    return clock
+def clock() -> Virtual:
+    return Virtual()
 
 
-class Slow(Folder):
-    """A store with something to do before a file is read, and before and after one is written; once each."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(str(root))
-        self.gets = 0
-        self.before_get: Callable[[], object] | None = None
-        self.before_put: Callable[[], object] | None = None
-        self.after_put: Callable[[], object] | None = None
-
-    def get(self, name: str) -> bytes:
-        self.gets += 1
-        work, self.before_get = self.before_get, None
-        if work is not None:
-            work()
-        return super().get(name)
-
-    def put(self, name: str, data: bytes | memoryview) -> None:
-        work, self.before_put = self.before_put, None
-        if work is not None:
-            work()
-        super().put(name, data)
-        work, self.after_put = self.after_put, None
-        if work is not None:
-            work()
-
-
-class Hang:
-    """Something that hangs until it is let go."""
-
-    def __init__(self) -> None:
-        self.begun = threading.Event()
-        self.go_on = threading.Event()
-
-    def __call__(self) -> None:
-        self.begun.set()
-        assert self.go_on.wait(_WAIT_S)
+def _newest(root: Path) -> LeaseRecord:
+    found = LeaseLog(Folder(str(root))).newest()
+    assert found is not None
+    return found.record
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -340,179 +211,371 @@ def _renewed(lease: Lease) -> None:
     _until(lambda: not lease._renewing)
 
 
-def _on_file(root: Path) -> LeaseRecord:
-    return LeaseRecord.decode(Folder(str(root)).get("lease.json"), "lease.json")
+def _lease(root: Path, me: RunIdentity, clock: Virtual) -> Lease:
+    return Lease(Folder(str(root)), me, _LEASE_MS, clock.clock)
 
 
-def _hanging_renewal(lease: Lease, files: Slow, clock: Clock) -> Hang:
-    clock.now_s += 0.4 * _LEASE_S
-    files.before_put = hang = Hang()
+def test_a_second_run_is_refused_while_the_first_renews(tmp_path: Path, clock: Virtual) -> None:
+    first = _lease(tmp_path, _ME, clock)
+    first.hold()
+    clock.meanwhile = lambda: _renewed(first)
+    for _ in range(2):
+        with pytest.raises(LiveRunError, match=r"is being written by query query of application application on host"):
+            _lease(tmp_path, _OTHER, clock).hold()
+    # Nothing was taken: the first goes on.
+    _renewed(first)
+    assert _newest(tmp_path).owner == _ME
+
+
+def test_who_waits_says_so(tmp_path: Path, clock: Virtual, caplog: pytest.LogCaptureFixture) -> None:
+    _lease(tmp_path, _ME, clock).hold()
+    with caplog.at_level(logging.WARNING):
+        _lease(tmp_path, _OTHER, clock).hold()
+    said = [record.getMessage() for record in caplog.records if "waits" in record.getMessage()]
+    assert len(said) == 1
+    assert "application application on host" in said[0]
+    assert "30.0 s" in said[0]
+
+
+@pytest.mark.parametrize("off_s", [-1e5, -_LEASE_S, 0.0, 2 * _LEASE_S, 1e5])
+def test_a_clock_that_is_wrong_lets_nobody_in(tmp_path: Path, off_s: float) -> None:
+    """A run that renews is refused to others however late or early their clock is."""
+    clock = Virtual()
+    first = _lease(tmp_path, _ME, clock)
+    first.hold()
+    clock.meanwhile = lambda: _renewed(first)
+    clock.off_s = off_s
+    with pytest.raises(LiveRunError):
+        _lease(tmp_path, _OTHER, clock).hold()
+    assert _newest(tmp_path).owner == _ME
+
+
+def test_a_silent_run_is_replaced_after_its_lease_and_then_refused(tmp_path: Path, clock: Virtual) -> None:
+    first, second = _lease(tmp_path, _ME, clock), _lease(tmp_path, _OTHER, clock)
+    first.hold()
+    second.hold()
+    assert clock.now_s >= _LEASE_S
+    assert _newest(tmp_path).owner == _OTHER
+    with pytest.raises(LiveRunError, match="was taken over by query query of application other application"):
+        first.hold()
+    assert first.state is LeaseState.LOST
+    # Neither does it come back, in a process that remembers nothing, when the other has ended.
+    _release(tmp_path)
+    with pytest.raises(LiveRunError, match="was taken over"):
+        _lease(tmp_path, _ME, clock).hold()
+    # Started anew, it is another run.
+    _lease(tmp_path, replace(_ME, plan="planned again"), clock).hold()
+
+
+def _release(root: Path) -> None:
+    log = LeaseLog(Folder(str(root)))
+    found = log.newest()
+    assert found is not None
+    assert log.append(found, replace(found.record, released=True, nonce="0" * 32))
+
+
+def test_a_run_that_said_that_it_ended_is_followed_at_once(tmp_path: Path, clock: Virtual) -> None:
+    _lease(tmp_path, _ME, clock).hold()
+    _release(tmp_path)
+    _lease(tmp_path, _OTHER, clock).hold()
+    assert clock.now_s == 0.0
+    assert _newest(tmp_path).replaced == ()
+
+
+def test_a_driver_whose_process_is_gone_is_followed_at_once(tmp_path: Path, clock: Virtual) -> None:
+    driver = subprocess.Popen(["sleep", "60"])
+    try:
+        _lease(tmp_path, _local(driver.pid), clock).hold()
+    finally:
+        driver.kill()
+        driver.wait()
+    _lease(tmp_path, _OTHER, clock).hold()
+    assert clock.now_s == 0.0
+
+
+def test_a_process_that_ends_is_not_a_run_that_ends(tmp_path: Path, clock: Virtual) -> None:
+    """An executor renews and is killed; the run goes on elsewhere, and a copied checkpoint gets nothing."""
+    elsewhere = _lease(tmp_path, replace(_ME, host="other machine"), clock)
+    elsewhere.hold()
+    clock.now_s += 1.1 * _THIRD_S
+    executor = subprocess.run(
+        [sys.executable, "-c", _EXECUTOR, str(tmp_path)],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert executor.stdout == "held\n"
+    clock.meanwhile = lambda: _renewed(elsewhere)
+    with pytest.raises(LiveRunError):
+        _lease(tmp_path, _OTHER, clock).hold()
+    _renewed(elsewhere)
+
+
+_EXECUTOR = """
+import sys
+from spark_state_ext.folder import Folder
+from spark_state_ext.lease import Lease
+from spark_state_ext.lease_record import RunIdentity
+Lease(Folder(sys.argv[1]), RunIdentity.here("application", "plan", "query"), 30_000).hold()
+print("held")
+"""
+
+
+def test_a_restart_in_the_same_application_does_not_wait(tmp_path: Path, clock: Virtual) -> None:
+    first, second = _lease(tmp_path, _ME, clock), _lease(tmp_path, replace(_ME, plan="planned again"), clock)
+    first.hold()
+    second.hold()
+    assert clock.now_s == 0.0
+    # A late task of the first stops nobody: it is of one driver, which has one of them active only.
+    for lease in (first, second, first, second):
+        clock.now_s += 1.1 * _THIRD_S
+        _renewed(lease)
+
+
+def test_workers_of_one_run_share_the_lease_and_write_seldom(tmp_path: Path, clock: Virtual) -> None:
+    leases = [_lease(tmp_path, replace(_ME, query=query), clock) for query in ("query", "", "query")]
+    for lease in leases:
+        lease.hold()
+    before = LeaseLog(Folder(str(tmp_path))).newest()
+    assert before is not None
+    for _ in range(10):
+        clock.now_s += 1.1 * _THIRD_S
+        for lease in leases:
+            _renewed(lease)
+    after = LeaseLog(Folder(str(tmp_path))).newest()
+    assert after is not None
+    assert after.number - before.number <= 14, "one of them renews it, and the others see that"
+    assert len(list((tmp_path / "lease").iterdir())) <= 2
+    assert after.record.owner.query == "query", "those that are not told it forget nothing"
+
+
+def test_many_workers_that_begin_at_once_do_not_queue(tmp_path: Path) -> None:
+    clock = Virtual()
+    leases = [_lease(tmp_path, _ME, clock) for _ in range(24)]
+    threads = [threading.Thread(target=lease.hold) for lease in leases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_WAIT_S)
+    assert {lease.state for lease in leases} == {LeaseState.HELD}
+
+
+def test_of_two_runs_that_begin_at_once_one_gets_it(tmp_path: Path) -> None:
+    for round_ in range(3):
+        leases = [Lease(Folder(str(tmp_path / str(round_))), me, 3_000) for me in (_ME, _OTHER)]
+        refused: list[Lease] = []
+        begin = threading.Barrier(2)
+
+        def run(lease: Lease, refused: list[Lease] = refused, begin: threading.Barrier = begin) -> None:
+            begin.wait(_WAIT_S)
+            try:
+                while not refused:
+                    lease.hold()
+                    time.sleep(0.005)
+            except LiveRunError:
+                refused.append(lease)
+
+        threads = [threading.Thread(target=run, args=(lease,)) for lease in leases]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_WAIT_S)
+        assert len(refused) == 1
+        other = next(lease for lease in leases if lease is not refused[0])
+        other.check()
+
+
+def test_a_hold_that_is_not_due_costs_nothing(tmp_path: Path, clock: Virtual) -> None:
+    lease = _lease(tmp_path, _ME, clock)
+    lease.hold()
+    before = sorted((tmp_path / "lease").iterdir())
+    clock.now_s += 0.9 * _THIRD_S
+    _renewed(lease)
+    assert sorted((tmp_path / "lease").iterdir()) == before
+
+
+def test_one_lease_object_a_process_and_run(tmp_path: Path) -> None:
+    files = Folder(str(tmp_path))
+    first = Lease.of(files, _ME, 1_000)
+    assert Lease.of(files, _ME, 1_000) is first
+    assert Lease.of(files, replace(_ME, query=""), 1_000) is first, "whether tasks are told their query or not"
+    second = Lease.of(files, replace(_ME, plan="planned again"), 1_000)
+    assert second is not first
+    assert Lease.of(files.child("other"), _ME, 1_000) is not first
+    # Work of the run before, which is still under way, must not renew the lease for it.
+    first.hold()
+    renewed = _newest(tmp_path)
+    first._renew_at_s = 0.0
+    _renewed(first)
+    assert _newest(tmp_path) == renewed
+
+
+def test_background_work_sees_that_the_lease_is_lost_and_never_renews_it(tmp_path: Path, clock: Virtual) -> None:
+    """Clean-up of a run that has ended must neither keep the next one out nor go on beside it."""
+    old = _lease(tmp_path, _ME, clock)
+    old.hold()
+    record = _newest(tmp_path)
+    for _ in range(10):
+        clock.now_s += _THIRD_S
+        old.check()
+    assert _newest(tmp_path) == record
+    _lease(tmp_path, _OTHER, clock).hold()
+    with pytest.raises(LiveRunError, match=r"was taken over by .* in the background is not done"):
+        old.check()
+
+
+class Slow(Folder):
+    """A store with something to do before each listing, and once before a file is made."""
+
+    before_each_list: Callable[[], object] = staticmethod(lambda: None)
+    before_create: Callable[[], object] | None = None
+    listings = 0
+
+    def child(self, *names: str) -> Folder:
+        made = super().child(*names)
+        made.__class__ = Slow
+        vars(made)["outer"] = self
+        return made
+
+    def names(self) -> list[str]:
+        outer = vars(self).get("outer", self)
+        outer.listings += 1
+        outer.before_each_list()
+        return super().names()
+
+    def create(self, name: str, data: bytes) -> bool:
+        outer = vars(self).get("outer", self)
+        work, outer.before_create = outer.before_create, None
+        if work is not None:
+            work()
+        return super().create(name, data)
+
+
+class Hang:
+    """Something that hangs until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.set()
+        assert self.go_on.wait(_WAIT_S)
+
+
+def _hanging_renewal(lease: Lease, files: Slow, clock: Virtual) -> Hang:
+    clock.now_s += 1.1 * _THIRD_S
+    files.before_create = hang = Hang()
     lease.hold()
     assert hang.begun.wait(_WAIT_S)
     return hang
 
 
-def test_a_run_that_was_replaced_stops_while_its_renewal_hangs(tmp_path: Path, clock: Clock) -> None:
-    files = Slow(tmp_path)
-    first, second = Lease(files, _ME, _LEASE_MS), Lease(Folder(str(tmp_path)), _OTHER, _LEASE_MS)
+def test_a_run_that_was_replaced_stops_while_its_renewal_hangs(tmp_path: Path, clock: Virtual) -> None:
+    files = Slow(str(tmp_path))
+    first, second = Lease(files, _ME, _LEASE_MS, clock.clock), _lease(tmp_path, _OTHER, clock)
     first.hold()
     hang = _hanging_renewal(first, files, clock)
-    clock.now_s += 1.1 * _LEASE_S
-    asked = files.gets
-    for _ in range(3):
-        first.hold()
-    assert files.gets == asked + 1, "it looks, and not at every call"
     second.hold()
-    clock.now_s += 0.4 * _LEASE_S
-    with pytest.raises(LiveRunError, match=r"run run has lost .* to run other run"):
+    # It looks while its renewal hangs, and learns of it.
+    with pytest.raises(LiveRunError, match=r"was taken over by .* other application"):
         first.hold()
-    # And when the PUT arrives after all: the one that it was sent by is not the owner, the other one still is.
+    # And when its write arrives after all, nothing is changed by it.
     hang.go_on.set()
     _until(lambda: not first._renewing)
-    assert _on_file(tmp_path) == replace(_on_file(tmp_path), owner=_ME, replaced=())
-    clock.now_s += 0.4 * _LEASE_S
-    for look in (first.hold, first.hold, first.check):
-        with pytest.raises(LiveRunError, match=r"run run has lost .* to run other run"):
-            look()
+    assert _newest(tmp_path).owner == _OTHER
     second.check()
+    clock.now_s += 1.1 * _THIRD_S
     _renewed(second)
-    _renewed(second)
-    assert _on_file(tmp_path).owner == _OTHER
-    assert _on_file(tmp_path).replaced == ("run",)
-    with pytest.raises(LiveRunError):
-        Lease(files, _ME, _LEASE_MS).hold()
+    assert second.state is LeaseState.HELD
 
 
-def test_every_worker_of_a_run_knows_whom_it_replaced(tmp_path: Path, clock: Clock) -> None:
-    """Not only the one that took the lease over: the others learn it when they renew."""
-    files = Folder(str(tmp_path))
-    Lease(files, _ME, _LEASE_MS).hold()
-    late = files.get("lease.json")
-    clock.now_s += 1.1 * _LEASE_S
-    taker, other = Lease(files, _OTHER, _LEASE_MS), Lease(files, _OTHER, _LEASE_MS)
-    taker.hold()
-    other.hold()
-    files.put("lease.json", late)
-    clock.now_s += 0.4 * _LEASE_S
-    _renewed(other)
-    other.hold()
-    assert (_on_file(tmp_path).owner, _on_file(tmp_path).replaced) == (_OTHER, ("run",))
-
-
-def test_a_run_looks_after_a_put_that_took_longer_than_its_lease(tmp_path: Path, clock: Clock) -> None:
-    files = Slow(tmp_path)
-    first, second = Lease(files, _ME, _LEASE_MS), Lease(Folder(str(tmp_path)), _OTHER, _LEASE_MS)
-
-    def taken_over() -> None:
-        clock.now_s += 1.5 * _LEASE_S
-        second.hold()
-
-    def written_again() -> None:
-        assert _on_file(tmp_path).owner == _ME, "the late write"
-        clock.now_s += 0.4 * _LEASE_S
-        _renewed(second)
-
+def test_a_write_that_arrives_when_its_number_is_free_again_changes_nothing(tmp_path: Path, clock: Virtual) -> None:
+    """Numbers that are long past are removed: a late write under one of them must not count."""
+    files = Slow(str(tmp_path))
+    first, second = Lease(files, _ME, _LEASE_MS, clock.clock), _lease(tmp_path, _OTHER, clock)
     first.hold()
-    clock.now_s += 0.4 * _LEASE_S
-    files.before_put, files.after_put = taken_over, written_again
-    _renewed(first)
-    with pytest.raises(LiveRunError, match=r"run run has lost .* to run other run"):
+    hang = _hanging_renewal(first, files, clock)
+    second.hold()
+    for _ in range(5):
+        clock.now_s += 1.1 * _THIRD_S
+        _renewed(second)
+    hang.go_on.set()
+    _until(lambda: not first._renewing)
+    assert _newest(tmp_path).owner == _OTHER
+    with pytest.raises(LiveRunError):
         first.hold()
-    assert _on_file(tmp_path).owner == _OTHER
 
 
-def test_a_run_that_begins_with_a_put_that_took_long_looks_too(tmp_path: Path, clock: Clock) -> None:
-    files, third = Slow(tmp_path), replace(_OTHER, run_id="third")
-    Lease(files, _ME, _LEASE_MS).hold()
-    clock.now_s += 1.1 * _LEASE_S
-
-    def taken_over() -> None:
-        clock.now_s += 1.5 * _LEASE_S
-        Lease(Folder(str(tmp_path)), third, _LEASE_MS).hold()
-
-    taken = LeaseRecord(third, int((clock.now_s + 1.5 * _LEASE_S) * 1000), ("run",))
-    files.before_put, files.after_put = taken_over, lambda: Folder.put(files, "lease.json", taken.encode())
-    second = Lease(files, _OTHER, _LEASE_MS)
-    for _ in range(2):
-        with pytest.raises(LiveRunError, match=r"run other run has lost .* to run third"):
-            second.hold()
-
-
-def test_a_slow_store_alone_stops_nobody(tmp_path: Path, clock: Clock) -> None:
-    files = Slow(tmp_path)
-    lease = Lease(files, _ME, _LEASE_MS)
+def test_a_slow_store_alone_stops_nobody(tmp_path: Path, clock: Virtual) -> None:
+    files = Slow(str(tmp_path))
+    lease = Lease(files, _ME, _LEASE_MS, clock.clock)
 
     def slow() -> None:
         clock.now_s += 2 * _LEASE_S
 
     for _ in range(3):
-        files.before_put = slow
+        files.before_create = slow
         _renewed(lease)
     # It is due again at once, as the record is old.
-    written = _on_file(tmp_path)
+    written = _newest(tmp_path)
     _renewed(lease)
-    assert _on_file(tmp_path).renewed_ms > written.renewed_ms
-    assert _on_file(tmp_path).owner == _ME
+    assert _newest(tmp_path).renewed_ms > written.renewed_ms
 
 
-def test_a_store_that_does_not_answer_holds_up_no_call_for_long(tmp_path: Path, clock: Clock) -> None:
-    files = Slow(tmp_path)
-    lease = Lease(files, _ME, 100)
+def test_a_store_that_does_not_answer_holds_up_no_call_for_long(tmp_path: Path, clock: Virtual) -> None:
+    files = Slow(str(tmp_path))
+    lease = Lease(files, _ME, 100, clock.clock)
     lease.hold()
+    asked = files.listings
     clock.now_s += 1.0
-    files.before_get = hang = Hang()
-    lease.hold()
+    files.before_each_list = hang = Hang()
+    for _ in range(5):
+        lease.hold()
     assert hang.begun.wait(_WAIT_S)
-    renewing = Hang()
-    files.before_put = renewing
-    clock.now_s += 1.0
-    lease.hold()
-    lease.hold()
+    assert files.listings <= asked + 2, "one that looks and one that renews, and none for each call"
     # What it hears at last counts.
-    Folder.put(files, "lease.json", LeaseRecord(_OTHER, 0, ("run",)).encode())
+    log = LeaseLog(Folder(str(tmp_path)))
+    found = log.newest()
+    assert found is not None
+    assert log.append(found, found.record.taken_over(_OTHER, 0, 100))
     hang.go_on.set()
-    _until(lambda: lease._successor is not None)
-    renewing.go_on.set()
-    with pytest.raises(LiveRunError, match="to run other run"):
+    _until(lambda: lease.state is LeaseState.LOST)
+    with pytest.raises(LiveRunError, match="was taken over by"):
         lease.hold()
 
 
-def test_a_store_that_hangs_does_not_keep_other_leases_from_being_renewed(tmp_path: Path, clock: Clock) -> None:
-    hanging, well = Slow(tmp_path / "hanging"), Slow(tmp_path / "well")
-    first, second = Lease(hanging, _ME, _LEASE_MS), Lease(well, _ME, _LEASE_MS)
+def test_a_store_that_hangs_does_not_keep_other_leases_from_being_renewed(tmp_path: Path, clock: Virtual) -> None:
+    hanging = Slow(str(tmp_path / "hanging"))
+    first, second = Lease(hanging, _ME, _LEASE_MS, clock.clock), _lease(tmp_path / "well", _ME, clock)
     first.hold()
     second.hold()
-    before = _on_file(tmp_path / "well").renewed_ms
+    before = _newest(tmp_path / "well").renewed_ms
     hang = _hanging_renewal(first, hanging, clock)
     _renewed(second)
-    assert _on_file(tmp_path / "well").renewed_ms > before
+    assert _newest(tmp_path / "well").renewed_ms > before
     hang.go_on.set()
+    _until(lambda: not first._renewing)
 
 
-def test_a_run_that_came_back_knowing_its_successor_is_no_late_write(tmp_path: Path, clock: Clock) -> None:
-    """Where a plan stands in for the run, the one it had been replaced by stops."""
-    files = Folder(str(tmp_path))
-    Lease(files, _ME, _LEASE_MS, once=False).hold()
-    clock.now_s += 1.1 * _LEASE_S
-    second = Lease(files, _OTHER, _LEASE_MS, once=False)
-    second.hold()
-    clock.now_s += 1.1 * _LEASE_S
-    Lease(files, _ME, _LEASE_MS, once=False).hold()
-    with pytest.raises(LiveRunError, match=r"run other run has lost .* to run run"):
-        second.hold()
-    # It may come back as well, in the same process too: what it saw once is not kept.
-    (tmp_path / "lease.json").unlink()
-    _renewed(second)
-    assert _on_file(tmp_path).owner == _OTHER
+def test_a_folder_that_was_removed_is_taken_again(tmp_path: Path, clock: Virtual) -> None:
+    lease = _lease(tmp_path / "home", _ME, clock)
+    lease.hold()
+    for file in (tmp_path / "home" / "lease").iterdir():
+        file.unlink()
+    clock.now_s += 1.1 * _THIRD_S
+    _renewed(lease)
+    assert _newest(tmp_path / "home").owner == _ME
 
 
 def test_no_thread_for_a_renewal_is_no_end_of_renewing(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Virtual, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lease = _second(tmp_path, _LEASE_MS)
+    lease = _lease(tmp_path, _ME, clock)
     lease.hold()
-    before = _on_file(tmp_path).renewed_ms
-    clock.now_s += 0.4 * _LEASE_S
+    before = _newest(tmp_path).renewed_ms
+    clock.now_s += 1.1 * _THIRD_S
 
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -520,14 +583,76 @@ def test_no_thread_for_a_renewal_is_no_end_of_renewing(
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refused)
         lease.hold()
-    clock.now_s += 0.2 * _LEASE_S
+    clock.now_s += _THIRD_S
     _renewed(lease)
-    assert _on_file(tmp_path).renewed_ms > before
+    assert _newest(tmp_path).renewed_ms > before
+
+
+class Unsure(Folder):
+    """A store on which a file cannot be made exclusively."""
+
+    def child(self, *names: str) -> Folder:
+        made = super().child(*names)
+        made.__class__ = Unsure
+        return made
+
+    @property
+    def creates_exclusively(self) -> bool:
+        return False
+
+
+def test_where_nothing_is_exclusive_all_agree_on_who_holds_it(tmp_path: Path, clock: Virtual) -> None:
+    """Two records of one number: the one that knows of having replaced the other's writer counts."""
+    files = Unsure(str(tmp_path))
+    first, second = (Lease(files, me, _LEASE_MS, clock.clock) for me in (_ME, _OTHER))
+    first.hold()
+    late = LeaseLog(files).newest()
+    assert late is not None
+    second.hold()
+    # What the first sent before it was replaced arrives late.
+    again = late.record.renewed(_ME, 0, _LEASE_MS)
+    files.child("lease").put(f"{late.number + 1:016d}-{again.nonce}.json", again.encode())
+    clock.now_s += 1.1 * _THIRD_S
+    _renewed(second)
+    assert second.state is LeaseState.HELD
+    with pytest.raises(LiveRunError):
+        first.hold()
+
+
+@contextmanager
+def _renewing(lease: Lease, every_s: float) -> Iterator[None]:
+    stop = threading.Event()
+
+    def renew() -> None:
+        while not stop.wait(every_s):
+            lease.hold()
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(_WAIT_S)
+
+
+@pytest.mark.parametrize("kind", ["path", "memory", "s3", "azure", "obstore", "smb", "webhdfs"])
+def test_a_second_run_is_refused_on_real_clocks_and_stores(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    files = folder_of(kind, request, tmp_path)
+    first, second = (Lease(files, me, 6_000) for me in (_ME, _OTHER))
+    first.hold()
+    with _renewing(first, 0.05), pytest.raises(LiveRunError, match="is being written by"):
+        second.hold()
+    assert first.state is LeaseState.HELD
+    # Each renewal leaves the one before for those who are just reading it, and at no time is there none.
+    assert len(files.child("lease").names()) == 2
 
 
 def test_two_stores_with_a_folder_of_one_name_have_a_lease_each(tmp_path: Path) -> None:
     made = {"implementation": "fsspec.implementations.dirfs.DirFileSystem", "fs": LocalFileSystem(auto_mkdir=True)}
     folders = [Folder("store://bucket/op", {**made, "path": str(tmp_path / name)}) for name in ("east", "west")]
     for folder in folders:
-        Lease.of(folder, "run", "app", 10_000).hold()
-    assert all((tmp_path / name / "bucket" / "op" / "lease.json").exists() for name in ("east", "west"))
+        Lease.of(folder, _ME, 10_000).hold()
+    assert all(list((tmp_path / name / "bucket" / "op" / "lease").iterdir()) for name in ("east", "west"))

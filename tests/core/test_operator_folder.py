@@ -106,7 +106,7 @@ def test_many_tasks_at_once(tmp_path: Path) -> None:
     files = Folder(str(tmp_path))
 
     def admit() -> None:
-        found.append(operator_folder._admit(files, _wanted(), False))
+        found.append(operator_folder._admit(files, _wanted(), False, None))
 
     threads = [threading.Thread(target=admit) for _ in range(8)]
     for thread in threads:
@@ -149,3 +149,18 @@ def test_a_refusal_is_not_remembered(tmp_path: Path) -> None:
         operator_folder.admit(files, wrong, False)
     with pytest.raises(BucketCountChangedError):
         operator_folder.admit(files, wrong, False)
+
+
+def test_another_attempt_at_a_first_batch_is_no_other_query(tmp_path: Path) -> None:
+    """Where tasks are not told their query each attempt begins in a folder of its own; `strict` must let it begin."""
+    files, batch_ms = Folder(str(tmp_path)), 1_700_000_000_000
+    first = operator_folder.new_home(batch_ms, "a" * 32)
+    for home in (first, "query"):
+        files.child("starting").put(f"{batch_ms}-{home[:1] * 32}", home.encode())
+        operator_folder.admit(files, _wanted(query=home), True, batch_ms=batch_ms)
+    files.child("spill", "t1700").put("rows.payloads", b"")
+    second = operator_folder.new_home(batch_ms, "b" * 32)
+    operator_folder.admit(files, _wanted(query=second), True, batch_ms=batch_ms)
+    third = operator_folder.new_home(batch_ms + 1, "c" * 32)
+    with pytest.raises(ExistingStateError, match=f"where other queries have theirs: query, {first}"):
+        operator_folder.admit(files, _wanted(query=third), True, batch_ms=batch_ms + 1)

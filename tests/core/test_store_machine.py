@@ -203,7 +203,7 @@ class StoreMachine(RuleBasedStateMachine):
         view = self.store.view(self.head)
         assert scanned(view) == self.model
         assert looked_up(view, KEYS, self.hashed) == self.model
-        assert len(self.model) <= view.rows_max
+        assert view.rows_min <= len(self.model) <= view.rows_max
 
     @invariant()
     def pinned_views_hold(self) -> None:

@@ -26,6 +26,7 @@ from spark_state_ext.errors import CommitTimeoutError, StorageError, UploadFaile
 from spark_state_ext.pool import DaemonPool
 from spark_state_ext.sealed import SealedFile
 from spark_state_ext.store import LocalStore
+from spark_state_ext.store.environment import Environment
 from spark_state_ext.uploads import DONE, FAILED, RUNNING, THREADS_MAX, Note, Upload, WorkerUploads, note_name
 
 WAIT_S = 30.0
@@ -298,3 +299,20 @@ def test_a_value_that_is_no_note_is_passed_over(store: LocalStore) -> None:
     store.note({"a": note.encode(), "b": b"x"})
     store.note({"c": b"y"}, ["b", "not there"])
     assert store.notes() == {"a": note.encode(), "c": b"y"}
+
+
+def test_a_store_that_was_closed_meanwhile_does_not_stay_open(store: LocalStore) -> None:
+    """A process has few open files, and so closes stores that it does not use; what ends later is noted all the same."""
+    uploads, gate, refs = WorkerUploads(), threading.Event(), Refs()
+    manager = Manager(uploads.pool("a"), lambda name: (gate.wait(WAIT_S), None)[1])
+    mine = [_upload(store, manager, refs.next(version)) for version in range(1, 4)]
+    _submit(store, uploads, mine)
+    # Which the process may have opened again.
+    other = LocalStore(store.folder, SCHEMA)
+    store.close()
+    gate.set()
+    await_all(mine, uploads, CommitOptions())
+    assert not [folder for folder in Environment._open if store.folder in folder.parents]
+    assert all(Note.decode(value) for value in other.notes().values())
+    assert len(other.notes()) == 3
+    other.close()

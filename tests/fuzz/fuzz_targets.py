@@ -41,7 +41,7 @@ from arrow_schemas.row import RowSchema
 from spark_state_ext.checkpoint import read_checkpoint, read_header, write_checkpoint
 from spark_state_ext.errors import StateError
 from spark_state_ext.folder import Folder
-from spark_state_ext.lease import LeaseRecord, RunIdentity
+from spark_state_ext.lease_record import LeaseRecord, RunIdentity
 from spark_state_ext.spark import payload
 from spark_state_ext.store.runs import Chunk, Run
 
@@ -250,8 +250,8 @@ def _lease_signed(data: bytes) -> None:
 
 
 def _leases() -> list[bytes]:
-    owner = RunIdentity("run-2", "app-1", "host", "boot", 4_711, "98765")
-    return [LeaseRecord(owner, 1_700_000_000_000, replaced).encode() for replaced in ((), ("run-1", "run-0"))]
+    owner = RunIdentity("app-1", "plan-2", "query", "host", "boot", 4_711, "98765")
+    return [LeaseRecord(owner, 1_700_000_000_000, 10_000, replaced).encode() for replaced in ((), ("plan-1", "plan-0"))]
 
 
 def _run(data: bytes) -> None:

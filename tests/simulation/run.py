@@ -1,6 +1,7 @@
 """As many simulated histories as one likes: ``python tests/simulation/run.py --histories 20000 --seed 1``.
 
-A history that fails is shortened by Hypothesis and printed; the same seed and number of processes find it again.
+A history that fails is shortened by Hypothesis and printed; the same seed and number of processes find it again. Two
+runs with other seeds go through other histories. As many of drivers around one lease come after those of buckets.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
-from sim_histories import histories  # noqa: E402
-from sim_parts import History  # noqa: E402
+from sim_histories import histories, lease_histories  # noqa: E402
+from sim_lease import simulate_lease  # noqa: E402
+from sim_parts import History, Step  # noqa: E402
 from sim_world import simulate  # noqa: E402
 
 
@@ -46,32 +48,55 @@ def run(count: int, from_seed: int) -> Counter[str]:
             commits=world.commits,
             files_deleted=world.deleted,
             histories_with_clean_up=int(world.deleted > 0),
+            histories_with_neighbours=int(history.config.buckets > 1),
         )
 
     check()
     return seen
 
 
-def _share(count: int, from_seed: int, results: multiprocessing.Queue[Counter[str]]) -> None:
+def run_leases(count: int, from_seed: int) -> Counter[str]:
+    """As `run`, of drivers around one lease; raises `WrongLeaseError`."""
+    seen: Counter[str] = Counter()
+
+    @seed(from_seed)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(lease_histories())
+    def check(steps: tuple[Step, ...]) -> None:
+        seen.update(lease_histories=1, lease_take_overs=simulate_lease(steps).take_overs)
+
+    check()
+    return seen
+
+
+def _share(count: int, leases: int, from_seed: int, results: multiprocessing.Queue[Counter[str]]) -> None:
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     # What was imported stays; going through it again and again takes a twentieth of the time.
     gc.freeze()
-    results.put(run(count, from_seed))
+    results.put(run(count, from_seed) + run_leases(leases, from_seed))
 
 
 def main() -> int:
     """Run them in several processes; prints one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--histories", type=int, default=20_000)
+    parser.add_argument("--leases", type=int, help="histories of leases; as many as the others where not given")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     started_s = time.monotonic()
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[Counter[str]] = context.Queue()
-    share = -(-arguments.histories // arguments.processes)
+    leases = arguments.histories if arguments.leases is None else arguments.leases
+    share, lease_share = (-(-count // arguments.processes) for count in (arguments.histories, leases))
     workers = [
-        context.Process(target=_share, args=(share, arguments.seed * 1_000 + i, results))
+        context.Process(target=_share, args=(share, lease_share, arguments.seed * 1_000 + i, results))
         for i in range(arguments.processes)
     ]
     for worker in workers:
@@ -79,7 +104,9 @@ def main() -> int:
     for worker in workers:
         worker.join()
     if any(worker.exitcode for worker in workers):
-        print(f"seed {arguments.seed}, {arguments.processes} processes: a history gave a wrong state, see above")
+        print(
+            f"seed {arguments.seed}, {arguments.processes} processes: a history gave a wrong state or lease, see above"
+        )
         return 1
     seen: Counter[str] = sum((results.get() for _ in workers), Counter())
     print(json.dumps({"seed": arguments.seed, **seen, "seconds": round(time.monotonic() - started_s)}))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from sim_parts import Built
+
 from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext import cleanup
@@ -16,10 +18,11 @@ from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint
 from spark_state_ext.cleanup import Decision, Headers
 from spark_state_ext.commit import How, assured, settled
 from spark_state_ext.committer import Committer, HandedIn
-from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
+from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, MissingRunError
 from spark_state_ext.folder import Entry, Folder
 from spark_state_ext.lineage import Chain, Fetch
 from spark_state_ext.loading import Failure, Loader
+from spark_state_ext.spark import together
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import View
 from spark_state_ext.uploads import DONE, Upload, note_name
@@ -44,7 +47,10 @@ class NoParentCheck(Bucket):
     def _reconciled(self, pointer: Pointer, work: Callable[[View], T]) -> T:
         for run in self._store.runs():
             if run.newest.version == pointer.version and pointer.ref != run.newest:
-                return work(self._store.view(run.newest))
+                try:
+                    return work(self._store.view(run.newest))
+                except MissingRunError:
+                    continue  # the end of a lineage that is not whole here
         return super()._reconciled(pointer, work)
 
 
@@ -178,8 +184,8 @@ class DroppedAtOnce(Committer):
 class NotedAtOnce(Committer):
     """The note that an upload is done is made before it is."""
 
-    def _submit(self, uploads: Sequence[Upload]) -> None:
-        super()._submit(uploads)
+    def _submit(self, uploads: Sequence[Upload], *also: Any) -> None:
+        super()._submit(uploads, *also)
         for upload in uploads:
             upload.store.note(upload.note(DONE, self._uploads.owner, markers={}))
 
@@ -230,37 +236,44 @@ class NeverLate(Committer):
         return super().begin(pointer)
 
 
+def called_for_its_own(earliest_timeout_ms: int | None, now_ms: int, *, alone: bool) -> int | None:
+    """A bucket is called when its own timeouts are over, whatever becomes of its neighbours."""
+    return together.next_call_ms(earliest_timeout_ms, now_ms, alone=True)
+
+
 def _committing(kind: type[Committer]) -> type[Bucket]:
     class Committing(Bucket):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.committer = kind(self._store, self._places, self._uploads, self._options, self._batches_retained)
+            self.committer = kind(
+                self._store, self._places, self._uploads, self._options, self._batches_retained, run=self._run
+            )
 
     return Committing
 
 
-# Name, class of the bucket, decision of the clean-up.
-BROKEN: list[tuple[str, type[Bucket], Callable[..., Decision]]] = [
-    ("identity from the batch", IdentityFromBatch, cleanup.classify),
-    ("no parent check", NoParentCheck, cleanup.classify),
-    ("clean-up by version only", Bucket, clean_up_by_version),
-    ("delta applied on a sibling", DeltaOnASibling, cleanup.classify),
-    ("clean-up blind to parallel lineages", Bucket, clean_up_trusting_the_lineage),
-    ("clean-up looking aside where versions repeat", Bucket, clean_up_where_versions_repeat),
-    ("clean-up without retention", Bucket, clean_up_without_retention),
-    ("clean-up after the batches retained", Bucket, clean_up_after_the_batches_retained),
-    ("clean-up leaning on what it did not verify", Bucket, clean_up_unverified),
-    ("clean-up by calls", Bucket, clean_up_by_calls),
-    ("every call counted as a beat", EveryCallABeat, cleanup.classify),
-    ("no renewal", NeverRenewed, cleanup.classify),
-    ("leaked pins", LeakedPins, cleanup.classify),
-    ("inline copies dropped at once", _committing(DroppedAtOnce), cleanup.classify),
-    ("uploads noted before they are done", _committing(NotedAtOnce), cleanup.classify),
-    ("deferred uploads left alone", _committing(LeftAlone), cleanup.classify),
-    ("uploads before forgotten", _committing(NobodyBefore), cleanup.classify),
-    ("a gap passed by", _committing(GapPassedBy), cleanup.classify),
-    ("caught up at once", _committing(CaughtUpAtOnce), cleanup.classify),
-    ("never late", _committing(NeverLate), cleanup.classify),
-]
+BROKEN = {
+    "identity from the batch": Built(bucket=IdentityFromBatch),
+    "no parent check": Built(bucket=NoParentCheck),
+    "clean-up by version only": Built(classify=clean_up_by_version),
+    "delta applied on a sibling": Built(bucket=DeltaOnASibling),
+    "clean-up blind to parallel lineages": Built(classify=clean_up_trusting_the_lineage),
+    "clean-up looking aside where versions repeat": Built(classify=clean_up_where_versions_repeat),
+    "clean-up without retention": Built(classify=clean_up_without_retention),
+    "clean-up after the batches retained": Built(classify=clean_up_after_the_batches_retained),
+    "clean-up leaning on what it did not verify": Built(classify=clean_up_unverified),
+    "clean-up by calls": Built(classify=clean_up_by_calls),
+    "every call counted as a beat": Built(bucket=EveryCallABeat),
+    "no renewal": Built(bucket=NeverRenewed),
+    "leaked pins": Built(bucket=LeakedPins),
+    "inline copies dropped at once": Built(bucket=_committing(DroppedAtOnce)),
+    "uploads noted before they are done": Built(bucket=_committing(NotedAtOnce)),
+    "deferred uploads left alone": Built(bucket=_committing(LeftAlone)),
+    "uploads before forgotten": Built(bucket=_committing(NobodyBefore)),
+    "a gap passed by": Built(bucket=_committing(GapPassedBy)),
+    "caught up at once": Built(bucket=_committing(CaughtUpAtOnce)),
+    "never late": Built(bucket=_committing(NeverLate)),
+    "neighbours on different attempts": Built(next_call_ms=called_for_its_own),
+}
 
 __all__ = ["BROKEN"]

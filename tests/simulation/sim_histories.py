@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
-from sim_parts import Config, History
+from sim_lease import LEASE_STEPS
+from sim_parts import Config, History, Step
 from sim_world import STEPS
 
 # Long enough for snapshots to be leaned on, and shorter ones for what goes wrong early.
@@ -25,9 +26,12 @@ def histories(kinds: Sequence[str] = STEPS, **fixed: Any) -> st.SearchStrategy[H
         Fields of the configuration that are the same in all.
     """
     drawn: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
-        ("checkpoint_v2", "last_wins", "adopts", "one_disk", "ends_calmly", "journal", "patient"), st.booleans()
+        ("checkpoint_v2", "last_wins", "adopts", "one_disk", "ends_calmly", "journal", "patient", "changelog"),
+        st.booleans(),
     )
     drawn |= {"retained": st.integers(1, 3), "inline_bytes_max": st.sampled_from([0, 8_000, 1 << 20])}
+    # Each bucket takes as long as the first, so that most partitions have one.
+    drawn |= {"buckets": st.sampled_from([1, 1, 1, 1, 1, 1, 1, 1, 2, 3])}
     drawn |= {name: st.just(value) for name, value in fixed.items()}
     step = st.tuples(
         st.sampled_from([STEPS.index(kind) for kind in kinds]), st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES)
@@ -35,3 +39,10 @@ def histories(kinds: Sequence[str] = STEPS, **fixed: Any) -> st.SearchStrategy[H
     lengths = st.sampled_from([8, 16, 32, STEPS_MAX])
     steps = lengths.flatmap(lambda n: st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=n, max_size=n))
     return st.builds(History, st.builds(Config, **drawn), steps.map(tuple))
+
+
+def lease_histories() -> st.SearchStrategy[tuple[Step, ...]]:
+    """Steps of drivers, processes and a store around one lease."""
+    step = st.tuples(st.integers(0, len(LEASE_STEPS) - 1), st.binary(min_size=3, max_size=3))
+    steps = st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=16, max_size=60)
+    return steps.map(tuple)

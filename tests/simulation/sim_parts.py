@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,27 +14,37 @@ import numpy as np
 import pyarrow as pa
 
 from arrow_schemas import Pointer, RowSchema
+from spark_state_ext import cleanup
 from spark_state_ext.background import Work
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.cleanup import Decision
 from spark_state_ext.errors import StorageError
 from spark_state_ext.folder import Folder
+from spark_state_ext.spark import together
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
 from spark_state_ext.uploads import Upload, WorkerUploads
 
 __all__ = [
+    "KEYS",
+    "SCHEMA",
     "UPLOAD",
     "Attempt",
+    "Built",
+    "Call",
     "Changes",
     "Config",
     "DiedError",
     "Executor",
     "Fault",
     "FaultyFolder",
+    "Held",
     "History",
     "Machine",
     "Model",
     "Numbers",
+    "Partition",
     "WrongStateError",
     "changed",
     "changes_of",
@@ -63,6 +73,18 @@ class DiedError(BaseException):
 
 
 @dataclass(frozen=True)
+class Held:
+    """What Spark's state holds of a bucket: the pointer, and when the bucket is called for timeouts."""
+
+    pointer: Pointer
+    due_ms: int | None = None
+
+
+# By bucket.
+Partition = Mapping[int, Held]
+
+
+@dataclass(frozen=True)
 class Config:
     """What stays the same over a history.
 
@@ -87,6 +109,11 @@ class Config:
         How many.
     patient
         Commits go on however long uploads take.
+    buckets
+        How many the partition has. With more than one there are processing-time timeouts, which call buckets in batches
+        without data, and rows that each attempt gives to one of the buckets by chance.
+    changelog
+        Under format 1, a batch's file holds only what was called; else it holds the whole partition.
     """
 
     checkpoint_v2: bool
@@ -98,6 +125,8 @@ class Config:
     journal: bool = False
     inline_bytes_max: int = 1 << 20
     patient: bool = True
+    buckets: int = 1
+    changelog: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,25 +137,45 @@ class History:
     steps: tuple[Step, ...]
 
 
+@dataclass(frozen=True)
+class Built:
+    """What is under test: what is built, or a variant of it.
+
+    Parameters
+    ----------
+    bucket
+        Class of buckets.
+    classify
+        Clean-up's decision.
+    next_call_ms
+        When a bucket asks to be called for timeouts.
+    patches
+        What else is put in its place while a history runs: object, name, value.
+    """
+
+    bucket: type[Bucket] = Bucket
+    classify: Callable[..., Decision] = cleanup.classify
+    next_call_ms: Callable[..., int | None] = together.next_call_ms
+    patches: tuple[tuple[Any, str, Any], ...] = ()
+
+
 class Machine:
     """A local disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._store: LocalStore | None = None
+        self._stores: dict[int, LocalStore] = {}
 
-    @property
-    def store(self) -> LocalStore:
-        """The bucket's store on it."""
-        if self._store is None:
-            self._store = LocalStore(self.folder, SCHEMA, chunk_rows=4)
-        return self._store
+    def store(self, bucket: int) -> LocalStore:
+        """A bucket's store on it."""
+        if bucket not in self._stores:
+            self._stores[bucket] = LocalStore(self.folder / str(bucket), SCHEMA, chunk_rows=4)
+        return self._stores[bucket]
 
     def close(self) -> None:
         """Close what is open."""
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        while self._stores:
+            self._stores.popitem()[1].close()
 
     def lose(self) -> None:
         """The disk is empty."""
@@ -177,7 +226,7 @@ class Executor:
 
     machine: Machine
     world: list[Executor] = field(default_factory=list)
-    loaded: dict[int, Pointer] = field(default_factory=dict)
+    loaded: dict[int, Partition] = field(default_factory=dict)
     waiting: list[tuple[str, Work]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -192,9 +241,9 @@ class Executor:
     def busy(self, name: str) -> bool:
         return any(waiting == name for waiting, _ in self.waiting)
 
-    def load(self, batch: int, pointer: Pointer) -> None:
+    def load(self, batch: int, partition: Partition) -> None:
         """Spark keeps the last two versions."""
-        self.loaded[batch] = pointer
+        self.loaded[batch] = partition
         for old in sorted(self.loaded)[:-2]:
             del self.loaded[old]
 
@@ -262,16 +311,49 @@ class FaultyFolder:
 
 
 @dataclass(frozen=True)
+class Call:
+    """What a bucket's call does.
+
+    Parameters
+    ----------
+    changes
+        To its rows.
+    timeout_ms
+        The earliest timeout of its keys afterwards.
+    """
+
+    changes: Changes
+    timeout_ms: int | None = None
+
+
+@dataclass(frozen=True)
 class Attempt:
-    """A task: what it was told and what it will do; and how often the query had changed its backends by then."""
+    """A task: what it was told and what it will do.
+
+    Parameters
+    ----------
+    executor, batch, now_ms
+        Where and when.
+    partition
+        What Spark handed out.
+    calls
+        Of the buckets that Spark calls.
+    cleans
+        Whether it has files cleaned up.
+    heartbeat
+        Whether the batch has data.
+    switches
+        How often the query had changed its backends by then.
+    """
 
     executor: int
     batch: int
-    pointer: Pointer
-    changes: Changes
+    partition: Partition
+    calls: Mapping[int, Call]
     cleans: bool
     heartbeat: bool = True
     switches: int = 0
+    now_ms: int = 0
 
 
 class Numbers:

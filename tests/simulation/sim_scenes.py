@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sim_parts import UPLOAD, Attempt, Changes, Config, Numbers
-from sim_world import NOW_S, World, small
+from sim_parts import KEYS, UPLOAD, Attempt, Built, Call, Changes, Config, Numbers
+from sim_spark import Made
+from sim_world import DRAWN, FIRST_BUCKET, NOW_S, World, small
 
 from arrow_schemas import Pointer
 from spark_state_ext import cleanup
-from spark_state_ext.bucket import Bucket
 
 __all__ = ["SCENES", "Scene", "played"]
 
@@ -24,31 +24,57 @@ class Scene:
 
     Parameters
     ----------
-    bucket, classify
+    built
         As for `World`.
     """
 
-    def __init__(self, bucket: type[Bucket], classify: Callable[..., Any]) -> None:
-        self.world = World(Config(False, True, RETAINED, True), bucket, classify)
+    def __init__(self, built: Built) -> None:
+        self._built = built
+        self.world = World(Config(False, True, RETAINED, True), built)
 
-    def task(self, executor: int, changes: Changes, heartbeat: bool = True, cleans: bool = False) -> Pointer:
+    def begin(self, **config: Any) -> None:
+        """Begin with another configuration."""
+        self.world.close()
+        self.world = World(replace(self.world.config, **config), self._built)
+
+    def task(self, executor: int, changes: Changes, heartbeat: bool = True, cleans: bool = False) -> Made:
         """A task of the next batch."""
         world, batch = self.world, self.world.batch + 1
-        pointer = world._handed_out(executor, batch)
-        made = world._run(Attempt(executor, batch, pointer, changes, False, heartbeat), None, _NUMBERS)
+        partition = world._handed_out(executor, batch)
+        calls = {FIRST_BUCKET: Call(changes)}
+        made = world._run(Attempt(executor, batch, partition, calls, False, heartbeat), None, _NUMBERS)
         assert made is not None
         if cleans:
-            self.clean(pointer)
+            self.clean(partition[FIRST_BUCKET].pointer)
         return made
 
-    def idle(self, executor: int) -> Pointer:
-        """A task of the next batch in which the bucket is not called."""
-        batch = self.world.batch + 1
-        pointer = self.world._handed_out(executor, batch)
-        self.world.executors[executor].load(batch, pointer)
-        return pointer
+    def draw(self, executor: int, to: int) -> Made:
+        """A task of the next batch, which has data, and gives its row to the bucket at `to`; the first has a timeout."""
+        world, batch = self.world, self.world.batch + 1
+        heartbeat, now_ms = world._plan(batch, True, Numbers(b"\x01\x05"))
+        row = KEYS + batch % DRAWN
+        calls = {
+            bucket: Call({row: batch if at == to else None}, now_ms + 1 if at == 0 else None)
+            for at, bucket in enumerate(world.buckets)
+        }
+        partition = world._handed_out(executor, batch)
+        made = world._run(Attempt(executor, batch, partition, calls, False, heartbeat, 0, now_ms), None, _NUMBERS)
+        assert made is not None
+        return made
 
-    def commit(self, *made: Pointer) -> None:
+    def wait(self, executor: int) -> Made:
+        """A task of the next batch, which has no data, and calls what is due."""
+        world, batch = self.world, self.world.batch + 1
+        heartbeat, now_ms = world._plan(batch, False, Numbers(b"\x01\x05"))
+        made = world._run(world._attempt(executor, batch, heartbeat, now_ms, Numbers(b"wait")), None, _NUMBERS)
+        assert made is not None
+        return made
+
+    def idle(self, executor: int) -> Made:
+        """A task of the next batch in which the bucket is not called."""
+        return self.world._idle(executor, self.world.batch + 1)
+
+    def commit(self, *made: Made) -> None:
         """The batch is over, and everybody gets to what waits."""
         self.world._commit(self.world.batch + 1, made, _NUMBERS)
         for executor in range(len(self.world.executors)):
@@ -132,7 +158,7 @@ def back_to_the_oldest_batch(scene: Scene) -> None:
     """The query starts again at the oldest batch that Spark retains, and again."""
     for _ in range(3):
         scene.alone(4 * RETAINED)
-        scene.world.batch -= RETAINED
+        scene.world.spark.go_back(scene.world.batch - RETAINED)
         for executor in scene.world.executors:
             executor.die()
             executor.machine.lose()
@@ -174,11 +200,21 @@ def dead_when_the_task_is_over(scene: Scene) -> None:
         world.check()
 
 
-def played(script: Callable[[Scene], None], bucket: type[Bucket], classify: Callable[..., Any]) -> None:
+def neighbours_without_data(scene: Scene) -> None:
+    """Two attempts draw differently; the first one's executor goes on from memory, without data, and writes what is due."""
+    scene.begin(buckets=2, changelog=True)
+    scene.commit(scene.draw(0, to=0), scene.draw(2, to=1))
+    scene.commit(scene.wait(0))
+    scene.world.executors[0].die()
+    scene.commit(scene.draw(1, to=0))
+    scene.world.check()
+
+
+def played(script: Callable[[Scene], None], built: Built) -> None:
     """Play a scene; raises `WrongStateError` when anything is."""
-    scene = Scene(bucket, classify)
+    scene = Scene(built)
     try:
-        with small(True, classify):
+        with small(True, built):
             script(scene)
     finally:
         scene.world.close()
@@ -194,4 +230,5 @@ SCENES: list[Callable[[Scene], None]] = [
     uploads_that_lag,
     one_upload_hangs,
     dead_when_the_task_is_over,
+    neighbours_without_data,
 ]

@@ -1,14 +1,17 @@
-"""A world in which one bucket lives: Spark's driver with both of its checkpoint formats, executors, and all that goes wrong.
+"""A world in which the buckets of one partition live: Spark's driver with both of its checkpoint formats, executors, and all that goes wrong.
 
 The real thing is simulated around: real buckets, real LMDB stores, real checkpoint files in an object store in memory. A
 history is a plain value: a configuration and a list of steps, each a few small numbers that are taken modulo what there is. So
 any list of numbers is a history, and a history that fails can be printed, shortened and run again.
 
-The model is a dict for every pointer that was ever made: the state that its writer had.
+The model is a dict for every pointer that was ever made: the state that its writer had. Where the partition has several
+buckets, each attempt at a batch with data gives that batch's row to one of them by chance; whatever Spark hands out has
+it once.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import tempfile
@@ -21,17 +24,22 @@ from typing import Any
 
 import fsspec
 from sim_parts import (
+    KEYS,
     SCHEMA,
     Attempt,
+    Built,
+    Call,
     Config,
     DiedError,
     Executor,
     Fault,
     FaultyFolder,
+    Held,
     History,
     Machine,
     Model,
     Numbers,
+    Partition,
     Step,
     WrongStateError,
     changed,
@@ -41,6 +49,7 @@ from sim_parts import (
     rows_of,
     scanned,
 )
+from sim_spark import Made, StateFiles
 
 from arrow_schemas import CheckpointRef, Pointer, Writer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
@@ -51,6 +60,7 @@ from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.commit import CommitOptions, Place, is_complete
+from spark_state_ext.committer import Committer
 from spark_state_ext.errors import (
     CorruptError,
     LiveRunError,
@@ -59,13 +69,19 @@ from spark_state_ext.errors import (
     StateError,
     StorageError,
 )
+from spark_state_ext.failures import Run
 from spark_state_ext.folder import Folder
 from spark_state_ext.lineage import Fetch
+from spark_state_ext.spark.together import rests
 from spark_state_ext.store import LocalStore
+from spark_state_ext.uploads import Upload
 
 EXECUTORS = 3
 # Clocks play no part here: every file is old enough to go, as far as that is concerned.
 NOW_S = 4e9
+# Rows that attempts draw are told apart by their batch, modulo this.
+DRAWN = 4
+FIRST_BUCKET = 3
 
 STEPS = (
     "batch",  # one or several attempts at the next batch, some of which die or fall asleep
@@ -88,6 +104,9 @@ STEPS = (
 )
 
 
+DEFAULT = Built()
+
+
 class World:
     """Spark's part, played by numbers.
 
@@ -95,22 +114,19 @@ class World:
     ----------
     config
         What stays the same.
-    bucket
-        Class of the bucket under test.
-    classify
-        Clean-up's decision under test.
+    built
+        What is under test.
     """
 
-    def __init__(
-        self, config: Config, bucket: type[Bucket] = Bucket, classify: Callable[..., Any] = cleanup.classify
-    ) -> None:
+    def __init__(self, config: Config, built: Built = DEFAULT) -> None:
         self.config = config
-        self._bucket_class = bucket
-        self._classify = classify
+        self._built = built
         self._name = uuid.uuid4().hex
+        self.buckets = range(FIRST_BUCKET, FIRST_BUCKET + config.buckets)
         # Two backends, of which one or both are configured.
-        self.folders = {name: Folder(f"memory://{self._name}/{name}/3") for name in ("a", "b")}
-        self.files = self.folders["a"]
+        roots = {name: Folder(f"memory://{self._name}/{name}") for name in ("a", "b")}
+        self.folders = {name: {b: root.child(str(b)) for b in self.buckets} for name, root in roots.items()}
+        self.files = self.folders["a"][FIRST_BUCKET]
         self.configured = ["a"]
         self.switches = 0
         # Pointers that say of a backend what is not so any more, as somebody has deleted files.
@@ -121,17 +137,24 @@ class World:
             machines[1] = machines[0]
         self.executors: list[Executor] = []
         self.executors += [Executor(machine, self.executors) for machine in machines]
-        first = Pointer("simulated", 3, 8, 0, -1, None)
-        self.batch = -1
-        self.newest_ever = -1
-        # What the driver finds for each batch, and the model of every pointer.
-        self.committed: dict[int, Pointer] = {-1: first}
-        self.models: dict[bytes, Model] = {first.encode(): {}}
+        first = {b: Held(Pointer("simulated", b, 8, 0, -1, None)) for b in self.buckets}
+        self.spark = StateFiles(config, first)
+        # The model of every pointer.
+        self.models: dict[bytes, Model] = {held.pointer.encode(): {} for held in first.values()}
+        # Of batches that Spark has planned: whether they have data, and their processing time, milliseconds.
+        self.planned: dict[int, tuple[bool, int]] = {}
         self.sleeping: list[Attempt] = []
         self.damaged: set[str] = set()
+        # Each attempt is one of its own: it is the driver that tries again.
+        self.stages = itertools.count()
         self.deleted = 0
         self.commits = 0
         self._calm = False
+
+    @property
+    def batch(self) -> int:
+        """The newest batch that is committed."""
+        return self.spark.batch
 
     def close(self) -> None:
         """Remove everything."""
@@ -153,14 +176,12 @@ class World:
     def _batch(self, numbers: Numbers) -> None:
         """Attempts at the next batch one after the other, until those that the numbers ask for are done."""
         batch = self.batch + 1
-        # The same in every attempt: where there is data, each bucket is called; else some may be, by timeouts.
-        heartbeat = numbers.below(4) > 0
-        done: list[Pointer] = []
+        heartbeat, now_ms = self._plan(batch, numbers.below(4) > 0, numbers)
+        done: list[Made] = []
         for _ in range(1 + numbers.below(3)):
             executor = numbers.below(EXECUTORS)
-            pointer = self._handed_out(executor, batch)
             # Not deterministic: each attempt does what it likes.
-            attempt = Attempt(executor, batch, pointer, changes_of(numbers), numbers.yes(), heartbeat, self.switches)
+            attempt = self._attempt(executor, batch, heartbeat, now_ms, numbers)
             fate = numbers.below(6)
             if fate == 0:
                 self.sleeping.append(attempt)
@@ -171,8 +192,7 @@ class World:
         if not done:
             # The driver tries until one succeeds.
             executor = numbers.below(EXECUTORS)
-            changes = changes_of(numbers)
-            attempt = Attempt(executor, batch, self._handed_out(executor, batch), changes, True, heartbeat)
+            attempt = self._attempt(executor, batch, heartbeat, now_ms, numbers, cleans=True)
             done.append(self._surely(attempt, numbers))
         self._commit(batch, done, numbers)
 
@@ -181,17 +201,16 @@ class World:
         busy = numbers.yes()
         for _ in range(1 + numbers.below(5) * numbers.below(4)):
             batch = self.batch + 1
-            heartbeat = numbers.below(4) > 0
+            heartbeat, now_ms = self._plan(batch, numbers.below(4) > 0, numbers)
             done = []
             for executor in (0, 2):
-                pointer = self._handed_out(executor, batch)
-                if executor and not heartbeat and not busy:
+                if executor and not heartbeat and not busy and not self._timed:
                     # Its state is such that no timeout calls it.
-                    self.executors[executor].load(batch, pointer)
-                    done.append(pointer)
+                    done.append(self._idle(executor, batch))
                     continue
-                changes = changes_of(numbers) if busy or not executor else {}
-                made = self._run(Attempt(executor, batch, pointer, changes, numbers.yes(), heartbeat), None, numbers)
+                quiet = not busy and executor > 0
+                attempt = self._attempt(executor, batch, heartbeat, now_ms, numbers, quiet=quiet)
+                made = self._run(attempt, None, numbers)
                 if made is not None:
                     done.append(made)
             if not done:
@@ -203,30 +222,80 @@ class World:
 
     def _quiet(self, numbers: Numbers) -> None:
         batch = self.batch + 1
-        executor = numbers.below(EXECUTORS)
-        attempt = Attempt(executor, batch, self._handed_out(executor, batch), {}, True)
+        heartbeat, now_ms = self._plan(batch, True, numbers)
+        attempt = self._attempt(numbers.below(EXECUTORS), batch, heartbeat, now_ms, numbers, quiet=True, cleans=True)
         self._commit(batch, [self._surely(attempt, numbers)], numbers)
 
     def _gap(self, numbers: Numbers) -> None:
-        """Spark's tasks run, and copy the bucket's pointer from one version to the next."""
+        """Batches without data: Spark's tasks run, and take what is not called from one version to the next."""
         both = numbers.yes()
         for _ in range(1 + numbers.below(8)):
             batch = self.batch + 1
+            heartbeat, now_ms = self._plan(batch, False, numbers)
             done = []
             for executor in (0, 2) if both else (numbers.below(EXECUTORS),):
-                pointer = self._handed_out(executor, batch)
-                self.executors[executor].load(batch, pointer)
-                done.append(pointer)
+                if not self._timed:
+                    done.append(self._idle(executor, batch))
+                    continue
+                made = self._surely(self._attempt(executor, batch, heartbeat, now_ms, numbers), numbers)
+                done.append(made)
             self._commit(batch, done, numbers)
 
-    def _commit(self, batch: int, done: Sequence[Pointer], numbers: Numbers) -> None:
+    def _idle(self, executor: int, batch: int) -> Made:
+        """A task that calls nothing."""
+        partition = self._handed_out(executor, batch)
+        self.executors[executor].load(batch, partition)
+        return Made(partition, frozenset())
+
+    @property
+    def _timed(self) -> bool:
+        """Timeouts say what is called without data; else it is by chance."""
+        return self.config.buckets > 1
+
+    def _plan(self, batch: int, heartbeat: bool, numbers: Numbers) -> tuple[bool, int]:
+        """What stands in Spark's log before a batch begins: whether it has data, and its processing time."""
+        if not self._timed:
+            return heartbeat, 0
+        if batch not in self.planned:
+            newest_ms = self.planned[max(self.planned)][1] if self.planned else 0
+            # Clocks are set back now and then.
+            step_ms = -25 if numbers.below(16) == 0 else numbers.below(20)
+            self.planned[batch] = heartbeat, newest_ms + step_ms
+        return self.planned[batch]
+
+    def _attempt(
+        self,
+        executor: int,
+        batch: int,
+        heartbeat: bool,
+        now_ms: int,
+        numbers: Numbers,
+        *,
+        quiet: bool = False,
+        cleans: bool | None = None,
+    ) -> Attempt:
+        """A task of a batch; with `quiet` it changes nothing that nobody draws."""
+        partition = self._handed_out(executor, batch)
+        calls: dict[int, Call] = {}
+        drawn = numbers.below(len(self.buckets)) if self._timed and heartbeat else -1
+        for at, (bucket, held) in enumerate(partition.items()):
+            due = held.due_ms is not None and held.due_ms < now_ms
+            if self._timed and not (heartbeat or due):
+                continue
+            changes = {} if quiet else changes_of(numbers)
+            if drawn >= 0:
+                changes[KEYS + batch % DRAWN] = batch if drawn == at else None
+            timeout_ms = now_ms + numbers.below(60) if self._timed and numbers.yes() else None
+            calls[bucket] = Call(changes, timeout_ms)
+        cleans = numbers.yes() if cleans is None else cleans
+        return Attempt(executor, batch, partition, calls, cleans, heartbeat, self.switches, now_ms)
+
+    def _commit(self, batch: int, done: Sequence[Made], numbers: Numbers) -> None:
         if self.config.checkpoint_v2:
             chosen = done[numbers.below(len(done))]
         else:
             chosen = done[-1] if self.config.last_wins else done[0]
-        self.committed[batch] = chosen
-        self.batch = batch
-        self.newest_ever = max(self.newest_ever, batch)
+        self.spark.commit(batch, chosen)
 
     def _zombie(self, numbers: Numbers) -> None:
         if not self.sleeping:
@@ -234,8 +303,7 @@ class World:
         attempt = self.sleeping.pop(numbers.below(len(self.sleeping)))
         made = self._run(attempt, None, numbers, zombie=True)
         if made is not None and not self.config.checkpoint_v2 and self.config.last_wins and attempt.batch <= self.batch:
-            # It overwrites the file of its batch, whatever has happened since.
-            self.committed[attempt.batch] = made
+            self.spark.overwrite(attempt.batch, made)
 
     def _work(self, numbers: Numbers, which: int | None = None) -> None:
         executor = self.executors[numbers.below(EXECUTORS) if which is None else which]
@@ -255,10 +323,8 @@ class World:
 
     def _restart(self, numbers: Numbers) -> None:
         """The query ends and starts again, at a batch that Spark still has; another application, or the same."""
-        batches = [b for b in self.committed if self._oldest() <= b <= self.batch]
-        self.batch = batches[0] if numbers.below(3) == 0 else batches[numbers.below(len(batches))]
-        for batch in [b for b in self.committed if b > self.batch]:
-            del self.committed[batch]
+        batches = self.spark.batches
+        self.spark.go_back(batches[0] if numbers.below(3) == 0 else batches[numbers.below(len(batches))])
         for executor in self.executors:
             executor.loaded.clear()
             if numbers.yes():
@@ -281,7 +347,7 @@ class World:
         """
         if self.switches:
             return
-        files = self.folders[self.configured[numbers.below(len(self.configured))]]
+        files = self.folders[self.configured[numbers.below(len(self.configured))]][self._one_bucket(numbers)]
         snapshots = [n for n in files.names() if (parse_file_name(n) or (None, ""))[1] == SNAPSHOT]
         believed = {name for name in snapshots if f"{files.identity} {name}" in cleanup._whole}
         if self.damaged & {files.where(name) for name in believed}:
@@ -315,57 +381,65 @@ class World:
             return
         lost = self.configured[numbers.below(2)]
         kept = next(name for name in self.configured if name != lost)
-        whole = not any(self.folders[kept].where(name) in self.damaged for name in self.folders[kept].names())
-        if not whole or not all(self._holds(kept, pointer) for pointer in self.reachable()):
+        damaged = any(files.where(name) in self.damaged for files in self._all(kept) for name in files.names())
+        if damaged or not all(self._holds(kept, pointer) for pointer in self.reachable()):
             return
-        for name in self.folders[lost].names():
-            self.folders[lost].remove(name)
+        for files in self._all(lost):
+            for name in files.names():
+                files.remove(name)
         self.false[lost].update(self.models)
 
     # -- attempts ----------------------------------------------------------------------------------
 
-    def _oldest(self) -> int:
-        """The oldest batch that Spark retains."""
-        return max(-1, self.newest_ever - self.config.retained)
+    def _handed_out(self, executor: int, batch: int) -> Partition:
+        """The partition that Spark gives a task of a batch on an executor."""
+        partition = self.spark.handed_out(self.executors[executor], batch)
+        self._check_drawn(partition, batch - 1)
+        return partition
 
-    def _handed_out(self, executor: int, batch: int) -> Pointer:
-        """The pointer that Spark gives a task of a batch on an executor."""
-        if not self.config.checkpoint_v2 and batch - 1 in self.executors[executor].loaded:
-            return self.executors[executor].loaded[batch - 1]
-        return self.committed[batch - 1]
+    def _one_bucket(self, numbers: Numbers) -> int:
+        return self.buckets[numbers.below(len(self.buckets))] if self._timed else FIRST_BUCKET
+
+    def _all(self, name: str) -> list[Folder]:
+        """A backend's folders."""
+        return list(self.folders[name].values())
 
     def _fault(self, numbers: Numbers) -> Fault:
         kinds: list[Callable[[], None]] = [fails, dies, lambda: self._work(numbers)]
         return Fault(numbers.below(8), kinds[numbers.below(3)], numbers.yes())
 
-    def _surely(self, attempt: Attempt, numbers: Numbers) -> Pointer:
-        # An upload that was made to fail before may surface now, and is told once.
-        for _ in range(10):
+    def _surely(self, attempt: Attempt, numbers: Numbers) -> Made:
+        # An upload that was made to fail before may surface now, and does not count for the next stage.
+        for _ in range(10 * len(self.buckets)):
             made = self._run(attempt, None, numbers)
             if made is not None:
                 return made
         raise AssertionError("nothing was made to fail")
 
-    def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> Pointer | None:
-        """A task from its pointer to its new one; None when it failed."""
+    def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> Made | None:
+        """A task from its partition to its new one; None when it failed."""
         executor = self.executors[attempt.executor]
-        bucket = self._bucket(executor.machine.store, self._places(fault), attempt.pointer, attempt.batch, executor)
-        expected = self.models[attempt.pointer.encode()]
         # What is so old that Spark does not retain it may be cleaned up; it must not be anything else. And a query that was
         # started again with other backends has seen to it that these hold what Spark may hand out, not what it once did.
         excused = zombie and (
-            attempt.batch <= self.newest_ever - self.config.retained or attempt.switches != self.switches
+            attempt.batch <= self.spark.newest_ever - self.config.retained or attempt.switches != self.switches
         )
+        partition = dict(attempt.partition)
+        models: dict[bytes, Model] = {}
         try:
-            found = bucket.read(scanned)
-            if found != expected:
-                raise WrongStateError(
-                    f"batch {attempt.batch} read {found}; {attempt.pointer.ref} was written as {expected}"
-                )
-            may_defer = numbers.yes()
-            made = bucket.commit(rows_of(attempt.changes, self.folder), attempt.heartbeat, may_defer=may_defer)
-            # What the last call of the task does.
-            bucket.committer.await_all(bucket.committer.left)
+            left: list[Upload] = []
+            for number, call in attempt.calls.items():
+                pointer = attempt.partition[number].pointer
+                if not attempt.heartbeat and self._timed and rests(pointer, attempt.now_ms):
+                    made = pointer
+                else:
+                    made, committer = self._call(attempt, number, call, fault, numbers)
+                    models[made.encode()] = changed(self.models[pointer.encode()], call.changes)
+                    left += committer.left
+                partition[number] = Held(made, self._due_ms(made, attempt.now_ms))
+            if left:
+                # What the last call of the task does.
+                committer.await_all(left)
         except DiedError:
             executor.die()
             return None
@@ -374,23 +448,48 @@ class World:
         except (CorruptError, MissingCheckpointError) as error:
             if excused:
                 return None
-            raise WrongStateError(f"batch {attempt.batch} cannot read {attempt.pointer.ref}: {error}") from error
-        made = replace(made, batch=attempt.batch)
-        self.models[made.encode()] = changed(expected, attempt.changes)
-        self.commits += 1
-        for name, standing in made.standings.items():
-            # What was false stays so, until the backend gets everything anew.
-            if attempt.pointer.encode() in self.false[name] and standing.since != made.ref:
-                self.false[name].add(made.encode())
-        executor.load(attempt.batch, made)
-        if attempt.cleans:
-            self._submit_clean_up(executor, attempt.pointer, numbers)
-        return made
+            raise WrongStateError(f"batch {attempt.batch} cannot read {attempt.partition}: {error}") from error
+        self.models.update(models)
+        executor.load(attempt.batch, partition)
+        for number in attempt.calls:
+            before, made = attempt.partition[number].pointer, partition[number].pointer
+            if made is before:
+                continue
+            self.commits += 1
+            for name, standing in made.standings.items():
+                # What was false stays so, until the backend gets everything anew.
+                if before.encode() in self.false[name] and standing.since != made.ref:
+                    self.false[name].add(made.encode())
+            if attempt.cleans:
+                self._submit_clean_up(executor, before, numbers)
+        return Made(partition, frozenset(attempt.calls))
 
-    def _places(self, fault: Fault | None = None, names: Sequence[str] = ()) -> list[Place]:
+    def _call(
+        self, attempt: Attempt, number: int, call: Call, fault: Fault | None, numbers: Numbers
+    ) -> tuple[Pointer, Committer]:
+        """A bucket's call, from its pointer to its new one."""
+        executor, pointer = self.executors[attempt.executor], attempt.partition[number].pointer
+        places = self._places(number, fault)
+        bucket = self._bucket(executor.machine.store(number), places, pointer, attempt.batch, executor)
+        found, expected = bucket.read(scanned), self.models[pointer.encode()]
+        if found != expected:
+            raise WrongStateError(f"batch {attempt.batch} read {found}; {pointer.ref} was written as {expected}")
+        may_defer = numbers.yes()
+        made = bucket.commit(rows_of(call.changes, self.folder), attempt.heartbeat, may_defer=may_defer)
+        return replace(made, batch=attempt.batch, earliest_timeout_ms=call.timeout_ms), bucket.committer
+
+    def _due_ms(self, pointer: Pointer, now_ms: int) -> int | None:
+        if not self._timed:
+            return None
+        alone = self.config.checkpoint_v2
+        after_ms = self._built.next_call_ms(pointer.earliest_timeout_ms, now_ms, alone=alone)
+        return None if after_ms is None else now_ms + after_ms
+
+    def _places(self, bucket: int, fault: Fault | None = None, names: Sequence[str] = ()) -> list[Place]:
         places: list[Place] = []
         for name in names or self.configured:
-            folder: Any = self.folders[name] if fault is None else FaultyFolder(self.folders[name], fault)
+            files = self.folders[name][bucket]
+            folder: Any = files if fault is None else FaultyFolder(files, fault)
             places += [replace(place, root=name == "a") for place in sole_place(folder, self.folder, name)]
         return places
 
@@ -398,7 +497,7 @@ class World:
         self, store: LocalStore, places: list[Place], pointer: Pointer, batch: int, executor: Executor | None
     ) -> Bucket:
         writer = Writer("query", "run", batch, "simulated")
-        return self._bucket_class(
+        return self._built.bucket(
             store,
             places,
             pointer,
@@ -410,6 +509,7 @@ class World:
             options=CommitOptions(
                 self.config.journal, 1 << 40 if self.config.patient else 0, 1 << 40, self.config.inline_bytes_max
             ),
+            run=Run("run", next(self.stages)),
         )
 
     def _submit_clean_up(self, executor: Executor, pointer: Pointer, numbers: Numbers) -> None:
@@ -422,10 +522,13 @@ class World:
     def _submit_clean_up_of(
         self, of: str, head: CheckpointRef | None, executor: Executor, pointer: Pointer, numbers: Numbers
     ) -> None:
-        entries = self.folders[of].entries()
+        number = pointer.bucket
+        here = self.folders[of][number]
+        entries = here.entries()
         fault = self._fault(numbers) if numbers.below(4) == 0 else None
-        files: Any = self.folders[of] if fault is None else FaultyFolder(self.folders[of], fault)
-        committer = self._bucket(executor.machine.store, self._places(), pointer, self.batch, executor).committer
+        files: Any = here if fault is None else FaultyFolder(here, fault)
+        store = executor.machine.store(number)
+        committer = self._bucket(store, self._places(number), pointer, self.batch, executor).committer
         # Files that may be deleted before another run takes the state over.
         left = numbers.below(6) if numbers.below(8) == 0 else 1 << 30
 
@@ -443,7 +546,7 @@ class World:
             except LostFilesError:
                 committer.lose(of, pointer.beats)
             finally:
-                gone = {entry.name for entry in entries} - set(self.folders[of].names())
+                gone = {entry.name for entry in entries} - set(here.names())
                 self.deleted += len(gone)
                 # Where nothing goes wrong any more, it is enough to look at the end.
                 if gone and not self._calm:
@@ -455,18 +558,30 @@ class World:
 
     def reachable(self) -> list[Pointer]:
         """Every pointer that Spark may still hand out."""
-        found = [p for b, p in self.committed.items() if b >= self._oldest()]
-        if not self.config.checkpoint_v2:
-            found += [e.loaded[self.batch] for e in self.executors if self.batch in e.loaded]
-        return list({pointer.ref: pointer for pointer in found}.values())
+        partitions = [partition for _, partition in self.spark.reachable(self.executors)]
+        found = [held.pointer for partition in partitions for held in partition.values()]
+        return list({(pointer.bucket, pointer.ref): pointer for pointer in found}.values())
 
     def check(self) -> None:
         """Each of them gives its writer's state on an empty disk. (Attempts check what executors have.)"""
+        for batch, partition in self.spark.reachable(self.executors) if self._timed else ():
+            self._check_drawn(partition, batch)
         for pointer in self.reachable():
             # Each backend that says to hold everything, and where none does, all together.
             holding = [[name] for name in self.configured if self._holds(name, pointer)]
             for names in holding or [self.configured]:
                 self._check_with(pointer, names)
+
+    def _check_drawn(self, partition: Partition, batch: int) -> None:
+        """What attempts drew for the last batches with data is in one bucket each."""
+        if not self._timed:
+            return
+        with_data = [b for b in range(batch + 1) if self.planned.get(b, (False, 0))[0]]
+        models = {number: self.models[held.pointer.encode()] for number, held in partition.items()}
+        for newest in {b % DRAWN: b for b in with_data}.values():
+            having = [number for number, model in models.items() if model.get(KEYS + newest % DRAWN) == newest]
+            if len(having) != 1:
+                raise WrongStateError(f"after batch {batch} the row of batch {newest} is in the buckets {having}")
 
     def _check_with(self, pointer: Pointer, names: Sequence[str]) -> None:
         # A disk for each, as what one needs may be inline in another.
@@ -480,7 +595,9 @@ class World:
     def _check_on(self, store: LocalStore, pointer: Pointer, names: Sequence[str]) -> None:
         expected = self.models[pointer.encode()]
         try:
-            found = self._bucket(store, self._places(names=names), pointer, self.batch, None).read(scanned)
+            found = self._bucket(store, self._places(pointer.bucket, names=names), pointer, self.batch, None).read(
+                scanned
+            )
         except (CorruptError, MissingCheckpointError) as error:
             raise WrongStateError(f"{pointer.ref} of batch {pointer.batch} is lost: {error}") from error
         if found != expected:
@@ -490,33 +607,35 @@ class World:
         """Nothing goes wrong for a while; then little must be left of what did."""
         self._calm = True
         self._restart(Numbers(b"\0"))
+        # Nobody runs again what was planned after that batch.
+        self.planned = {batch: plan for batch, plan in self.planned.items() if batch <= self.batch}
         self.sleeping.clear()
         # What was pinned by processes that died stays so for an hour.
         self.executors[0].machine.lose()
         executor, retained, numbers = self.executors[0], self.config.retained, Numbers(b"calm")
         for batch in range(self.batch + 1, self.batch + 5 * retained + 16):
-            attempt = Attempt(0, batch, self._handed_out(0, batch), changes_of(numbers), batch % 2 == 0)
+            heartbeat, now_ms = self._plan(batch, True, numbers)
+            attempt = self._attempt(0, batch, heartbeat, now_ms, numbers, cleans=batch % 2 == 0)
             self._commit(batch, [self._surely(attempt, numbers)], numbers)
             while executor.waiting:
                 self._work_off(executor, 0)
         self.check()
-        self._check_little_is_left()
+        for number, name in itertools.product(self.buckets, self.configured):
+            self._check_little_is_left(number, self.folders[name][number])
 
-    def _check_little_is_left(self) -> None:
-        for backend in self.configured:
-            files = self.folders[backend]
-            names = files.names()
-            # A header that cannot be read stops clean-up, for somebody to look at.
-            stopped = bool(self.damaged & {files.where(name) for name in names})
-            if not stopped and len(names) > 6 * self.config.retained + 30:
-                raise WrongStateError(f"{len(names)} files are left in {backend}: {names}")
-        runs = self.executors[0].machine.store.runs()
+    def _check_little_is_left(self, number: int, files: Folder) -> None:
+        names = files.names()
+        # A header that cannot be read stops clean-up, for somebody to look at.
+        stopped = bool(self.damaged & {files.where(name) for name in names})
+        if not stopped and len(names) > 6 * self.config.retained + 30:
+            raise WrongStateError(f"{len(names)} files are left in {files.root}: {names}")
+        runs = self.executors[0].machine.store(number).runs()
         if len(runs) > 12:
             raise WrongStateError(f"{len(runs)} runs are left in the local store")
 
 
 @contextmanager
-def small(adopts: bool, classify: Callable[..., Any]) -> Iterator[None]:
+def small(adopts: bool, built: Built) -> Iterator[None]:
     """Everything happens sooner, and one thing at a time, so that a history is the same again."""
     ids = random.Random(49374)
     values = (
@@ -525,7 +644,8 @@ def small(adopts: bool, classify: Callable[..., Any]) -> Iterator[None]:
         (lineage_module, "DELTAS_MAX", 2),
         (checkpoint, "_ADOPTED_BYTES_MIN", 0 if adopts else checkpoint._ADOPTED_BYTES_MIN),
         (loading, "_in_order", _one_by_one),
-        (cleanup, "classify", classify),
+        (cleanup, "classify", built.classify),
+        *built.patches,
     )
     before = [(module, name, getattr(module, name)) for module, name, _ in values]
     try:
@@ -537,11 +657,11 @@ def small(adopts: bool, classify: Callable[..., Any]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def simulate(history: History, bucket: type[Bucket] = Bucket, classify: Callable[..., Any] = cleanup.classify) -> World:
+def simulate(history: History, built: Built = DEFAULT) -> World:
     """Run a history to its end; raises `WrongStateError` when anything is."""
-    world = World(history.config, bucket, classify)
+    world = World(history.config, built)
     try:
-        with small(history.config.adopts, classify):
+        with small(history.config.adopts, built):
             for step in history.steps:
                 world.step(step)
             world.check()

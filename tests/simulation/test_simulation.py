@@ -14,13 +14,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from sim_broken import BROKEN
 from sim_histories import histories
-from sim_parts import Config, History, WrongStateError
+from sim_parts import Built, Config, History, WrongStateError
 from sim_scenes import SCENES, Scene, played
 from sim_world import simulate
-
-from spark_state_ext import cleanup
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.cleanup import Decision
 
 # `python tests/simulation/run.py --histories 20000` is the long run.
 HISTORIES = 200
@@ -61,11 +57,11 @@ def test_no_history_gives_a_wrong_state() -> None:
 
 @pytest.mark.parametrize("script", SCENES, ids=lambda script: script.__name__)
 def test_no_scene_gives_a_wrong_state(script: Callable[[Scene], None]) -> None:
-    played(script, Bucket, cleanup.classify)
+    played(script, Built())
 
 
-@pytest.mark.parametrize(("bucket", "classify"), [broken[1:] for broken in BROKEN], ids=[name for name, *_ in BROKEN])
-def test_broken_variants_are_found(bucket: type[Bucket], classify: Callable[..., Decision]) -> None:
+@pytest.mark.parametrize("built", BROKEN.values(), ids=list(BROKEN))
+def test_broken_variants_are_found(built: Built) -> None:
     @seed(SEED)
     @settings(
         max_examples=BROKEN_MAX,
@@ -76,11 +72,13 @@ def test_broken_variants_are_found(bucket: type[Bucket], classify: Callable[...,
     )
     @given(histories())
     def check(history: History) -> None:
-        simulate(history, bucket, classify)
+        simulate(history, built)
 
-    with pytest.raises(WrongStateError, match=r"was written as|is lost|cannot read|are left"):
+    with pytest.raises(
+        WrongStateError, match=r"was written as|is lost|cannot read|are left|is in the buckets|fails the next"
+    ):
         for script in SCENES:
-            played(script, bucket, classify)
+            played(script, built)
         check()
 
 

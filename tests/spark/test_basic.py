@@ -13,9 +13,10 @@ from jobs import CLASSIC, EVERYWHERE, KEYED, SPARK, Job, keyed, table
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
 from pyspark.sql.types import LongType, StringType, StructField, StructType
-from streams import finish, using
+from streams import finish, read, using, write_batches
 
 from spark_state_ext import ArrowState, disable, enable
+from spark_state_ext.errors import UsageError
 
 pytestmark = pytest.mark.spark
 # What a NULL string is in pandas, as type and value.
@@ -226,3 +227,39 @@ def test_enable_changes_its_session_until_disable(session: Any, tmp_path: Path) 
     finally:
         disable(session)
     assert list((tmp_path / "root" / "mine").rglob("*.arrow"))
+
+
+def test_grouped_data_of_before_enable_does_not_run_on_sparks_own_state(session: Any, tmp_path: Path) -> None:
+    """Its columns are not known. It worked, and on Spark's state."""
+    state = ArrowState(str(tmp_path / "root"), "mine", buckets=2, local_dir=str(tmp_path / "local"))
+    enable(session, state)
+    disable(session)
+    events = read(session, write_batches(tmp_path / "in", [keyed("a")]), "key string, value long")
+    # As it is in a process that has enabled no session yet.
+    before = type(events).groupBy.__wrapped__(events, "key")
+    given: Any = count, "key string, n bigint", "n bigint", "update", "NoTimeout"
+    before.applyInPandasWithState(*given)
+    enable(session, state)
+    try:
+        for grouped in (before, events.rollup("key")):
+            with pytest.raises(UsageError, match=r"Call df\.groupBy\(…\) after enable"):
+                grouped.applyInPandasWithState(*given)
+        events.groupBy("key").applyInPandasWithState(*given)
+    finally:
+        disable(session)
+    before.applyInPandasWithState(*given)
+
+
+@CLASSIC
+def test_a_misnamed_output_column_is_an_error_here_and_null_in_spark(
+    session: Any, operator: str, tmp_path: Path
+) -> None:
+    def function(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        yield pd.DataFrame({"key": [key[0]], "N": [1]})
+
+    job = Job(session, operator, tmp_path, function, "key string, n bigint")
+    if operator == "arrow":
+        with pytest.raises(Exception, match=r"StateValueError.*columns key, N; .* has key, n and no 'N'.*key \('a',\)"):
+            job.run(keyed("a"))
+        job.options = {"strict_output": False}
+    assert job.run(keyed("a") if operator == "spark" else keyed())[0] == [("a", None)]

@@ -26,6 +26,7 @@ from spark_state_ext import ArrowState, enable
 from spark_state_ext.checkpoint import read_header
 from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
 from spark_state_ext.folder import Folder
+from spark_state_ext.lease_log import LeaseLog
 
 pytestmark = pytest.mark.spark
 
@@ -73,7 +74,8 @@ def count_rows(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Ite
 
 def files_of(folder: Path) -> dict[str, bytes]:
     root = folder / "root"
-    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file() and p.name != "lease.json"}
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {str(it.relative_to(root)): it.read_bytes() for it in files if it.parent.name not in ("lease", "starting")}
 
 
 def test_changed_jobs_are_refused_and_the_state_goes_on_untouched(spark: Any, tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ def test_state_of_another_query_is_left_alone_or_refused(spark: Any, tmp_path: P
     assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
     # A new checkpoint location is a new query: it reads both files and begins without state, beside the other's.
     assert run(spark, tmp_path, checkpoint=tmp_path / "second")[-1] == ("2", 2)
-    assert len(list((tmp_path / "root" / "guarded").iterdir())) == 2
+    assert len([it for it in (tmp_path / "root" / "guarded").iterdir() if it.name != "starting"]) == 2
     with pytest.raises(Exception, match=r"ExistingStateError.*checkpointLocation"):
         run(spark, tmp_path, checkpoint=tmp_path / "third", strict=True)
 
@@ -304,9 +306,9 @@ def test_a_second_live_run_on_one_state_is_refused(spark: Any, tmp_path: Path) -
         .start()
     )
     try:
-        lease = next((tmp_path / "root").rglob("lease.json"))
-        written, deadline_s = lease.read_bytes(), time.monotonic() + WAIT_S
-        while lease.read_bytes() == written and time.monotonic() < deadline_s:
+        log = LeaseLog(Folder(str(next((tmp_path / "root").rglob("lease")).parent)))
+        written, deadline_s = log.newest(), time.monotonic() + WAIT_S
+        while log.newest() == written and time.monotonic() < deadline_s:
             time.sleep(0.1)
         second = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", job, str(tmp_path)],

@@ -14,6 +14,8 @@ from streams import finish
 from watched_store import STORE
 
 from spark_state_ext.metrics import read as read_metrics
+from spark_state_ext.store.environment import Environment
+from spark_state_ext.store.notes import every
 
 pytestmark = pytest.mark.spark
 
@@ -42,6 +44,13 @@ def _counted(batches: list[list[str]]) -> list[dict[str, int]]:
         total.update(letters)
         found.append({letter: total[letter] for letter in set(letters)})
     return found
+
+
+def _failed_notes(job: Job) -> int:
+    """In how many local stores it is noted that an upload failed."""
+    folders = {path.parents[1] for path in (job.folder / "local").rglob("data.mdb")}
+    notes = [Environment.at(folder, 1 << 20).read(every) for folder in folders]
+    return sum(any(b'"failed"' in value for value in found.values()) for found in notes)
 
 
 def _right(job: Job, fed: list[list[str]]) -> bool:
@@ -127,3 +136,34 @@ def test_a_store_that_is_away_when_a_worker_begins(spark: Any, tmp_path: Path) -
         back.join()
         assert query.exception() is None
     assert _right(job, [["a", "b", "a"]])
+
+
+@pytest.mark.parametrize("again", ["the same plan", "another plan"])
+def test_mend_it_and_start_again_takes_one_start(
+    spark: Any, tmp_path: Path, again: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one for each bucket whose upload was refused, as the local stores remember each of them."""
+    refuses = tmp_path / "refuses"
+    job = _job(spark, tmp_path, partitions=2, store={"refuses": str(refuses)})
+    job.feed()
+    if again == "the same plan":
+        planned = job.planned()
+        monkeypatch.setattr(job, "planned", lambda: planned)
+    # Some in each bucket.
+    keys = [f"key {n}" for n in range(8 * BUCKETS)]
+    fed = [keys, keys]
+    job.run(keyed(*fed[0]))
+    refuses.touch()
+    job.feed(keyed(*fed[1]))
+    with job.running() as query:
+        eventually(lambda: _is_done(job, 2))
+        # Nobody waits for the uploads of this batch; the next one is told of them.
+        eventually(lambda: _failed_notes(job) == BUCKETS)
+        fed.append(keys)
+        job.feed(keyed(*fed[-1]))
+        eventually(lambda: query.exception() is not None)
+        assert "UploadFailedError" in str(query.exception())
+        assert "credentials expired" in str(query.exception())
+    refuses.unlink()
+    job.run()
+    assert _right(job, fed)

@@ -18,6 +18,7 @@ from api_jobs import (
     count_rows,
 )
 from jobs import CLASSIC, TIMED, count, event_rows, keyed
+from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
 
 from spark_state_ext import Ttl
@@ -47,6 +48,36 @@ def test_time_to_live_by_event_time(session: Any, api: str, tmp_path: Path) -> N
     }
     rows = job.run(event_rows(("x", 51, 1)), event_rows(("a", 52, 1), ("d", 52, 1)))  # 40 s, 51 s
     assert rows == {5: [("x", 1)], 6: [("a", 1), ("d", 1)]}
+
+
+@CLASSIC
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_time_to_live_of_window_keys_by_event_time(session: Any, of_rows: bool, tmp_path: Path) -> None:
+    """A row counts by the column that has the watermark: a window's end, or the row's own time beside the window."""
+
+    def count_windows(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, ...]]:
+        n = (state.getOption or (0,))[0] + len(rows)
+        state.update((n,))
+        return [(key.window.start.second, n)]
+
+    job = ApiJob(session, "arrow", tmp_path, count_windows, output="start int, n bigint", api="rows", schema=TIMED)
+    job.watermark, job.conf, job.options = ("at", "0 seconds"), DATA_ONLY, {"ttl": Ttl(10_000, clock="event")}
+    window = F.window("at", "10 seconds").alias("window")
+    if of_rows:
+        job.keys = [window]
+    else:
+        job.before, job.keys = lambda df: df.select(window, "value"), ["window"]
+    rows = job.run(
+        event_rows(("", 12, 1)),
+        event_rows(("", 29, 1)),  # the watermark is 12 s
+        event_rows(("", 13, 1)),  # 29 s
+        event_rows(("", 45, 1)),
+        event_rows(("", 14, 1)),  # 45 s
+    )
+    # State of the row at 12 s is gone at 22 s, or at 30 s as its window ends at 20 s. That of 13 s counts from 29 s.
+    assert rows == {0: [(10, 1)], 1: [(20, 1)], 2: [(10, 1 if of_rows else 2)], 3: [(40, 1)], 4: [(10, 1)]}
+    rows = job.run(event_rows(("", 51, 1)), event_rows(("", 52, 1)))
+    assert rows == {5: [(50, 1)], 6: [(50, 2)]}
 
 
 @CLASSIC

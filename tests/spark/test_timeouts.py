@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from jobs import CLASSIC, TIMED, Job, event_rows, table
+from jobs import CLASSIC, SPARK, TIMED, Job, emitted, event_rows, eventually, keyed, table
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 pytestmark = pytest.mark.spark
@@ -61,6 +61,41 @@ def test_processing_time_timeout(session: Any, operator: str, tmp_path: Path) ->
     assert second[1] == [(f"0 removes {fired}",), (f"1 updates {fired}",), ("2 has rows data 1 (7,)",)]
     third = job.run(table(schema, [("updates", 1), ("removes", 0)]))
     assert third[2] == [(f"2 has rows {fired}",), ("0 removes data 1 None",), ("1 updates data 1 (107,)",)]
+
+
+@CLASSIC
+@pytest.mark.parametrize(("version", "called"), [(1, 4), (2, 0)])
+def test_a_batch_without_data_calls_all_buckets_or_those_whose_time_has_come(
+    session: Any, version: int, called: int, tmp_path: Path
+) -> None:
+    """All of them where a part of a partition could go on from another attempt than the rest: under format 1."""
+    if version == 2 and SPARK < (4, 0):
+        pytest.skip("checkpoint format 2 of the state store came with Spark 4.0")
+
+    def waiting(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        n = sum(len(pdf) for pdf in pdfs) + (state.get[0] if state.exists else 0)
+        state.update((n,))
+        state.setTimeoutDuration(3_600_000)
+        yield pd.DataFrame({"text": [f"{key[0]} {n} {state.hasTimedOut}"]})
+
+    def without_data(query: Any) -> list[Any]:
+        return [progress for progress in query.recentProgress if progress["numInputRows"] == 0]
+
+    job = Job(session, "arrow", tmp_path, waiting, timeout=PROCESSING_TIME, options={"buckets": 4})
+    prefix = "spark.sql.streaming.stateStore."
+    provider = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+    job.conf = {f"{prefix}providerClass": provider, f"{prefix}checkpointFormatVersion": str(version)}
+    job.feed(keyed("a", "b"))
+    with job.running() as query:
+        eventually(lambda: len(without_data(query)) > 2)
+        done = without_data(query)
+    assert {progress["stateOperators"][0]["numRowsUpdated"] for progress in done} == {called}
+    # It goes on, with what the pointers that were handed on lead to.
+    with job.running() as query:
+        job.feed(keyed("a"))
+        eventually(lambda: any(p["numInputRows"] > 0 for p in query.recentProgress))
+    rows = [text for batch in emitted(job.sink).values() for (text,) in batch]
+    assert sorted(rows) == ["a 1 False", "a 2 False", "b 1 False"]
 
 
 # -- event time -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -26,19 +27,24 @@ class WatchedStore(ObjectDisk):
         How much longer each PUT takes, milliseconds.
     away
         While this file is there, nothing can be reached.
+    refuses
+        While this file is there, no checkpoint file may be written.
     """
 
     protocol = ("watched", "memory")
 
-    def __init__(self, log: str = "", put_ms: float = 0.0, away: str = "", **options: Any) -> None:
+    def __init__(self, log: str = "", put_ms: float = 0.0, away: str = "", refuses: str = "", **options: Any) -> None:
         super().__init__(**options)
         self._log = log
         self._put_s = put_ms / 1000
         self._away = away
+        self._refuses = refuses
 
     def _put(self, path: Path, value: bytes) -> None:
         self._asked("put", str(path))
         time.sleep(self._put_s)
+        if self._refuses and path.suffix == ".arrow" and Path(self._refuses).exists():
+            raise PermissionError(errno.EACCES, "credentials expired", str(path))
         super()._put(path, value)
 
     def _asked(self, what: str, path: str) -> None:

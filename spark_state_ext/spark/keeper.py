@@ -1,0 +1,236 @@
+"""The driver's part in the lease: it renews it while a query is idle, and says so when a query has ended.
+
+Between batches no task runs, so none renews the lease; and no task knows when a query ends. The process that planned
+the query sees both, through Spark's public list of active queries. A Connect client that goes away leaves its query
+behind: then tasks alone renew the lease.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from spark_state_ext.errors import StateError
+from spark_state_ext.folder import Folder
+from spark_state_ext.lease_log import LeaseLog
+from spark_state_ext.lease_record import Found
+from spark_state_ext.operator_folder import SPILL_FOLDER, STARTING_FOLDER
+
+__all__ = ["Kept", "LeaseKeeper"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+_POLL_S_MIN = 0.05
+# How often folders are listed for leases of tasks that are not told their query, and roots that did not answer asked.
+_SELDOM_S = 10.0
+# Where no query has been active for so long, the session is asked seldom.
+_QUIET_S = 60.0
+
+
+@dataclass(eq=False)
+class Kept:
+    """The leases below one operator's folder, as far as one session has to do with them.
+
+    Parameters
+    ----------
+    folder
+        The folder ``<root>/<operator>``.
+    application
+        As in `RunIdentity`.
+    lease_ms
+        How long a lease lasts without renewal.
+    plans
+        Those that were planned here.
+    """
+
+    folder: Folder
+    application: str
+    lease_ms: int
+    plans: set[str] = field(default_factory=set)
+    # By query folder: the record that was found last.
+    _seen: dict[str, Found | None] = field(default_factory=dict)
+    _active: set[str] = field(default_factory=set)
+    _told: set[str] = field(default_factory=set)
+    _not_before_s: float = -math.inf
+    _list_at_s: float = -math.inf
+    _untold: list[str] = field(default_factory=list)
+
+    def poll(self, active: Iterable[str], now_s: float, now_ms: int) -> None:
+        """Renew what belongs to active queries, and release what belongs to queries that were.
+
+        Parameters
+        ----------
+        active
+            Ids of the session's active queries.
+        now_s, now_ms
+            A monotonic clock, and the time.
+        """
+        if now_s < self._not_before_s:
+            return
+        active = set(active)
+        for home in active:
+            self._renew(home, now_ms)
+        for home in self._active - active:
+            self._release(home, now_ms)
+        self._active = {home for home in active if self._seen.get(home) is not None}
+        if now_s >= self._list_at_s:
+            self._list_at_s = now_s + _SELDOM_S
+            self._untold = self._find_untold() if active - self._active else []
+        # Which of the queries these belong to, nobody can tell; so they are not released.
+        for home in self._untold if active - self._active else ():
+            self._renew(home, now_ms)
+
+    def put_off(self, error: StateError, now_s: float) -> None:
+        """The root does not answer here: it is asked seldom, and said once."""
+        self._not_before_s = now_s + _SELDOM_S
+        self._say(
+            "the leases below %s cannot be looked after by this process: %s. While a query has no batches for "
+            "lease_ms, another run may take its state over",
+            self.folder.root,
+            error,
+        )
+
+    def _renew(self, home: str, now_ms: int) -> None:
+        log = LeaseLog(self.folder.child(home))
+        found, before = log.newest(), self._seen.get(home)
+        self._seen[home] = found
+        if found is None:
+            return
+        if found.record.owner.application != self.application:
+            self._say("query %s: the state at %s is held by %s", home, log.root, found.record.owner)
+        elif before is not None and before.number == found.number:
+            # No task has renewed it since the last look.
+            record = replace(found.record, renewed_ms=now_ms, released=False, nonce=uuid.uuid4().hex)
+            if log.append(found, record):
+                self._seen[home] = Found(found.number + 1, record)
+
+    def _release(self, home: str, now_ms: int) -> None:
+        log = LeaseLog(self.folder.child(home))
+        found = log.newest()
+        if found is not None and found.record.owner.application == self.application and not found.record.released:
+            log.append(found, replace(found.record, renewed_ms=now_ms, released=True, nonce=uuid.uuid4().hex))
+        self._seen.pop(home, None)
+
+    def _find_untold(self) -> list[str]:
+        """Query folders of this application whose tasks were not told their query."""
+        names = [name for name in self.folder.names() if name not in (SPILL_FOLDER, STARTING_FOLDER)]
+        found = {name: LeaseLog(self.folder.child(name)).newest() for name in names if name.startswith("t")}
+        return [
+            name
+            for name, it in found.items()
+            if it is not None and it.record.owner.application == self.application and it.record.owner.plan in self.plans
+        ]
+
+    def _say(self, text: str, *told: object) -> None:
+        said = text % told
+        if said not in self._told:
+            self._told.add(said)
+            _LOGGER.warning(said)
+
+
+@dataclass(eq=False)
+class _Session:
+    """A session and what is kept for its queries."""
+
+    session: weakref.ref[Any]
+    kept: dict[str, Kept] = field(default_factory=dict)
+    asked_at_s: float = 0.0
+    active_at_s: float = 0.0
+
+
+class LeaseKeeper:
+    """Looks after the leases of the queries that this process started, in a thread of its own."""
+
+    _shared: ClassVar[LeaseKeeper | None] = None
+    _shared_lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sessions: list[_Session] = []
+        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+
+    @classmethod
+    def shared(cls) -> LeaseKeeper:
+        """The one of this process."""
+        with cls._shared_lock:
+            if cls._shared is None:
+                cls._shared = cls()
+                atexit.register(cls._shared.stop)
+            return cls._shared
+
+    def keep(self, session: Any, folders: Sequence[Folder], application: str, plan: str, lease_ms: int) -> None:
+        """Look after the leases of queries that are started from a plan.
+
+        Parameters
+        ----------
+        session
+            The session, classic or Connect.
+        folders
+            Where leases are: the folder ``<root>/<operator>`` of each backend that has one.
+        application, plan, lease_ms
+            As in the plan.
+        """
+        with self._lock:
+            it = next((it for it in self._sessions if it.session() is session), None)
+            if it is None:
+                it = _Session(weakref.ref(session))
+                self._sessions.append(it)
+            it.active_at_s = time.monotonic()
+            for folder in folders:
+                kept = it.kept.setdefault(folder.identity, Kept(folder, application, lease_ms))
+                kept.lease_ms = lease_ms
+                kept.plans.add(plan)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._loop, name="spark_state_ext leases", daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """Ask no session any more, as they end."""
+        self._stopped.set()
+
+    def _loop(self) -> None:
+        while True:
+            with self._lock:
+                self._sessions = [it for it in self._sessions if it.session() is not None]
+                sessions = list(self._sessions)
+                lease_ms = min((kept.lease_ms for it in sessions for kept in it.kept.values()), default=None)
+                if lease_ms is None:
+                    self._thread = None
+                    return
+            for it in sessions:
+                self._poll(it)
+            if self._stopped.wait(max(lease_ms / 3000, _POLL_S_MIN)):
+                return
+
+    def _poll(self, it: _Session) -> None:
+        now_s = time.monotonic()
+        if now_s < it.asked_at_s + _SELDOM_S and now_s > it.active_at_s + _QUIET_S:
+            return
+        it.asked_at_s = now_s
+        session = it.session()
+        try:
+            active = [] if session is None else [query.id for query in session.streams.active]
+        except Exception as error:
+            # Stopped, in one of many ways. Nobody knows what became of its queries, so nothing is released.
+            _LOGGER.info("the session's queries are no longer known: %s", error)
+            with self._lock:
+                self._sessions.remove(it)
+            return
+        if active:
+            it.active_at_s = now_s
+        for kept in list(it.kept.values()):
+            try:
+                kept.poll(active, now_s, int(time.time() * 1000))
+            except StateError as error:
+                kept.put_off(error, now_s)
+            except Exception:
+                # A fault of ours, which nobody else would tell of; the other leases are looked after all the same.
+                _LOGGER.exception("the leases below %s are not looked after", kept.folder.root)

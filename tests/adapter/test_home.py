@@ -1,0 +1,74 @@
+"""In which folder a query's state begins."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from spark_state_ext.errors import CorruptFileError
+from spark_state_ext.folder import Folder
+from spark_state_ext.operator_folder import homes_of_batch
+from spark_state_ext.spark.home import FirstHomes, starting_is_stale
+
+_BATCH_MS = 1_700_000_000_000
+_NONCE = b"n" * 16
+
+
+@pytest.fixture(autouse=True)
+def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each call ran in a process of its own."""
+    monkeypatch.setattr(FirstHomes, "_MAX", 0)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (["query", "query", "query"], "query"),
+        (["query", "", "query"], "query"),
+        (["", "query", ""], f"t{_BATCH_MS}-{_NONCE.hex()}"),
+    ],
+)
+def test_all_calls_of_a_batch_begin_in_one_folder(told: list[str], expected: str, tmp_path: Path) -> None:
+    files = Folder(str(tmp_path))
+    assert {FirstHomes.of(files, query, _BATCH_MS, _NONCE) for query in told} == {expected}
+    assert homes_of_batch(files, _BATCH_MS) == {expected}
+
+
+def test_two_queries_begin_in_two_folders_whatever_their_time(tmp_path: Path) -> None:
+    files = Folder(str(tmp_path))
+    homes = [FirstHomes.of(files, "", _BATCH_MS, nonce) for nonce in (_NONCE, b"m" * 16, b"", b"")]
+    assert len(set(homes)) == 4
+    assert homes_of_batch(files, _BATCH_MS) == set(homes)
+    assert homes_of_batch(files, _BATCH_MS + 1) == set()
+
+
+def test_calls_at_one_time_agree(tmp_path: Path) -> None:
+    files, found = Folder(str(tmp_path)), []
+    begin = threading.Barrier(8)
+
+    def call(query: str) -> None:
+        begin.wait(30)
+        found.append(FirstHomes.of(files, query, _BATCH_MS, _NONCE))
+
+    threads = [threading.Thread(target=call, args=(query,)) for query in ("", "query") * 4]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 8
+    assert len(set(found)) == 1
+
+
+def test_a_damaged_note_is_told(tmp_path: Path) -> None:
+    Folder(str(tmp_path)).child("starting").put(f"{_BATCH_MS}-{_NONCE.hex()}", b"../elsewhere")
+    with pytest.raises(CorruptFileError, match=r"names no folder of a query\. Remove it"):
+        FirstHomes.of(Folder(str(tmp_path)), "query", _BATCH_MS, _NONCE)
+
+
+def test_notes_are_dropped_after_a_month() -> None:
+    name = f"{_BATCH_MS}-{_NONCE.hex()}"
+    assert not starting_is_stale(name, _BATCH_MS + 29 * 86_400_000)
+    assert starting_is_stale(name, _BATCH_MS + 31 * 86_400_000)
+    assert not starting_is_stale("somebody's notes", 10 * _BATCH_MS)

@@ -1,0 +1,60 @@
+"""What a client says of other queries, what plans call the operator, and numbers among its output."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from spark_state_ext.metrics import CallMetrics
+from spark_state_ext.spark.neighbours import tell_of_others
+from spark_state_ext.spark.observed import NUMBERS_COLUMN, number_rows
+from spark_state_ext.spark.output import OUTPUT_COLUMN, unpack
+from spark_state_ext.spark.shim import bucket_entry
+
+
+def test_the_client_names_queries_that_have_state_where_somebody_reads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("one", "two", "starting"):
+        (tmp_path / "count" / name).mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, "spark_state_ext"):
+        assert tell_of_others(str(tmp_path), {}, "count") is None
+    with caplog.at_level(logging.INFO, "spark_state_ext"):
+        for root, operator in ((tmp_path, "count"), (tmp_path, "other"), ("s3://no-such-bucket", "count")):
+            options = {"endpoint_url": "http://127.0.0.1:1", "key": "k", "secret": "s"} if "s3" in str(root) else {}
+            work = tell_of_others(str(root), options, operator)
+            assert work is not None
+            work.join()
+    first, second = [record.getMessage() for record in caplog.records if record.name == "spark_state_ext"]
+    assert f"operator 'count' under {tmp_path}: one, two. A query finds its own" in first
+    assert "cannot be seen from here" in second
+
+
+def test_the_entry_is_named_by_operator_and_function() -> None:
+    def my_count(batch: Any) -> None: ...
+
+    class Model:
+        def __call__(self, batch: Any) -> None: ...
+
+    plain: dict[str, Any] = {"operator": "clicks.per-user", "function": None}
+    named = [bucket_entry(plain, function).__name__ for function in (my_count, functools.partial(my_count), Model())]
+    assert named == [f"arrow_state_clicks_per_user_{name}" for name in ("my_count", "my_count", "Model")]
+    assert bucket_entry({**plain, "function": '{"name": "top_k", "parameters": {}}'}, my_count).__name__.endswith(
+        "_top_k"
+    )
+    assert all(name.isidentifier() for name in named)
+    assert bucket_entry(plain, lambda batch: None).__name__.isidentifier()
+
+
+def test_numbers_among_the_output_go_no_further() -> None:
+    call = CallMetrics("", "", 0, "o", 0, state_rows=7, state_rows_min=6, state_bytes=1 << 50, delta_bytes=0)
+    frame = number_rows(call, OUTPUT_COLUMN)
+    numbers = frame[NUMBERS_COLUMN].tolist()
+    assert [(number & 7, number >> 3) for number in numbers] == [(0, 7), (1, 6), (2, 1 << 50), (3, 0)]
+    schema = pa.schema([(OUTPUT_COLUMN, pa.binary()), (NUMBERS_COLUMN, pa.int64())])
+    assert list(unpack([pa.RecordBatch.from_pandas(frame, schema, preserve_index=False)])) == []

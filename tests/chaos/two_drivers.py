@@ -1,0 +1,196 @@
+"""Two drivers on one query's state, as when a Spark checkpoint was copied: exactly one ever commits.
+
+Everything is real but Spark: processes, clocks, LMDB, files, servers of object stores. Each driver commits batch after
+batch from its own copy of the pointer, cleans up, and is idle now and then for longer than the lease, which its keeper
+renews. The one that is refused is planned and started again, over and over.
+
+``PYTHONPATH=.:tests/core python tests/chaos/two_drivers.py --seconds 600`` runs it on every kind of store of the suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import random
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+from core_support import KEYS, SCHEMA, WRITER, Model, Row, buffer_of, changed, first_pointer, scanned
+from object_store import azure_server, azurite, s3_server
+
+from arrow_schemas import Pointer
+from spark_state_ext.backends.files import sole_place
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.cleanup import clean_up
+from spark_state_ext.errors import LiveRunError
+from spark_state_ext.folder import Folder
+from spark_state_ext.lease import Lease
+from spark_state_ext.lease_record import RunIdentity
+from spark_state_ext.spark.keeper import Kept
+from spark_state_ext.store import LocalStore
+
+QUERY, RETAINED = "query", 2
+_WAIT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a driver tells at its end.
+
+    Parameters
+    ----------
+    commits, refusals, deleted
+        How often it committed and was refused, and how many files its clean-ups deleted.
+    pointer, model
+        What it committed last, and the state that this is.
+    """
+
+    commits: int
+    refusals: int
+    deleted: int
+    pointer: Pointer
+    model: Model
+
+
+@dataclass(frozen=True)
+class Start:
+    """What both drivers begin with."""
+
+    root: str
+    options: Mapping[str, Any]
+    pointer: Pointer
+    model: Model
+    lease_ms: int
+    seconds: float
+
+
+def _home(start: Start) -> Folder:
+    return Folder(start.root, start.options).child("counts", QUERY)
+
+
+def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
+    """A driver, its executor and its keeper; its query ends when both have had their time."""
+    home, application = _home(start), f"app of {name}"
+    draw, ended = random.Random(name), threading.Event()
+    kept = Kept(Folder(start.root, start.options).child("counts"), application, start.lease_ms)
+
+    def keep() -> None:
+        while not ended.wait(start.lease_ms / 3000):
+            kept.poll([QUERY], time.monotonic(), int(time.time() * 1000))
+
+    threading.Thread(target=keep, daemon=True).start()
+    pointer, model, commits, refusals, deleted = start.pointer, dict(start.model), 0, 0, 0
+    deadline_s = time.monotonic() + start.seconds
+    with tempfile.TemporaryDirectory() as scratch:
+        store, lease = LocalStore(Path(scratch) / "store", SCHEMA), None
+        while time.monotonic() < deadline_s:
+            # Started again, it is planned again.
+            lease = lease or Lease(home, RunIdentity(application, uuid.uuid4().hex, QUERY, name), start.lease_ms)
+            try:
+                lease.hold()
+                changes = {KEYS[commits % 9]: Row(commits, name)}
+                bucket = Bucket(
+                    store, sole_place(home.child("3"), Path(scratch)), pointer, WRITER, Path(scratch), None, RETAINED
+                )
+                new = bucket.commit(buffer_of(changes, Path(scratch)))
+                lease.hold()
+                pointer, model, commits = new, changed(model, changes), commits + 1
+                if commits % 10 == 0:
+                    deleted += clean_up(
+                        home.child("3"), pointer, RETAINED, Path(scratch), lease.check, now_s=time.time() + 700
+                    )
+                if draw.random() < 0.01:
+                    time.sleep(1.2 * start.lease_ms / 1000)
+            except LiveRunError:
+                refusals, lease = refusals + 1, None
+        both.wait(_WAIT_S)
+        ended.set()
+        store.close()
+    tell.send(Told(commits, refusals, deleted, pointer, model))
+
+
+def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) -> dict[str, int]:
+    """Both drivers for so long; returns what there was to count.
+
+    Raises
+    ------
+    AssertionError
+        When both committed, or what the one committed cannot be restored.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        start = Start(root, options, first_pointer(), {}, lease_ms, seconds)
+        home, pointer, model = _home(start), start.pointer, start.model
+        with contextlib.closing(LocalStore(Path(scratch) / "common", SCHEMA)) as store:
+            for at in range(5):
+                changes = {KEYS[at]: Row(at, "before")}
+                bucket = Bucket(
+                    store, sole_place(home.child("3"), Path(scratch)), pointer, WRITER, Path(scratch), None, RETAINED
+                )
+                pointer, model = bucket.commit(buffer_of(changes, Path(scratch))), changed(model, changes)
+        start = Start(root, options, pointer, model, lease_ms, seconds)
+        spawned = multiprocessing.get_context("spawn")
+        both = spawned.Barrier(2)
+        pipes = [spawned.Pipe(duplex=False) for _ in range(2)]
+        drivers = [
+            spawned.Process(target=drive, args=(name, start, pipe[1], both))
+            for name, pipe in zip(("one", "two"), pipes, strict=True)
+        ]
+        for driver in drivers:
+            driver.start()
+        for _, child in pipes:
+            # So that the end of a driver that fails is seen.
+            child.close()
+        told: list[Told] = [pipe[0].recv() for pipe in pipes]
+        for driver in drivers:
+            driver.join()
+        committed = [it for it in told if it.commits]
+        assert len(committed) == 1, f"both committed: {[it.commits for it in told]}"
+        (winner,) = committed
+        with contextlib.closing(LocalStore(Path(scratch) / "fresh", SCHEMA)) as fresh:
+            places = sole_place(home.child("3"), Path(scratch))
+            found = Bucket(fresh, places, winner.pointer, WRITER, Path(scratch), None, RETAINED).read(scanned)
+        assert found == winner.model
+    return {
+        "commits": winner.commits,
+        "refusals": sum(it.refusals for it in told),
+        "files_deleted": sum(it.deleted for it in told),
+    }
+
+
+def main() -> None:
+    """Run it on every kind of store, and print a line for each."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--seconds", type=float, default=600.0, help="for each kind of store")
+    arguments.add_argument("--lease-ms", type=int, default=5_000)
+    given = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        stores: dict[str, tuple[str, dict[str, Any]]] = {
+            "path": (f"{folder}/path", {}),
+            "smb": (f"{folder}/smb", {"implementation": "shares.Share"}),
+            "webhdfs": (f"{folder}/webhdfs", {"implementation": "shares.ByNameNode"}),
+        }
+        with s3_server() as s3:
+            _print("s3", run(s3.root("two"), s3.options, given.seconds, given.lease_ms))
+        if azurite() is not None:
+            with azure_server(Path(folder) / "azurite") as azure:
+                _print("azure", run(azure.root("two"), azure.options, given.seconds, given.lease_ms))
+        for kind, (root, options) in stores.items():
+            _print(kind, run(root, options, given.seconds, given.lease_ms))
+
+
+def _print(store: str, counted: Mapping[str, int]) -> None:
+    print(json.dumps({"store": store, **counted}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Which folders of queries are abandoned, and that nothing else is ever removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arrow_schemas.operator import OperatorFile, operator_file_name
+from spark_state_ext.abandoned import ABANDONED, NAMED, RECENT, UNKNOWN, Found, Homes, judge, look, main, remove
+from spark_state_ext.errors import LiveRunError
+from spark_state_ext.folder import Folder
+
+_DAY_S = 86_400.0
+_SCHEMA = json.dumps({"type": "struct", "fields": [{"name": "k", "type": "long", "nullable": True, "metadata": {}}]})
+
+
+def _query(root: Path, home: str, days: float = 100.0, operator: str = "count") -> Path:
+    """A folder with state that was last written some days ago."""
+    folder = root / operator / home
+    (folder / "0").mkdir(parents=True)
+    file = OperatorFile(operator, home, 1, _SCHEMA, _SCHEMA)
+    (folder / operator_file_name(0)).write_bytes(file.encode())
+    (folder / "lease.json").write_text("{}")
+    (folder / "0" / f"1_{'0' * 32}.delta.arrow").write_bytes(b"rows")
+    _age(folder, days)
+    return folder
+
+
+def _age(folder: Path, days: float) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            os.utime(path, (time.time() - days * _DAY_S,) * 2)
+
+
+def _checkpoint(folder: Path, query: str) -> str:
+    folder.mkdir()
+    (folder / "metadata").write_text(json.dumps({"id": query}))
+    return str(folder)
+
+
+def _found(newest_s: float | None, ours: bool = True) -> Found:
+    return Found("count", "a", ours, 3, 10, newest_s, newest_s)
+
+
+@pytest.mark.parametrize(
+    ("found", "names", "complete", "verdict"),
+    [
+        (_found(0.0), {"a"}, False, NAMED),
+        (_found(0.0), {"b"}, False, ABANDONED),
+        (_found(0.0, ours=False), {"b"}, False, UNKNOWN),
+        (_found(71 * _DAY_S), {"b"}, False, RECENT),
+        (_found(71 * _DAY_S), {"b"}, True, ABANDONED),
+        (_found(99.5 * _DAY_S), {"b"}, True, RECENT),
+        # Written in the future, as clocks differ; and of an unknown age.
+        (_found(101 * _DAY_S), {"b"}, True, RECENT),
+        (_found(None), {"b"}, True, RECENT),
+    ],
+)
+def test_each_folder_is_judged(found: Found, names: set[str], complete: bool, verdict: str) -> None:
+    assert judge(found, Homes(frozenset(names), complete), 100 * _DAY_S, 30 * _DAY_S) == verdict
+
+
+def test_what_is_abandoned_goes_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "root"
+    gone, other = _query(root, "gone"), _query(root, "gone", operator="sum")
+    kept = [_query(root, "used"), _query(root, "recent", days=20)]
+    (root / "count" / "notes").mkdir()
+    (root / "count" / "notes" / "mine.txt").write_text("mine")
+    (root / "elsewhere").mkdir()
+    # An operator file that was copied here names another folder.
+    kept.append(root / "count" / "copied")
+    kept[-1].mkdir()
+    (kept[-1] / operator_file_name(0)).write_bytes((gone / operator_file_name(0)).read_bytes())
+    _age(root / "count" / "copied", 100)
+    kept.append(root / "count" / "notes")
+    command = [str(root), "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used")]
+
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0:3] for line in lines[:-2]] == [
+        ["unknown", "operator=count", "query=copied"],
+        ["abandoned", "operator=count", "query=gone"],
+        ["unknown", "operator=count", "query=notes"],
+        ["recent", "operator=count", "query=recent"],
+        ["named", "operator=count", "query=used"],
+        ["abandoned", "operator=sum", "query=gone"],
+    ]
+    assert lines[-2].startswith("folders=6 abandoned=2 bytes=")
+    assert gone.exists(), "a dry run removes nothing"
+
+    assert main([*command, "--operator", "count", "--remove"]) == 0
+    assert not gone.exists()
+    assert other.exists(), "of another operator"
+    assert all(folder.exists() for folder in kept)
+    assert main([*command, "--remove", "--older-than", "19"]) == 0
+    assert not other.exists()
+    assert not (root / "count" / "recent").exists()
+    assert (root / "count" / "used").exists()
+
+
+def test_a_folder_that_somebody_writes_to_meanwhile_is_left(tmp_path: Path) -> None:
+    folder = _query(tmp_path, "gone")
+    root = Folder(str(tmp_path))
+    (found,) = look(root)
+    (folder / "lease.json").write_text("renewed")
+    with pytest.raises(LiveRunError, match="somebody uses it"):
+        remove(root, found)
+    assert len(list(folder.rglob("*.*"))) == 3
+
+
+def test_a_removal_that_was_stopped_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = _query(tmp_path, "gone")
+    root = Folder(str(tmp_path))
+    (found,) = look(root)
+    removed: list[str] = []
+
+    def stopped(self: Folder, name: str) -> None:
+        removed.append(name)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Folder, "remove", stopped)
+        remove(root, found)
+    assert removed == ["lease.json"]
+    (left,) = look(root)
+    assert left.ours, "what tells whose folder it is goes last"
+    remove(root, left)
+    assert not folder.exists()
+
+
+def test_a_location_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a misspelt one would make the state of its query look abandoned."""
+    folder = _query(tmp_path / "root", "used")
+    assert main([str(tmp_path / "root"), "--checkpoint", str(tmp_path / "none"), "--remove"]) == 1
+    assert "UsageError" in capsys.readouterr().err
+    assert folder.exists()
+    for wrong in (["--older-than", "0.5", "--checkpoint", "/x"], []):
+        with pytest.raises(SystemExit) as refused:
+            main([str(tmp_path / "root"), *wrong])
+        assert refused.value.code == 2
+
+
+def test_folders_of_an_object_store_are_found_and_removed(s3: Any, tmp_path: Path) -> None:
+    root = Folder(s3.root("abandoned"), s3.options)
+    for home in ("gone", "used"):
+        file = OperatorFile("count", home, 1, _SCHEMA, _SCHEMA)
+        root.child("count", home).put(operator_file_name(0), file.encode())
+        root.child("count", home, "0").put(f"1_{'0' * 32}.delta.arrow", b"rows")
+    command = [root.root, "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used"), "--remove"]
+    command += ["--storage-options", json.dumps(s3.options)]
+    assert main(command) == 0
+    assert [found.home for found in look(root)] == ["gone", "used"], "they are of today"
+    assert main(command, clock_s=lambda: time.time() + 40 * _DAY_S) == 0
+    assert [found.home for found in look(root)] == ["used"]

@@ -1,0 +1,202 @@
+"""What goes when a Spark checkpoint is rolled back, decided over listings; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from spark_state_ext.errors import CorruptFileError, LiveRunError, MissingCheckpointError, UsageError
+from spark_state_ext.folder import Entry, Folder
+from spark_state_ext.rollback import carry_out, check_idle, main, plan_rollback, planned
+from spark_state_ext.spark_checkpoint import COMMITS, OFFSETS, STATE, parse_path, state_ids
+
+_ID = str(UUID(int=7))
+_LOGS = [f"{log}/{batch}" for log in (OFFSETS, COMMITS) for batch in range(4)]
+_HDFS = [f"state/0/{partition}/{version}.delta" for partition in (0, 1) for version in range(1, 5)]
+
+
+def _entries(names: Iterable[str], modified_s: float | None = 100.0) -> list[Entry]:
+    return [Entry(name, 1, modified_s, False) for name in names]
+
+
+def _gone(
+    names: Iterable[str], to_batch: int, ids: Mapping[int, Mapping[str, frozenset[str]]] | None = None
+) -> list[str]:
+    plan = plan_rollback(_entries(names), to_batch, ids or {}, "the checkpoint")
+    return [file.path for file in plan.files]
+
+
+def test_state_goes_first_and_the_newest_of_each_kind() -> None:
+    assert _gone([*_LOGS, *_HDFS, "metadata"], 1) == [
+        *("state/0/0/4.delta", "state/0/1/4.delta", "state/0/0/3.delta", "state/0/1/3.delta"),
+        *("commits/3", "commits/2", "offsets/3", "offsets/2"),
+    ]
+
+
+def test_checksums_go_with_their_files() -> None:
+    names = [f"offsets/.{batch}.crc" for batch in range(4)]
+    assert set(_gone([*_LOGS, *_HDFS, *names, "state/0/0/.4.delta.crc"], 2)) == {
+        *("state/0/0/4.delta", "state/0/0/.4.delta.crc", "state/0/1/4.delta"),
+        *("commits/3", "offsets/3", "offsets/.3.crc"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "number", "checksum"),
+    [
+        ("offsets/12", OFFSETS, 12, False),
+        ("commits/.12.crc", COMMITS, 12, True),
+        ("state/0/3/7.delta", STATE, 7, False),
+        ("state/0/3/7.snapshot", STATE, 7, False),
+        ("state/0/3/.7.changelog.crc", STATE, 7, True),
+        (f"state/0/3/7_{_ID}.zip", STATE, 7, False),
+        (f"state/0/3/7_{_ID}.zip.crc", STATE, 7, True),
+        (f"state/0/3/.7_{_ID}.zip.crc.crc", STATE, 7, True),
+        ("state/0/3/left-keyToNumValues/7.delta", STATE, 7, False),
+        ("state/0/3/SSTs/000007-x.sst", "other", 0, False),
+        ("state/0/3/SSTs/.000007-x.sst.crc", "other", 0, False),
+        ("state/0/0/_metadata/schema", "other", 0, False),
+        ("state/0/0/left-keyToNumValues/_metadata/schema", "other", 0, False),
+        ("state/0/_metadata/.metadata.crc", "other", 0, False),
+        ("sources/0/7.compact", "other", 0, False),
+        (f"offsets/.7.{_ID}.tmp", "other", 0, False),
+        (f"offsets/..7.{_ID}.tmp.crc", "other", 0, False),
+        (f"state/0/3/.7.delta.{_ID}.tmp", "other", 0, False),
+        ("metadata", "other", 0, False),
+        (".metadata.crc", "other", 0, False),
+        ("rolled-back-to-1-x/offsets/7", "other", 0, False),
+    ],
+)
+def test_what_spark_writes_is_known(path: str, kind: str, number: int, checksum: bool) -> None:
+    file = parse_path(path)
+    assert file is not None
+    assert (file.kind, file.number, file.checksum) == (kind, number, checksum)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("notes.txt", "offsets/7.bak", "commits/seven", "state/0/3/7.delta.old", "state/0/3/7_short.zip"),
+        *("state/0/_metadata/v2/0", "state/0/_stateSchema/default/0_x", "sources", "checkpoint/offsets/7"),
+    ],
+)
+def test_nothing_goes_where_something_is_not_known(path: str) -> None:
+    with pytest.raises(CorruptFileError, match=path):
+        _gone([*_LOGS, *_HDFS, path], 1)
+
+
+@pytest.mark.parametrize("to_batch", [-1, 4])
+def test_a_batch_that_is_not_committed_is_refused(to_batch: int) -> None:
+    with pytest.raises(UsageError, match="0 to 3"):
+        _gone([*_LOGS, *_HDFS, "offsets/4"], to_batch)
+
+
+def test_an_attempt_that_was_not_committed_goes() -> None:
+    assert _gone([*_LOGS, *_HDFS, "offsets/4", "state/0/1/5.delta"], 3) == ["state/0/1/5.delta", "offsets/4"]
+
+
+def test_the_offsets_of_the_batch_before_must_be_there() -> None:
+    with pytest.raises(MissingCheckpointError, match="offsets/1"):
+        _gone([name for name in [*_LOGS, *_HDFS] if name != "offsets/1"], 2)
+
+
+@pytest.mark.parametrize(
+    ("state", "complete"),
+    [
+        ([1, 2], True),
+        ([2], False),
+        ([1], False),
+        (["1.snapshot", 2], True),
+        (["2.snapshot"], True),
+        (["2.zip"], True),
+        (["1.zip", "2.changelog"], True),
+        (["2.changelog"], False),
+        (["3.zip", "3.snapshot"], False),
+        ([".2.zip.crc"], False),
+    ],
+)
+def test_the_state_of_the_batch_must_be_all_there(state: list[int | str], complete: bool) -> None:
+    names = [f"state/0/0/{it}" if isinstance(it, str) else f"state/0/0/{it}.delta" for it in state]
+    if complete:
+        _gone([*_LOGS, *names], 1)
+    else:
+        with pytest.raises(MissingCheckpointError, match="minBatchesToRetain"):
+            _gone([*_LOGS, *names], 1)
+
+
+def test_a_partition_that_is_gone_is_missed() -> None:
+    names = [name for name in [*_LOGS, *_HDFS] if not name.startswith("state/0/0/")]
+    with pytest.raises(MissingCheckpointError, match="version 2 in state/0/0"):
+        _gone(names, 1)
+
+
+def test_a_store_of_a_join_that_is_gone_is_missed() -> None:
+    names = [f"state/0/{partition}/{side}/2.zip" for partition in (0, 1) for side in ("left", "right")]
+    assert _gone([*_LOGS, *names], 3 - 2) == ["commits/3", "commits/2", "offsets/3", "offsets/2"]
+    with pytest.raises(MissingCheckpointError, match="state/0/1/right"):
+        _gone([*_LOGS, *names[:-1]], 1)
+
+
+def test_only_state_that_the_commit_log_names_counts() -> None:
+    other = str(UUID(int=8))
+    names = [*_LOGS, f"state/0/0/1_{_ID}.zip", f"state/0/0/2_{_ID}.changelog"]
+    told = {0: {"state/0/0": frozenset([_ID])}, 1: {"state/0/0": frozenset([_ID])}}
+    _gone(names, 1, told)
+    with pytest.raises(MissingCheckpointError, match="version 1"):
+        _gone(names, 1, {**told, 0: {"state/0/0": frozenset([other])}})
+    # A partition that has no file at all.
+    with pytest.raises(MissingCheckpointError, match="state/0/1"):
+        _gone(names, 1, {**told, 1: {**told[1], "state/0/1": frozenset([_ID])}})
+
+
+def test_the_commit_log_of_either_format_is_read() -> None:
+    assert state_ids(b'v1\n{"nextBatchWatermarkMs":0}', "commits/0") == {}
+    ids = json.dumps({"nextBatchWatermarkMs": 0, "stateUniqueIds": {"0": [[_ID], ["x", "y"]]}})
+    told = state_ids(f"v2\n{ids}".encode(), "commits/0")
+    assert told == {"state/0/0": frozenset([_ID]), "state/0/1": frozenset(["x", "y"])}
+    with pytest.raises(CorruptFileError, match="commits/0"):
+        state_ids(b"v1", "commits/0")
+
+
+def test_a_checkpoint_that_is_being_written_is_left_alone() -> None:
+    plan = plan_rollback(_entries([*_LOGS, *_HDFS], 100.0), 1, {}, "the checkpoint")
+    check_idle(plan, 160.0, 60.0, "the checkpoint")
+    with pytest.raises(LiveRunError, match="--idle-s"):
+        check_idle(plan, 159.0, 60.0, "the checkpoint")
+
+
+def _made(folder: Path) -> Folder:
+    for name in [*_LOGS, *_HDFS, "metadata"]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('v1\n{"nextBatchWatermarkMs":0}' if name.startswith("commits") else name)
+    return Folder(str(folder))
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_command_that_was_stopped_is_finished_by_the_next(tmp_path: Path, steps: int) -> None:
+    checkpoint = _made(tmp_path)
+    plan = planned(checkpoint, 1)
+    assert len(plan.steps) == 6
+    carry_out(checkpoint, type(plan)(1, plan.steps[:steps], None), "rolled-back-first")
+    assert main([str(tmp_path), "--to-batch", "1", "--apply", "--idle-s", "0"]) == 0
+    kept = [entry.name for entry in checkpoint.tree() if not entry.name.startswith("rolled-back-")]
+    assert sorted(kept) == sorted(
+        name for name in [*_LOGS, *_HDFS, "metadata"] if name not in {file.path for file in plan.files}
+    )
+    aside = [entry.name.split("/", 1)[1] for entry in checkpoint.tree() if entry.name.startswith("rolled-back-")]
+    assert sorted(aside) == sorted(file.path for file in plan.files), "nothing is lost, and nothing doubled"
+
+
+def test_each_refusal_has_an_exit_code_and_a_typed_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _made(tmp_path)
+    assert main([str(tmp_path), "--to-batch", "9"]) == 1
+    assert capsys.readouterr().err.startswith("spark_state_ext.rollback: UsageError: batch 9 is not among")
+    assert main([str(tmp_path / "nothing"), "--to-batch", "1"]) == 1
+    assert "no Spark checkpoint location" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as wrong:
+        main([str(tmp_path), "--to-batch", "1", "--delete"])
+    assert wrong.value.code == 2

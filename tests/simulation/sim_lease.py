@@ -1,0 +1,338 @@
+"""Runs that claim one query folder: drivers on copied checkpoints, their processes, and a store that answers late.
+
+The real lease over a real folder in memory, on virtual clocks. Every process has its own monotonic clock, which begins
+anywhere, and its own idea of the time of day. A history is a list of small numbers, as those of `sim_world` are.
+
+What must hold of the records, by the world's own clock: nobody takes the lease over from a run that is alive and has
+renewed it within its length; a run that was replaced never gets it back; whoever may clean up is not replaced for
+longer than a third of it; and where nothing goes wrong any more, a new run gets it soon.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import fsspec
+from sim_parts import Numbers, Step
+
+from spark_state_ext import lease as lease_module
+from spark_state_ext.errors import LiveRunError, StorageError
+from spark_state_ext.folder import Folder
+from spark_state_ext.lease import Clock, Lease
+from spark_state_ext.lease_log import LeaseLog
+from spark_state_ext.lease_record import Found, RunIdentity
+
+__all__ = ["LEASE_STEPS", "LeaseWorld", "WrongLeaseError", "simulate_lease"]
+
+LEASE_MS = 9_000
+LEASE_S = LEASE_MS / 1000
+THIRD_S = LEASE_S / 3
+DRIVERS_MAX = 6
+# Another run must have it after so long, when nothing goes wrong any more.
+SOON_S = 3 * LEASE_S
+
+LEASE_STEPS = (
+    "tick",  # tasks of some driver begin, or go on
+    "tick",
+    "check",  # a clean-up asks whether it may delete
+    "wait",  # time passes, while those that are busy go on
+    "wait",
+    "driver",  # another one starts, on a copy of the checkpoint
+    "idle",  # a driver has nothing to do for a while, or has again
+    "worker",  # an executor's process ends, and another begins
+    "end",  # a driver's process ends
+    "late",  # the next PUT of a process does not come back, and arrives later or never
+    "arrive",  # a late PUT arrives
+    "hang",  # what a process does beside its tasks stops, or goes on
+)
+
+
+class WrongLeaseError(AssertionError):
+    """Two runs held one lease, or nobody gets it."""
+
+
+class LateFiles:
+    """A folder whose next creation may arrive late."""
+
+    def __init__(self, real: Folder, late: list[Callable[[], object]]) -> None:
+        self._real = real
+        self._late = late
+        self.next_is_late = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def create(self, name: str, data: bytes) -> bool:
+        if self.next_is_late:
+            self.next_is_late = False
+            self._late.append(lambda: self._real.create(name, data))
+            raise StorageError("no answer, on purpose")
+        return self._real.create(name, data)
+
+    def put(self, name: str, data: bytes) -> None:
+        if self.next_is_late:
+            self.next_is_late = False
+            self._late.append(lambda: self._real.put(name, data))
+            raise StorageError("no answer, on purpose")
+        self._real.put(name, data)
+
+
+class Beside:
+    """What a process does beside its tasks, in the place of threads."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self.waiting: list[Callable[[], None]] = []
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        self.waiting.append(work)
+        self.run()
+        return Future()
+
+    def run(self) -> None:
+        while self.waiting and not self.hangs:
+            self.waiting.pop(0)()
+
+
+@dataclass
+class Process:
+    """A worker process of a driver's executors."""
+
+    lease: Lease
+    files: LateFiles
+    beside: Beside
+    ticked_s: float = -1e9
+    inside: bool = False
+
+
+@dataclass
+class Driver:
+    """A run."""
+
+    identity: RunIdentity
+    alive: bool = True
+    busy: bool = True
+    workers_ended: int = 0
+    processes: list[Process] = field(default_factory=list)
+
+
+class LeaseWorld:
+    """Drivers and their processes around one folder."""
+
+    def __init__(self) -> None:
+        self._name = uuid.uuid4().hex
+        self.home = Folder(f"memory://{self._name}/home")
+        self.now_s = 0.0
+        self.late: list[Callable[[], object]] = []
+        self.drivers: list[Driver] = []
+        self._log = LeaseLog(self.home)
+        self._found: Found | None = None
+        # Who holds it by the records, since when another did not, and when it was renewed last.
+        self.owner: Driver | None = None
+        self.renewed_s = 0.0
+        self.replaced_at_s: dict[str, float] = {}
+        self.take_overs = 0
+        self._random = random.Random(49374)
+        self._driver(Numbers(b"\0"))
+
+    def close(self) -> None:
+        """Remove everything."""
+        memory = fsspec.filesystem("memory")
+        if memory.exists(f"/{self._name}"):
+            memory.rm(f"/{self._name}", recursive=True)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def step(self, step: Step) -> None:
+        """Take one step."""
+        numbers = Numbers(step)
+        getattr(self, f"_{LEASE_STEPS[numbers.below(len(LEASE_STEPS))]}")(numbers)
+        self._look()
+
+    def _tick(self, numbers: Numbers) -> None:
+        self.tick(*self._one(numbers))
+
+    def tick(self, driver: Driver, process: Process) -> bool:
+        """A task asks for the lease; whether it may go on. A driver that is refused ends."""
+        if process.inside or not driver.alive:
+            return False
+        process.inside, process.ticked_s = True, self.now_s
+        try:
+            process.lease.hold()
+        except LiveRunError:
+            driver.alive = False
+            return False
+        except StorageError:
+            return False  # Spark tries the task again
+        finally:
+            process.inside = False
+            self._look()
+        return True
+
+    def _check(self, numbers: Numbers) -> None:
+        driver, process = self._one(numbers)
+        if process.inside or process.lease.state is lease_module.LeaseState.NEW:
+            return
+        try:
+            process.lease.check()
+        except (LiveRunError, StorageError):
+            return
+        since_s = self.replaced_at_s.get(driver.identity.plan)
+        if since_s is not None and self.now_s > since_s + THIRD_S:
+            raise WrongLeaseError(f"{driver.identity.plan} cleans up {self.now_s - since_s} s after it was replaced")
+
+    def _wait(self, numbers: Numbers) -> None:
+        self.pass_time((0.1, THIRD_S, LEASE_S / 2, 1.5 * LEASE_S)[numbers.below(4)])
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes; whoever is busy asks for the lease again and again."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + THIRD_S / 4)
+            for driver in [driver for driver in self.drivers if driver.alive and driver.busy]:
+                for process in driver.processes:
+                    if self.now_s - process.ticked_s >= THIRD_S / 2:
+                        self.tick(driver, process)
+
+    def _driver(self, numbers: Numbers) -> None:
+        """Of an application of its own. Its user labels the jobs as those of all others do."""
+        if len(self.drivers) < DRIVERS_MAX:
+            at = len(self.drivers)
+            self.drivers.append(Driver(RunIdentity(f"application {at}", f"plan {at}", "query", pid=at + 1)))
+            for _ in range(1 + numbers.below(2)):
+                self._begin(self.drivers[-1])
+
+    def _begin(self, driver: Driver) -> None:
+        offset_s, wall_s = self._random.uniform(0, 1e6), self._random.uniform(-3_600, 3_600)
+        clock = Clock(lambda: self.now_s + offset_s, lambda: 1e9 + self.now_s + wall_s, self.pass_time)
+        lease = Lease(self.home, driver.identity, LEASE_MS, clock)
+        files, beside = LateFiles(self.home.child("lease"), self.late), Beside()
+        lease._log._files = files  # type: ignore[assignment]  # as it is used there
+        lease._beside = beside  # type: ignore[assignment]
+        driver.processes.append(Process(lease, files, beside))
+
+    def _idle(self, numbers: Numbers) -> None:
+        driver, _ = self._one(numbers)
+        driver.busy = not driver.busy
+
+    def _worker(self, numbers: Numbers) -> None:
+        driver, process = self._one(numbers)
+        if not process.inside:
+            driver.processes.remove(process)
+            driver.workers_ended += 1
+            self._begin(driver)
+
+    def _end(self, numbers: Numbers) -> None:
+        self._one(numbers)[0].alive = False
+
+    def _late(self, numbers: Numbers) -> None:
+        driver, process = self._one(numbers)
+        if self.owner is not None and numbers.yes():
+            # Of whoever holds it, whose last word it may be for long.
+            driver = self.owner
+            process = driver.processes[numbers.below(len(driver.processes))]
+        process.files.next_is_late = True
+        self.pass_time(THIRD_S)
+        driver.busy = numbers.yes()
+
+    def _arrive(self, numbers: Numbers) -> None:
+        if self.late:
+            self.late.pop(numbers.below(len(self.late)))()
+
+    def _hang(self, numbers: Numbers) -> None:
+        _, process = self._one(numbers)
+        process.beside.hangs = not process.beside.hangs
+        process.beside.run()
+
+    def _one(self, numbers: Numbers) -> tuple[Driver, Process]:
+        # The last ones are those that may still be at something.
+        driver = self.drivers[-1 - numbers.below(min(3, len(self.drivers)))]
+        return driver, driver.processes[numbers.below(len(driver.processes))]
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def is_over(self, identity: RunIdentity) -> bool:
+        """What can be seen from any machine here: that a driver's process is gone."""
+        return not self.drivers[identity.pid - 1].alive
+
+    def _look(self) -> None:
+        """What the records say now."""
+        found = self._log.newest()
+        if found is None or found == self._found:
+            return
+        if self._found is not None and found.number < self._found.number:
+            raise WrongLeaseError(f"record {found.number} counts, after {self._found.number}")
+        owner = self.drivers[found.record.owner.pid - 1]
+        before, renewed_s = self.owner, self.renewed_s
+        self._found, self.renewed_s = found, self.now_s
+        if owner is before:
+            return
+        self.owner = owner
+        if before is not None:
+            self.take_overs += 1
+            if before.alive and self.now_s < renewed_s + LEASE_S:
+                raise WrongLeaseError(
+                    f"{owner.identity.plan} has the lease of {before.identity.plan}, which renewed it "
+                    f"{self.now_s - renewed_s:.1f} s ago and lives"
+                )
+            self.replaced_at_s.setdefault(before.identity.plan, self.now_s)
+        if owner.identity.plan in self.replaced_at_s and owner.alive:
+            raise WrongLeaseError(f"{owner.identity.plan} has the lease again, after it was replaced")
+
+    def calm(self) -> None:
+        """Nothing goes wrong any more, and whoever there was is idle; then a new run gets the lease."""
+        for driver in self.drivers:
+            driver.busy = False
+        while self.late:
+            self.late.pop()()
+        at = len(self.drivers)
+        self.drivers.append(Driver(RunIdentity(f"application {at}", f"plan {at}", "query", pid=at + 1)))
+        self._begin(self.drivers[-1])
+        began_s = self.now_s
+        if not self.tick(self.drivers[-1], self.drivers[-1].processes[0]) or self.now_s > began_s + SOON_S:
+            raise WrongLeaseError(f"a new run does not get the lease within {self.now_s - began_s:.1f} s")
+
+
+@contextmanager
+def _in_place(world: LeaseWorld, patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    values = [
+        (RunIdentity, "is_over", lambda self: world.is_over(self)),
+        # What is done beside is done, or hangs.
+        (lease_module, "wait", lambda *_: None),
+        *((owner, name, made(world)) for owner, name, made in patches),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
+    try:
+        for owner, name, value in values:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            setattr(owner, name, value)
+
+
+def simulate_lease(steps: Iterable[Step], patches: Iterable[tuple[Any, str, Any]] = ()) -> LeaseWorld:
+    """Run a history to its end; raises `WrongLeaseError` when anything is.
+
+    Parameters
+    ----------
+    steps
+        The history.
+    patches
+        What is put in the place of something, for a broken variant: object, name, and what makes it of the world.
+    """
+    world = LeaseWorld()
+    try:
+        with _in_place(world, patches):
+            for step in steps:
+                world.step(step)
+            world.calm()
+    finally:
+        world.close()
+    return world

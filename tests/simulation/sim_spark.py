@@ -1,0 +1,104 @@
+"""Spark's part of a partition's state: what its files hold by batch, what executors have in memory, and what is handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sim_parts import Config, Executor, Held, Partition
+
+__all__ = ["Made", "StateFiles"]
+
+
+@dataclass(frozen=True)
+class Made:
+    """What an attempt at a batch made of a partition.
+
+    Parameters
+    ----------
+    partition
+        All of it, as the attempt's executor has it in memory.
+    called
+        The buckets that were called.
+    """
+
+    partition: Partition
+    called: frozenset[int]
+
+
+class StateFiles:
+    """Of one partition, as the driver and all executors find them.
+
+    Under checkpoint format 2 each batch has one attempt, whole. Under format 1 each batch has a file, the first
+    attempt's or the last one's, and that may hold only what was called; what was not is that of the files before.
+
+    Parameters
+    ----------
+    config
+        What stays the same.
+    first
+        The partition before the first batch.
+    """
+
+    def __init__(self, config: Config, first: Partition) -> None:
+        self._whole = config.checkpoint_v2 or not config.changelog
+        self._v2 = config.checkpoint_v2
+        self._retained = config.retained
+        self._base, self._base_batch = dict(first), -1
+        self._files: dict[int, Mapping[int, Held]] = {}
+        self.batch = -1
+        self.newest_ever = -1
+
+    @property
+    def oldest(self) -> int:
+        """The oldest batch that Spark retains."""
+        return max(-1, self.newest_ever - self._retained)
+
+    @property
+    def batches(self) -> list[int]:
+        """Those at which the query may start again."""
+        return list(range(self.oldest, self.batch + 1))
+
+    def at(self, batch: int) -> Partition:
+        """The partition as the files of a batch and those before have it."""
+        found = dict(self._base)
+        for written in range(self._base_batch + 1, batch + 1):
+            found.update(self._files[written])
+        return found
+
+    def handed_out(self, executor: Executor, batch: int) -> Partition:
+        """What Spark gives a task of a batch on an executor."""
+        if not self._v2 and batch - 1 in executor.loaded:
+            return executor.loaded[batch - 1]
+        return self.at(batch - 1)
+
+    def commit(self, batch: int, made: Made) -> None:
+        """A batch is over, and this is what counts, or whose file is there."""
+        self._write(batch, made)
+        self.batch = batch
+        self.newest_ever = max(self.newest_ever, batch)
+        # Spark writes a snapshot now and then, and deletes what is older than the oldest batch.
+        while self._base_batch < self.oldest - 1:
+            self._base_batch += 1
+            self._base.update(self._files.pop(self._base_batch))
+
+    def overwrite(self, batch: int, made: Made) -> None:
+        """A late attempt's file takes the place of another's, whatever has happened since."""
+        if self._base_batch < batch <= self.batch:
+            self._write(batch, made)
+
+    def go_back(self, batch: int) -> None:
+        """The query starts again after a batch."""
+        self.batch = batch
+        for later in [b for b in self._files if b > batch]:
+            del self._files[later]
+
+    def reachable(self, executors: Sequence[Executor]) -> list[tuple[int, Partition]]:
+        """Every partition that Spark may still hand out, with its batch."""
+        found = [(batch, self.at(batch)) for batch in self.batches]
+        if not self._v2:
+            found += [(self.batch, e.loaded[self.batch]) for e in executors if self.batch in e.loaded]
+        return found
+
+    def _write(self, batch: int, made: Made) -> None:
+        self._files[batch] = {b: held for b, held in made.partition.items() if self._whole or b in made.called}

@@ -1,0 +1,58 @@
+"""No history gives one lease to two runs, and every history gives a broken lease away."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from sim_histories import lease_histories
+from sim_lease import WrongLeaseError, simulate_lease
+from sim_lease_broken import BROKEN_LEASES, Patch
+from sim_parts import Step
+
+HISTORIES = 200
+SEED = 3
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Stores that do not answer are logged, thousands of times."""
+    logger = logging.getLogger("spark_state_ext")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
+
+
+@settings(max_examples=HISTORIES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(lease_histories())
+def test_no_history_gives_a_lease_to_two_runs(steps: tuple[Step, ...]) -> None:
+    simulate_lease(steps)
+
+
+def test_histories_are_of_the_kind_that_matters() -> None:
+    take_overs = []
+
+    @seed(SEED)
+    @settings(max_examples=50, deadline=None, database=None, phases=[Phase.generate])
+    @given(lease_histories())
+    def check(steps: tuple[Step, ...]) -> None:
+        take_overs.append(simulate_lease(steps).take_overs)
+
+    check()
+    # One is the new run's of the end.
+    assert sum(count > 1 for count in take_overs) > len(take_overs) / 4
+
+
+@pytest.mark.parametrize("patches", BROKEN_LEASES.values(), ids=list(BROKEN_LEASES))
+def test_broken_leases_are_found(patches: tuple[Patch, ...]) -> None:
+    @seed(SEED)
+    @settings(max_examples=HISTORIES, deadline=None, database=None, phases=[Phase.generate])
+    @given(lease_histories())
+    def check(steps: tuple[Step, ...]) -> None:
+        simulate_lease(steps, patches)
+
+    with pytest.raises(WrongLeaseError):
+        check()

@@ -1,0 +1,151 @@
+"""Going back to an older batch on real Spark: what is lost by removing offsets and commits, and not by the command."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import COUNTS, SPARK, Job, count, keyed
+from pyspark.errors import StreamingQueryException
+from streams import finish
+
+from spark_state_ext.folder import Folder
+from spark_state_ext.rollback import carry_out, main, planned
+from spark_state_ext.spark_checkpoint import ROLLED_BACK
+
+pytestmark = pytest.mark.spark
+
+_STATE = "spark.sql.streaming.stateStore."
+_CLASSES = "org.apache.spark.sql.execution.streaming."
+_HDFS = {
+    _STATE + "providerClass": _CLASSES + "state.HDFSBackedStateStoreProvider",
+    _STATE + "minDeltasForSnapshot": "2",
+}
+_ROCKSDB = {_STATE + "providerClass": _CLASSES + "state.RocksDBStateStoreProvider"}
+_CHANGELOG = {
+    **_ROCKSDB,
+    _STATE + "rocksdb.changelogCheckpointing.enabled": "true",
+    _STATE + "minDeltasForSnapshot": "2",
+}
+_FORMAT_2 = {_STATE + "checkpointFormatVersion": "2"}
+# Spark 4.1 moved it.
+_MANAGERS = _CLASSES + ("checkpointing." if SPARK >= (4, 1) else "")
+_OVERWRITES = {"spark.sql.streaming.checkpointFileManagerClass": _MANAGERS + "FileContextBasedCheckpointFileManager"}
+_KEEPS = {"spark.sql.streaming.checkpointFileManagerClass": _MANAGERS + "FileSystemBasedCheckpointFileManager"}
+
+_FIRST = [["a", "b", "c"], ["a", "d"], ["a", "b"], ["a", "e"]]
+_LAST = [["a", "b"], ["a", "c"], ["a", "f"]]
+_KEPT = 1
+
+
+class Counts:
+    """A job that counts rows by key, and a table that a sink keeps of it by key, as a database would."""
+
+    def __init__(self, spark: Any, operator: str, folder: Path, conf: dict[str, str]) -> None:
+        self.job = Job(spark, operator, folder, count, output=COUNTS, conf=conf)
+        self.table: dict[str, int] = {}
+
+    def run(self, batches: list[list[str]]) -> None:
+        def upsert(df: Any, batch: int) -> None:
+            self.table.update({row.key: row.n for row in df.collect()})
+
+        self.job.feed(*[keyed(*keys) for keys in batches])
+        with self.job.configured():
+            writer = self.job.planned().writeStream.foreachBatch(upsert)
+            finish(writer.option("checkpointLocation", str(self.job.checkpoint)).trigger(availableNow=True).start())
+
+    @property
+    def right(self) -> bool:
+        return self.table == Counter(key for keys in _FIRST + _LAST for key in keys)
+
+
+def _without_logs(checkpoint: Path) -> None:
+    """What one would do by hand."""
+    for log in ("offsets", "commits"):
+        for path in [*(checkpoint / log).iterdir()]:
+            if int(path.name.removeprefix(".").removesuffix(".crc")) > _KEPT:
+                path.unlink()
+
+
+@pytest.mark.parametrize("conf", [_HDFS, _ROCKSDB], ids=["hdfs", "rocksdb"])
+def test_removing_offsets_and_commits_alone_loses_counts_in_silence(
+    spark: Any, operator: str, tmp_path: Path, conf: dict[str, str]
+) -> None:
+    """Why there is a command: should this fail, Spark overwrites state of its own accord, and the docs can say less."""
+    counts = Counts(spark, operator, tmp_path, {**conf, **_KEEPS})
+    counts.run(_FIRST)
+    _without_logs(counts.job.checkpoint)
+    # In one batch, all that was counted before among it.
+    counts.run(_LAST[:1])
+    counts.run(_LAST[1:])
+    assert not counts.right
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        pytest.param({**_HDFS, **_OVERWRITES}, id="hdfs-overwrites"),
+        pytest.param({**_HDFS, **_KEEPS}, id="hdfs-keeps"),
+        pytest.param({**_ROCKSDB, **_OVERWRITES}, id="rocksdb-overwrites"),
+        pytest.param({**_ROCKSDB, **_KEEPS}, id="rocksdb-keeps"),
+        pytest.param({**_CHANGELOG, **_KEEPS}, id="changelog-keeps"),
+        pytest.param(
+            {**_CHANGELOG, **_KEEPS, **_FORMAT_2},
+            id="changelog-keeps-format-2",
+            marks=pytest.mark.skipif(SPARK < (4, 0), reason="checkpoint format 2 came with Spark 4.0"),
+        ),
+    ],
+)
+def test_a_query_goes_on_from_an_older_batch_and_counts_everything(
+    spark: Any, operator: str, tmp_path: Path, conf: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = Counts(spark, operator, tmp_path, conf)
+    counts.run(_FIRST)
+    checkpoint, command = counts.job.checkpoint, [str(counts.job.checkpoint), "--to-batch", str(_KEPT)]
+    before = sorted(path for path in checkpoint.rglob("*"))
+    assert main(command) == 0
+    assert sorted(path for path in checkpoint.rglob("*")) == before, "a dry run changes nothing"
+    assert main([*command, "--apply"]) == 1
+    assert "LiveRunError" in capsys.readouterr().err
+    assert main([*command, "--apply", "--idle-s", "0"]) == 0
+    aside = next(checkpoint.glob(f"{ROLLED_BACK}*"))
+    assert sorted(path.name for path in (aside / "commits").glob("[0-9]*")) == ["2", "3"]
+    assert main(command) == 0
+    assert "files=0 " in capsys.readouterr().out.splitlines()[-2], "there is nothing left to do"
+    counts.run(_LAST[:1])
+    counts.run(_LAST[1:])
+    assert counts.right
+
+
+@pytest.mark.parametrize("conf", [_HDFS, _ROCKSDB], ids=["hdfs", "rocksdb"])
+def test_a_command_that_was_stopped_leaves_no_query_that_counts_wrongly(
+    spark: Any, operator: str, tmp_path: Path, conf: dict[str, str]
+) -> None:
+    counts = Counts(spark, operator, tmp_path, {**conf, **_KEEPS})
+    counts.run(_FIRST)
+    checkpoint = Folder(str(counts.job.checkpoint))
+    plan = planned(checkpoint, _KEPT)
+    # All state of the last batches, and the last commit.
+    kinds = [step[0].kind for step in plan.steps]
+    stopped = type(plan)(plan.to_batch, plan.steps[: kinds.index("commits") + 1], plan.newest_s)
+    carry_out(checkpoint, stopped, None)
+    with pytest.raises(Exception, match=r"(?i)state|exist"):
+        counts.run([])
+    assert main([checkpoint.root, "--to-batch", str(_KEPT), "--apply", "--delete", "--idle-s", "0"]) == 0
+    counts.run(_LAST)
+    assert counts.right
+
+
+def test_a_pointer_of_a_later_batch_is_refused(spark: Any, tmp_path: Path) -> None:
+    counts = Counts(spark, "arrow", tmp_path, _HDFS)
+    counts.run(_FIRST)
+    _without_logs(counts.job.checkpoint)
+    # State files of a later time, as of a copy.
+    for store in (counts.job.checkpoint / "state/0").glob("[0-9]*"):
+        for name in ("{}.delta", ".{}.delta.crc"):
+            shutil.copy(store / name.format(len(_FIRST)), store / name.format(_KEPT + 1))
+    with pytest.raises(StreamingQueryException, match=r"LineageError: Spark handed batch 2 the pointer of batch 3"):
+        counts.run(_LAST)

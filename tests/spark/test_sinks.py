@@ -1,0 +1,270 @@
+"""Whatever `foreachBatch` does, a query keeps its state in one folder, starts again, and counts every row once.
+
+A run must be told by nothing that a sink can change: its actions come from threads that Spark tells nothing, under job
+groups and tags of the user's, from sessions derived from the stream's, several times a batch, and nested.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql.streaming.state import GroupState
+from streams import finish, read, write_batches
+
+from spark_state_ext import ArrowState
+
+pytestmark = pytest.mark.spark
+
+KEYS, BATCHES = 20, 2
+
+
+def _write(df: Any, folder: str, name: str) -> None:
+    df.write.mode("overwrite").parquet(f"{folder}/{name}")
+
+
+def _in_thread(work: Callable[[], object]) -> None:
+    """Run it in a thread of Python's, which Spark tells nothing, and raise here what it raises."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+
+
+def in_own_thread(df: Any, batch: int, folder: str) -> None:
+    _write(df, folder, f"a{batch}")
+
+
+def in_a_thread(df: Any, batch: int, folder: str) -> None:
+    _in_thread(lambda: _write(df, folder, f"a{batch}"))
+
+
+def first_in_own_thread_then_in_another(df: Any, batch: int, folder: str) -> None:
+    df.count()
+    _in_thread(lambda: _write(df, folder, f"a{batch}"))
+
+
+def first_in_another_thread_then_in_own(df: Any, batch: int, folder: str) -> None:
+    _in_thread(df.count)
+    _write(df, folder, f"a{batch}")
+
+
+def in_two_threads_at_once(df: Any, batch: int, folder: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(_write, df, folder, f"{name}{batch}") for name in "ab"]:
+            done.result()
+
+
+def several_writes(df: Any, batch: int, folder: str) -> None:
+    for name in "abc":
+        _write(df, folder, f"{name}{batch}")
+
+
+def with_cache(df: Any, batch: int, folder: str) -> None:
+    df.persist()
+    df.count()
+    _write(df, folder, f"a{batch}")
+    df.unpersist()
+
+
+def with_a_nested_action(df: Any, batch: int, folder: str) -> None:
+    _write(df.limit(1_000), folder, f"b{batch}")
+    spark = df.sparkSession
+    joined = df.join(spark.read.parquet(f"{folder}/b{batch}").select("key"), "key", "left_semi")
+    _write(joined, folder, f"a{batch}")
+
+
+def with_job_groups(df: Any, batch: int, folder: str) -> None:
+    context = df.sparkSession.sparkContext
+    df.limit(1_000).count()
+    context.setJobGroup("write counts", "sink A", interruptOnCancel=True)
+    df.count()
+    context.setJobGroup(f"batch {batch}", "sink B")
+    context.setLocalProperty("spark.scheduler.pool", "sinks")
+    _write(df, folder, f"a{batch}")
+
+
+def with_tags(df: Any, batch: int, folder: str) -> None:
+    context = df.sparkSession.sparkContext
+    context.addJobTag("counts")
+    _write(df, folder, f"a{batch}")
+    context.clearJobTags()
+
+
+def with_a_new_session(df: Any, batch: int, folder: str) -> None:
+    other = df.sparkSession.newSession()
+    other.conf.set("spark.sql.shuffle.partitions", "5")
+    other.range(10).groupBy("id").count().collect()
+    _write(df, folder, f"a{batch}")
+
+
+def in_an_inheritable_thread(df: Any, batch: int, folder: str) -> None:
+    from pyspark import InheritableThread
+
+    failed: list[Exception] = []
+
+    def work() -> None:
+        try:
+            _write(df, folder, f"a{batch}")
+        except Exception as error:
+            failed.append(error)
+
+    thread = InheritableThread(target=work)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+Sink = Callable[[Any, int, str], None]
+EVERYWHERE: list[Sink] = [
+    in_own_thread,
+    in_a_thread,
+    first_in_own_thread_then_in_another,
+    first_in_another_thread_then_in_own,
+    in_two_threads_at_once,
+    several_writes,
+    with_cache,
+    with_a_nested_action,
+]
+# `sparkContext` and `newSession` are of classic sessions.
+CLASSIC: list[Sink] = [with_job_groups, with_tags, with_a_new_session, in_an_inheritable_thread]
+
+
+def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
+    state.update((n,))
+    yield pd.DataFrame({"key": [key[0]], "n": [n]})
+
+
+def failing_once(flag: str, sink: Sink, df: Any, batch: int, folder: str) -> None:
+    """The sink, and the first time an error after it."""
+    sink(df, batch, folder)
+    if not Path(flag).exists():
+        Path(flag).touch()
+        raise ValueError("the sink is away")
+
+
+class _Job:
+    def __init__(self, session: Any, folder: Path, sink: Sink, **options: Any) -> None:
+        self.session, self.folder, self.sink, self.batches = session, folder, sink, 0
+        local = {"local_dir": folder / "local", "lease_ms": 60_000, "strict": True, "buckets": 4}
+        self.state = ArrowState(folder / "root", "sunk", **{**local, **options})
+        (folder / "out").mkdir()
+
+    def start(self, batches: int = BATCHES) -> None:
+        """A start of the query over new files, planned anew."""
+        rows = pa.table({"key": pa.array(range(KEYS), pa.int64())})
+        source = write_batches(self.folder / "in", [rows] * batches)
+        self.batches += batches
+        out = self.state.apply_in_pandas_with_state(
+            read(self.session, source, "key long"), "key", count, "key long, n long", "n long", "update", "NoTimeout"
+        )
+        finish(
+            out.writeStream.foreachBatch(partial(_called, self.sink, str(self.folder / "out")))
+            .outputMode("update")
+            .option("checkpointLocation", str(self.folder / "checkpoint"))
+            .trigger(availableNow=True)
+            .start()
+        )
+
+    def see_that_all_is_right(self, homes: int = 1) -> None:
+        rows: dict[int, int] = {}
+        for batch in range(self.batches):
+            table = pq.read_table(self.folder / "out" / f"a{batch}")
+            assert set(table["n"].to_pylist()) == {batch + 1}
+            rows.update(zip(table["key"].to_pylist(), table["n"].to_pylist(), strict=True))
+        assert rows == dict.fromkeys(range(KEYS), self.batches)
+        found = [path.name for path in (self.folder / "root" / "sunk").iterdir()]
+        assert len([name for name in found if name not in ("starting", "spill")]) == homes, found
+
+
+def _called(sink: Sink, folder: str, df: Any, batch: int) -> None:
+    sink(df, batch, folder)
+
+
+@pytest.mark.parametrize("sink", [*EVERYWHERE, *CLASSIC])
+def test_a_query_goes_on_whatever_its_sink_does(spark: Any, tmp_path: Path, sink: Sink) -> None:
+    """Three starts, which no lease may hold up: it is far longer than the test."""
+    job = _Job(spark, tmp_path, sink)
+    for _ in range(3):
+        job.start()
+    job.see_that_all_is_right()
+
+
+@pytest.mark.connect
+@pytest.mark.parametrize("sink", EVERYWHERE)
+def test_a_connect_query_goes_on_whatever_its_sink_does(connect: Any, tmp_path: Path, sink: Sink) -> None:
+    job = _Job(connect, tmp_path, sink)
+    for _ in range(2):
+        job.start()
+    job.see_that_all_is_right()
+
+
+@pytest.mark.parametrize("sink", [in_own_thread, in_a_thread, first_in_another_thread_then_in_own])
+def test_a_first_batch_that_failed_is_begun_again(spark: Any, tmp_path: Path, sink: Sink) -> None:
+    """`strict` must not take the first attempt's folder for another query's."""
+    job = _Job(spark, tmp_path, partial(failing_once, str(tmp_path / "failed"), sink))
+    with pytest.raises(Exception, match="the sink is away"):
+        job.start(1)
+    assert (tmp_path / "failed").exists()
+    job.start(1)
+    # In a folder of its own where nobody told it its query. Which of both the pointers name is as it should be.
+    job.see_that_all_is_right(homes=1 if sink is in_own_thread else 2)
+
+
+@pytest.mark.connect
+def test_a_first_batch_that_failed_is_begun_again_over_connect(connect: Any, tmp_path: Path) -> None:
+    job = _Job(connect, tmp_path, partial(failing_once, str(tmp_path / "failed"), in_own_thread))
+    with pytest.raises(Exception, match="the sink is away"):
+        job.start(1)
+    job.start(1)
+    job.see_that_all_is_right(homes=2)
+
+
+def test_strict_goes_on_refusing_to_begin_anew(spark: Any, tmp_path: Path) -> None:
+    job = _Job(spark, tmp_path, in_a_thread)
+    job.start(1)
+    shutil.rmtree(tmp_path / "checkpoint")
+    with pytest.raises(Exception, match="ExistingStateError"):
+        job.start(1)
+
+
+def test_two_queries_of_one_plan_keep_apart_where_tasks_are_not_told_theirs(spark: Any, tmp_path: Path) -> None:
+    """One DataFrame, started twice at once: two queries with a folder each."""
+    rows = pa.table({"key": pa.array(range(KEYS), pa.int64())})
+    source = write_batches(tmp_path / "in", [rows] * 3)
+    state = ArrowState(tmp_path / "root", "sunk", buckets=2, local_dir=tmp_path / "local")
+    out = state.apply_in_pandas_with_state(
+        read(spark, source, "key long"), "key", count, "key long, n long", "n long", "update", "NoTimeout"
+    )
+    found: list[dict[int, int]] = [{}, {}]
+
+    def save(into: dict[int, int], df: Any, batch: int) -> None:
+        _in_thread(lambda: into.update({row.key: row.n for row in df.collect()}))
+
+    began = threading.Barrier(2)
+
+    def run(at: int) -> None:
+        began.wait(60)
+        finish(
+            out.writeStream.foreachBatch(partial(save, found[at]))
+            .outputMode("update")
+            .option("checkpointLocation", str(tmp_path / f"checkpoint {at}"))
+            .trigger(availableNow=True)
+            .start()
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(run, at) for at in range(2)]:
+            done.result()
+    assert found == [dict.fromkeys(range(KEYS), 3)] * 2
+    homes = [path.name for path in (tmp_path / "root" / "sunk").iterdir() if path.name not in ("starting", "spill")]
+    assert len(homes) == 2
