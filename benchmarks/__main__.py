@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import async_commit, big_bucket, growth, keyed_count, restore, store, vectorised
+from benchmarks import async_commit, big_bucket, growth, keyed_count, paired, restore, store, vectorised
 from benchmarks.nexmark import bench as nexmark
 from benchmarks.peers import compare as peers
 from benchmarks.report import RESULTS, BenchmarkError, Report
@@ -59,6 +59,9 @@ _BENCHMARKS = {
     ),
     "big_bucket": _Benchmark(
         "gigabytes into one bucket in one batch, and the memory that takes", big_bucket.add_arguments, big_bucket.run
+    ),
+    "paired": _Benchmark(
+        "two commits of the library on the same benchmarks, in turns", paired.add_arguments, paired.run
     ),
 }
 
