@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from benchmarks import counting, report
+from benchmarks import counting, paired, report
 from benchmarks.__main__ import main
 from benchmarks.entry_store import VALUE, EntryStore
 from benchmarks.floor import Floor
@@ -145,6 +145,25 @@ def test_store_benchmark_small(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "load", "get, 1 run", "put", "get, 10 runs", "mean batch, 10 times the state"
     }  # fmt: skip
     assert not list((tmp_path / "work").iterdir())
+
+
+def test_pairs_are_compared_each_by_itself() -> None:
+    base = [{"a: batch": [1.0, 2.0, 3.0]}, {"a: batch": [20.0]}]
+    head = [{"a: batch": [3.0, 3.0, 1.0]}, {"a: batch": [10.0]}]
+    assert paired.ratios(base, head) == {"a: batch": [1.5, 0.5]}
+
+
+def test_what_is_paired_can_be_run_without_other_systems() -> None:
+    for name, arguments in paired.OURS.items():
+        # 2 would be that the arguments are wrong; the command line is read before anything is run.
+        with pytest.raises(SystemExit) as exit_:
+            main([name, *arguments, "--help"])
+        assert exit_.value.code == 0
+
+
+def test_a_commit_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["paired", "no-such-commit", "--results", str(tmp_path)]) == 2
+    assert "git knows no commit 'no-such-commit'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

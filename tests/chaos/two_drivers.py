@@ -40,6 +40,7 @@ from spark_state_ext.spark.keeper import Kept
 from spark_state_ext.store import LocalStore
 
 QUERY, RETAINED = "query", 2
+_STORES = ("s3", "azure", "path", "smb", "webhdfs")
 _WAIT_S = 120.0
 
 
@@ -172,6 +173,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--seconds", type=float, default=600.0, help="for each kind of store")
     arguments.add_argument("--lease-ms", type=int, default=5_000)
+    arguments.add_argument("--stores", nargs="+", choices=_STORES, default=_STORES, help="kinds of stores")
     given = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         stores: dict[str, tuple[str, dict[str, Any]]] = {
@@ -179,13 +181,15 @@ def main() -> None:
             "smb": (f"{folder}/smb", {"implementation": "shares.Share"}),
             "webhdfs": (f"{folder}/webhdfs", {"implementation": "shares.ByNameNode"}),
         }
-        with s3_server() as s3:
-            _print("s3", run(s3.root("two"), s3.options, given.seconds, given.lease_ms))
-        if azurite() is not None:
+        if "s3" in given.stores:
+            with s3_server() as s3:
+                _print("s3", run(s3.root("two"), s3.options, given.seconds, given.lease_ms))
+        if "azure" in given.stores and azurite() is not None:
             with azure_server(Path(folder) / "azurite") as azure:
                 _print("azure", run(azure.root("two"), azure.options, given.seconds, given.lease_ms))
         for kind, (root, options) in stores.items():
-            _print(kind, run(root, options, given.seconds, given.lease_ms))
+            if kind in given.stores:
+                _print(kind, run(root, options, given.seconds, given.lease_ms))
 
 
 def _print(store: str, counted: Mapping[str, int]) -> None:
