@@ -54,7 +54,7 @@ __all__ = [
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 KEYS = 6
-# A background that does not keep up takes no more.
+# A background that does not keep up takes no more than this for each bucket: a snapshot, and a clean-up of two backends, twice.
 WAITING_MAX = 6
 UPLOAD = "upload"
 
@@ -226,6 +226,7 @@ class Executor:
 
     machine: Machine
     world: list[Executor] = field(default_factory=list)
+    buckets: int = 1
     loaded: dict[int, Partition] = field(default_factory=dict)
     waiting: list[tuple[str, Work]] = field(default_factory=list)
 
@@ -233,7 +234,7 @@ class Executor:
         self.uploads = LateUploads(self, self.world)
 
     def submit(self, name: str, work: Work) -> bool:
-        if sum(waiting != UPLOAD for waiting, _ in self.waiting) >= WAITING_MAX:
+        if sum(waiting != UPLOAD for waiting, _ in self.waiting) >= WAITING_MAX * self.buckets:
             return False
         self.waiting.append((name, work))
         return True

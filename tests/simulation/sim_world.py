@@ -136,7 +136,7 @@ class World:
         if config.one_disk:
             machines[1] = machines[0]
         self.executors: list[Executor] = []
-        self.executors += [Executor(machine, self.executors) for machine in machines]
+        self.executors += [Executor(machine, self.executors, config.buckets) for machine in machines]
         first = {b: Held(Pointer("simulated", b, 8, 0, -1, None)) for b in self.buckets}
         self.spark = StateFiles(config, first)
         # The model of every pointer.

@@ -60,6 +60,12 @@ def test_no_scene_gives_a_wrong_state(script: Callable[[Scene], None]) -> None:
     played(script, Built())
 
 
+def test_a_background_has_room_for_every_bucket() -> None:
+    """A backend that joins three buckets late is cleaned up with the other one, all in one batch."""
+    config = Config(False, False, 1, False, ends_calmly=True, inline_bytes_max=0, buckets=3)
+    simulate(History(config, (*[bytes(17)] * 7, b"\x0f\0\0\0\0\x01" + bytes(11))))
+
+
 @pytest.mark.parametrize("built", BROKEN.values(), ids=list(BROKEN))
 def test_broken_variants_are_found(built: Built) -> None:
     @seed(SEED)
