@@ -20,8 +20,9 @@ from arrow_schemas.row import normal_array
 from arrow_schemas.tables import as_table, cast_column, is_table, refuse_nulls, refuse_scalars
 from spark_state_ext.batch_arguments import mask_of, milliseconds, own
 from spark_state_ext.errors import StateValueError, UsageError
-from spark_state_ext.key_match import key_positions
+from spark_state_ext.key_match import hold_floats, key_positions, nan_is_null, positions_without_nan
 from spark_state_ext.outcome import NO_TIMEOUT, Outcome
+from spark_state_ext.overflow import first_overflow
 
 __all__ = ["StateBatch"]
 
@@ -153,8 +154,9 @@ class StateBatch:
         Raises
         ------
         StateValueError
-            When `rows` has no such column, or two, or one whose name begins with a dot; or when PyArrow has no such
-            function, or not for a column of that type.
+            When `rows` has no such column, or two, or one whose name begins with a dot; when PyArrow has no such
+            function, or not for a column of that type; and when a sum, product or mean of integers or decimals is
+            beyond its type (PyArrow would wrap).
         """
         asked, group = list(aggregations), "__group"
         for columns, *_ in asked:
@@ -167,6 +169,8 @@ class StateBatch:
         except (pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowNotImplementedError) as error:
             # What was asked for; not memory that ran out.
             raise StateValueError(f"aggregate() was given what PyArrow cannot do: {error}") from error
+        for (columns, function, *_), results in zip(asked, found.columns, strict=True):
+            self._refuse_overflow(columns, function, results)
         missing = self.keys.num_rows - self._with_rows
         if not missing:
             return found
@@ -265,8 +269,8 @@ class StateBatch:
             of three forms: one row for each key of the batch, in their order; with `where`, one row for each key or
             one for each that is chosen; or, with all key columns beside the state columns, one row for any of the
             batch's keys, in any order. A column that has a key's name and a state column's is both.
-            NaN in a frame of pandas is NULL, as Arrow reads it: rows for keys that are NaN have to be Arrow's own, or
-            in the keys' order.
+            NaN in a frame of pandas is NULL, as Arrow reads it. As a key it finds NaN or NULL, whichever the batch has;
+            where it has both, the call is refused.
         where
             Mask over the keys: which of them to update. Default: all.
         by_key
@@ -292,7 +296,7 @@ class StateBatch:
                 f"({', '.join(names)}), or these and the keys' ({', '.join(self.keys.column_names)})"
             )
         hint = " (by_key=False takes rows in the order of the keys)" if key_names <= set(names) else ""
-        positions = self._positions_of(table, "update()", hint) if by_key else None
+        positions = self._positions_of(table, states, "update()", hint) if by_key else None
         columns = [cast_column(table.column(field.name), field, "state column") for field in self._fields]
         new = pa.table(columns, schema=self.state.schema)
         if positions is None:
@@ -324,7 +328,7 @@ class StateBatch:
         if which is True:
             self.outcome.drop(np.arange(len(self)))
         elif is_table(which):
-            self.outcome.drop(self._positions_of(as_table(which, "remove() was given"), "remove()"))
+            self.outcome.drop(self._positions_of(as_table(which, "remove() was given"), which, "remove()"))
         else:
             self.outcome.drop(np.flatnonzero(mask_of(which, len(self))))
 
@@ -386,6 +390,18 @@ class StateBatch:
             if there.count(name) > 1:
                 raise StateValueError(f"{call} was given the column {name!r}; the rows have two of that name")
 
+    def _refuse_overflow(self, columns: Any, function: str, results: pa.ChunkedArray) -> None:
+        column = columns if isinstance(columns, str) else next(iter(columns), None)
+        if column is None:
+            return
+        at = first_overflow(self.rows.column(column), self._sizes[: self._with_rows], function, results)
+        if at is not None:
+            key = shown_row(self.keys.column_names, self.keys.columns, at)
+            raise StateValueError(
+                f"aggregate() was asked for the {function} of {column!r}, and for key {key} it is beyond "
+                f"{results.type}: cast the column to a wider decimal or to double in the query"
+            )
+
     def _chosen(self, where: Any) -> IndexArray:
         return np.flatnonzero(mask_of(where, len(self)))
 
@@ -404,7 +420,7 @@ class StateBatch:
             )
         return chosen, new
 
-    def _positions_of(self, table: pa.Table, call: str, hint: str = "") -> IndexArray:
+    def _positions_of(self, table: pa.Table, came: Any, call: str, hint: str = "") -> IndexArray:
         names = self.keys.column_names
         if not set(names) <= set(table.column_names):
             raise StateValueError(
@@ -425,6 +441,8 @@ class StateBatch:
         if len(given[0]) == len(own[0]) and all(a.equals(b) for a, b in zip(own, given, strict=True)):
             return np.arange(len(self))
         positions = key_positions(own, given)
+        if hold_floats(own):
+            positions = self._with_pandas_nan(positions, own, given, nan_is_null(came), call)
         missing = np.flatnonzero(positions < 0)
         if len(missing):
             key = shown_row(names, given, int(missing[0]))
@@ -432,6 +450,22 @@ class StateBatch:
         if len(np.unique(positions)) < len(positions):
             raise StateValueError(f"{call} was given {len(positions)} rows in which a key is there more than once")
         return positions
+
+    def _with_pandas_nan(
+        self, positions: IndexArray, own: Sequence[pa.Array], given: Sequence[pa.Array], pandas: bool, call: str
+    ) -> IndexArray:
+        """Positions also of keys that went through pandas, where NaN and NULL become one."""
+        if not pandas and (positions >= 0).all():
+            return positions
+        loose, several = positions_without_nan(own, given)
+        unsure = several & (pandas | (positions < 0))
+        if unsure.any():
+            key = shown_row(self.keys.column_names, given, int(np.argmax(unsure)))
+            raise StateValueError(
+                f"{call} was given the key {key}; this batch has it with NaN and with NULL, which are one in pandas: "
+                "give a table of Arrow or polars, or rows in the order of the keys, or choose with a mask"
+            )
+        return np.where(positions < 0, loose, positions)
 
     def _refuse_times(self, wrong: BoolArray, times: IndexArray, positions: IndexArray, why: str) -> None:
         if wrong.any():
