@@ -195,7 +195,7 @@ class Bucket:
         _CALLS.note(str(self._store.folder), rows.size_bytes)
         # Counted before anything is written, so that each file tells its beat.
         pointer = counted(self.committer.begin(self.pointer), heartbeat, self._batches_retained)
-        behind = self.committer.behind(pointer)
+        behind = self.committer.snapshots.behind(pointer)
         if rows.rows == 0 and not behind and not self._renewal_due(pointer):
             return self._in_old_terms(pointer)
         self._writer = replace(self._writer, beat=pointer.beats)
@@ -260,7 +260,7 @@ class Bucket:
         if not any(is_complete(standing) for standing in new.standings.values()):
             # Nothing that is configured holds this state, so the pointer must not go before something does.
             self._write_now(new, behind)
-            return self.committer.caught_up(new, behind, known=True)
+            return self.committer.snapshots.caught_up(new, behind, known=True)
         try:
             return self._with_snapshot(new, due, behind)
         except StateError as error:
@@ -275,15 +275,17 @@ class Bucket:
         # Where the runner has refused for long, it does not keep up either.
         if missed >= _MISSED_MAX or snapshot_overdue(new.lineage):
             self._write_now(new, names)
-            return self.committer.caught_up(replace(presuming_snapshot(new), snapshots_missed=0), behind, known=True)
+            return self.committer.snapshots.caught_up(
+                replace(presuming_snapshot(new), snapshots_missed=0), behind, known=True
+            )
         view, pin = self._pinned(new)
         # Before the work begins, which notes its end.
-        awaiting = self.committer.caught_up(new, behind)
+        awaiting = self.committer.snapshots.caught_up(new, behind)
         if not self._runner.submit(
             self._snapshot_work(header.ref), lambda: self._write_snapshot(header, view, pin, names)
         ):
             self._unpin(pin)
-            self.committer.not_sent(header.ref, names, "the background has too much to do")
+            self.committer.snapshots.not_sent(header.ref, names, "the background has too much to do")
             return new
         if due and self._options.pointer_write == V2:
             return replace(presuming_snapshot(awaiting), snapshots_missed=missed)
@@ -301,7 +303,7 @@ class Bucket:
             return new
         for at in range(len(new.lineage) - 1, -1, -1):
             ref = new.lineage[at].ref
-            if ref.version == 1 or self.committer.has_snapshot(new, ref):
+            if ref.version == 1 or self.committer.snapshots.has_snapshot(new, ref):
                 return replace(new, lineage=new.lineage[at:])
         self._write_now(new, [place.name for place in self._places])
         return presuming_snapshot(new)
@@ -313,7 +315,7 @@ class Bucket:
             return 0
         if self._runner.busy(self._snapshot_work(presumed.ref)):
             return new.snapshots_missed
-        return 0 if self.committer.has_snapshot(new, presumed.ref) else new.snapshots_missed + 1
+        return 0 if self.committer.snapshots.has_snapshot(new, presumed.ref) else new.snapshots_missed + 1
 
     def _snapshot_work(self, ref: CheckpointRef) -> str:
         """Name of the work that writes a checkpoint's snapshot."""
@@ -329,7 +331,7 @@ class Bucket:
             sealed = seal(header, self._store.schema, batches(), self._scratch)
         except BaseException as error:
             # Whoever waits for it should have another one made.
-            self.committer.not_sent(header.ref, names, str(error) or repr(error))
+            self.committer.snapshots.not_sent(header.ref, names, str(error) or repr(error))
             raise
         finally:
             self._unpin(pin)
@@ -338,7 +340,7 @@ class Bucket:
         try:
             if self._store.outgrown(view):
                 self._adopt(sealed, header.ref)
-            self.committer.send(header.ref, sealed, names)
+            self.committer.snapshots.send(header.ref, sealed, names)
         finally:
             sealed.let_go()
 

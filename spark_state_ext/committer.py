@@ -2,54 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
-from arrow_schemas.pointer import InlineDelta, Pointer, Standing
-from spark_state_ext.backends import STATE, Checkpoint, Markers
-from spark_state_ext.background import HUNG_S
+from arrow_schemas.pointer import InlineDelta, Pointer
+from spark_state_ext.backends import STATE, Checkpoint
 from spark_state_ext.commit import (
     CommitOptions,
     How,
     Place,
     assured,
     decide,
-    is_complete,
     lags,
     pending,
     settled,
     taken_over,
     version_of,
 )
-from spark_state_ext.errors import (
-    CommitTimeoutError,
-    MissingCheckpointError,
-    StateError,
-    StorageError,
-    UploadFailedError,
-)
+from spark_state_ext.errors import CommitTimeoutError, StateError, UploadFailedError
 from spark_state_ext.failures import NO_RUN, Clocks, Ended, Run, counts
-from spark_state_ext.lineage import recent_beats
 from spark_state_ext.sealed import SealedFile
+from spark_state_ext.snapshots import Snapshots
 from spark_state_ext.store import LocalStore
-from spark_state_ext.uploads import DONE, FAILED, RUNNING, Note, Upload, Uploads, note_name
+from spark_state_ext.uploads import DONE, FAILED, RUNNING, Note, Upload, Uploads, note_name, notes_of
 
 __all__ = ["Committer", "HandedIn", "await_all"]
 
-_LOGGER = logging.getLogger("spark_state_ext")
 # How often to look for what another process of this machine has uploaded.
 _POLL_S = 0.02
 _SLICE_S = 1.0
-# Checkpoints until a full snapshot that nobody here knows of is taken for lost.
-_PATIENCE_VERSIONS = 10
-# In the place of a file's name, in notes about a backend that lacks some, and about the full backups that it got since.
-_LOST, _ANSWERED = "lost", "answered"
 # Names of the note about clocks, and in it of what a task sends itself, which has another name in each attempt.
 _CLOCKS, _OWN = "clocks", "own"
 
@@ -121,8 +105,7 @@ class Committer:
         # What the last call of the task has to wait for.
         self.left: list[Upload] = []
         self.waited_s = 0.0
-        # Backends that were found to lack files, and get a full backup by this commit.
-        self.lost: set[str] = set()
+        self.snapshots = Snapshots(store, self._places, uploads, options, batches_retained, clock_s)
 
     # -- what went before --------------------------------------------------------------------------
 
@@ -159,8 +142,8 @@ class Committer:
         return pointer
 
     def _looked_at(self, pointer: Pointer) -> Pointer:
-        pointer = self._without_lost(pointer)
-        notes = self._notes()
+        pointer = self.snapshots.without_lost(pointer)
+        notes = notes_of(self._store)
         self._raise_failed(pointer, notes)
         files = [(name, delta.name) for name, delta in pending(pointer)]
         files += [(name, file_name(it.since, SNAPSHOT)) for name, it in pointer.standings.items() if it.since]
@@ -175,45 +158,6 @@ class Committer:
             names |= {note_name(name, presumed) for name in self._places}
         self._stale = [name for name in notes if _version_in(name) < version_of(oldest) and name not in names]
         return settled(pointer, done)
-
-    def lose(self, name: str, beats: int) -> None:
-        """Note that a backend cannot give back what it had confirmed, as a clean-up found.
-
-        Parameters
-        ----------
-        name
-            The backend.
-        beats
-            `Pointer.beats` of the clean-up's pointer.
-        """
-        # What was sent in full before may be among it.
-        self._store.note({note_name(name, _LOST): str(beats).encode()}, [note_name(name, _ANSWERED)])
-
-    def _without_lost(self, pointer: Pointer) -> Pointer:
-        """The pointer without the standings of backends from which somebody has deleted files."""
-        notes = self._store.notes()
-        standings = dict(pointer.standings)
-        mine = {str(entry.ref) for entry in pointer.lineage}
-        for name in pointer.standings:
-            lost, answered = note_name(name, _LOST), note_name(name, _ANSWERED)
-            if lost not in notes:
-                continue
-            # What a clean-up that came late missed may have been deleted rightly.
-            old = int(notes[lost]) < pointer.beats - recent_beats(max(self._batches_retained, pointer.retained))
-            # Forgotten when a pointer that has the answer is committed. The commit that gave it may have failed since,
-            # or the pointer of another attempt counts, which knows nothing of it.
-            if old or mine & set(json.loads(notes.get(answered, b"[]"))):
-                self._store.note({}, [lost, answered])
-                continue
-            if name not in self.lost:
-                _LOGGER.error("somebody has deleted files from %s: it gets a fresh full backup", name)
-            del standings[name]
-            self.lost.add(name)
-        return replace(pointer, standings=standings)
-
-    def _notes(self) -> dict[str, Note]:
-        found = {name: Note.decode(value) for name, value in self._store.notes().items()}
-        return {name: note for name, note in found.items() if note is not None}
 
     def _raise_failed(self, pointer: Pointer, notes: Mapping[str, Note]) -> None:
         for name, delta in pending(pointer):
@@ -244,7 +188,7 @@ class Committer:
         """
         if not pointer.inline:
             return []
-        notes = self._notes()
+        notes = notes_of(self._store)
         own: list[Upload] = []
         begun: list[Upload] = []
         for name, delta in pending(pointer):
@@ -294,13 +238,13 @@ class Committer:
         names = [note_name(name, delta.name) for name, delta in pending(pointer)]
         if not self._run.id or not (names or own):
             return {}
-        notes = self._notes()
+        notes = notes_of(self._store)
         since_s = {**own, **{name: self._begun_s(name, notes) for name in names}}
         return {_CLOCKS: Clocks(self._run, since_s).encode()}
 
     def _since_s(self, pointer: Pointer) -> float:
         """Since when the oldest upload has been under way."""
-        notes = self._notes()
+        notes = notes_of(self._store)
         found = [self._begun_s(note_name(name, delta.name), notes) for name, delta in pending(pointer)]
         return min(found, default=self._clock_s())
 
@@ -401,138 +345,6 @@ class Committer:
             When it takes longer than ``commit_timeout_ms``.
         """
         self.waited_s += await_all(uploads, self._uploads, self._options, self._clock_s, self.while_waiting)
-
-    # -- snapshots -----------------------------------------------------------------------------------
-
-    def behind(self, pointer: Pointer) -> list[str]:
-        """Backends that need a full snapshot of the next checkpoint: they have nothing, or the one they got is lost.
-
-        Where no backend holds everything, it is all of them.
-        """
-        if pointer.ref is None:
-            return []
-        if not any(is_complete(standing) for standing in pointer.standings.values()):
-            return list(self._places)
-        notes = self._notes()
-        return [
-            name
-            for name in self._places
-            if name not in pointer.standings or self._stalled(pointer, name, pointer.standings[name], notes)
-        ]
-
-    def _stalled(self, pointer: Pointer, name: str, standing: Standing, notes: Mapping[str, Note]) -> bool:
-        """Whether the full snapshot that a backend waits for will not come."""
-        if standing.since is None:
-            return False
-        file = file_name(standing.since, SNAPSHOT)
-        note = notes.get(note_name(name, file))
-        if note is not None and note.state == RUNNING:
-            # One that is long over may not have been noted.
-            late = self._clock_s() - note.since_s > HUNG_S
-            return late or not (note.owner == self._uploads.owner or self._uploads.is_alive(note.owner))
-        if note is not None:
-            return note.state == FAILED
-        try:
-            there = self._has(name, file)
-        except StorageError as error:
-            # Others hold the state, so nothing depends on this one.
-            _LOGGER.warning("the backend %s does not tell whether it has caught up: %s", name, error)
-            there = False
-        if there:
-            self._store.note({note_name(name, file): Note(DONE, self._uploads.owner, self._clock_s()).encode()})
-            return False
-        # Another machine may be at it.
-        return pointer.version >= standing.since.version + _PATIENCE_VERSIONS
-
-    def caught_up(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
-        """The pointer of which backends get a full snapshot.
-
-        Parameters
-        ----------
-        pointer
-            Whose last checkpoint it is of.
-        names
-            The backends.
-        known
-            They have confirmed it.
-        """
-        if not names:
-            return pointer
-        assert pointer.ref is not None, "there is a state to catch up with"
-        since = None if known else pointer.ref
-        file = file_name(pointer.ref, SNAPSHOT)
-        notes = self._answers(pointer.ref, names)
-        if not known:
-            note = Note(RUNNING, self._uploads.owner, self._clock_s()).encode()
-            notes |= {note_name(name, file): note for name in names}
-        if notes:
-            self._store.note(notes)
-        standings = {**pointer.standings, **{name: Standing(pointer.ref, since) for name in names}}
-        markers = {**pointer.markers, **{name: {STATE: file} for name in names}}
-        return settled(replace(pointer, standings=standings, markers=markers), {})
-
-    def _answers(self, ref: CheckpointRef, names: Sequence[str]) -> dict[str, bytes]:
-        """Notes that backends which had lost files get a full backup with a checkpoint."""
-        notes = self._store.notes()
-        answered = [note_name(name, _ANSWERED) for name in names if note_name(name, _LOST) in notes]
-        return {name: json.dumps([*json.loads(notes.get(name, b"[]")), str(ref)]).encode() for name in answered}
-
-    def send(self, ref: CheckpointRef, sealed: SealedFile, names: Sequence[str]) -> None:
-        """Have backends keep a snapshot, side by side.
-
-        Raises
-        ------
-        StorageError
-            When one of them failed, or took longer than ``commit_timeout_ms``; the others have it.
-        """
-        failure: Exception | None = None
-        futures: dict[str, Future[Markers]] = {}
-        for name in names:
-            manager = self._places[name].backup
-            try:
-                futures[name] = manager.upload(ref, manager.snapshot(ref, {STATE: sealed}))
-            except Exception as raised:
-                futures[name] = Future()
-                futures[name].set_exception(raised)
-        for name, future in futures.items():
-            state, error = DONE, ""
-            try:
-                future.result(self._options.commit_timeout_ms / 1000)
-            except Exception as raised:
-                failure, state, error = raised, FAILED, str(raised) or repr(raised)
-            self._tell(ref, [name], Note(state, self._uploads.owner, self._clock_s(), error=error))
-        if isinstance(failure, StateError):
-            raise failure
-        if failure is not None:
-            raise UploadFailedError(f"{sealed.name} could not be kept: {failure!r}") from failure
-
-    def not_sent(self, ref: CheckpointRef, names: Sequence[str], why: str) -> None:
-        """Note that a snapshot which backends may wait for was not made."""
-        self._tell(ref, names, Note(FAILED, self._uploads.owner, self._clock_s(), error=why))
-
-    def _tell(self, ref: CheckpointRef, names: Sequence[str], note: Note) -> None:
-        """Note what became of a checkpoint's snapshot."""
-        try:
-            self._store.note({note_name(name, file_name(ref, SNAPSHOT)): note.encode() for name in names})
-        except StateError as error:
-            # It comes to light when this process ends, or after a while.
-            _LOGGER.warning("that the snapshot of checkpoint %s is %s could not be noted: %s", ref, note.state, error)
-
-    def has_snapshot(self, pointer: Pointer, ref: CheckpointRef) -> bool:
-        """Whether a backend that holds everything has the snapshot of a checkpoint."""
-        file = file_name(ref, SNAPSHOT)
-        names = [name for name, standing in pointer.standings.items() if is_complete(standing)]
-        notes = self._notes()
-        found = [notes.get(note_name(name, file)) for name in names]
-        return any(note is not None and note.state == DONE for note in found) or any(
-            self._has(name, file) for name in names
-        )
-
-    def _has(self, name: str, file: str) -> bool:
-        try:
-            return self._places[name].restore.restore().size(file) > 0
-        except MissingCheckpointError:
-            return False
 
     # -- uploads -------------------------------------------------------------------------------------
 

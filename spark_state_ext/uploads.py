@@ -36,6 +36,7 @@ __all__ = [
     "Uploads",
     "WorkerUploads",
     "note_name",
+    "notes_of",
 ]
 
 _LOGGER = logging.getLogger("spark_state_ext")
@@ -92,6 +93,18 @@ def note_name(backend: str, file: str) -> str:
     """Name of the note about a file in a backend."""
     # Backends may have long names, and LMDB's keys are short.
     return f"{hashlib.blake2b(backend.encode(), digest_size=8).hexdigest()} {file}"
+
+
+def notes_of(store: LocalStore) -> dict[str, Note]:
+    """The notes about files in backends, by `note_name`.
+
+    Parameters
+    ----------
+    store
+        The bucket's local store.
+    """
+    found = {name: Note.decode(value) for name, value in store.notes().items()}
+    return {name: note for name, note in found.items() if note is not None}
 
 
 @dataclass(eq=False)

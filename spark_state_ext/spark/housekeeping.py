@@ -87,7 +87,7 @@ class CleanUps:
 
     def look(self, committed: Pointer, run_id: str) -> None:
         """As `Looks.once`, after the commit."""
-        places = [place for place in self._places if place.name not in self._bucket.committer.lost]
+        places = [place for place in self._places if place.name not in self._bucket.committer.snapshots.lost]
         Looks.once(self._key, run_id, committed, places, partial(self._lose, committed.beats))
 
     def raise_failed(self) -> None:
@@ -173,7 +173,7 @@ class CleanUps:
         self._leases.check()
         # Before it is noted: should it fail, whoever notices next does it.
         self._bring_back()
-        self._bucket.committer.lose(name, beats)
+        self._bucket.committer.snapshots.lose(name, beats)
 
 
 def drop_spill_files(folder: Folder, task: TaskInfo, calls: int) -> None:

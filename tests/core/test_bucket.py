@@ -274,7 +274,7 @@ def test_a_snapshot_stands_in_for_a_lost_delta(place: Place, monkeypatch: pytest
     assert pointers[4].ref is not None
     view = place.machine().view(pointers[4].ref)
     sealed = seal(bucket._header(pointers[4].ref, SNAPSHOT), SCHEMA, view.scan(), place.local)
-    bucket.committer.send(pointers[4].ref, sealed, ["files"])
+    bucket.committer.snapshots.send(pointers[4].ref, sealed, ["files"])
     place.remove(place.name(pointers[4], DELTA))
     assert place.state(pointers[4], "fresh") == models[4]
 

@@ -272,7 +272,7 @@ def test_files_that_somebody_deleted_are_answered_with_a_fresh_full_backup(
     assert head is not None
     with pytest.raises(LostFilesError, match="deleted"):
         life.manager("b").clean_up(CleanUp(pointer, head, RETAINED, lambda: None)).result(WAIT_S)
-    life.bucket().committer.lose("b", pointer.beats)
+    life.bucket().committer.snapshots.lose("b", pointer.beats)
     after = life.batch()
     assert "somebody has deleted files from b: it gets a fresh full backup" in caplog.text
     assert after.standings["b"] == Standing(after.ref, since=after.ref)
@@ -292,7 +292,7 @@ def test_where_all_was_deleted_the_backup_comes_before_the_pointer(life: Life) -
     life.settle()
     for name in life.folder("a").names():
         life.folder("a").remove(name)
-    life.bucket().committer.lose("a", life.pointers[-1].beats)
+    life.bucket().committer.snapshots.lose("a", life.pointers[-1].beats)
     pointer = life.batch()
     assert pointer.standings == {"a": Standing(pointer.ref)}
     assert life.restored(pointer) == life.models[-1]
@@ -302,7 +302,7 @@ def _lose_all(life: Life, name: str) -> None:
     """Somebody deletes a backend's files, and that is found out."""
     for file in life.folder(name).names():
         life.folder(name).remove(file)
-    life.bucket().committer.lose(name, life.pointers[-1].beats)
+    life.bucket().committer.snapshots.lose(name, life.pointers[-1].beats)
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])

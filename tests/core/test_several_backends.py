@@ -15,8 +15,9 @@ from arrow_schemas import CheckpointRef, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT
 from arrow_schemas.pointer import BOTH, V1, V2, Standing
 from spark_state_ext import bucket as bucket_module
-from spark_state_ext import committer, sealed
 from spark_state_ext import lineage as lineage_module
+from spark_state_ext import sealed
+from spark_state_ext import snapshots as snapshots_module
 from spark_state_ext.backends import Markers
 from spark_state_ext.commit import is_complete
 from spark_state_ext.errors import (
@@ -109,7 +110,7 @@ def test_a_backend_catches_up_though_the_end_of_its_first_snapshot_could_not_be_
     life.settle()
     assert life.told.count("b snapshot 6") == snapshots == 1, "the delta"
     assert not is_complete(life.pointers[-1].standings["b"])
-    monkeypatch.setattr(committer, "HUNG_S", 0.0)
+    monkeypatch.setattr(snapshots_module, "HUNG_S", 0.0)
     life.batch()
     life.settle()
     pointer = life.batch({})

@@ -22,10 +22,11 @@ from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckp
 from spark_state_ext.folder import Entry, Folder
 from spark_state_ext.lineage import Chain, Fetch
 from spark_state_ext.loading import Failure, Loader
+from spark_state_ext.snapshots import Snapshots
 from spark_state_ext.spark import together
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import View
-from spark_state_ext.uploads import DONE, Upload, note_name
+from spark_state_ext.uploads import DONE, Upload, note_name, notes_of
 
 T = TypeVar("T")
 
@@ -210,7 +211,7 @@ class GapPassedBy(Committer):
     """A backend is taken to have everything before the newest delta that it has confirmed."""
 
     def _looked_at(self, pointer: Pointer) -> Pointer:
-        notes = self._notes()
+        notes = notes_of(self._store)
         found = super()._looked_at(pointer)
         standings = dict(found.standings)
         for delta in pointer.inline:
@@ -221,7 +222,7 @@ class GapPassedBy(Committer):
         return settled(replace(found, standings=standings), {})
 
 
-class CaughtUpAtOnce(Committer):
+class CaughtUpAtOnce(Snapshots):
     """A backend that is added counts as whole when its full snapshot is under way."""
 
     def caught_up(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
@@ -241,12 +242,16 @@ def called_for_its_own(earliest_timeout_ms: int | None, now_ms: int, *, alone: b
     return together.next_call_ms(earliest_timeout_ms, now_ms, alone=True)
 
 
-def _committing(kind: type[Committer]) -> type[Bucket]:
+def _committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) -> type[Bucket]:
     class Committing(Bucket):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.committer = kind(
                 self._store, self._places, self._uploads, self._options, self._batches_retained, run=self._run
+            )
+            places = {place.name: place for place in self._places}
+            self.committer.snapshots = snapshots(
+                self._store, places, self._uploads, self._options, self._batches_retained
             )
 
     return Committing
@@ -271,7 +276,7 @@ BROKEN = {
     "deferred uploads left alone": Built(bucket=_committing(LeftAlone)),
     "uploads before forgotten": Built(bucket=_committing(NobodyBefore)),
     "a gap passed by": Built(bucket=_committing(GapPassedBy)),
-    "caught up at once": Built(bucket=_committing(CaughtUpAtOnce)),
+    "caught up at once": Built(bucket=_committing(Committer, CaughtUpAtOnce)),
     "never late": Built(bucket=_committing(NeverLate)),
     "neighbours on different attempts": Built(next_call_ms=called_for_its_own),
 }

@@ -544,7 +544,7 @@ class World:
                     files, pointer, self.config.retained, self.folder, still_ours, NOW_S, entries, head=head
                 )
             except LostFilesError:
-                committer.lose(of, pointer.beats)
+                committer.snapshots.lose(of, pointer.beats)
             finally:
                 gone = {entry.name for entry in entries} - set(here.names())
                 self.deleted += len(gone)
