@@ -37,6 +37,7 @@ __all__ = [
     "BucketCountChangedError",
     "ChangedJobError",
     "CleanUpFailedError",
+    "ClosedEnvironmentError",
     "CommitTimeoutError",
     "CorruptError",
     "CorruptFileError",
@@ -75,7 +76,7 @@ class UnsupportedPlanError(UsageError):
 
 
 class ResultTypeError(StateValueError, TypeError):
-    """The user's function gave something that is neither a frame nor rows."""
+    """The user's function gave something that is neither a frame nor rows, or rows that the output cannot hold."""
 
 
 class ExistingStateError(ChangedJobError):
@@ -134,6 +135,10 @@ class StoreFullError(StorageError):
     """The disk of the local store is full, or the address space for its map is used up."""
 
 
+class ClosedEnvironmentError(StorageError):
+    """Another user of this process closed the local store's environment; nothing was done, and it is opened again."""
+
+
 class UploadFailedError(StorageError):
     """An upload of an earlier commit failed, and trying again does not help. The cause is attached or in the text."""
 
@@ -160,3 +165,13 @@ class ExecutorPackageError(EnvironmentSetupError, ImportError):
 
 class UserFunctionError(StateError, RuntimeError):
     """The user's function raised; the cause is attached, the text names key, bucket and batch."""
+
+
+def _publish() -> None:
+    """One name for each error, also for those that are defined below this package: tracebacks print where a class says
+    that it is from, and that is where users look for it."""
+    for name in __all__:
+        globals()[name].__module__ = __name__
+
+
+_publish()

@@ -25,6 +25,7 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext import publishing
+from spark_state_ext.advice import advice_on
 from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, StoreFullError, UsageError
 
 __all__ = ["Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_relative", "taken"]
@@ -33,8 +34,6 @@ __all__ = ["Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_rela
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory", "r2"})
 _TEMPORARY = ".tmp-"
 _PIECE_BYTES = 8 << 20
-_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR})
-_MUST_BE = "A root must be a folder that every executor can make, write to and read"
 # A path of this machine, which fsspec looks for in the process's own folder as it does not begin with a slash.
 _RELATIVE_URL = re.compile(r"(?:.*::)?(?:file|local)://(?!/)")
 
@@ -133,7 +132,7 @@ class Folder:
             self._options.setdefault("use_listings_cache", False)
         try:
             self._fs, self._path = _opened(root, self._options)
-        except (ValueError, ImportError) as error:
+        except (ValueError, ImportError, TypeError) as error:
             raise UsageError(f"the root {root!r} cannot be opened: {error}") from error
         protocols = self._fs.protocol if isinstance(self._fs.protocol, (tuple, list)) else (self._fs.protocol,)
         self._atomic_put = not _ATOMIC_PUT.isdisjoint(protocols)
@@ -413,20 +412,16 @@ class Folder:
             raise
         except FileNotFoundError as error:
             if writes:  # somebody removed the folder, or the local source; or it cannot be made
-                raise StorageError(f"{doing}: {error}. {_MUST_BE}") from error
+                raise StorageError(f"{doing}: {error}. {advice_on(error, self._local)}") from error
             raise MissingCheckpointError(f"{doing}: it does not exist") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StoreFullError(f"{doing}: {error}. Make room where the root lies.") from error
-            hint = f". {_MUST_BE}" if error.errno in _REFUSED else ""
-            raise StorageError(f"{doing}: {error}{hint}") from error
+            raise StorageError(f"{doing}: {error}. {advice_on(error, self._local)}") from error
         except Exception as error:
             # Clients of object stores have errors of their own that are no OSError.
-            hint = ""
-            if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
-                # Some file systems hand on whatever they are given, and complain when they first connect.
-                hint = ". Most likely storage_options has an option that this file system does not take"
-            raise StorageError(f"{doing}: {type(error).__name__}: {error}{hint}") from error
+            said = f"{type(error).__name__}: {error}"
+            raise StorageError(f"{doing}: {said}. {advice_on(error, self._local)}") from error
 
 
 def _opened(root: str, options: Mapping[str, Any]) -> tuple[Any, str]:

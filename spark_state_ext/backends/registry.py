@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,11 @@ from typing import Any
 
 from spark_state_ext.backends import BackendFactory
 from spark_state_ext.backends.files import FilesBackend
+from spark_state_ext.backends.storage_options import refuse_misspelt
 from spark_state_ext.errors import ExecutorPackageError, UsageError
-from spark_state_ext.folder import refuse_relative
+from spark_state_ext.folder import Folder, refuse_relative
 
-__all__ = ["CHANGELOG", "ENTRY_POINTS", "FSSPEC", "Backend", "configured", "factory_of"]
+__all__ = ["CHANGELOG", "ENTRY_POINTS", "FSSPEC", "Backend", "configured", "factory_of", "refuse_unusable"]
 
 ENTRY_POINTS = "spark_state_ext.backends"
 FSSPEC = "fsspec"
@@ -141,6 +143,45 @@ def configured(
     if restore_from is not None and restore_from not in names:
         raise UsageError(f"restore_from must be one of {', '.join(names)}, not {restore_from!r}")
     return journal, found
+
+
+def refuse_unusable(root: str, storage_options: Mapping[str, Any], backends: Sequence[Backend]) -> None:
+    """Raise a UsageError, where the job is planned, for places that no executor could use.
+
+    Parameters
+    ----------
+    root, storage_options
+        The operator's root.
+    backends
+        As the user gave them.
+
+    Raises
+    ------
+    UsageError
+        For an unknown kind or protocol, and for storage options that a file system does not take.
+    """
+    folders = [(root, storage_options)]
+    folders += [(it.root, it.storage_options) for it in backends if it.kind == FSSPEC]
+    for folder, options in folders:
+        refuse_misspelt(folder, options)
+        Folder(folder, options)
+    for backend in backends:
+        if backend.kind != FSSPEC:
+            _refuse_unknown_kind(backend)
+
+
+def _refuse_unknown_kind(backend: Backend) -> None:
+    # What this Python lacks the executors', with the same packages, lack too.
+    kinds = sorted({FSSPEC, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
+    if backend.kind in kinds:
+        return
+    alike = difflib.get_close_matches(str(backend.kind), kinds, n=1)
+    raise UsageError(
+        f"the backend {backend.name!r} is of the kind {backend.kind!r}, which no package here has"
+        f"{f'; most likely {alike[0]!r} is meant' if alike else ''}. Known kinds are {', '.join(kinds)}: correct the "
+        f"name, or install the package with the entry point {backend.kind!r} in the group {ENTRY_POINTS!r}, here and "
+        "on the executors"
+    )
 
 
 @functools.cache

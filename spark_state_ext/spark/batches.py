@@ -13,7 +13,7 @@ from arrow_schemas.columns import flat
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray
 from arrow_schemas.row import DEFINED, RowSchema
 from arrow_schemas.tables import is_table
-from spark_state_ext.errors import StateError, UserFunctionError
+from spark_state_ext.errors import ResultTypeError, StateError, UserFunctionError
 from spark_state_ext.outcome import NO_TIMEOUT, REMOVED, UNCHANGED
 from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, normal_rows, note_place, said
 from spark_state_ext.spark.output import Outbox
@@ -181,7 +181,7 @@ def _tables(given: Any) -> Iterator[Any]:
     try:
         items = iter(given)
     except TypeError:
-        raise UserFunctionError(
+        raise ResultTypeError(
             f"the function returned {type(given).__name__}: return a table, an iterable of tables, or None"
         ) from None
     yield from items

@@ -122,18 +122,23 @@ class KeyState(GroupState):
             value = tuple([v.tolist() if isinstance(v, np.generic) else v for v in newValue])
         else:
             self._make()
+            if newValue is not None and not hasattr(newValue, "__iter__"):
+                raise self._refused(newValue)
             super().update(newValue)
             before = self.value
             self.value = ()  # it exists now, says `exists`, and so the base class gives what it converted
             value = super().getOption
             self.value = before
         if value is None or len(value) != len(self.clock.schema.names):
-            raise StateValueError(
-                f"update() was given {value!r} and the state has the columns {', '.join(self.clock.schema.names)}: "
-                "give a tuple of one value each"
-            )
+            raise self._refused(value)
         self.value = value
         self.touched = True
+
+    def _refused(self, value: Any) -> StateValueError:
+        return StateValueError(
+            f"update() was given {value!r} and the state has the columns {', '.join(self.clock.schema.names)}: "
+            "give a tuple of one value each"
+        )
 
     def remove(self) -> None:
         self._make()

@@ -17,7 +17,20 @@ from arrow_schemas.spark_types import normal_type
 from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import Lookup
 
-__all__ = ["CallContext", "Caller", "Changed", "Groups", "Result", "normal_rows", "note_place", "said"]
+__all__ = [
+    "CallContext",
+    "Caller",
+    "Changed",
+    "Groups",
+    "Result",
+    "is_placed",
+    "mark_placed",
+    "normal_rows",
+    "note_place",
+    "said",
+]
+
+_PLACED = "spark_state_ext_placed"
 
 
 @dataclass(frozen=True)
@@ -172,6 +185,17 @@ def note_place(error: StateError, *where: object) -> None:
     """Have an error say also where it happened. It stays the same error, as Spark shows the traceback of the last one
     only, and the mistake is to be found."""
     error.args = (f"{error} ({', '.join(map(str, where))})", *error.args[1:])
+    mark_placed(error)
+
+
+def mark_placed(error: StateError) -> None:
+    """Note that an error's text says where it happened."""
+    vars(error)[_PLACED] = True
+
+
+def is_placed(error: StateError) -> bool:
+    """Whether an error's text says where it happened."""
+    return _PLACED in vars(error)
 
 
 def said(error: BaseException) -> str:

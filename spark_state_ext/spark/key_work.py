@@ -16,10 +16,11 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray
 from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.bucket import Bucket
+from spark_state_ext.errors import StateValueError
 from spark_state_ext.metrics import CallMetrics, timed, timing
 from spark_state_ext.spark.callers import caller_of
 from spark_state_ext.spark.group_state import watermark_of
-from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result
+from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, is_placed, note_place
 from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.pack import event_times
 from spark_state_ext.spark.payload import HASH_COLUMN
@@ -115,9 +116,14 @@ class KeyWork:
         borders = self._expired_borders()
         self._sweep = self._sweep_range()
         after = -1
-        for upper, table in ranges:
-            yield from self._range(table, after, upper, borders, rows)
-            after = upper
+        try:
+            for upper, table in ranges:
+                yield from self._range(table, after, upper, borders, rows)
+                after = upper
+        except StateValueError as error:
+            if not is_placed(error):
+                note_place(error, self._context)
+            raise
 
     def _range(
         self, table: pa.Table | None, after: int, upper: int, borders: list[int], rows: SpillBuffer

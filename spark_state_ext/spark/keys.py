@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import copy
 import math
 import reprlib
@@ -13,10 +15,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from pyspark.sql.types import StructType
+from pyspark.sql.types import BooleanType, NumericType, StructField, StructType
 
 from arrow_schemas.equality import IndexArray
 from arrow_schemas.row import RowSchema
+from arrow_schemas.spark_types import state_fields
 from arrow_schemas.tables import refuse_scalars, refuse_uneven
 from spark_state_ext.errors import ResultTypeError, StateValueError
 from spark_state_ext.spark.compat import (
@@ -51,6 +54,9 @@ _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 _DTYPES: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
 # What nearly all columns in dicts are; others are looked at.
 _COLUMNS = frozenset({list, tuple, pd.Series})
+# Columns that hold no text, and what they do not hold.
+_NO_TEXT = (NumericType, BooleanType)
+_NO_VALUES = frozenset({str, bytes, list, tuple, dict, set})
 # Rows that go to Spark at once.
 _ROWS_MAX = 10_000
 
@@ -98,6 +104,7 @@ class KeyCaller(PerKeyCaller):
         self._timezone = timezone
         self._rows_max = frame_rows_max
         self._strict = strict_output
+        self._types = output_type
         self._copied = frozenset(() if output_type is None else changeable(output_type))
 
     # -- calling -----------------------------------------------------------------------------------
@@ -113,7 +120,7 @@ class KeyCaller(PerKeyCaller):
     def _call(
         self, calls: Iterable[Call], timed_out: bool, context: CallContext, changes: Changes
     ) -> Iterator[pd.DataFrame]:
-        function, outputs = self._function, _Outputs(self._outputs, self._copied, self._strict)
+        function, outputs = self._function, _Outputs(self._outputs, self._copied, self._strict, self._types)
         clock, after_key = self._clock(context, timed_out, self._state_type), context.after_key
         note_position, note_value = changes.positions.append, self._value_noter(changes)
         note_timeout = changes.timeouts.append
@@ -130,7 +137,7 @@ class KeyCaller(PerKeyCaller):
                         if len(waiting) >= _PORTION_KEYS:
                             yield from outputs.take_apart()
                     elif not isinstance(item, pd.DataFrame):
-                        yield from outputs.add_rows(item)
+                        yield from outputs.add_rows(item, key)
                     elif len(item) or len(item.columns):
                         # Odd, at least: Spark shall judge it, and raise its own error.
                         outputs.check(item, key)
@@ -219,10 +226,15 @@ class _Outputs:
         Positions of those whose values the function may change after it has given them in rows.
     strict
         Refuse frames with a column of another name.
+    types
+        Spark's type of a row; None: values are not looked at.
     """
 
-    def __init__(self, names: list[str], copied: frozenset[int], strict: bool = False) -> None:
+    def __init__(
+        self, names: list[str], copied: frozenset[int], strict: bool = False, types: StructType | None = None
+    ) -> None:
         self._names = names
+        self._types = types
         self._copied = copied
         self._strict = strict
         self.waiting: list[pd.DataFrame] = []
@@ -234,6 +246,9 @@ class _Outputs:
         self._labels: Any = None
         self._columns: list[Any] = []
         self._rows: list[Any] = []
+        # Whose rows they are, and where those of each begin, for errors; of rows that were given as such.
+        self._row_keys: list[tuple[Any, ...]] = []
+        self._row_starts: list[int] = []
         self._frames: list[pd.DataFrame] = []
         self._width = 0
         self._frame_rows = 0
@@ -281,12 +296,14 @@ class _Outputs:
                 "Spark's way, which is NULL"
             )
 
-    def add_rows(self, item: Any) -> Iterator[pd.DataFrame]:
+    def add_rows(self, item: Any, key: tuple[Any, ...]) -> Iterator[pd.DataFrame]:
         """Take a row as tuple, several as a list of tuples, or a dict of columns; yields what is due."""
         # Frames that wait come first, as they were given first.
         if self.waiting or self._columns is not self._names:
             yield from self.rest()
             self._labels, self._columns = None, self._names
+        self._row_keys.append(key)
+        self._row_starts.append(len(self._rows))
         if isinstance(item, tuple):
             self._rows.append(self._row(item))
         elif isinstance(item, list):
@@ -299,7 +316,7 @@ class _Outputs:
             )
         else:
             if sorted(item) != sorted(self._names):
-                raise StateValueError(
+                raise ResultTypeError(
                     f"the function gave the columns {', '.join(map(str, item))}; expected {', '.join(self._names)}"
                 )
             columns = [item[name] for name in self._names]
@@ -334,7 +351,26 @@ class _Outputs:
         yield from frames
         if self._rows:
             rows, self._rows = self._rows, []
+            if self._labels is None:
+                self._refuse_values(rows)
+                self._row_keys.clear()
+                self._row_starts.clear()
             yield _frame_of(rows, self._columns, widen=NUMBERS_JOIN and self._labels is not None)
+
+    def _refuse_values(self, rows: Sequence[Any]) -> None:
+        """Refuse rows that were given as such for a value that Spark would fail to convert, without a word of the key.
+        (What is in a frame goes to Spark as it is.)"""
+        if self._types is None:
+            return
+        for values, field in zip(zip(*rows, strict=True), self._types.fields, strict=True):
+            if isinstance(field.dataType, _NO_TEXT) and not _NO_VALUES.isdisjoint(map(type, values)):
+                for at, value in enumerate(values):
+                    if type(value) in _NO_VALUES and not _is_converted(value, field):
+                        self.wrong_key = self._row_keys[bisect.bisect_right(self._row_starts, at) - 1]
+                        raise ResultTypeError(
+                            f"output column {field.name!r} of type {field.dataType.simpleString()} cannot hold "
+                            f"{reprlib.repr(value)} ({type(value).__name__}), in the row {reprlib.repr(rows[at])}"
+                        )
 
     def _add_whole(self, frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
         if self._rows or (self._frames and len(frame.columns) != self._width):
@@ -347,7 +383,7 @@ class _Outputs:
 
     def _row(self, row: Any) -> tuple[Any, ...]:
         if not isinstance(row, tuple) or len(row) != len(self._names):
-            raise StateValueError(f"the function gave {row!r} for a row; expected a tuple of {', '.join(self._names)}")
+            raise ResultTypeError(f"the function gave {row!r} for a row; expected a tuple of {', '.join(self._names)}")
         return self._copy(row) if self._copied else row
 
     def _copy(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -375,6 +411,16 @@ def _frame_of(rows: Sequence[Any], names: list[Any], widen: bool) -> pd.DataFram
     frame = pd.DataFrame(columns, index=pd.RangeIndex(len(rows)), copy=False)
     frame.columns = pd.Index(names)
     return frame
+
+
+def _is_converted(value: Any, field: StructField) -> bool:
+    """Whether Spark's conversion, which is Arrow's with a cast or without, takes a value of a row."""
+    (arrow,) = state_fields(StructType([field]).json(), "output")
+    for cast in (False, True):
+        with contextlib.suppress(pa.ArrowException, TypeError, ValueError, OverflowError):
+            _ = pa.array([value]).cast(arrow.type) if cast else pa.array([value], arrow.type)
+            return True
+    return False
 
 
 def _become_floats(values: Sequence[Any], kinds: set[type]) -> bool:
@@ -421,7 +467,7 @@ def as_frames(result: Any, output_type: StructType) -> Iterator[pd.DataFrame]:
             yield from outputs.rest()
             yield item
         else:
-            yield from outputs.add_rows(item)
+            yield from outputs.add_rows(item, ())
     yield from outputs.rest()
 
 

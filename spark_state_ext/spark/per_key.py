@@ -20,11 +20,11 @@ from arrow_schemas.equality import HashArray
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
 from spark_state_ext.spark.group_state import NO_TIMEOUT, Clock
-from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, note_place, said
+from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result, mark_placed, note_place, said
 from spark_state_ext.spark.state_values import column_to_values, row_keeper, values_to_column
 from spark_state_ext.store import Lookup
 
-__all__ = ["Call", "Changes", "PerKeyCaller", "reraise"]
+__all__ = ["Call", "Changes", "PerKeyCaller", "reraise", "shown_key"]
 
 # Position, key, rows in whatever form, state before.
 Call = tuple[int, tuple[Any, ...], Any, "tuple[Any, ...] | None"]
@@ -68,14 +68,15 @@ class PerKeyCaller(abc.ABC):
         values = self._state_tuples(found)
         before = [None if at < 0 else values[at] for at in found.index.tolist()]
         yield from self._call(self._data_calls(groups, before), False, context, changes)
-        result.data = self._changed(changes, groups.hashes, groups.keys)
+        result.data = self._changed(changes, groups.hashes, groups.keys, context)
 
     def timeouts(self, expired: pa.RecordBatch, context: CallContext, result: Result) -> Iterator[pd.DataFrame]:
         """Call for keys whose time is up; as `Caller.timeouts`."""
         changes = Changes()
         values = self._state_tuples(Lookup(np.arange(expired.num_rows, dtype=np.int64), expired))
         yield from self._call(self._timeout_calls(expired, values), True, context, changes)
-        result.timeouts = self._changed(changes, expired.column(0).to_numpy(), self._schema.key_columns(expired))
+        keys = self._schema.key_columns(expired)
+        result.timeouts = self._changed(changes, expired.column(0).to_numpy(), keys, context)
 
     # -- for subclasses ----------------------------------------------------------------------------
 
@@ -127,7 +128,9 @@ class PerKeyCaller(abc.ABC):
             ]
         return tuples
 
-    def _changed(self, changes: Changes, hashes: HashArray, keys: Sequence[pa.Array]) -> Changed | None:
+    def _changed(
+        self, changes: Changes, hashes: HashArray, keys: Sequence[pa.Array], context: CallContext
+    ) -> Changed | None:
         """The changed keys as rows of a run (not yet in run order); None when there are none.
 
         Raises
@@ -148,20 +151,29 @@ class PerKeyCaller(abc.ABC):
             *(v if v is not None else nothing for v in changes.values), strict=True
         )
 
-        def whose(row: int) -> str:
-            return f" (key {shown_key(tuple(shown(key, changes.positions[row]) for key in keys))})"
+        told = []
 
-        columns = [
-            values_to_column(values, spark.dataType, arrow.type, f"state column {arrow.name!r}", whose)
-            for values, spark, arrow in zip(by_column, fields, self._schema.state, strict=True)
-        ]
-        for column, arrow in zip(columns, self._schema.state, strict=True):
-            missing = defined & column.is_null().to_numpy(zero_copy_only=False)
-            if not arrow.nullable and missing.any():
-                at_first = whose(int(np.argmax(missing)))
-                raise StateValueError(
-                    f"state column {arrow.name!r} is declared without NULLs and was given None{at_first}"
-                )
+        def whose(row: int) -> str:
+            key = tuple(shown(key, changes.positions[row]) for key in keys)
+            told.append(key)
+            return f" (key {shown_key(key)}, {context})"
+
+        try:
+            columns = [
+                values_to_column(values, spark.dataType, arrow.type, f"state column {arrow.name!r}", whose)
+                for values, spark, arrow in zip(by_column, fields, self._schema.state, strict=True)
+            ]
+            for column, arrow in zip(columns, self._schema.state, strict=True):
+                missing = defined & column.is_null().to_numpy(zero_copy_only=False)
+                if not arrow.nullable and missing.any():
+                    at_first = whose(int(np.argmax(missing)))
+                    raise StateValueError(
+                        f"state column {arrow.name!r} is declared without NULLs and was given None{at_first}"
+                    )
+        except StateValueError as error:
+            if told:
+                mark_placed(error)
+            raise
         rows = pa.RecordBatch.from_arrays(
             [
                 pa.array(hashes).take(at),

@@ -17,7 +17,7 @@ from pyspark.sql.types import StructType
 from arrow_schemas.pointer import BOTH, V1, V2
 from arrow_schemas.row import EXPIRES_MS
 from arrow_schemas.spark_types import key_fields, state_fields
-from spark_state_ext.backends.registry import CHANGELOG, FSSPEC, Backend, configured
+from spark_state_ext.backends.registry import CHANGELOG, FSSPEC, Backend, configured, refuse_unusable
 from spark_state_ext.commit import CommitOptions
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.folder import Folder, refuse_relative
@@ -196,10 +196,7 @@ class ArrowState:
                 "the first pointer format knows one place only, the root: with pointer_write='v1' or 'both' backends "
                 "may be 'changelog' and 'fsspec'"
             )
-        Folder(root, storage_options)  # an unknown protocol is refused now
-        for backend in self.backends:
-            if backend.kind == FSSPEC:
-                Folder(backend.root, backend.storage_options)
+        refuse_unusable(root, storage_options or {}, self.backends)
         self.root = root
         self.operator = operator
         self.buckets = buckets

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import bisect
 import re
+import reprlib
 import unicodedata
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import GeneratorType
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
 from arrow_schemas.columns import flat
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_types import normal_type
 from arrow_schemas.tables import conformed
-from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
+from spark_state_ext.errors import ResultTypeError, StateError, StateValueError
 from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
 from spark_state_ext.spark.groups import CallContext, Groups, note_place
 from spark_state_ext.spark.output import Outbox
-from spark_state_ext.spark.per_key import Call, Changes, PerKeyCaller, reraise
+from spark_state_ext.spark.per_key import Call, Changes, PerKeyCaller, reraise, shown_key
 from spark_state_ext.spark.state_values import column_to_values, row_keeper, values_to_column
 
 __all__ = ["RowCaller", "row_class"]
@@ -29,6 +33,8 @@ __all__ = ["RowCaller", "row_class"]
 _ROWS_MAX = 65_536
 # Input rows that are Python objects at once.
 _PORTION_ROWS = 65_536
+# What nearly all functions return; others are looked at.
+_ITERABLES = frozenset({GeneratorType, list, tuple})
 
 
 def row_class(name: str, columns: Sequence[str]) -> Callable[[Iterable[Any]], Any]:
@@ -112,6 +118,10 @@ class RowCaller(PerKeyCaller):
         note_position, note_value = changes.positions.append, self._value_noter(changes)
         note_timeout = changes.timeouts.append
         output: list[tuple[Any, ...]] = []
+        # Whose rows they are: keys, and where the rows of each end. For errors only.
+        keys: list[tuple[Any, ...]] = []
+        ends: list[int] = []
+        note_key, note_end = keys.append, ends.append
         put, taken = output.append, self._taken
         unchanging = tuple if self._keep_output is None else None
         for position, key, rows, before in calls:
@@ -119,9 +129,11 @@ class RowCaller(PerKeyCaller):
             try:
                 given = function(key, rows, state)
                 if given is not None:
-                    for row in given:
+                    for row in given if type(given) in _ITERABLES else _iterable(given):
                         # As it is now: the function may change it, and yield it again.
                         put(row if type(row) is unchanging else taken(row))
+                    note_key(key)
+                    note_end(len(output))
                 if state.touched or state.timeout_ms != NO_TIMEOUT:
                     note_position(position)
                     note_value(state.value)
@@ -129,11 +141,13 @@ class RowCaller(PerKeyCaller):
             except Exception as error:
                 reraise(error, tuple(key), context, timed_out)
             if len(output) >= _ROWS_MAX:
-                yield from outbox.add(self._table(output, context))
+                yield from outbox.add(self._table(output, keys, ends, context))
                 output.clear()
+                keys.clear()
+                ends.clear()
             after_key()
         if output:
-            yield from outbox.add(self._table(output, context))
+            yield from outbox.add(self._table(output, keys, ends, context))
         yield from outbox.rest()
 
     def _taken(self, row: Any) -> Any:
@@ -142,42 +156,63 @@ class RowCaller(PerKeyCaller):
             return row
         return tuple(row) if self._keep_output is None else self._keep_output(row)
 
-    def _table(self, rows: list[tuple[Any, ...]], context: CallContext) -> pa.Table:
+    def _table(
+        self, rows: list[tuple[Any, ...]], keys: list[tuple[Any, ...]], ends: list[int], context: CallContext
+    ) -> pa.Table:
+        wrong: list[int] = []
+
+        def whose(row: int) -> str:
+            wrong.append(row)
+            return f" (in {rows[row]!r})"
+
         try:
-            return conformed(self._columns(rows), self._fields, "the function gave")
+            return conformed(self._columns(rows, whose), self._fields, "the function gave")
         except StateError as error:
-            note_place(error, context)
+            place: list[object] = [context]
+            if wrong:
+                # The first call whose rows end behind it. Calls that are not over yet have noted nothing, and none of
+                # theirs is here.
+                place.insert(0, f"key {shown_key(tuple(keys[bisect.bisect_right(ends, wrong[0])]))}")
+            note_place(error, *place)
             raise
 
-    def _columns(self, rows: list[tuple[Any, ...]]) -> pa.Table:
+    def _columns(self, rows: list[Any], whose: Callable[[int], str]) -> pa.Table:
         fields = self._fields
+        names = ", ".join(field.name for field in fields)
+        for kind in set(map(type, rows)):
+            if not issubclass(kind, (tuple, list)):
+                at = next(at for at, row in enumerate(rows) if type(row) is kind)
+                whose(at)
+                raise ResultTypeError(
+                    f"the function gave {rows[at]!r} ({kind.__name__}) for a row: return, or yield, one tuple for each "
+                    "output row"
+                )
         try:
-            by_column = list(zip(*self._checked(rows), strict=True))
+            by_column = list(zip(*rows, strict=True))
         except ValueError:
             by_column = []
         if len(by_column) != len(fields):
-            wrong = next(row for row in rows if len(row) != len(fields))
-            raise StateValueError(
-                f"the function gave {wrong!r} for a row; expected a tuple of {', '.join(f.name for f in fields)}"
-            )
+            at = next(at for at, row in enumerate(rows) if len(row) != len(fields))
+            whose(at)
+            raise ResultTypeError(f"the function gave {rows[at]!r} for a row; expected a tuple of {names}")
         columns = [
-            values_to_column(
-                values,
-                spark.dataType,
-                field.type,
-                f"output column {field.name!r}",
-                lambda row: f" (in {rows[row]!r})",
-            )
+            values_to_column(values, spark.dataType, field.type, f"output column {field.name!r}", whose)
             for values, spark, field in zip(by_column, self._output_type.fields, fields, strict=True)
         ]
+        for column, field in zip(columns, fields, strict=True):
+            if not field.nullable and column.null_count:
+                at = pc.index(column.is_null(), True).as_py()
+                whose(at)
+                raise StateValueError(f"output column {field.name!r} is declared without NULLs and row {at} is NULL")
         return pa.table(columns, names=[field.name for field in fields])
 
-    @staticmethod
-    def _checked(rows: list[Any]) -> list[tuple[Any, ...]]:
-        for kind in set(map(type, rows)):
-            if not issubclass(kind, (tuple, list)):
-                raise UserFunctionError(
-                    f"the function gave {next(row for row in rows if type(row) is kind)!r} ({kind.__name__}) for a "
-                    "row: return, or yield, one tuple for each output row"
-                )
-        return rows
+
+def _iterable(given: Any) -> Iterable[Any]:
+    """What the function returned, if it holds rows."""
+    if not hasattr(given, "__iter__"):
+        raise ResultTypeError(
+            f"the function gave {reprlib.repr(given)} ({type(given).__name__}): return, or yield, one tuple for each "
+            "output row, or return None"
+        )
+    rows: Iterable[Any] = given
+    return rows

@@ -30,9 +30,9 @@ from typing import Any, ClassVar, TypeVar
 
 import lmdb
 
-from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullError
+from spark_state_ext.errors import ClosedEnvironmentError, CorruptStoreError, StorageError, StoreFullError
 
-__all__ = ["DATABASES", "ClosedEnvironmentError", "Environment", "SharedEnvironment", "boot_id", "storage_error"]
+__all__ = ["DATABASES", "Environment", "SharedEnvironment", "boot_id", "storage_error"]
 
 T = TypeVar("T")
 ViewType = TypeVar("ViewType", bound="Reader")
@@ -59,10 +59,6 @@ def boot_id() -> str:
         return _BOOT_ID_FILE.read_text().strip().replace("-", "")[:16]
     except OSError:
         return "unknown-boot"
-
-
-class ClosedEnvironmentError(StorageError):
-    """Another user of this process closed the environment; nothing was done. `Environment.at` opens it again."""
 
 
 class Gate:

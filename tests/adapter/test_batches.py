@@ -22,7 +22,7 @@ from pyspark.sql.types import (
 )
 
 from arrow_schemas import RowSchema, key_fields, state_fields
-from spark_state_ext.errors import StateValueError, UsageError, UserFunctionError
+from spark_state_ext.errors import ResultTypeError, StateValueError, UsageError, UserFunctionError
 from spark_state_ext.spark import output as output_module
 from spark_state_ext.spark.batches import BatchCaller
 from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result
@@ -352,7 +352,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("another type", {"k": [1], "n": ["many"]}, StateValueError, f"output column 'n' of type int64 cannot hold string.*many.*{WHERE}"),
     ("a dict of one row's values", {"k": "ab", "n": 1}, StateValueError, rf"the function gave a dict whose column 'k' is 'ab' \(str\): .*{WHERE}"),
     ("columns of several lengths", {"k": [1], "n": [1, 2]}, StateValueError, f"the function gave a dict whose columns have different lengths: 'k' has 1, 'n' has 2; .*{WHERE}"),
-    ("a number", 5, UserFunctionError, f"the function returned int: return a table, an iterable of tables, or None {WHERE}"),
+    ("a number", 5, ResultTypeError, f"the function returned int: return a table, an iterable of tables, or None {WHERE}"),
     ("text", "kn", StateValueError, f"the function gave a value of type str: a table is .*{WHERE}"),
     ("a list of rows", [(1, 2)], StateValueError, "the function gave a value of type tuple: a table is"),
     ("an array", pa.array([1]), StateValueError, "the function gave a value of type Int64Scalar"),
@@ -408,7 +408,7 @@ def test_a_failed_call_changes_nothing() -> None:
 
     result = Result()
     groups = grouped(1)
-    with pytest.raises(UserFunctionError):
+    with pytest.raises(ResultTypeError):
         list(caller(function).data(groups, looked_up(groups, {}), SCHEMA.empty(), CONTEXT, result))
     assert result == Result()
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.errors import PySparkTypeError
 from pyspark.sql.streaming.state import GroupState
-from pyspark.sql.types import ArrayType, LongType, StructField, StructType
+from pyspark.sql.types import ArrayType, BooleanType, LongType, StructField, StructType
 
 from arrow_schemas import RowSchema, key_fields, state_fields
 from spark_state_ext.errors import ResultTypeError, StateValueError, UserFunctionError
@@ -140,7 +140,7 @@ def test_an_exception_without_a_text_is_named_by_its_type() -> None:
         called(caller(function), grouped([41], [0]))
 
 
-@pytest.mark.parametrize("value", [(1, 2), (), [1, 2], ("text", {})], ids=repr)
+@pytest.mark.parametrize("value", [(1, 2), (), [1, 2], ("text", {}), 5, 1.5], ids=repr)
 def test_a_state_of_the_wrong_width_is_refused_where_it_is_given(value: Any) -> None:
     def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
         with pytest.raises(StateValueError):
@@ -164,7 +164,9 @@ def test_a_value_that_does_not_fit_is_named_with_its_key() -> None:
         return iter(())
 
     groups = grouped([1, 2, 3], [0, 0, 0])
-    with pytest.raises(StateValueError, match=r"'n' of type bigint cannot hold 'many' \(str\) \(key \(3,\)\)"):
+    with pytest.raises(
+        StateValueError, match=r"'n' of type bigint cannot hold 'many' \(str\) \(key \(3,\), bucket 3, batch 7\)"
+    ):
         called(caller(function), groups)
 
 
@@ -524,6 +526,31 @@ def test_what_is_no_row_is_named_with_its_key(result: Any, text: str) -> None:
     assert isinstance(raised.value, StateValueError)
     assert isinstance(raised.value, TypeError)
     assert len(str(raised.value)) < 500
+
+
+OUTPUT = StructType([StructField("k", LongType()), StructField("n", LongType()), StructField("is", BooleanType())])
+UNFIT: list[tuple[str, Any, str]] = [
+    ("text for a number", [(1, 2, None), (1, "many", None)], r"'n' of type bigint cannot hold 'many' \(str\), in the row \(1, 'many', None\)"),
+    ("a list for a number", [(1, [2], None)], r"'n' of type bigint cannot hold \[2\] \(list\)"),
+    ("text for a truth", {"k": [1], "n": [1], "is": ["so"]}, r"'is' of type boolean cannot hold 'so'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "text"), [u[1:] for u in UNFIT], ids=[u[0] for u in UNFIT])
+def test_values_of_rows_that_spark_would_not_convert_are_named_with_their_key(given: Any, text: str) -> None:
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Any:
+        return given if key == (41,) else [(1, 2, None)]
+
+    one = KeyCaller(function, SCHEMA, STATE, ["k", "v"], OUTPUT.names, "UTC", 10_000, OUTPUT)
+    with pytest.raises(ResultTypeError, match=rf"{text}.* \(key \(41,\), bucket 3, batch 7\)"):
+        called(one, grouped([3, 41, 5], [0, 0, 0]))
+
+
+def test_values_of_rows_that_spark_would_convert_go_to_it() -> None:
+    rows = [(1, 2, True), (1.0, "3", "true"), (None, None, None)]
+    one = KeyCaller(lambda key, pdfs, state: rows, SCHEMA, STATE, ["k", "v"], OUTPUT.names, "UTC", 10_000, OUTPUT)
+    (frame,) = called(one, grouped([41], [0]))
+    assert list(frame["n"]) == [2, "3", None]
 
 
 @pytest.mark.parametrize("result", [None, 5, pd.DataFrame({"k": [1], "n": [2]})], ids=["None", "5", "a frame"])

@@ -38,7 +38,7 @@ from pyspark.sql.types import (
 )
 
 from arrow_schemas import RowSchema, key_fields, state_fields
-from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
+from spark_state_ext.errors import ResultTypeError, StateError, StateValueError, UserFunctionError
 from spark_state_ext.spark import rows as rows_module
 from spark_state_ext.spark.compat import STATE_BINARY
 from spark_state_ext.spark.groups import CallContext, Groups, Result
@@ -362,16 +362,16 @@ def test_no_output() -> None:
     assert list(made.data(groups, nobody, schema.empty(), CONTEXT, Result())) == []
 
 
-WHERE = r"\(bucket 3, batch 7\)"
+WHERE = r"\(key \(1,\), bucket 3, batch 7\)"
 WRONG: list[tuple[str, Any, type[Exception], str]] = [
-    ("one tuple", (1, 2), UserFunctionError, "the function gave 1 .int. for a row: return, or yield, one tuple for each output row"),
-    ("a dict", {"k": 1, "n": 2}, UserFunctionError, "the function gave 'k' .str. for a row"),
-    ("dicts", [{"k": 1, "n": 2}], UserFunctionError, r"the function gave \{'k': 1, 'n': 2\} .dict. for a row"),
-    ("text", "kn", UserFunctionError, "the function gave 'k' .str. for a row"),
-    ("a frame", pd.DataFrame({"k": [1], "n": [2]}), UserFunctionError, "the function gave 'k' .str. for a row"),
-    ("an array", np.array([[1, 2], [3, 4]]), UserFunctionError, r"the function gave array\(\[1, 2\]\) .ndarray. for a row"),
-    ("too few", [(1, 2), (1,)], StateValueError, r"the function gave \(1,\) for a row; expected a tuple of k, n"),
-    ("too many", [(1, 2, 3)], StateValueError, r"the function gave \(1, 2, 3\) for a row; expected a tuple of k, n"),
+    ("one tuple", (1, 2), ResultTypeError, "the function gave 1 .int. for a row: return, or yield, one tuple for each output row"),
+    ("a dict", {"k": 1, "n": 2}, ResultTypeError, "the function gave 'k' .str. for a row"),
+    ("dicts", [{"k": 1, "n": 2}], ResultTypeError, r"the function gave \{'k': 1, 'n': 2\} .dict. for a row"),
+    ("text", "kn", ResultTypeError, "the function gave 'k' .str. for a row"),
+    ("a frame", pd.DataFrame({"k": [1], "n": [2]}), ResultTypeError, "the function gave 'k' .str. for a row"),
+    ("an array", np.array([[1, 2], [3, 4]]), ResultTypeError, r"the function gave array\(\[1, 2\]\) .ndarray. for a row"),
+    ("too few", [(1, 2), (1,)], ResultTypeError, r"the function gave \(1,\) for a row; expected a tuple of k, n"),
+    ("too many", [(1, 2, 3)], ResultTypeError, r"the function gave \(1, 2, 3\) for a row; expected a tuple of k, n"),
     ("another type", [(1, 2), (1, "many")], StateValueError, r"output column 'n' of type bigint cannot hold 'many' \(str\) \(in \(1, 'many'\)\)"),
     ("a fraction", [(1, 1.5)], StateValueError, r"output column 'n' of type bigint cannot hold 1\.5 \(float\)"),
     ("too large", [(1, 2**63)], StateValueError, "output column 'n' of type bigint cannot hold 9223372036854775808"),
@@ -385,6 +385,20 @@ def test_output_that_is_refused(given: Any, kind: type[StateError], text: str) -
     assert raised.match(WHERE)
 
 
+def test_output_that_is_refused_is_told_with_the_key_that_gave_it() -> None:
+    """Rows are converted together, long after their keys were called."""
+
+    def function(key: Any, rows: list[Any], state: Any) -> Any:
+        if key.k == 4:
+            return None
+        return [(key.k, row.v if key.k != 6 else "many") for row in rows] * 3
+
+    with pytest.raises(
+        StateValueError, match=r"'n' of type bigint cannot hold 'many' .*\(key \(6,\), bucket 3, batch 7\)"
+    ):
+        run(function, numbers(*((k, k) for k in range(9))))
+
+
 def test_a_fraction_within_a_list_is_refused() -> None:
     lists = StructType([StructField("k", LongType()), StructField("all", ArrayType(LongType()))])
     with pytest.raises(
@@ -395,9 +409,7 @@ def test_a_fraction_within_a_list_is_refused() -> None:
 
 
 def test_a_number_is_no_output() -> None:
-    with pytest.raises(
-        UserFunctionError, match=r"key \(1,\) \(bucket 3, batch 7\): TypeError: 'int' object is not iter"
-    ):
+    with pytest.raises(ResultTypeError, match=rf"the function gave 5 \(int\): return, or yield, one tuple .* {WHERE}"):
         run(lambda key, rows, state: 5, numbers((1, 0)))
 
 
@@ -586,7 +598,9 @@ def test_a_null_where_none_may_be_is_named_with_its_key() -> None:
             state.update((None if key.k == 3 else 7,))
 
     run(function, numbers((1, 0), (2, 0)), state=whole)
-    with pytest.raises(StateValueError, match=r"'n' is declared without NULLs and was given None \(key \(3,\)\)"):
+    with pytest.raises(
+        StateValueError, match=r"'n' is declared without NULLs and was given None \(key \(3,\), bucket 3, batch 7\)"
+    ):
         run(function, numbers((1, 0), (2, 0), (3, 0)), state=whole)
 
 
@@ -594,7 +608,9 @@ def test_a_state_that_does_not_fit_is_named_with_its_key() -> None:
     def function(key: Any, rows: list[Any], state: GroupState) -> None:
         state.update((7 if key.k == 1 else "many",))
 
-    with pytest.raises(StateValueError, match=r"'n' of type bigint cannot hold 'many' \(str\) \(key \(3,\)\)"):
+    with pytest.raises(
+        StateValueError, match=r"'n' of type bigint cannot hold 'many' \(str\) \(key \(3,\), bucket 3, batch 7\)"
+    ):
         run(function, numbers((1, 0), (3, 0)))
     with pytest.raises(StateValueError, match=r"columns n: .*\(key \(1,\), bucket 3, batch 7\)"):
         run(lambda key, rows, state: state.update((1, 2)), numbers((1, 0)))

@@ -16,11 +16,10 @@ import lmdb
 import pytest
 from core_support import SCHEMA
 
-from spark_state_ext.errors import StorageError
+from spark_state_ext.errors import ClosedEnvironmentError, StorageError
 from spark_state_ext.store import LocalStore, environment
 from spark_state_ext.store.environment import (
     MAP_BYTES_MIN,
-    ClosedEnvironmentError,
     Environment,
     Reader,
     SharedEnvironment,

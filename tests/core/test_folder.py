@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from core_support import small_disk
 from fsspec.implementations.local import LocalFileSystem
 from object_store import S3
 
+from spark_state_ext.advice import advice_on
 from spark_state_ext.errors import MissingCheckpointError, StorageError, StoreFullError, UsageError
 from spark_state_ext.folder import Folder
 from spark_state_ext.retry import is_retriable
@@ -224,3 +226,41 @@ class Unwell(LocalFileSystem):  # type: ignore[misc]
 def test_what_cannot_be_asked_is_not_absent(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="Connection reset"):
         Folder(str(tmp_path), {"implementation": f"{__name__}.Unwell"}).exists("file")
+
+
+class Answer(Exception):  # noqa: N818  # as clients of stores name theirs
+    """An error of a store's client, with the status that the server answered with."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status = status
+
+
+ADVICE: list[tuple[Exception, bool, str]] = [
+    (PermissionError(errno.EACCES, "denied"), True, "A root must be a folder that every executor can make"),
+    (OSError(errno.EIO, "i/o error"), True, "See that each executor can reach and use the root"),
+    (PermissionError(errno.EACCES, "denied"), False, "Give rights to list, read, write and delete there"),
+    (Answer(403), False, "Give rights to list"),
+    (FileNotFoundError("The specified bucket does not exist"), False, "The bucket or container of a root must exist"),
+    (ConnectionError("refused"), False, "The store did not answer: see to the network, and to the endpoint"),
+    (Answer(503), False, "The store did not answer"),
+    (Answer(400), False, "See that each executor can reach and use the root"),
+]
+
+
+@pytest.mark.parametrize(("error", "local", "advice"), ADVICE, ids=[f"{a[0]!r} {a[1]}" for a in ADVICE])
+def test_a_failure_of_a_root_says_what_to_do(error: Exception, local: bool, advice: str) -> None:
+    """Connections that were refused, missing rights on an object store and others came without a word of advice."""
+    assert advice_on(error, local).startswith(advice)
+
+
+def test_a_store_that_cannot_be_reached_says_what_to_look_at() -> None:
+    options = {
+        "key": "k",
+        "secret": "s",
+        "endpoint_url": "http://localhost:1",
+        "config_kwargs": {"retries": {"max_attempts": 0}},
+    }
+    files = Folder("s3://bucket/root", options)
+    with pytest.raises(StorageError, match="The store did not answer: see to the network, and to the endpoint"):
+        files.names()

@@ -309,7 +309,7 @@ FAILURES: dict[str, tuple[str, Callable[..., Any], list[str]]] = {
     "columns": ("arrow", lambda batch: {"key": ["a"]}, ["StateValueError", "the function gave the columns key; expected key, n", "batch 0"]),
     "state": ("arrow", update_wrongly, ["StateValueError", "state column 'n' of type int64 cannot hold string", "in update_wrongly"]),
     "exception": ("arrow", fail, ["UserFunctionError", "1 rows of 1 keys", "no such aircraft", "in fail"]),
-    "rows": ("rows", lambda key, rows, state: [(1, 2, 3)], ["StateValueError", "the function gave (1, 2, 3) for a row; expected a tuple of key, n"]),
+    "rows": ("rows", lambda key, rows, state: [(1, 2, 3)], ["ResultTypeError", "the function gave (1, 2, 3) for a row; expected a tuple of key, n"]),
 }  # fmt: skip
 
 
