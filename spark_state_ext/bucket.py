@@ -127,7 +127,9 @@ class Bucket:
         self._uploads = uploads or WorkerUploads()
         self._options = options or CommitOptions(journal=False)
         self._run = run
-        self.committer = Committer(store, places, self._uploads, self._options, batches_retained, run=run)
+        self.committer = Committer(
+            store, places, self._uploads, self._options, batches_retained, self._runner, scratch, run=run
+        )
         known = taken_over(pointer, places)
         self._sources = Sources(restore_order(places, known, restore_from), pointer, restore_from)
         self._sizes: Sizes | None = None

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
 from arrow_schemas.pointer import InlineDelta, Pointer
 from spark_state_ext.backends import STATE, Checkpoint
+from spark_state_ext.background import Runner
 from spark_state_ext.commit import (
     CommitOptions,
     How,
@@ -25,7 +27,7 @@ from spark_state_ext.commit import (
 from spark_state_ext.errors import CommitTimeoutError, StateError, UploadFailedError
 from spark_state_ext.failures import NO_RUN, Clocks, Ended, Run, counts
 from spark_state_ext.sealed import SealedFile
-from spark_state_ext.snapshots import Snapshots
+from spark_state_ext.snapshots import Snapshots, check_name
 from spark_state_ext.store import LocalStore
 from spark_state_ext.uploads import DONE, FAILED, RUNNING, Note, Upload, Uploads, note_name, notes_of
 
@@ -75,6 +77,8 @@ class Committer:
         Limits.
     batches_retained
         Spark's ``minBatchesToRetain``.
+    runner, scratch
+        As for `Snapshots`.
     clock_s
         The machine's monotonic clock.
     run
@@ -88,6 +92,8 @@ class Committer:
         uploads: Uploads,
         options: CommitOptions,
         batches_retained: int,
+        runner: Runner,
+        scratch: Path,
         clock_s: Callable[[], float] = time.monotonic,
         run: Run | None = None,
     ) -> None:
@@ -105,7 +111,7 @@ class Committer:
         # What the last call of the task has to wait for.
         self.left: list[Upload] = []
         self.waited_s = 0.0
-        self.snapshots = Snapshots(store, self._places, uploads, options, batches_retained, clock_s)
+        self.snapshots = Snapshots(store, self._places, uploads, options, batches_retained, runner, scratch, clock_s)
 
     # -- what went before --------------------------------------------------------------------------
 
@@ -148,10 +154,11 @@ class Committer:
         files = [(name, delta.name) for name, delta in pending(pointer)]
         files += [(name, file_name(it.since, SNAPSHOT)) for name, it in pointer.standings.items() if it.since]
         awaited = {(name, file): note_name(name, file) for name, file in files}
+        checked = {check_name(name, file) for name, file in files}
         found = {key: notes.get(name) for key, name in awaited.items()}
         done = {key: note.markers for key, note in found.items() if note is not None and note.state == DONE}
         oldest = pointer.inline[0].ref if pointer.inline else pointer.ref
-        names = set(awaited.values())
+        names = checked | set(awaited.values())
         if pointer.lineage:
             # When the next snapshot is due, that of the one before is asked for.
             presumed = file_name(pointer.lineage[0].ref, SNAPSHOT)

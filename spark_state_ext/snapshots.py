@@ -12,19 +12,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.pointer import Pointer, Standing
 from spark_state_ext.backends import STATE, Markers
-from spark_state_ext.background import HUNG_S
+from spark_state_ext.background import HUNG_S, Runner
+from spark_state_ext.checkpoint import verify_checkpoint
 from spark_state_ext.commit import CommitOptions, Place, is_complete, settled
-from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, UploadFailedError
+from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, UploadFailedError
 from spark_state_ext.lineage import recent_beats
 from spark_state_ext.sealed import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.uploads import DONE, FAILED, RUNNING, Note, Uploads, note_name, notes_of
 
-__all__ = ["Snapshots"]
+__all__ = ["Snapshots", "check_name"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # Checkpoints until a full snapshot that nobody here knows of is taken for lost.
@@ -48,6 +51,10 @@ class Snapshots:
         Limits.
     batches_retained
         Spark's ``minBatchesToRetain``.
+    runner
+        Reads back what another machine has sent.
+    scratch
+        Local folder for temporary files.
     clock_s
         The machine's monotonic clock.
     """
@@ -59,6 +66,8 @@ class Snapshots:
         uploads: Uploads,
         options: CommitOptions,
         batches_retained: int,
+        runner: Runner,
+        scratch: Path,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -66,6 +75,8 @@ class Snapshots:
         self._uploads = uploads
         self._options = options
         self._batches_retained = batches_retained
+        self._runner = runner
+        self._scratch = scratch
         self._clock_s = clock_s
         # Backends that were found to lack files, and get a full backup by this commit.
         self.lost: set[str] = set()
@@ -138,22 +149,29 @@ class Snapshots:
         file = file_name(standing.since, SNAPSHOT)
         note = notes.get(note_name(name, file))
         if note is not None and note.state == RUNNING:
-            # One that is long over may not have been noted.
-            late = self._clock_s() - note.since_s > HUNG_S
-            return late or not (note.owner == self._uploads.owner or self._uploads.is_alive(note.owner))
+            return not self._is_at_it(note)
         if note is not None:
             return note.state == FAILED
+        check = notes.get(check_name(name, file))
+        if check is not None and self._is_at_it(check):
+            return False
         try:
             there = self._has(name, file)
         except StorageError as error:
             # Others hold the state, so nothing depends on this one.
             _LOGGER.warning("the backend %s does not tell whether it has caught up: %s", name, error)
             there = False
-        if there:
-            self._store.note({note_name(name, file): Note(DONE, self._uploads.owner, self._clock_s()).encode()})
+        if there and self._begin_check(name, standing.since):
             return False
         # Another machine may be at it.
         return pointer.version >= standing.since.version + _PATIENCE_VERSIONS
+
+    def _is_at_it(self, note: Note) -> bool:
+        """Whether the process that noted that it begins lives, and is not taken for hanging."""
+        # One that is long over may not have been noted.
+        if self._clock_s() - note.since_s > HUNG_S:
+            return False
+        return note.owner == self._uploads.owner or self._uploads.is_alive(note.owner)
 
     def caught_up(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
         """The pointer of which backends get a full snapshot.
@@ -231,6 +249,30 @@ class Snapshots:
             # It comes to light when this process ends, or after a while.
             _LOGGER.warning("that the snapshot of checkpoint %s is %s could not be noted: %s", ref, note.state, error)
 
+    def _begin_check(self, name: str, ref: CheckpointRef) -> bool:
+        """Have a snapshot read that another machine has sent, beside batches; whether that was taken on.
+
+        That a file is there says nothing of its bytes: whoever sent it may have died before it compared them.
+        """
+        noted = check_name(name, file_name(ref, SNAPSHOT))
+        self._store.note({noted: Note(RUNNING, self._uploads.owner, self._clock_s()).encode()})
+        taken = self._runner.submit(f"check of {self._store.folder} {ref} in {name}", partial(self._check, name, ref))
+        if not taken:
+            self._store.note({}, [noted])
+        return taken
+
+    def _check(self, name: str, ref: CheckpointRef) -> None:
+        owner = self._uploads.owner
+        try:
+            verify_checkpoint(self._places[name].restore.restore(), ref, SNAPSHOT, self._scratch)
+            self._tell(ref, [name], Note(DONE, owner, self._clock_s()))
+        except CorruptError as error:
+            _LOGGER.error("the backend %s did not catch up: %s. It gets another full snapshot.", name, error)
+            self._tell(ref, [name], Note(FAILED, owner, self._clock_s(), error=str(error)))
+        finally:
+            # After what was found. Where nothing was, as the backend could not be read, the next call begins anew.
+            self._store.note({}, [check_name(name, file_name(ref, SNAPSHOT))])
+
     def has_snapshot(self, pointer: Pointer, ref: CheckpointRef) -> bool:
         """Whether a backend that holds everything has the snapshot of a checkpoint."""
         file = file_name(ref, SNAPSHOT)
@@ -246,3 +288,14 @@ class Snapshots:
             return self._places[name].restore.restore().size(file) > 0
         except MissingCheckpointError:
             return False
+
+
+def check_name(backend: str, file: str) -> str:
+    """Name of the note that a process reads a file back which it has not sent.
+
+    Parameters
+    ----------
+    backend, file
+        As for `note_name`.
+    """
+    return note_name(backend, f"check {file}")

@@ -208,7 +208,8 @@ class RestoreManager(Protocol):
     def restore(self) -> Readable:
         """The files, by name. They are read from several threads, in any order, and not all of them.
 
-        Also asked for without `init`: whether a file is there, by its size, is looked up while nothing is restored.
+        Also asked for without `init`, while nothing is restored: whether a file is there is looked up by its size, and
+        a snapshot that another machine has sent is read back.
 
         Returns
         -------

@@ -115,11 +115,12 @@ class BackendContract:
     def test_whether_a_file_is_there_can_be_told_while_nothing_is_restored(
         self, factory: BackendFactory, context: BackendContext
     ) -> None:
-        """A snapshot that is awaited, or what was confirmed and somebody may have deleted."""
+        """A snapshot that is awaited, and read back then, or what was confirmed and somebody may have deleted."""
         ref = _ref(1)
         _uploaded(factory, context, ref, b"four")
         files = factory.restore_manager(context).restore()
         assert files.size(file_name(ref, DELTA)) == 4
+        assert files.get(file_name(ref, DELTA)) == b"four"
         with pytest.raises(MissingCheckpointError):
             files.size(file_name(ref, SNAPSHOT))
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from life import Life
+from core_support import SCHEMA
+from life import WAIT_S, Life
 
 from arrow_schemas import CheckpointRef, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT
@@ -29,7 +34,9 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.folder import Folder
 from spark_state_ext.sealed import SealedFile
-from spark_state_ext.uploads import FAILED, Note, note_name
+from spark_state_ext.snapshots import check_name
+from spark_state_ext.store import LocalStore
+from spark_state_ext.uploads import FAILED, RUNNING, Note, note_name
 
 # -- several backends ------------------------------------------------------------------------------
 
@@ -148,6 +155,119 @@ def test_a_backend_that_catches_up_and_cannot_be_asked_keeps_no_commit(
     pointer = life.batch({})
     assert is_complete(pointer.standings["b"])
     assert life.restored(pointer, "b") == life.models[-1]
+
+
+def _sent_from_another_machine(life: Life) -> tuple[Pointer, str]:
+    """A backend b that awaits a snapshot which is there, and a machine that knows nothing of it; the snapshot's name."""
+    for _ in range(3):
+        life.batch()
+    life.settle()
+    life.names = ("a", "b")
+    pointer = life.batch()
+    life.settle()
+    assert pointer.standings["b"] == Standing(pointer.ref, since=pointer.ref)
+    life.store = LocalStore(life.local / "another machine", SCHEMA)
+    life.stores.append(life.store)
+    (name,) = (it for it in life.folder("b").names() if SNAPSHOT in it)
+    return pointer, name
+
+
+def _flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+DAMAGED: dict[str, Callable[[bytes], bytes]] = {
+    "cut to half": lambda content: content[: len(content) // 2],
+    "cut by a byte": lambda content: content[:-1],
+    "one byte": lambda content: content[:1],
+    "a bit of its body": lambda content: _flipped(content, len(content) // 2),
+    "other bytes": lambda content: bytes(len(content)),
+}
+
+
+@pytest.mark.parametrize("damaged", DAMAGED.values(), ids=list(DAMAGED))
+def test_a_snapshot_from_another_machine_that_is_damaged_is_replaced(
+    life: Life, damaged: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, name = _sent_from_another_machine(life)
+    life.folder("b").put(name, damaged(life.folder("b").get(name)))
+    pointers = []
+    for _ in range(4):
+        pointers.append(life.batch())
+        life.settle()
+    assert [is_complete(pointer.standings["b"]) for pointer in pointers] == [False, False, True, True]
+    told = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [name in record.getMessage() for record in told] == [True]
+    assert "the backend b did not catch up: " in caplog.text
+    assert "It gets another full snapshot." in caplog.text
+    for pointer, model in zip(life.pointers[-2:], life.models[-2:], strict=True):
+        assert life.restored(pointer, "b") == model
+
+
+def test_a_snapshot_from_another_machine_counts_when_it_was_read_back(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for all calls, and beside them: nothing waits for it."""
+    _, name = _sent_from_another_machine(life)
+    may_read, reads = threading.Event(), []
+
+    def get(self: Folder, asked: str) -> bytes:
+        if (self.root, asked) == (life.folder("b").root, name):
+            reads.append(asked)
+            assert may_read.wait(WAIT_S)
+        return real(self, asked)
+
+    real = Folder.get
+    monkeypatch.setattr(Folder, "get", get)
+    for _ in range(3):
+        assert not is_complete(life.batch().standings["b"])
+    may_read.set()
+    life.settle()
+    assert reads == [name]
+    pointer = life.batch()
+    assert is_complete(pointer.standings["b"])
+    assert life.files("b", SNAPSHOT) == [4]
+    life.settle()
+    assert life.restored(pointer, "b") == life.models[-1]
+
+
+def test_a_snapshot_from_another_machine_that_cannot_be_read_is_read_again_by_the_next_call(
+    life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, name = _sent_from_another_machine(life)
+
+    def get(self: Folder, asked: str) -> bytes:
+        if (self.root, asked) == (life.folder("b").root, name):
+            raise StorageError("reading b: nobody is at home")
+        return real(self, asked)
+
+    real = Folder.get
+    monkeypatch.setattr(Folder, "get", get)
+    for _ in range(2):
+        life.batch()
+        life.settle()
+    assert caplog.text.count("nobody is at home") == 2
+    monkeypatch.undo()
+    for _ in range(2):
+        pointer = life.batch()
+        life.settle()
+    assert is_complete(pointer.standings["b"])
+    assert life.files("b", SNAPSHOT) == [4]
+
+
+def test_a_snapshot_is_read_back_anew_when_the_process_that_read_it_has_ended(life: Life) -> None:
+    pointer, name = _sent_from_another_machine(life)
+    ended = subprocess.run(
+        [sys.executable, "-c", "from spark_state_ext import process; print(process.token())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    life.store.note({check_name("b", name): Note(RUNNING, ended, time.monotonic()).encode()})
+    for _ in range(2):
+        pointer = life.batch()
+        life.settle()
+    assert is_complete(pointer.standings["b"])
 
 
 def test_a_backend_that_cannot_be_asked_is_not_taken_for_one_that_has_lost_what_another_has_lost(

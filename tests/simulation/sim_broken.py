@@ -247,11 +247,14 @@ def _committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) -
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.committer = kind(
-                self._store, self._places, self._uploads, self._options, self._batches_retained, run=self._run
+                *(self._store, self._places, self._uploads, self._options, self._batches_retained),
+                *(self._runner, self._scratch),
+                run=self._run,
             )
             places = {place.name: place for place in self._places}
             self.committer.snapshots = snapshots(
-                self._store, places, self._uploads, self._options, self._batches_retained
+                *(self._store, places, self._uploads, self._options, self._batches_retained),
+                *(self._runner, self._scratch),
             )
 
     return Committing
