@@ -67,21 +67,27 @@ def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def connect_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A Connect session on a server in a process of its own."""
+def connect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A Connect server in a process of its own."""
     from pyspark import __version__
 
     if int(__version__.split(".")[0]) < 4:
         pytest.skip("the pip package of PySpark 3.5 holds no Connect server; Connect is tested from 4.0 on")
-    from pyspark.sql.connect.session import SparkSession
-
     from spark_state_ext.demo.server import Server
 
     with Server(tmp_path_factory.mktemp("connect"), 2, CONF) as server:
         server.start()
-        session = SparkSession.builder.remote(server.url).create()
-        yield session
-        session.stop()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def connect_session(connect_server: Any) -> Iterator[Any]:
+    """A Connect session."""
+    from pyspark.sql.connect.session import SparkSession
+
+    session = SparkSession.builder.remote(connect_server.url).create()
+    yield session
+    session.stop()
 
 
 @pytest.fixture

@@ -6,16 +6,15 @@ import ast
 import inspect
 import os
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pytest
+from pyspark.errors import AnalysisException
 
 import spark_state_ext
 from arrow_schemas.lineage import DELTA, FILE_FORMATS, SNAPSHOT
@@ -23,7 +22,6 @@ from arrow_schemas.operator import OPERATOR_FORMAT
 from arrow_schemas.pointer import POINTER_FORMAT
 from spark_state_ext import Agg, ArrowState, disable, enable, errors, metrics
 from spark_state_ext.backends import BackendAdmin, BackendContext, BackendFactory, BackupManager, RestoreManager
-from spark_state_ext.folder import Folder
 from spark_state_ext.lease_record import LEASE_FORMAT
 from spark_state_ext.spark import operators
 from spark_state_ext.store.local import _STORE_FORMAT
@@ -32,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 _WAIT_S = 120
-_FENCED = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^```(\w*)[^`\n]*\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
 def section(page: Path, title: str) -> str:
@@ -54,11 +52,6 @@ def rows(text: str) -> list[list[str]]:
 
 def python_blocks(text: str) -> list[str]:
     return [code for language, code in _FENCED.findall(text) if language == "python"]
-
-
-def placed(code: str, folder: Path) -> str:
-    """Code whose files lie in a folder."""
-    return code.replace('"/tmp/', f'"{folder}/')
 
 
 # -- tables ---------------------------------------------------------------------------------------
@@ -188,6 +181,7 @@ def test_links_lead_somewhere() -> None:
 def test_lines_are_not_too_long() -> None:
     for page in (
         ROOT / "README.md",
+        DOCS / "connect.md",
         DOCS / "operators.md",
         DOCS / "operating.md",
         DOCS / "parity.md",
@@ -198,87 +192,6 @@ def test_lines_are_not_too_long() -> None:
             line for line in page.read_text().splitlines() if not line.startswith("|") and " cores of " not in line
         ]
         assert [line for line in lines if len(line) > 140] == [], page.name
-
-
-# -- snippets -------------------------------------------------------------------------------------
-
-
-def test_an_example_of_s3(s3: Any) -> None:
-    """The options reach a server that is not Amazon's."""
-    pytest.importorskip("s3fs")
-    (code,) = python_blocks(section(DOCS / "operating.md", "On S3"))
-    code = code.replace("http://localhost:9000", s3.endpoint)
-    # Its server takes any.
-    names: dict[str, Any] = {"ArrowState": ArrowState}
-    exec(code.replace('"…"', '"any"'), names)
-    state = names["state"]
-    folder = Folder(state.root, state.storage_options)
-    folder.put("file", b"bytes")
-    assert folder.get("file") == b"bytes"
-
-
-def test_an_example_of_a_local_folder() -> None:
-    names: dict[str, Any] = {"ArrowState": ArrowState}
-    exec(python_blocks(section(DOCS / "operating.md", "The local folder"))[0], names)
-    assert names["state"].local_dir == "/tmp/arrow-local"
-
-
-def run(code: str, names: dict[str, Any], instead_of_waiting: Callable[[Any], None]) -> None:
-    """Run a snippet, but for how long it waits for its query."""
-    for statement in ast.parse(code).body:
-        if ast.unparse(statement).startswith("query.awaitTermination("):
-            instead_of_waiting(names["query"])
-        else:
-            exec(compile(ast.Module([statement], []), "snippet", "exec"), names)
-
-
-def until_rows_come(query: Any) -> None:
-    """Wait for a batch that had rows."""
-    deadline_s = time.monotonic() + _WAIT_S
-    while not any(progress["numInputRows"] for progress in query.recentProgress):
-        assert query.exception() is None
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
-
-
-@pytest.mark.spark
-def test_the_first_page(spark: Any, tmp_path: Path) -> None:
-    """Both snippets, one after the other: the second goes on from the state of the first."""
-    first, second = (placed(code, tmp_path) for code in python_blocks((ROOT / "README.md").read_text()))
-    names: dict[str, Any] = {}
-    try:
-        run(first, names, until_rows_come)
-        before = names["query"].id
-        exec(second, names)
-        run(first[first.index("query = (") :], names, until_rows_come)
-        assert names["query"].id == before
-        assert names["query"].exception() is None
-    finally:
-        disable(spark)
-
-
-@pytest.mark.spark
-def test_several_steps(spark: Any, tmp_path: Path) -> None:
-    (code,) = python_blocks(section(DOCS / "parity.md", "Several steps"))
-    code = placed(code, tmp_path)
-    # In place of the console, whose rows are the JVM's to print.
-    assert '.format("console")' in code
-    names: dict[str, Any] = {}
-    try:
-        run(code.replace('.format("console")', '.format("memory").queryName("alerted")'), names, until_alerted)
-        alerts = {(row.user, row.above) for row in spark.table("alerted").collect()}
-        assert alerts
-        assert all(above % 1000 == 0 for _, above in alerts)
-    finally:
-        disable(spark)
-
-
-def until_alerted(query: Any) -> None:
-    deadline_s = time.monotonic() + _WAIT_S
-    while not any(progress["sink"]["numOutputRows"] > 0 for progress in query.recentProgress):
-        assert query.exception() is None
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
 
 
 # -- what is said of Spark ------------------------------------------------------------------------
@@ -333,6 +246,13 @@ def test_shuffle_partitions_are_fixed_at_the_first_start(spark: Any, tmp_path: P
 
 
 @pytest.mark.spark
+def test_a_stream_cannot_be_sorted_before(spark: Any, tmp_path: Path) -> None:
+    ordered = stream_of_ids(spark, tmp_path / "in").orderBy("k")
+    with pytest.raises(AnalysisException, match="orting is not supported"):
+        ordered.writeStream.format("noop").outputMode("update").start()
+
+
+@pytest.mark.spark
 def test_local_folders_are_the_applications_by_default(spark: Any) -> None:
     def folders(batches: Any) -> Any:
         for batch in batches:
@@ -341,26 +261,3 @@ def test_local_folders_are_the_applications_by_default(spark: Any) -> None:
 
     (row,) = spark.range(1).mapInArrow(folders, "folder string").collect()
     assert Path(row.folder).name.startswith("blockmgr-")
-
-
-# -- the page of operators ------------------------------------------------------------------------
-
-
-@pytest.mark.spark
-@pytest.mark.slow
-def test_the_page_of_operators(spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its snippets run in turn, and each prints what stands below it."""
-    blocks: list[tuple[str, str]] = _FENCED.findall((DOCS / "operators.md").read_text())
-    names: dict[str, Any] = {}
-    printed, told = "", 0
-    for language, text in blocks:
-        if language == "python":
-            if "approx_count_distinct" in text and not find_spec("datasketches"):
-                printed = ""
-                continue
-            exec(placed(text, tmp_path), names)
-            printed = capsys.readouterr().out.strip()
-        elif printed:
-            assert text.strip() == printed
-            told += 1
-    assert told >= 5

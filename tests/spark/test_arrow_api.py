@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -23,6 +26,7 @@ from api_jobs import (
 )
 from jobs import CLASSIC, COUNTS, KEYED, TIMED, ddl, event_rows, keyed, table
 from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
 from streams import finish, read
@@ -57,18 +61,64 @@ def test_connect_runs_them(connect: Any, tmp_path: Path) -> None:
         assert job.run(keyed("a", "b"), keyed("b")) == {0: [("a", 1), ("b", 1)], 1: [("b", 2)]}
 
 
+# -- order of rows --------------------------------------------------------------------------------
+
+
+def descents(values: list[int]) -> int:
+    """How often a value is less than the one before."""
+    return sum(after < before for before, after in pairwise(values))
+
+
+def descents_arrow(batch: StateBatch) -> Any:
+    return batch.keys.append_column(
+        "n", pa.array([descents(mine) for mine in batch.lists("value").to_pylist()], pa.int64())
+    )
+
+
+def descents_rows(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, ...]]:
+    return [(key.key, descents([row.value for row in rows]))]
+
+
+def descents_pandas(key: Any, pdfs: Any, state: GroupState) -> list[tuple[Any, ...]]:
+    return [(key[0], descents(pd.concat(list(pdfs))["value"].tolist()))]
+
+
+def sorted_arrow(batch: StateBatch) -> Any:
+    rows = batch.rows.append_column("group", batch.group_ids)
+    rows = rows.take(pc.sort_indices(rows, [("group", "ascending"), ("value", "ascending")]))
+    ends = batch.offsets.to_pylist()
+    values = [rows["value"][start:end].to_pylist() for start, end in pairwise(ends)]
+    return batch.keys.append_column("n", pa.array([descents(mine) for mine in values], pa.int64()))
+
+
+def sorted_rows(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, ...]]:
+    return [(key.key, descents([row.value for row in sorted(rows, key=lambda row: row.value)]))]
+
+
+def sorted_pandas(key: Any, pdfs: Any, state: GroupState) -> list[tuple[Any, ...]]:
+    return [(key[0], descents(pd.concat(list(pdfs)).sort_values("value")["value"].tolist()))]
+
+
 @CLASSIC
-def test_the_first_lines_of_the_page(session: Any, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "vectorised.md").read_text()
-    code = page.split("```python\n")[1].split("```")[0].replace("/tmp/arrow-state", str(tmp_path / "root"))
-    job = ApiJob(session, "arrow", tmp_path, count_arrow)
-    job.feed(keyed("a", "b", "a"), keyed("a"))
-    names = {"events": read(session, str(tmp_path / "in"), ddl(KEYED)).withColumnRenamed("key", "user")}
-    exec(code, names)
-    writer = names["counts"].writeStream.format("memory").queryName("page").outputMode("update")
-    finish(writer.trigger(availableNow=True).start())
-    assert sorted(map(tuple, session.table("page").collect())) == [("a", 2), ("a", 3), ("b", 1)]
-    session.sql("DROP VIEW IF EXISTS page")
+@pytest.mark.parametrize(
+    ("api", "in_order", "sorting"),
+    [
+        ("arrow", descents_arrow, sorted_arrow),
+        ("rows", descents_rows, sorted_rows),
+        ("pandas", descents_pandas, sorted_pandas),
+    ],
+)
+def test_rows_of_a_partition_keep_its_order_and_a_sort_is_for_all(
+    session: Any, tmp_path: Path, api: str, in_order: Any, sorting: Any
+) -> None:
+    """What docs/vectorised.md says of the order of rows."""
+    batch = keyed(*["a", "b", "c", "d"] * 500)
+    every = [(key, 0) for key in "abcd"]
+    for name, function, partitions in (("one", in_order, 1), ("several", sorting, 3)):
+        (tmp_path / name).mkdir()
+        job = ApiJob(session, "arrow", tmp_path / name, function, api=api)
+        job.before = partial(DataFrame.repartition, numPartitions=partitions) if partitions > 1 else job.before
+        assert sorted(job.run(batch)[0]) == every
 
 
 # -- timeouts -------------------------------------------------------------------------------------
