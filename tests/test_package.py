@@ -1,0 +1,138 @@
+"""What is built: a source distribution that is whole, and a wheel made from it. Nothing is fetched for that."""
+
+from __future__ import annotations
+
+import email
+import email.message
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+_PACKAGES = ("arrow_schemas", "spark_state_ext")
+_WHOLE = (".ci", "benchmarks", "docs", "scripts", "tests", *_PACKAGES)
+_FILES = (
+    ".gitignore",
+    "CHANGELOG.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
+    "pyproject.toml",
+    "setup.cfg",
+    "setup.py",
+)
+# What runs leave behind.
+_LEFT = shutil.ignore_patterns("__pycache__", "*.py[co]", ".hypothesis")
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@dataclass(frozen=True)
+class Built:
+    """What was built, and from what."""
+
+    sources: set[str]
+    sdist: Path
+    wheel: Path
+
+    @property
+    def metadata(self) -> email.message.Message:
+        with zipfile.ZipFile(self.wheel) as archive:
+            (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+            return email.message_from_bytes(archive.read(name))
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    """Build as pip does, with the setuptools that is installed."""
+    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return target / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """A source distribution, unpacked, and a wheel built from that."""
+    folder = tmp_path_factory.mktemp("package")
+    source = folder / "source"
+    for name in _WHOLE:
+        shutil.copytree(ROOT / name, source / name, ignore=_LEFT)
+    for name in _FILES:
+        shutil.copy(ROOT / name, source / name)
+    sources = files(source)
+    archive = build("sdist", source, folder)
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder / "sdist")
+    (sdist,) = (folder / "sdist").iterdir()
+    return Built(sources, sdist, build("wheel", sdist, folder))
+
+
+def test_the_source_distribution_is_whole(built: Built) -> None:
+    """Documents with their charts, the changelog, benchmarks, and tests with their data."""
+    assert sorted(built.sources - files(built.sdist)) == []
+
+
+def test_tests_run_from_the_source_distribution(built: Built) -> None:
+    """All are found, and those that need no more than files of the distribution pass."""
+    environment = {**os.environ, "PYTHONPATH": str(built.sdist)}
+    pytest_there = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    for arguments in (
+        ["--collect-only"],
+        ["tests/core/test_golden.py", "tests/test_charts.py", "tests/test_figures.py"],
+    ):
+        done = subprocess.run(
+            [*pytest_there, *arguments], cwd=built.sdist, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def test_the_wheel_has_the_packages_and_nothing_else(built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        names = set(archive.namelist())
+        (entry_points,) = [archive.read(name).decode() for name in names if name.endswith("/entry_points.txt")]
+    packages = {name for name in names if ".dist-info/" not in name}
+    assert packages == {name for name in built.sources if name.startswith(tuple(f"{it}/" for it in _PACKAGES))}
+    assert {f"{name}/py.typed" for name in _PACKAGES} <= packages
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert "[spark_state_ext.backends]\nfsspec = " in entry_points
+
+
+def test_what_an_index_shows_leads_nowhere_else(built: Built) -> None:
+    """No link to a file beside the README, and no picture: an index has neither. Code is as it was."""
+    shown = built.metadata.get_payload()
+    assert isinstance(shown, str)
+    assert built.metadata["Description-Content-Type"] == "text/markdown"
+    blocks = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+    assert blocks.findall(shown) == blocks.findall((ROOT / "README.md").read_text())
+    prose = re.sub(r"`[^`\n]*`", "", blocks.sub("", shown))
+    assert [target for target in re.findall(r"\]\(([^)]*)\)", prose) if not target.startswith("https://")] == []
+    assert "![" not in prose
+    assert "<img" not in prose
+    # What links led to is named.
+    assert "`docs/operating.md`" in shown
+
+
+def test_what_is_installed_with_it(built: Built) -> None:
+    """No Spark in the core; with it, the pandas that it supports; packages of object stores by extra."""
+    wanted: dict[str, set[str]] = {}
+    for line in built.metadata.get_all("Requires-Dist", []):
+        requirement, _, marker = line.partition(";")
+        extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
+        wanted.setdefault(extra[1] if extra else "", set()).add(requirement.strip().replace(" ", ""))
+    names = {extra: {re.split(r"[<>=\[]", it)[0] for it in found} for extra, found in wanted.items()}
+    assert names[""] == {"fsspec", "lmdb", "numpy", "pandas", "pyarrow", "tenacity"}
+    assert "pandas<3" in wanted["spark"] & wanted["client"]
+    assert names["spark"] == {"pandas", "pyspark"}
+    assert names["client"] == {"pandas", "pyspark-client"}
+    assert [names[extra] for extra in ("s3", "azure", "gcs")] == [{"s3fs"}, {"adlfs"}, {"gcsfs"}]
