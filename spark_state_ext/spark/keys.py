@@ -105,22 +105,27 @@ class KeyCaller(PerKeyCaller):
         self._rows_max = frame_rows_max
         self._strict = strict_output
         self._types = output_type
+        # Of the calls that are being made, by position.
+        self._keys: list[tuple[Any, ...]] = []
         self._copied = frozenset(() if output_type is None else changeable(output_type))
 
     # -- calling -----------------------------------------------------------------------------------
 
     def _data_calls(self, groups: Groups, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
-        keys = self._key_tuples(groups.raw_keys)
+        keys = self._keys = self._key_tuples(groups.raw_keys)
         return ((at, keys[at], pdfs, before[at]) for at, pdfs in self._frames(groups))
 
     def _timeout_calls(self, expired: pa.RecordBatch, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
-        keys = self._key_tuples(self._schema.key_columns(expired))
+        keys = self._keys = self._key_tuples(self._schema.key_columns(expired))
         return ((at, keys[at], [empty_frame(self._columns)], before[at]) for at in range(expired.num_rows))
 
     def _call(
         self, calls: Iterable[Call], timed_out: bool, context: CallContext, changes: Changes
     ) -> Iterator[pd.DataFrame]:
-        function, outputs = self._function, _Outputs(self._outputs, self._copied, self._strict, self._types)
+        function, outputs = (
+            self._function,
+            _Outputs(self._outputs, self._copied, self._strict, self._types, lambda at: self._keys[at]),
+        )
         clock, after_key = self._clock(context, timed_out, self._state_type), context.after_key
         note_position, note_value = changes.positions.append, self._value_noter(changes)
         note_timeout = changes.timeouts.append
@@ -137,7 +142,7 @@ class KeyCaller(PerKeyCaller):
                         if len(waiting) >= _PORTION_KEYS:
                             yield from outputs.take_apart()
                     elif not isinstance(item, pd.DataFrame):
-                        yield from outputs.add_rows(item, key)
+                        yield from outputs.add_rows(item, position)
                     elif len(item) or len(item.columns):
                         # Odd, at least: Spark shall judge it, and raise its own error.
                         outputs.check(item, key)
@@ -228,11 +233,19 @@ class _Outputs:
         Refuse frames with a column of another name.
     types
         Spark's type of a row; None: values are not looked at.
+    key_of
+        The key of a call, for errors.
     """
 
     def __init__(
-        self, names: list[str], copied: frozenset[int], strict: bool = False, types: StructType | None = None
+        self,
+        names: list[str],
+        copied: frozenset[int],
+        strict: bool = False,
+        types: StructType | None = None,
+        key_of: Callable[[int], tuple[Any, ...]] = lambda at: (),
     ) -> None:
+        self._key_of = key_of
         self._names = names
         self._types = types
         self._copied = copied
@@ -246,8 +259,9 @@ class _Outputs:
         self._labels: Any = None
         self._columns: list[Any] = []
         self._rows: list[Any] = []
-        # Whose rows they are, and where those of each begin, for errors; of rows that were given as such.
-        self._row_keys: list[tuple[Any, ...]] = []
+        # Which calls gave them, and where the rows of each begin, for errors; of rows that were given as such. (As
+        # numbers: thousands of keys that are held on to would cost the garbage collector more than the calls.)
+        self._row_owners: list[int] = []
         self._row_starts: list[int] = []
         self._frames: list[pd.DataFrame] = []
         self._width = 0
@@ -296,13 +310,14 @@ class _Outputs:
                 "Spark's way, which is NULL"
             )
 
-    def add_rows(self, item: Any, key: tuple[Any, ...]) -> Iterator[pd.DataFrame]:
-        """Take a row as tuple, several as a list of tuples, or a dict of columns; yields what is due."""
+    def add_rows(self, item: Any, position: int) -> Iterator[pd.DataFrame]:
+        """Take a row as tuple, several as a list of tuples, or a dict of columns; yields what is due. `position` says
+        which call gave it."""
         # Frames that wait come first, as they were given first.
         if self.waiting or self._columns is not self._names:
             yield from self.rest()
             self._labels, self._columns = None, self._names
-        self._row_keys.append(key)
+        self._row_owners.append(position)
         self._row_starts.append(len(self._rows))
         if isinstance(item, tuple):
             self._rows.append(self._row(item))
@@ -353,7 +368,7 @@ class _Outputs:
             rows, self._rows = self._rows, []
             if self._labels is None:
                 self._refuse_values(rows)
-                self._row_keys.clear()
+                self._row_owners.clear()
                 self._row_starts.clear()
             yield _frame_of(rows, self._columns, widen=NUMBERS_JOIN and self._labels is not None)
 
@@ -366,7 +381,7 @@ class _Outputs:
             if isinstance(field.dataType, _NO_TEXT) and not _NO_VALUES.isdisjoint(map(type, values)):
                 for at, value in enumerate(values):
                     if type(value) in _NO_VALUES and not _is_converted(value, field):
-                        self.wrong_key = self._row_keys[bisect.bisect_right(self._row_starts, at) - 1]
+                        self.wrong_key = self._key_of(self._row_owners[bisect.bisect_right(self._row_starts, at) - 1])
                         raise ResultTypeError(
                             f"output column {field.name!r} of type {field.dataType.simpleString()} cannot hold "
                             f"{reprlib.repr(value)} ({type(value).__name__}), in the row {reprlib.repr(rows[at])}"
@@ -467,7 +482,7 @@ def as_frames(result: Any, output_type: StructType) -> Iterator[pd.DataFrame]:
             yield from outputs.rest()
             yield item
         else:
-            yield from outputs.add_rows(item, ())
+            yield from outputs.add_rows(item, 0)
     yield from outputs.rest()
 
 

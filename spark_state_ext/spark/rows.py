@@ -77,12 +77,14 @@ class RowCaller(PerKeyCaller):
         self._key_type = key_type
         self._output_type = output_type
         self._fields = tuple(fields)
+        # Of the calls that are being made, by position.
+        self._keys: list[tuple[Any, ...]] = []
         self._keep_output = row_keeper(output_type, "output column")
         self._make_row = row_class("Row", input_type.names)
         self._make_key = row_class("Key", key_type.names)
 
     def _data_calls(self, groups: Groups, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
-        keys = self._tuples(groups.keys, self._key_type)
+        keys = self._keys = self._tuples(groups.keys, self._key_type)
         make_key, make_row = self._make_key, self._make_row
         bounds = [*groups.starts.tolist(), groups.rows.num_rows]
         at = 0
@@ -99,7 +101,7 @@ class RowCaller(PerKeyCaller):
             at = until
 
     def _timeout_calls(self, expired: pa.RecordBatch, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
-        keys = self._tuples(self._schema.key_columns(expired), self._key_type)
+        keys = self._keys = self._tuples(self._schema.key_columns(expired), self._key_type)
         return ((at, self._make_key(key), [], before[at]) for at, key in enumerate(keys))
 
     @staticmethod
@@ -118,10 +120,10 @@ class RowCaller(PerKeyCaller):
         note_position, note_value = changes.positions.append, self._value_noter(changes)
         note_timeout = changes.timeouts.append
         output: list[tuple[Any, ...]] = []
-        # Whose rows they are: keys, and where the rows of each end. For errors only.
-        keys: list[tuple[Any, ...]] = []
+        # Whose rows they are: positions of keys, and where the rows of each end. For errors only.
+        owners: list[int] = []
         ends: list[int] = []
-        note_key, note_end = keys.append, ends.append
+        note_owner, note_end = owners.append, ends.append
         put, taken = output.append, self._taken
         unchanging = tuple if self._keep_output is None else None
         for position, key, rows, before in calls:
@@ -132,7 +134,7 @@ class RowCaller(PerKeyCaller):
                     for row in given if type(given) in _ITERABLES else _iterable(given):
                         # As it is now: the function may change it, and yield it again.
                         put(row if type(row) is unchanging else taken(row))
-                    note_key(key)
+                    note_owner(position)
                     note_end(len(output))
                 if state.touched or state.timeout_ms != NO_TIMEOUT:
                     note_position(position)
@@ -141,13 +143,13 @@ class RowCaller(PerKeyCaller):
             except Exception as error:
                 reraise(error, tuple(key), context, timed_out)
             if len(output) >= _ROWS_MAX:
-                yield from outbox.add(self._table(output, keys, ends, context))
+                yield from outbox.add(self._table(output, owners, ends, context))
                 output.clear()
-                keys.clear()
+                owners.clear()
                 ends.clear()
             after_key()
         if output:
-            yield from outbox.add(self._table(output, keys, ends, context))
+            yield from outbox.add(self._table(output, owners, ends, context))
         yield from outbox.rest()
 
     def _taken(self, row: Any) -> Any:
@@ -156,9 +158,7 @@ class RowCaller(PerKeyCaller):
             return row
         return tuple(row) if self._keep_output is None else self._keep_output(row)
 
-    def _table(
-        self, rows: list[tuple[Any, ...]], keys: list[tuple[Any, ...]], ends: list[int], context: CallContext
-    ) -> pa.Table:
+    def _table(self, rows: list[tuple[Any, ...]], owners: list[int], ends: list[int], context: CallContext) -> pa.Table:
         wrong: list[int] = []
 
         def whose(row: int) -> str:
@@ -172,7 +172,7 @@ class RowCaller(PerKeyCaller):
             if wrong:
                 # The first call whose rows end behind it. Calls that are not over yet have noted nothing, and none of
                 # theirs is here.
-                place.insert(0, f"key {shown_key(tuple(keys[bisect.bisect_right(ends, wrong[0])]))}")
+                place.insert(0, f"key {shown_key(self._keys[owners[bisect.bisect_right(ends, wrong[0])]])}")
             note_place(error, *place)
             raise
 

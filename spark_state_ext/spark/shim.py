@@ -19,7 +19,8 @@ def pack_entry(plain: dict[str, Any], combiner: Any = None) -> Callable[[Any], A
     load = _loader()
 
     def pack_rows(batches: Any) -> Any:
-        return load("spark_state_ext.spark.pack").pack(plain, batches, combiner)
+        bordered = load("spark_state_ext.spark.border").bordered
+        return bordered(None, load("spark_state_ext.spark.pack").pack, plain, batches, combiner)
 
     return pack_rows
 
@@ -29,7 +30,8 @@ def bucket_entry(plain: dict[str, Any], function: Callable[..., Any]) -> Callabl
     load = _loader()
 
     def run_bucket(key: Any, frames: Any, state: Any) -> Any:
-        return load("spark_state_ext.spark.runtime").run_bucket(plain, function, key, frames, state)
+        bordered = load("spark_state_ext.spark.border").bordered
+        return bordered(function, load("spark_state_ext.spark.runtime").run_bucket, plain, function, key, frames, state)
 
     run_bucket.__name__ = run_bucket.__qualname__ = _entry_name(plain, function)
     return run_bucket
@@ -40,7 +42,7 @@ def unpack_entry() -> Callable[[Any], Any]:
     load = _loader()
 
     def unpack_rows(batches: Any) -> Any:
-        return load("spark_state_ext.spark.output").unpack(batches)
+        return load("spark_state_ext.spark.border").bordered(None, load("spark_state_ext.spark.output").unpack, batches)
 
     return unpack_rows
 
@@ -57,6 +59,7 @@ def _entry_name(plain: dict[str, Any], function: Callable[..., Any]) -> str:
 def _loader() -> Callable[[str], Any]:
     def load(name: str) -> Any:
         import importlib
+        import os
         import sys
 
         try:
@@ -74,14 +77,19 @@ def _loader() -> Callable[[str], Any]:
                 "tenacity",
             ):
                 raise
+            # As `border` has it, which is in the package that is missing: no frames before the sentence.
+            os.environ["SPARK_HIDE_TRACEBACK"] = "1"
+            sys.tracebacklimit = 0
             # The tree of errors is in the package that is missing, so a class of the same name stands in for it.
-            executor_package_error = type("ExecutorPackageError", (ImportError,), {})
+            executor_package_error = type(
+                "ExecutorPackageError", (ImportError,), {"__module__": "spark_state_ext.errors"}
+            )
             raise executor_package_error(
-                f"ExecutorPackageError: the executors' Python {sys.executable} (version "
+                f"the executors' Python {sys.executable} (version "
                 f"{sys.version.split()[0]}) has no module "
                 f"{missing!r}. Install it there ({sys.executable} -m pip install spark_state_ext), or point "
                 "PYSPARK_PYTHON "
                 "or spark.pyspark.python at the Python that has it."
-            ) from error
+            ) from None
 
     return load

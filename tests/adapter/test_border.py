@@ -1,0 +1,217 @@
+"""How errors leave this package: the sentence first, the user's own line next, then the rest; and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from pyspark.sql.types import LongType, StructField, StructType
+
+from arrow_schemas.lineage import CheckpointRef
+from spark_state_ext import errors
+from spark_state_ext.errors import (
+    MissingRunError,
+    StateError,
+    StateValueError,
+    StorageError,
+    UploadFailedError,
+    UserFunctionError,
+)
+from spark_state_ext.retry import retried
+from spark_state_ext.spark.border import told
+from spark_state_ext.spark.group_state import Clock, KeyState
+from spark_state_ext.spark.keys import as_frames
+
+CLOCK = Clock(0, 0, "NoTimeout", False, False, StructType([StructField("n", LongType())]))
+
+
+def caught(work: Callable[[], Any]) -> Exception:
+    try:
+        work()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def printed(error: Exception) -> list[str]:
+    """As Spark's worker prints it, line by line."""
+    return "".join(traceback.format_exception_only(type(error), error)).rstrip("\n").split("\n")
+
+
+def helper(table: dict[str, int]) -> int:
+    return table["missing"]
+
+
+def function(*_: Any) -> int:
+    return helper({})
+
+
+def wrapped() -> None:
+    try:
+        function()
+    except Exception as error:
+        raise UserFunctionError("the function failed for key ('a',)").with_traceback(error.__traceback__) from error
+
+
+def test_the_sentence_and_then_the_users_own_line() -> None:
+    lines = printed(told(caught(wrapped), function))
+    assert lines[0] == "spark_state_ext.errors.UserFunctionError: the function failed for key ('a',)"
+    assert lines[1].startswith(f'  File "{__file__}", line ')
+    assert lines[1].endswith("in helper")
+    assert lines[2] == '    return table["missing"]'
+    assert lines[3:6] == ["", "Where it was raised:", "Traceback (most recent call last):"]
+    assert "KeyError: 'missing'" in lines
+    assert any(line.endswith("in function") for line in lines)
+
+
+def test_what_uploads_and_thread_pools_raise_begins_with_our_sentence() -> None:
+    """tenacity's and the pool's frames came first."""
+
+    def refused() -> None:
+        raise StorageError("writing x: credentials expired") from PermissionError("credentials expired")
+
+    def upload() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            try:
+                pool.submit(retried, refused, 5.0).result()
+            except StateError as error:
+                raise UploadFailedError("the upload of x to the backend root failed") from error
+
+    lines = printed(told(caught(upload), len))
+    assert lines[0] == "spark_state_ext.errors.UploadFailedError: the upload of x to the backend root failed"
+    # Also these lines are the user's, as the test is no library.
+    assert lines[3:5] == ["", "Where it was raised:"]
+    assert any("tenacity" in line for line in lines[5:]), "nothing is left out"
+
+
+def test_a_value_that_is_refused_later_points_at_the_function() -> None:
+    """No frame of it is left then."""
+    update: Callable[[Any], None] = KeyState((1,), CLOCK).update
+    refused = caught(partial(update, 5))
+    assert "in caught" in printed(told(refused, function))[1], "the line that called, where there is one"
+    lines = printed(told(StateValueError("state column 'n' cannot hold 'many'"), partial(function, 1)))
+    assert lines[0].endswith("cannot hold 'many'")
+    assert lines[1] == f'  File "{__file__}", line {function.__code__.co_firstlineno}, in function'
+    assert lines[2] == "    def function(*_: Any) -> int:"
+    assert printed(told(StateValueError("a sum is too large"), as_frames))[1] == "", "code of this package is nobody's"
+
+
+class OddError(Exception):
+    """What cannot be made of a text."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        self.code, self.reason = code, reason
+
+    def __str__(self) -> str:
+        return f"code {self.code}\n  {self.reason}"
+
+
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_an_error_of_any_class_keeps_its_name_and_its_text() -> None:
+    name = f"{__name__}.OddError"
+    lines = printed(told(caught(partial(_raise, OddError(7, reason="no such aircraft")))))
+    assert lines[0] == f"{name}: code 7"
+    assert lines[2] == "    raise error"
+    assert lines[3] == "  no such aircraft"
+    assert f"{name}: code 7" in lines[5:]
+    lines = printed(told(caught(partial(_raise, SilentError()))))
+    assert lines[0] == f"{__name__}.SilentError: (its message cannot be made: RuntimeError)"
+    for error, first in (
+        (KeyError("x"), "KeyError: 'x'"),
+        (AssertionError(), "AssertionError: (no message)"),
+        (ValueError("\ud800"), "ValueError: \\ud800"),
+        (SyntaxError("odd", ("f.py", 1, 2, "x = =")), "SyntaxError: odd (f.py, line 1)"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff"),
+        (OSError(2, "gone", "f"), "FileNotFoundError: [Errno 2] gone: 'f'"),
+    ):
+        assert printed(told(caught(partial(_raise, error))))[0].startswith(first)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_our_errors_stay_of_their_class(name: str) -> None:
+    kind = getattr(errors, name)
+    error = kind("what", CheckpointRef(1, "0" * 32)) if kind is MissingRunError else kind("what")
+    anew = told(error)
+    assert type(anew) is kind
+    assert printed(anew)[0] == f"spark_state_ext.errors.{name}: what"
+
+
+def test_lines_of_libraries_are_not_the_users(tmp_path: Path) -> None:
+    """But those beside the function are, wherever it is installed."""
+
+    def in_a_library() -> None:
+        os.path.join(5)  # type: ignore[call-overload]  # raises in Python's own library
+
+    lines = printed(told(caught(in_a_library), function))
+    assert "in in_a_library" in lines[1]
+    # pandas is compiled, and its frames name files that nobody has.
+    lines = printed(told(caught(lambda: pd.DataFrame({"value": [1]})["vlaue"]), function))
+    assert 'pd.DataFrame({"value": [1]})["vlaue"]' in lines[2]
+    names: dict[str, Any] = {}
+    site = Path(pytest.__file__).parent.parent / "installed" / "job.py"
+    exec(compile("def far():\n    raise KeyError('far')\n", str(site), "exec"), names)
+    assert "in test_lines" not in printed(told(caught(names["far"]), names["far"]))[1]
+    assert printed(told(caught(names["far"]), names["far"]))[1] == f'  File "{site}", line 2, in far'
+
+
+def test_spark_is_given_no_frames(tmp_path: Path) -> None:
+    """In a process of its own, as it is meant for a worker that ends: what a worker of Spark 4 and one of 3.5 tell."""
+    job = tmp_path / "job.py"
+    job.write_text(
+        textwrap.dedent(
+            """
+            import io, traceback
+            from pyspark.util import handle_worker_exception
+            from spark_state_ext.errors import StorageError
+            from spark_state_ext.spark.border import bordered
+
+            def work():
+                yield 1
+                raise StorageError("the disk failed")
+
+            try:
+                list(bordered(None, work))
+            except BaseException as error:
+                out = io.BytesIO()
+                handle_worker_exception(error, out)
+                print(out.getvalue()[8:].decode())
+                print("=====")
+                print(traceback.format_exc())
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(job)], capture_output=True, text=True, timeout=60, check=True)
+    worker, plain = done.stdout.split("=====\n")
+    first = "spark_state_ext.errors.StorageError: the disk failed"
+    for text in (worker, plain):
+        assert text.split(first)[0] in ("", "Traceback (most recent call last):\n"), (
+            "that line is left by some releases"
+        )
+
+
+def _numbers() -> Iterator[int]:
+    yield from (1, 2)
+
+
+def test_what_goes_well_passes() -> None:
+    from spark_state_ext.spark.border import bordered
+
+    assert list(bordered(None, _numbers)) == [1, 2]
