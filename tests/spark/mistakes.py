@@ -1,0 +1,530 @@
+"""Mistakes that users make, and the first three lines of what each is told, on a classic session or over Connect.
+
+``python tests/spark/mistakes.py [--connect]`` prints them. Each mistake is a small job, made and run until it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    _TESTS = Path(__file__).parents[1]
+    sys.path[:0] = [str(folder) for folder in (_TESTS, _TESTS / "third_party", _TESTS.parent)]
+    import conftest
+
+import pandas as pd
+from jobs import KEYED, ddl, keyed
+from streams import finish, read, write_batches
+from watched_store import STORE
+
+from spark_state_ext import ArrowState, Backend, disable, enable
+from spark_state_ext.folder import Folder
+from spark_state_ext.lease import Lease
+from spark_state_ext.lease_record import RunIdentity
+
+__all__ = ["MISTAKES", "Mistake", "Place", "shown", "shown_all"]
+
+OUTPUT, STATE = "key string, n bigint", "n bigint"
+LEASE_MS = 500
+# Jobs at a time: most of what so small a query takes is waiting.
+_THREADS = 4
+
+
+@dataclass
+class Place:
+    """Where a job runs.
+
+    Parameters
+    ----------
+    session
+        Its session.
+    folder
+        A folder of its own.
+    """
+
+    session: Any
+    folder: Path
+
+    def state(self, **options: Any) -> ArrowState:
+        """Arrow state in the folder; `options` as for `ArrowState`."""
+        root = options.pop("root", str(self.folder / "root"))
+        operator = options.pop("operator", "mistaken")
+        return ArrowState(
+            root, operator, **{"buckets": 1, "lease_ms": LEASE_MS, "local_dir": str(self.folder / "local"), **options}
+        )
+
+    def input(self, *keys: str) -> Any:
+        """A stream, with a further batch of these keys."""
+        return read(self.session, write_batches(self.folder / "in", [keyed(*(keys or ("a",)))]), ddl(KEYED))
+
+    def run(self, out: Any, sink: Callable[[Any, int], None] | None = None) -> None:
+        """Run a query over all that there is."""
+        writer = out.writeStream.outputMode("update").option("checkpointLocation", str(self.folder / "checkpoint"))
+        writer = writer.format("noop") if sink is None else writer.foreachBatch(sink)
+        finish(writer.trigger(availableNow=True).start())
+
+    def pandas(
+        self,
+        function: Callable[..., Any],
+        state: str = STATE,
+        timeout: str = "NoTimeout",
+        sink: Callable[[Any, int], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """Run a function per key, with frames."""
+        made = self.state(**options)
+        out = made.apply_in_pandas_with_state(self.input(), "key", function, OUTPUT, state, "update", timeout)
+        self.run(out, sink)
+
+    def rows(self, function: Callable[..., Any]) -> None:
+        """Run a function per key, with rows."""
+        self.run(self.state().apply_rows_with_state(self.input(), "key", function, OUTPUT, STATE))
+
+    def arrow(self, function: Callable[..., Any]) -> None:
+        """Run a function over Arrow tables."""
+        self.run(self.state().apply_in_arrow_with_state(self.input(), "key", function, OUTPUT, STATE))
+
+
+Run = Callable[[Place], None]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake, and how it is told.
+
+    Parameters
+    ----------
+    name
+        What is wrong.
+    run
+        Makes it.
+    sentence
+        What the first line has behind whatever Spark puts there, a regular expression.
+    own
+        The user's own line of code, which comes next; empty where none is to blame.
+    client
+        It is refused where it is made, before Spark runs anything.
+    sink
+        An action of `foreachBatch` raises it, and Spark tells that first.
+    """
+
+    name: str
+    run: Run
+    sentence: str
+    own: str = ""
+    client: bool = False
+    sink: bool = False
+
+
+def count(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[Any]:
+    n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
+    state.update((n,))
+    yield key[0], n
+
+
+# -- in the user's function ---------------------------------------------------------------------------------
+
+
+def misspelt_column(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[Any]:
+    yield key[0], sum(int(pdf["vlaue"].sum()) for pdf in pdfs)
+
+
+def state_of_the_wrong_type(key: Any, pdfs: Any, state: Any) -> Any:
+    state.update(("many",))
+    return []
+
+
+def state_that_is_no_tuple(key: Any, pdfs: Any, state: Any) -> Any:
+    state.update(5)
+    return []
+
+
+def state_that_is_too_long(key: Any, pdfs: Any, state: Any) -> Any:
+    state.update((1, 2))
+    return []
+
+
+def output_of_the_wrong_type(key: Any, pdfs: Any, state: Any) -> Any:
+    yield key[0], "many"
+
+
+def output_that_is_too_short(key: Any, pdfs: Any, state: Any) -> Any:
+    yield (key[0],)
+
+
+def one_row_alone(key: Any, pdfs: Any, state: Any) -> Any:
+    return key[0], 1
+
+
+def misnamed_column(key: Any, pdfs: Any, state: Any) -> Any:
+    yield pd.DataFrame({"key": [key[0]], "N": [1]})
+
+
+def deep(table: dict[str, int], key: str) -> int:
+    return table[key]
+
+
+def helper_that_fails(key: Any, pdfs: Any, state: Any) -> Any:
+    yield key[0], deep({"b": 1}, key[0])
+
+
+class OddError(Exception):
+    """What cannot be made of a text, nor pickled."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        self.code, self.reason = code, reason
+
+    def __str__(self) -> str:
+        return f"code {self.code}, {self.reason}"
+
+
+def error_of_an_odd_class(key: Any, pdfs: Any, state: Any) -> Any:
+    raise OddError(7, reason="no such aircraft")
+
+
+def timeout_without_its_conf(key: Any, pdfs: Any, state: Any) -> Any:
+    state.setTimeoutDuration(1_000)
+    return []
+
+
+def state_that_was_removed(key: Any, pdfs: Any, state: Any) -> Any:
+    state.update((1,))
+    state.remove()
+    yield key[0], state.get[0]
+
+
+def rows_of_the_wrong_type(key: Any, rows: Any, state: Any) -> Any:
+    yield key.key, "many"
+
+
+def misspelt_column_of_a_table(batch: Any) -> Any:
+    return {"key": batch.keys["key"], "n": batch.rows["vlaue"]}
+
+
+def missing_output_column(batch: Any) -> Any:
+    return {"key": batch.keys["key"]}
+
+
+def told_in_a_sink(place: Place) -> None:
+    place.pandas(misspelt_column, sink=_collect)
+
+
+def _collect(df: Any, batch: int) -> None:
+    df.collect()
+
+
+# -- in the job ---------------------------------------------------------------------------------------------
+
+
+def root_that_is_a_file(place: Place) -> None:
+    (place.folder / "root").write_text("")
+    place.pandas(count)
+
+
+def local_folder_that_is_a_file(place: Place) -> None:
+    (place.folder / "local").write_text("")
+    place.pandas(count)
+
+
+def other_buckets_at_a_restart(place: Place) -> None:
+    place.pandas(count)
+    place.pandas(count, buckets=2)
+
+
+def other_schema_at_a_restart(place: Place) -> None:
+    place.pandas(count)
+    place.pandas(count, state="n string")
+
+
+def unknown_kind_of_backend(place: Place) -> None:
+    place.state(backends=["fsspec", Backend(name="other", kind="sqlitee")])
+
+
+def misspelt_storage_option(place: Place) -> None:
+    place.state(root="s3://bucket/root", storage_options={"secert": "…"})
+
+
+def grouped_before_enable(place: Place) -> None:
+    df = place.input()
+    with contextlib.ExitStack() as undo:
+        # As before the first `enable` of a process, which here another test may have called.
+        group_by = getattr(type(df).groupBy, "__wrapped__", type(df).groupBy)
+        grouped = group_by(df, "key")
+        enable(place.session, place.state())
+        undo.callback(disable, place.session)
+        grouped.applyInPandasWithState(count, OUTPUT, STATE, "update", "NoTimeout")
+
+
+def two_operators_of_one_name(place: Place) -> None:
+    state = place.state()
+    once = state.apply_in_pandas_with_state(place.input(), "key", count, OUTPUT, STATE, "append", "NoTimeout")
+    twice = state.apply_in_pandas_with_state(once, "key", count, OUTPUT, STATE, "append", "NoTimeout")
+    finish(twice.writeStream.format("noop").outputMode("append").trigger(availableNow=True).start())
+
+
+def store_that_refuses(place: Place) -> None:
+    (place.folder / "refuses").touch()
+    options = {"implementation": STORE, "refuses": str(place.folder / "refuses")}
+    place.pandas(count, backends=["fsspec"], storage_options=options)
+
+
+def another_live_driver(place: Place) -> None:
+    place.pandas(count)
+    home = next((place.folder / "root" / "mistaken").glob("*/lease")).parent
+    other = RunIdentity("another application", "another plan", home.name, "elsewhere")
+    lease, over = Lease(Folder(str(home)), other, LEASE_MS), threading.Event()
+    lease.hold()
+
+    def renew() -> None:
+        while not over.wait(LEASE_MS / 5_000):
+            lease.hold()
+
+    renewing = threading.Thread(target=renew, daemon=True)
+    renewing.start()
+    try:
+        place.pandas(count)
+    finally:
+        over.set()
+        renewing.join()
+
+
+KEY = r"key \('a',\)"
+PLACE = r"bucket 0, batch 0"
+MISTAKES = [
+    Mistake(
+        "a misspelt column of a frame",
+        lambda place: place.pandas(misspelt_column),
+        rf"UserFunctionError: the function failed for {KEY} \({PLACE}\): KeyError: 'vlaue'",
+        'pdf["vlaue"]',
+    ),
+    Mistake(
+        "a state of the wrong type",
+        lambda place: place.pandas(state_of_the_wrong_type),
+        rf"StateValueError: state column 'n' of type bigint cannot hold 'many' \(str\) \({KEY}, {PLACE}\)",
+        "def state_of_the_wrong_type(key",
+    ),
+    Mistake(
+        "update(5)",
+        lambda place: place.pandas(state_that_is_no_tuple),
+        rf"StateValueError: update\(\) was given 5 and the state has the columns n: .*\({KEY}, {PLACE}\)",
+        "state.update(5)",
+    ),
+    Mistake(
+        "a state that is too long",
+        lambda place: place.pandas(state_that_is_too_long),
+        rf"StateValueError: update\(\) was given \(1, 2\) and the state has the columns n: .*\({KEY}, {PLACE}\)",
+        "state.update((1, 2))",
+    ),
+    Mistake(
+        "an output row with text for a number",
+        lambda place: place.pandas(output_of_the_wrong_type),
+        rf"ResultTypeError: output column 'n' of type bigint cannot hold 'many' \(str\), .*\({KEY}, {PLACE}\)",
+        "def output_of_the_wrong_type(key",
+    ),
+    Mistake(
+        "an output row that is too short",
+        lambda place: place.pandas(output_that_is_too_short),
+        rf"ResultTypeError: the function gave \('a',\) for a row; expected a tuple of key, n \({KEY}, {PLACE}\)",
+        "def output_that_is_too_short(key",
+    ),
+    Mistake(
+        "one row in place of a list of rows",
+        lambda place: place.pandas(one_row_alone),
+        rf"ResultTypeError: the function gave 'a' \(str\) for a row: return, or yield, .*\({KEY}, {PLACE}\)",
+        "def one_row_alone(key",
+    ),
+    Mistake(
+        "a misnamed output column",
+        lambda place: place.pandas(misnamed_column),
+        rf"StateValueError: the function gave a frame with the columns key, N; .* no 'N': .*\({KEY}, {PLACE}\)",
+        "def misnamed_column(key",
+    ),
+    Mistake(
+        "a KeyError deep in a helper",
+        lambda place: place.pandas(helper_that_fails),
+        rf"UserFunctionError: the function failed for {KEY} \({PLACE}\): KeyError: 'a'",
+        "return table[key]",
+    ),
+    Mistake(
+        "an exception of an odd class",
+        lambda place: place.pandas(error_of_an_odd_class),
+        rf"UserFunctionError: the function failed for {KEY} \({PLACE}\): OddError: code 7, no such aircraft",
+        'raise OddError(7, reason="no such aircraft")',
+    ),
+    Mistake(
+        "a timeout without timeoutConf",
+        lambda place: place.pandas(timeout_without_its_conf),
+        rf"UserFunctionError: the function failed for {KEY} \({PLACE}\): PySpark\w*Error: .*[Tt]imeout",
+        "state.setTimeoutDuration(1_000)",
+    ),
+    Mistake(
+        "a state that was removed",
+        lambda place: place.pandas(state_that_was_removed),
+        rf"UserFunctionError: the function failed for {KEY} \({PLACE}\): \w+: .*removed",
+        "state.get[0]",
+    ),
+    Mistake(
+        "a row with text for a number",
+        lambda place: place.rows(rows_of_the_wrong_type),
+        rf"StateValueError: output column 'n' of type bigint cannot hold 'many' \(str\) .*\({KEY}, {PLACE}\)",
+        "def rows_of_the_wrong_type(key",
+    ),
+    Mistake(
+        "a misspelt column of a table",
+        lambda place: place.arrow(misspelt_column_of_a_table),
+        r"UserFunctionError: the function failed for StateBatch\(1 rows of 1 keys, .*bucket 0, batch 0\): KeyError",
+        'batch.rows["vlaue"]',
+    ),
+    Mistake(
+        "a missing output column",
+        lambda place: place.arrow(missing_output_column),
+        rf"StateValueError: the function gave the columns key; expected key, n \({PLACE}\)",
+        "def missing_output_column(batch",
+    ),
+    Mistake(
+        "a misspelt column, and an action of foreachBatch",
+        told_in_a_sink,
+        rf"UserFunctionError: the function failed for {KEY} \({PLACE}\): KeyError: 'vlaue'",
+        'pdf["vlaue"]',
+        sink=True,
+    ),
+    Mistake(
+        "a root that is a file",
+        root_that_is_a_file,
+        r"StorageError: .*root.*: .*A root must be a folder that every executor can make, write to and read",
+    ),
+    Mistake(
+        "a local folder that is a file",
+        local_folder_that_is_a_file,
+        r"StorageError: the local folder .*local.* cannot be used: .*Set local_dir to a writable local disk",
+    ),
+    Mistake(
+        "other buckets at a restart",
+        other_buckets_at_a_restart,
+        r"BucketCountChangedError: operator 'mistaken' has its state in 1 buckets and the job asks for 2: set buckets=1",
+    ),
+    Mistake(
+        "another schema at a restart",
+        other_schema_at_a_restart,
+        r"SchemaChangedError: .*'n' was int64 and is now string",
+    ),
+    Mistake(
+        "a store that refuses",
+        store_that_refuses,
+        r"StorageError: writing .*credentials expired",
+    ),
+    Mistake(
+        "another live driver",
+        another_live_driver,
+        r"LiveRunError: .*Stop the other run",
+    ),
+    Mistake(
+        "two operators of one name",
+        two_operators_of_one_name,
+        r"\[DUPLICATED_METRICS_NAME\] The metric name is not unique: spark_state_ext.mistaken",
+        client=True,
+    ),
+    Mistake(
+        "an unknown kind of backend",
+        unknown_kind_of_backend,
+        r"UsageError: the backend 'other' is of the kind 'sqlitee', which no package here has; .*'sqlite' is meant",
+        client=True,
+    ),
+    Mistake(
+        "a misspelt storage option",
+        misspelt_storage_option,
+        r"UsageError: storage_options of the root .* has the option 'secert', .* most likely 'secret' is meant",
+        client=True,
+    ),
+    Mistake(
+        "groupBy before enable",
+        grouped_before_enable,
+        r"UsageError: the session runs applyInPandasWithState on Arrow state, .* Call df.groupBy\(…\) after enable",
+        client=True,
+    ),
+]
+
+
+def shown(mistake: Mistake, place: Place) -> str:
+    """Make a mistake, and give what the client is shown; empty where nobody noticed it."""
+    try:
+        mistake.run(place)
+    except Exception as error:
+        # Python shows the name of what is refused on the client. In what Spark raises the name is in the text.
+        ours = type(error).__module__.startswith("spark_state_ext")
+        return f"{type(error).__module__}.{type(error).__qualname__}: {error}" if ours else str(error)
+    return ""
+
+
+def shown_all(session: Any, folder: Path) -> list[str]:
+    """Make all mistakes, some at a time, each in a folder of its own; what is shown of each, in their order. What
+    differs from run to run is left out."""
+    folders = [folder / f"mistake-{number}" for number in range(1, len(MISTAKES) + 1)]
+
+    def one(mistake: Mistake, place: Path) -> str:
+        place.mkdir()
+        text = shown(mistake, Place(session, place)).replace(str(place), "…")
+        return re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}", "…", text)
+
+    # Alone, as on Connect Spark starts a process for the sink, and gives it few seconds.
+    alone = {
+        mistake.name: one(mistake, place) for mistake, place in zip(MISTAKES, folders, strict=True) if mistake.sink
+    }
+    with ThreadPoolExecutor(_THREADS) as pool:
+        others = {
+            mistake.name: pool.submit(one, mistake, place)
+            for mistake, place in zip(MISTAKES, folders, strict=True)
+            if not mistake.sink
+        }
+    return [alone[it.name] if it.sink else others[it.name].result() for it in MISTAKES]
+
+
+@contextlib.contextmanager
+def _session(connect: bool, folder: Path) -> Iterator[Any]:
+    conf = {**conftest.CONF, "spark.sql.shuffle.partitions": "1", "spark.sql.warehouse.dir": str(folder / "warehouse")}
+    if connect:
+        from pyspark.sql.connect.session import SparkSession as ConnectSession
+
+        from spark_state_ext.demo.server import Server
+
+        with Server(folder / "server", 2, conf) as server:
+            server.start()
+            session = ConnectSession.builder.remote(server.url).create()
+            yield session
+            session.stop()
+        return
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master("local[2]")
+    for name, value in conf.items():
+        builder = builder.config(name, value)
+    classic = builder.getOrCreate()
+    yield classic
+    classic.stop()
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--connect", action="store_true", help="over Spark Connect")
+    parser.add_argument("--lines", type=int, default=3, help="how many lines of each are printed")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as base, _session(arguments.connect, Path(base)) as session:
+        for number, (mistake, text) in enumerate(zip(MISTAKES, shown_all(session, Path(base)), strict=True), 1):
+            print(f"{number}. {mistake.name}")
+            for line in text.split("\n")[: arguments.lines]:
+                print(f"    {line}")
+            print(flush=True)
+
+
+if __name__ == "__main__":
+    _main()

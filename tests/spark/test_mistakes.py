@@ -1,0 +1,55 @@
+"""What the client of a query sees first: our sentence, and then its own line of code, on classic sessions and Connect.
+
+``python tests/spark/mistakes.py [--connect]`` prints it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import SPARK, configured
+from mistakes import MISTAKES, Mistake, shown_all
+
+pytestmark = pytest.mark.spark
+
+# What Spark puts before the sentence, in the same line.
+STREAM = r"\[STREAM_FAILED\] Query \[id = …, runId = …\] terminated with exception: "
+WORKER = r"\[PYTHON_EXCEPTION\] An exception was thrown from the Python worker: "
+# Until 4.2 that has the words of the scheduler in it, and those of the Python worker are others.
+OLDER = r"(Job aborted due to stage failure: .*)?(org\.apache\.spark\.api\.python\.PythonException: |\[\w+\] .*)?"
+OURS = re.compile(r"/spark_state_ext/|/arrow_schemas/|tenacity|concurrent/futures|threading\.py")
+
+
+def wrong(mistake: Mistake, text: str) -> str:
+    """What is not as it should be in what is shown of a mistake; empty when all is."""
+    name = "" if mistake.sentence.startswith("\\[") else r"spark_state_ext\.errors\."
+    found = re.search(name + mistake.sentence, text)
+    if found is None:
+        return "the sentence is missing"
+    before, after = text[: found.start()], text[found.start() :].split("\n")
+    if OURS.search(before):
+        return "something of ours stands before it"
+    if mistake.client:
+        prefix = ""
+    elif mistake.sink:
+        prefix = STREAM + r"(?s:.*)"
+    else:
+        prefix = STREAM + (WORKER if SPARK >= (4, 3) else OLDER + r"(\n?Traceback \(most recent call last\):\n)?")
+    if not re.fullmatch(prefix, before):
+        return f"Spark's part is {before!r}"
+    if mistake.own and not (re.match(r'  File ".*mistakes\.py", line \d+, in ', after[1]) and mistake.own in after[2]):
+        return "the user's own line is not next"
+    return ""
+
+
+def test_the_message_comes_first(session: Any, tmp_path: Path) -> None:
+    """It came in line 16 to 111, behind frames of tenacity, futures and Spark."""
+    with configured(session, {"spark.sql.shuffle.partitions": "1"}):
+        texts = shown_all(session, tmp_path)
+    faults = {mistake.name: wrong(mistake, text) for mistake, text in zip(MISTAKES, texts, strict=True)}
+    shown = {mistake.name: "\n".join(text.split("\n")[:4]) for mistake, text in zip(MISTAKES, texts, strict=True)}
+    assert {name: (fault, shown[name]) for name, fault in faults.items() if fault} == {}
+    assert len(MISTAKES) >= 20
