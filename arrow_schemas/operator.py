@@ -28,6 +28,7 @@ from arrow_schemas.row import EXPIRES_MS, RowSchema
 from arrow_schemas.spark_types import key_fields, state_fields
 
 __all__ = [
+    "EXPRESSION",
     "HASH_NAME",
     "OPERATOR_FORMAT",
     "OperatorFile",
@@ -40,6 +41,8 @@ __all__ = [
 OPERATOR_FORMAT = 2
 # Spark's xxhash64 with its seed of 42 over the normalised keys; bucket = (high 32 bits * buckets) >> 32.
 HASH_NAME = "spark-xxhash64-42/high32-multiply"
+# What stands for a column in a parameter that is more than a column's name.
+EXPRESSION = "an expression"
 _NAME = re.compile(r"operator_(0|[1-9][0-9]{0,8})\.json")
 
 
@@ -154,8 +157,15 @@ class OperatorFile:
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CorruptFileError(f"{where} is not an operator file: {error!r}") from error
 
-    def succeeded_by(self, wanted: OperatorFile) -> OperatorFile:
+    def succeeded_by(self, wanted: OperatorFile, *, case_sensitive: bool = False) -> OperatorFile:
         """The operator file to use when a job asks for `wanted` and the newest stored file is this one.
+
+        Parameters
+        ----------
+        wanted
+            The operator file that the job asks for.
+        case_sensitive
+            Whether Spark tells names apart that differ in case only. If not, a key may be written in another case.
 
         Returns
         -------
@@ -178,9 +188,12 @@ class OperatorFile:
             # The job no longer has a time to live; the rows keep their place for it.
             wanted = wanted.with_expiry()
             asked = wanted.row_schema()
-        _same_keys(self.operator, stored.keys, asked.keys)
-        changed = state_change(self.operator, stored.state, asked.state)
+        _same_keys(self.operator, stored.keys, asked.keys, case_sensitive)
+        # First, as another function mostly has another state too, and its own words say more.
         _same_function(self.operator, self.function, wanted.function)
+        changed = state_change(self.operator, stored.state, asked.state)
+        # Functions see the keys under the names that the job asks for.
+        changed |= [field.name for field in stored.keys] != [field.name for field in asked.keys]
         return replace(wanted, schema_id=self.schema_id + 1) if changed else self
 
 
@@ -209,24 +222,26 @@ def _same_function(operator: str, stored: str | None, asked: str | None) -> None
         if not changed:
             return
         detail = f"of {before['name']}, {', '.join(changed)}"
+        if EXPRESSION in detail:
+            detail += " (a column alone, 'v' or F.col('v'), is told by its name)"
     raise FunctionChangedError(
         f"operator {operator!r} changed: {detail}. Its state was made with the old and cannot serve the new: go back "
         "to the old, add a new aggregate under a name of its own, or start from a new checkpoint location."
     )
 
 
-def _same_keys(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Field, ...]) -> None:
-    before = [(field.name, field.type) for field in stored]
-    after = [(field.name, field.type) for field in asked]
+def _same_keys(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Field, ...], case_sensitive: bool) -> None:
+    before = [(field.name if case_sensitive else field.name.lower(), field.type) for field in stored]
+    after = [(field.name if case_sensitive else field.name.lower(), field.type) for field in asked]
     if before == after:
         return
     detail = f"it had {len(before)} columns and now has {len(after)}"
-    for (old_name, old_type), (new_name, new_type) in zip(before, after, strict=False):
-        if old_name != new_name:
-            detail = f"column {old_name!r} is now {new_name!r}"
+    for old, new, was, now in zip(stored, asked, before, after, strict=False):
+        if was[0] != now[0]:
+            detail = f"column {old.name!r} is now {new.name!r}"
             break
-        if old_type != new_type:
-            detail = f"column {old_name!r} was {old_type} and is now {new_type}"
+        if old.type != new.type:
+            detail = f"column {old.name!r} was {old.type} and is now {new.type}"
             break
     raise SchemaChangedError(
         f"the key of operator {operator!r} changed: {detail}. Keys are found by their hash, so no change of them can "

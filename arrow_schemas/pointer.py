@@ -141,6 +141,8 @@ class Pointer:
         Deltas that not every backend has confirmed, oldest first.
     spread
         A run, and the number of partitions over which its calls found the buckets spread (`commit`). None: not known.
+    made_by
+        The Spark application that wrote this pointer. None: not known.
     """
 
     operator: str
@@ -165,6 +167,7 @@ class Pointer:
     markers: dict[str, dict[str, str]] = field(default_factory=dict)
     inline: tuple[InlineDelta, ...] = ()
     spread: tuple[str, int] | None = None
+    made_by: str | None = None
 
     def __post_init__(self) -> None:
         refs = [entry.ref for entry in self.lineage]
@@ -231,6 +234,7 @@ class Pointer:
             "markers": self.markers,
             "inline": [[d.ref.version, d.ref.id, len(d.data), d.made_ms, d.beat] for d in self.inline],
             "spread": None if self.spread is None else list(self.spread),
+            "made_by": self.made_by,
         }
 
     @staticmethod
@@ -367,4 +371,5 @@ def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer
         # Up to format 3 it is empty.
         inline=_inline(fields["inline"], blobs),
         spread=_spread(fields.get("spread")),
+        made_by=fields.get("made_by"),
     )

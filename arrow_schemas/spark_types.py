@@ -50,7 +50,7 @@ def key_fields(schema_json: str) -> tuple[pa.Field, ...]:
     ------
     UnsupportedTypeError
         For a map (Spark cannot group by one), a collated string (two spellings would be one key for Spark and
-        two for a byte-wise store), or a type without a stable Arrow form.
+        two for a byte-wise store), a decimal of negative scale, or a type without a stable Arrow form.
     """
     fields = _struct(json.loads(schema_json), role="key", maps=False)
     if not fields:
@@ -71,7 +71,7 @@ def state_fields(schema_json: str, role: str = "state") -> tuple[pa.Field, ...]:
     Raises
     ------
     UnsupportedTypeError
-        For a type without a stable Arrow form.
+        For a type without a stable Arrow form, and for decimals of negative scale in state.
     """
     return _struct(json.loads(schema_json), role=role, maps=True)
 
@@ -164,6 +164,12 @@ def _flat_type(spark: str, path: str, role: str, collation: str | None) -> pa.Da
     if _CHARACTERS.fullmatch(spark):
         return pa.string()
     if match := _DECIMAL.fullmatch(spark):
+        if int(match[2]) < 0 and role in ("key", "state"):
+            # Arrow neither sorts nor compares them.
+            raise UnsupportedTypeError(
+                f"{role} column {path!r} has the type {spark!r}, a decimal of negative scale, which cannot be stored: "
+                f"cast it to decimal({min(38, int(match[1]) - int(match[2]))}, 0)."
+            )
         return pa.decimal128(int(match[1]), int(match[2]))
     raise UnsupportedTypeError(
         f"{role} column {path!r} has the type {spark!r}, which has no stable Arrow form; "

@@ -37,6 +37,7 @@ def admit(
     *,
     again: bool = False,
     batch_ms: int | None = None,
+    case_sensitive: bool = False,
 ) -> OperatorFile:
     """Compare a job with what is stored and write the operator file it needs. Done once a process and job.
 
@@ -52,6 +53,8 @@ def admit(
         Look at the files once more, whatever this process admitted before.
     batch_ms
         Time of the batch that a query without state begins with: other attempts at it are no other queries.
+    case_sensitive
+        As in `OperatorFile.succeeded_by`.
 
     Returns
     -------
@@ -68,13 +71,15 @@ def admit(
     key = (operator_files.identity, wanted.encode())
     with _admitted_lock:
         if again or key not in _admitted:
-            _admitted[key] = _admit(operator_files, wanted, strict, batch_ms)
+            _admitted[key] = _admit(operator_files, wanted, strict, batch_ms, case_sensitive)
         return _admitted[key]
 
 
-def _admit(operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None) -> OperatorFile:
+def _admit(
+    operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None, case_sensitive: bool = False
+) -> OperatorFile:
     for _ in range(_ROUNDS_MAX):
-        in_force = _admitted_by(operator_files, wanted, strict, batch_ms)
+        in_force = _admitted_by(operator_files, wanted, strict, batch_ms, case_sensitive)
         if in_force is not None:
             return in_force
     raise StorageError(
@@ -84,7 +89,7 @@ def _admit(operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms:
 
 
 def _admitted_by(
-    operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None
+    operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None, case_sensitive: bool = False
 ) -> OperatorFile | None:
     """The operator file in force; None where another job wrote one of its own at the same time."""
     files = operator_files.child(wanted.query_id)
@@ -92,7 +97,7 @@ def _admitted_by(
     if stored:
         name = operator_file_name(max(stored))
         newest = OperatorFile.decode(files.get(name), files.where(name))
-        in_force = newest.succeeded_by(wanted)
+        in_force = newest.succeeded_by(wanted, case_sensitive=case_sensitive)
         if in_force is newest:
             return newest
     else:

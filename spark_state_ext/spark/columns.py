@@ -20,9 +20,11 @@ __all__ = [
     "KeyLike",
     "event_time_of",
     "packable",
+    "place_of",
     "refuse_session_windows",
     "resolve_keys",
     "struct_of",
+    "unquoted",
 ]
 
 KeyLike = Union[str, "Column"]
@@ -57,10 +59,10 @@ def resolve_keys(
     extra: list[KeyLike] = []
     for key, resolved in zip(keys, selected.fields, strict=True):
         # An expression may be named like a column, so only a bare name is taken for that column.
-        bare = _unquoted(key) if isinstance(key, str) else _bare_name(key)
+        bare = unquoted(key) if isinstance(key, str) else _bare_name(key)
         if bare is not None and not isinstance(key, str) and not resolved.nullable and _like_a_literal(key, bare):
             bare = None
-        at = _place_of(bare, input_type.names) if bare == resolved.name else None
+        at = place_of(bare, input_type.names) if bare == resolved.name else None
         if at is not None:
             positions.append(at)
         else:
@@ -70,7 +72,7 @@ def resolve_keys(
     return StructType(fields), tuple(positions), extra
 
 
-def _place_of(name: str, names: Sequence[str]) -> int | None:
+def place_of(name: str, names: Sequence[str]) -> int | None:
     """Place of the column that Spark has found by a name, in whatever case that is written; None where several have
     it."""
     if name in names:
@@ -89,7 +91,7 @@ def refuse_session_windows(keys: Sequence[StructField]) -> None:
             )
 
 
-def _unquoted(name: str) -> str:
+def unquoted(name: str) -> str:
     """A name that may be in backticks."""
     match = re.fullmatch(r"`((?:[^`]|``)+)`", name)
     return match[1].replace("``", "`") if match else name

@@ -61,6 +61,8 @@ class Job:
         As given to `ArrowState`.
     function
         Of a built-in operator, as in `OperatorFile`.
+    case_sensitive
+        ``spark.sql.caseSensitive``.
     plan_id
         A fresh id of this plan: what a run is told by, as user code can change Spark's own (`lease_record`).
     package_version
@@ -99,6 +101,7 @@ class Job:
     ttl: Ttl | None = None
     function: str | None = None
     strict_output: bool = True
+    case_sensitive: bool = False
     storage_options: dict[str, Any] = field(default_factory=dict)
     package_version: str = __version__
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pandas as pd
+from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F
 
+from spark_state_ext.errors import UsageError
 from spark_state_ext.metrics import CallMetrics
 
 if TYPE_CHECKING:
@@ -38,9 +40,27 @@ def with_sizes(given: DataFrame, operator: str) -> DataFrame:
 
 
 def with_start(packed: DataFrame, operator: str) -> DataFrame:
-    """Packed rows without `OTHERS_COLUMN`, which is in the progress as ``spark_state_ext.<operator>.start``."""
+    """Packed rows without `OTHERS_COLUMN`, which is in the progress as ``spark_state_ext.<operator>.start``.
+
+    Raises
+    ------
+    UsageError
+        When the query has an operator of that name already.
+    """
+    name = f"spark_state_ext.{operator}.start"
     others = F.max(OTHERS_COLUMN).alias("begun_beside_queries")
-    return packed.observe(f"spark_state_ext.{operator}.start", others).drop(OTHERS_COLUMN)
+    try:
+        observed = packed.observe(name, others).drop(OTHERS_COLUMN)
+        # Over Connect nothing is looked at before somebody asks.
+        observed.schema  # noqa: B018
+    except AnalysisException as error:
+        if "METRIC" not in str(error) or name not in str(error):
+            raise
+        raise UsageError(
+            f"operator {operator!r} is in this query already: operators of one query have different names. Give the "
+            "other ArrowState another name, operator=…"
+        ) from error
+    return observed
 
 
 def number_rows(call: CallMetrics, column: str) -> pd.DataFrame:

@@ -21,12 +21,19 @@ from pyspark.sql.types import (
     StructType,
 )
 
+from arrow_schemas.operator import EXPRESSION
 from arrow_schemas.spark_types import state_fields
 from spark_state_ext.errors import UnsupportedTypeError, UsageError
 from spark_state_ext.operators.agg import Aggregate, kernel_of
 from spark_state_ext.operators.aggregate import Bound
 from spark_state_ext.operators.sketches import kind_of
-from spark_state_ext.spark.columns import WATERMARK_KEY, KeyLike, refuse_session_windows
+from spark_state_ext.spark.columns import (
+    WATERMARK_KEY,
+    KeyLike,
+    place_of,
+    refuse_session_windows,
+    unquoted,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -39,6 +46,7 @@ __all__ = [
     "functions_of",
     "identity",
     "listed",
+    "name_of",
     "order_text",
     "plain",
     "quoted",
@@ -53,6 +61,7 @@ __all__ = [
 
 Keys = KeyLike | Sequence[KeyLike]
 _NAME = re.compile(r"\w+")
+_COLUMN = re.compile(r"Column<'(.+)'>")
 _SORT_ORDER = re.compile(r" (ASC|DESC) NULLS (FIRST|LAST)\b")
 # In place of the metadata that a column has by itself: Spark passes on that of event times.
 PLAIN = {"spark_state_ext.value": True}
@@ -112,11 +121,22 @@ def _function_text(spec: Aggregate, column: str | None, schema: StructType) -> s
     return spec.function + (" ignoring NULLs" if spec.ignore_nulls else "")
 
 
-def order_text(orders: Sequence[KeyLike], downwards: Sequence[bool]) -> str:
+def name_of(given: KeyLike, inputs: Sequence[str]) -> str | None:
+    """The input column that is meant, however it is written, as a text or by ``F.col``; None for anything else."""
+    if isinstance(given, str):
+        name = unquoted(given)
+    else:
+        shown = _COLUMN.fullmatch(str(given))
+        name = shown[1] if shown else ""
+    at = place_of(name, inputs)
+    return None if at is None else inputs[at]
+
+
+def order_text(orders: Sequence[KeyLike], names: Sequence[str | None], downwards: Sequence[bool]) -> str:
     """An order; the text of an expression is another in other releases of Spark, and so is left out."""
     return ", ".join(
-        f"{order if isinstance(order, str) else 'an expression'} {'descending' if descending else 'ascending'}"
-        for order, descending in zip(orders, downwards, strict=True)
+        f"{name or (order if isinstance(order, str) else EXPRESSION)} {'descending' if descending else 'ascending'}"
+        for order, name, descending in zip(orders, names, downwards, strict=True)
     )
 
 

@@ -37,6 +37,7 @@ from spark_state_ext.spark.operator_columns import (
     functions_of,
     identity,
     listed,
+    name_of,
     order_text,
     plain,
     quoted,
@@ -323,7 +324,8 @@ def top_k(
         own such as that of ``F.desc``.
     k
         How many rows a key has at most, from 1 on. While there is state, `k`, `order_by` and `descending` cannot change
-        (`FunctionChangedError`); of an expression in `order_by` that is not noticed.
+        (`FunctionChangedError`); of an expression in `order_by` that is not noticed. A column of the input is the same
+        as ``"v"`` and as ``F.col("v")``.
     descending
         Whether the largest come first: for all of `order_by`, or for each.
     emit
@@ -363,6 +365,7 @@ def top_k(
     if not orders or len(orders) != len(downwards):
         raise UsageError(f"order_by of top_k has {len(orders)} columns, and descending {len(downwards)} values")
     refuse_sort_orders(orders, df.schema.names)
+    order_names = [name_of(order, df.schema.names) for order in orders]
     key_type, places, extra = resolve_keys(df, df.schema, listed(keys))
     inputs = df.schema.names
     extra_fields = [field for field, at in zip(key_type.fields, places, strict=True) if at >= len(inputs)]
@@ -382,13 +385,12 @@ def top_k(
     ]
     # An order column that the key has too is kept beside it.
     ordered = [
-        order if isinstance(order, str) and order in inputs and order not in key_names else f"__order{i}"
-        for i, order in enumerate(orders)
+        name if name is not None and name not in key_names else f"__order{i}" for i, name in enumerate(order_names)
     ]
     hidden = [
         column_of(order).alias(name, metadata=PLAIN)
-        for order, name in zip(orders, ordered, strict=True)
-        if name is not order
+        for order, name, own in zip(orders, ordered, order_names, strict=True)
+        if name != own
     ]
     wide = df.select("*", *derived, *hidden)
     refuse_doubles(wide.schema.names, "columns of top_k, its own among them,")
@@ -419,7 +421,7 @@ def top_k(
         "top_k",
         # Under a time to live by event time each row's time counts.
         combining=None if state.ttl is not None else Combining(function.thin, wide.schema),
-        function=identity("top_k", {"k": k, "order_by": order_text(orders, downwards)}),
+        function=identity("top_k", {"k": k, "order_by": order_text(orders, order_names, downwards)}),
     )
 
 

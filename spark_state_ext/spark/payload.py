@@ -21,6 +21,7 @@ from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.operator_folder import SPILL_FOLDER
 
 __all__ = [
+    "NO_ROW_LIMIT",
     "PAYLOAD_SCHEMA",
     "HASH_COLUMN",
     "decode",
@@ -36,6 +37,9 @@ __all__ = [
 
 HASH_COLUMN = "__hash"
 PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp, __others int"
+# `records_per_batch` where Spark is told no limit.
+NO_ROW_LIMIT = 2**31 - 1
+_PAYLOAD_BYTES_MAX = 1 << 20
 _INLINE, _SPILLED, _OUTPUT, _HEARTBEAT = b"A", b"S", b"O", b"H"
 _STALE_AFTER_S = 86_400
 _CRC = struct.Struct("<I")
@@ -48,8 +52,12 @@ def payload_bytes_max(records_per_batch: int) -> int:
 
     Spark sends up to `records_per_batch` payloads in one Arrow batch, whose binary column must stay below 2 GiB; a
     quarter of that keeps the JVM's buffers, which double as they grow, within an ordinary executor's memory.
+
+    Without a limit, smaller payloads would not make that batch smaller: it has all that there is.
     """
-    return max(4 << 10, min(1 << 20, (512 << 20) // max(1, records_per_batch)))
+    if records_per_batch >= NO_ROW_LIMIT:
+        return _PAYLOAD_BYTES_MAX
+    return max(4 << 10, min(_PAYLOAD_BYTES_MAX, (512 << 20) // max(1, records_per_batch)))
 
 
 def heartbeat() -> bytes:

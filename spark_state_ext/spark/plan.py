@@ -35,7 +35,7 @@ from spark_state_ext.spark.keeper import LeaseKeeper
 from spark_state_ext.spark.neighbours import tell_of_others
 from spark_state_ext.spark.observed import with_sizes, with_start
 from spark_state_ext.spark.output import OUTPUT_SCHEMA
-from spark_state_ext.spark.payload import PAYLOAD_SCHEMA
+from spark_state_ext.spark.payload import NO_ROW_LIMIT, PAYLOAD_SCHEMA
 from spark_state_ext.spark.session import unpatched
 from spark_state_ext.spark.shim import bucket_entry, pack_entry, unpack_entry
 from spark_state_ext.state_batch import StateBatch
@@ -457,6 +457,7 @@ class ArrowState:
             ttl=self.ttl,
             function=function,
             strict_output=self.strict_output,
+            case_sensitive=spark.conf.get("spark.sql.caseSensitive", "false") == "true",
             storage_options=self.storage_options,
         ).to_plain()
         tell_of_others(self.root, self.storage_options, self.operator)
@@ -486,7 +487,7 @@ def _application_of(spark: SparkSession) -> str:
 
 def _frame_rows_max(text: str | None) -> int:
     rows = int(text or "10000")
-    return rows if rows > 0 else 2**31 - 1
+    return rows if rows > 0 else NO_ROW_LIMIT
 
 
 def _path(name: str, value: str | os.PathLike[str]) -> str:

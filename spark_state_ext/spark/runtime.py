@@ -129,7 +129,8 @@ class _BucketCall:
         stored = state.getOption
         self._stored = Pointer.decode(bytes(stored[0]), job.pointer_read) if stored is not None else None
         before = self._stored.batch if self._stored is not None else -1
-        self._batch = self._task.batch if self._task.batch is not None else before + 1
+        # A thread that lives on may tell the batch in which it was made (`_refuse_later`).
+        self._batch = max(before + 1, -1 if self._task.batch is None else self._task.batch)
         self._operator_folder = operator_folder(job)
         self._scratch = scratch_folder(job.local_dir)
         self._call = CallMetrics(
@@ -298,7 +299,13 @@ class _BucketCall:
     def _stamped(self, pointer: Pointer) -> Pointer:
         threshold_ms = self._work.threshold_ms()
         watermark_ms = self._times.watermark_ms if self._times.watermark_present else None
-        pointer = replace(pointer, batch=self._batch, watermark_ms=watermark_ms, schema_id=self._operator.schema_id)
+        pointer = replace(
+            pointer,
+            batch=self._batch,
+            watermark_ms=watermark_ms,
+            schema_id=self._operator.schema_id,
+            made_by=self._job.application_id,
+        )
         if threshold_ms is not None:
             # This call saw to every row due before the threshold; those that stay due were written anew, in the run of
             # the new checkpoint. Without a new checkpoint there were none.
@@ -336,18 +343,19 @@ class _BucketCall:
                     f"Spark's checkpoint holds bucket {pointer.bucket} of operator {job.operator!r} in the place of "
                     f"bucket {self._bucket_number}"
                 )
-            if self._task.batch is not None and pointer.batch >= self._task.batch:
-                raise LineageError(
-                    f"Spark handed batch {self._task.batch} the pointer of batch {pointer.batch} (bucket "
-                    f"{pointer.bucket} of operator {job.operator!r}): its checkpoint location holds state of another "
-                    "time. Bring the location back as it was; to go back to an older batch, use "
-                    "python -m spark_state_ext.rollback."
-                )
+            self._refuse_later(pointer)
         batch_ms = self._times.processing_ms if pointer is None else None
-        in_force = admit(self._operator_folder, job.operator_file(self._home), job.strict, batch_ms=batch_ms)
+        ask = partial(
+            admit,
+            self._operator_folder,
+            job.operator_file(self._home),
+            job.strict,
+            case_sensitive=job.case_sensitive,
+        )
+        in_force = ask(batch_ms=batch_ms)
         if pointer is not None and pointer.schema_id > in_force.schema_id:
             # What this process admitted once may have been succeeded since.
-            in_force = admit(self._operator_folder, job.operator_file(self._home), job.strict, again=True)
+            in_force = ask(again=True)
         if pointer is not None and pointer.schema_id > in_force.schema_id:
             raise MissingCheckpointError(
                 f"the state of operator {job.operator!r} was written under operator_{pointer.schema_id}.json, "
@@ -355,6 +363,22 @@ class _BucketCall:
                 f"from {self._files.root}: bring the file back."
             )
         return in_force
+
+    def _refuse_later(self, pointer: Pointer) -> None:
+        """Refuse a pointer of this batch or a later one: the checkpoint location holds files of two times.
+
+        An action of a sink may run in a thread that an earlier batch has made, and that passes on what it was told then
+        (PySpark's `InheritableThread`), also over later starts of the query. So within one application what a task is
+        told is no evidence.
+        """
+        job, task = self._job, self._task
+        if task.batch is None or pointer.batch < task.batch or pointer.made_by == job.application_id:
+            return
+        raise LineageError(
+            f"Spark handed batch {task.batch} the pointer of batch {pointer.batch} (bucket {pointer.bucket} of "
+            f"operator {job.operator!r}): its checkpoint location holds state of another time. Bring the location back "
+            "as it was; to go back to an older batch, use python -m spark_state_ext.rollback."
+        )
 
     def _opened(self) -> Bucket:
         folder = local_folder(self._job, self._home, self._operator.schema_id, self._bucket_number)

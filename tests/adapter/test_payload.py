@@ -9,6 +9,7 @@ import pytest
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.spark.pack import buckets_of, inline_share
 from spark_state_ext.spark.payload import (
+    NO_ROW_LIMIT,
     decode,
     encode,
     heartbeat,
@@ -63,11 +64,16 @@ def test_an_unknown_payload_is_refused() -> None:
         list(decode(b"Zxxx", no_file))
 
 
-@pytest.mark.parametrize("records", [1, 100, 10_000, 1_000_000, 2**31 - 1])
+@pytest.mark.parametrize("records", [1, 100, 10_000, 1_000_000, 2**31 - 2])
 def test_a_full_arrow_batch_of_payloads_stays_below_two_gibibytes(records: int) -> None:
     target = payload_bytes_max(records)
     assert target <= 1 << 20
     assert target == 4 << 10 or target * records <= 1 << 30
+
+
+def test_payloads_are_not_cut_small_where_there_is_no_limit_of_rows() -> None:
+    """`maxRecordsPerBatch` of 0: Spark sends whatever there is at once."""
+    assert payload_bytes_max(NO_ROW_LIMIT) == 1 << 20
 
 
 @pytest.mark.parametrize("buckets", [1, 3, 16, 64, 32_768])

@@ -239,3 +239,22 @@ def test_operator_file_names() -> None:
     assert parse_operator_file_name(operator_file_name(12)) == 12
     for other in ("operator_.json", "operator_1.json.tmp", "operator_-1.json", "lease.json"):
         assert parse_operator_file_name(other) is None
+
+
+def test_keys_in_another_case_are_the_same_keys_under_the_names_asked_for() -> None:
+    """As in Spark, unless it tells them apart."""
+    stored = _operator(_STORED, _json(("User", "string"), ("at", "long")))
+    asked = _operator(_STORED, _json(("user", "string"), ("AT", "long")))
+    in_force = stored.succeeded_by(asked)
+    assert (in_force.schema_id, [field.name for field in in_force.row_schema().keys]) == (1, ["user", "AT"])
+    assert in_force.succeeded_by(asked) is in_force
+    with pytest.raises(SchemaChangedError, match="column 'User' is now 'user'"):
+        stored.succeeded_by(asked, case_sensitive=True)
+    with pytest.raises(SchemaChangedError, match="column 'User' was string and is now int64"):
+        stored.succeeded_by(_operator(_STORED, _json(("USER", "long"), ("at", "long"))))
+    values = [1, "a", 2, 3, "s", None, True, False]
+    schema = stored.row_schema().arrow
+    old = pa.RecordBatch.from_arrays(
+        [pa.array([value], field.type) for value, field in zip(values, schema, strict=True)], schema=schema
+    )
+    assert conform(old, in_force.row_schema()).columns == old.columns

@@ -76,6 +76,7 @@ _BARE_POINTERS = st.builds(
         lambda refs: st.tuples(*(st.builds(InlineDelta, st.just(ref), _BYTES, _TIMES) for ref in refs))
     ),
     spread=st.none() | st.tuples(st.text(), st.integers(1, 2**31)),
+    made_by=st.none() | st.text(),
 )
 _POINTERS = st.builds(_with_lineage, _BARE_POINTERS, _lineages(), st.booleans())
 _REF = CheckpointRef(7, "0" * 31 + "7")

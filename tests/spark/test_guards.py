@@ -18,11 +18,13 @@ import pytest
 from jobs import Job, keyed
 from pyspark import __version__ as pyspark_version
 from pyspark.errors import StreamingQueryException
+from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
+from pyspark.sql.types import DecimalType, StructField, StructType
 from streams import WAIT_S, finish, read, write_batches
 
 from arrow_schemas.lineage import parse_file_name
-from spark_state_ext import ArrowState, enable
+from spark_state_ext import Agg, ArrowState, StateBatch, aggregate, enable
 from spark_state_ext.checkpoint import read_header
 from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
 from spark_state_ext.folder import Folder
@@ -45,6 +47,7 @@ def run(spark: Any, folder: Path, **changes: Any) -> list[Any]:
     state_type = changes.pop("state", STATE)
     width = changes.pop("width", 1)
     checkpoint = changes.pop("checkpoint", folder / "checkpoint")
+    key_name = changes.pop("key", "k")
 
     def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         before = state.getOption or (0,)
@@ -54,7 +57,7 @@ def run(spark: Any, folder: Path, **changes: Any) -> list[Any]:
 
     rows: list[Any] = []
     out = arrow_state(folder, **changes).apply_in_pandas_with_state(
-        events, "k", count, "k string, n long, before string", state_type, "update", "NoTimeout"
+        events, key_name, count, "k string, n long, before string", state_type, "update", "NoTimeout"
     )
     finish(
         out.writeStream.outputMode("update")
@@ -112,6 +115,57 @@ def test_a_new_nullable_column_and_a_wider_number_are_followed(spark: Any, tmp_p
         header = read_header(Folder(str(path.parent)), *named)
         under.add((header.writer.batch, header.schema_id))
     assert under == {(0, 0), (1, 1), (2, 1)}
+
+
+def test_a_key_in_another_case_is_the_same_key(spark: Any, tmp_path: Path) -> None:
+    """As for Spark's own operator, unless names are told apart by their case."""
+    assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
+    assert run(spark, tmp_path, key="K") == [("1", 4), ("2", 2)]
+    assert run(spark, tmp_path, select="k AS K", key="k") == [("1", 6), ("2", 3)]
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        with pytest.raises(Exception, match=r"SchemaChangedError.*column 'k' is now 'K'"):
+            run(spark, tmp_path, select="k AS K", key="K")
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")
+
+
+def test_functions_see_a_key_under_the_name_that_is_asked_for(spark: Any, tmp_path: Path) -> None:
+    for key in ("k", "K"):
+        source = write_batches(tmp_path / "in", [pa.table({"k": pa.array([1], pa.int64())})])
+
+        def seen(batch: StateBatch, key: str = key) -> pa.Table:
+            batch.update(batch.keys.append_column("n", batch.counts))
+            assert batch.keys.column_names == [key]
+            return batch.keys
+
+        out = arrow_state(tmp_path).apply_in_arrow_with_state(
+            read(spark, source, "k long"), key, seen, f"{key} long", STATE
+        )
+        writer = out.writeStream.outputMode("update").format("noop").trigger(availableNow=True)
+        finish(writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start())
+
+
+def test_decimals_of_a_negative_scale_are_refused_when_planned(spark: Any, tmp_path: Path) -> None:
+    """Arrow has no functions for them. Spark makes such types only where it is told to."""
+    state, hundreds = arrow_state(tmp_path), DecimalType(5, -2)
+    spark.conf.set("spark.sql.legacy.allowNegativeScaleOfDecimal", "true")
+    try:
+        events = read(spark, write_batches(tmp_path / "in", []), "k long")
+        events = events.select("k", F.col("k").cast(hundreds).alias("d"))
+        for keys, frame, state_type, named in (
+            ("d", events, STATE, "key column 'd'"),
+            (F.struct("d").alias("s"), events, STATE, r"key column 's\.d'"),
+            ("k", events, StructType([StructField("d", hundreds)]), "state column 'd'"),
+        ):
+            with pytest.raises(UnsupportedTypeError, match=rf"{named}.*negative scale"):
+                state.apply_in_pandas_with_state(frame, keys, count_rows, "k long", state_type, "update", "NoTimeout")
+        with pytest.raises(UnsupportedTypeError, match=r"state column 'total'.*negative scale"):
+            aggregate(state, events, "k", {"total": Agg.sum("d")})
+        # As input they do no harm.
+        state.apply_rows_with_state(events, "k", lambda key, rows, _: None, "k long", STATE)
+    finally:
+        spark.conf.unset("spark.sql.legacy.allowNegativeScaleOfDecimal")
 
 
 def test_what_cannot_be_a_key_is_refused_when_planned(spark: Any, tmp_path: Path) -> None:
@@ -323,3 +377,18 @@ def test_a_second_live_run_on_one_state_is_refused(spark: Any, tmp_path: Path) -
     assert second.returncode != 0
     assert "LiveRunError" in second.stderr
     assert "Stop the other run" in second.stderr
+
+
+@pytest.mark.parametrize("kind", ["classic", pytest.param("connect", marks=pytest.mark.connect)])
+def test_two_operators_of_one_name_in_a_query_are_refused_when_planned(
+    request: pytest.FixtureRequest, kind: str, tmp_path: Path
+) -> None:
+    session = request.getfixturevalue("spark" if kind == "classic" else "connect")
+    events = read(session, write_batches(tmp_path / "in", []), "k long")
+    state = arrow_state(tmp_path)
+    first = aggregate(state, events, "k", {"n": Agg.count()})
+    with pytest.raises(UsageError, match=r"operator 'guarded' is in this query already: .*another name"):
+        aggregate(state, first, "n", {"m": Agg.count()})
+    with pytest.raises(UsageError, match="operator 'guarded' is in this query already"):
+        state.apply_in_pandas_with_state(first, "n", count_rows, "k long", STATE, "update", "NoTimeout")
+    aggregate(arrow_state(tmp_path, operator="other"), first, "n", {"m": Agg.count()})

@@ -9,12 +9,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from jobs import CLASSIC, COUNTS, EVERYWHERE, SPARK, TIMED, Job, count, emitted, event_rows, keyed
+from jobs import CLASSIC, COUNTS, EVERYWHERE, SPARK, TIMED, Job, count, ddl, emitted, event_rows, keyed
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
-from streams import collect, finish
+from streams import collect, finish, read
 
-from spark_state_ext import ArrowState
+from spark_state_ext import ArrowState, deduplicate
 
 pytestmark = pytest.mark.spark
 
@@ -167,3 +167,29 @@ def test_explicit_call_and_enabled_session_plan_alike(session: Any, tmp_path: Pa
     writer = out.writeStream.format("parquet").option("path", str(job.sink)).outputMode("append")
     finish(writer.option("checkpointLocation", str(job.checkpoint)).trigger(availableNow=True).start())
     assert emitted(job.sink) == {0: [("a", 1)], 1: [("a", 2)]}
+
+
+@CLASSIC
+def test_duplicates_dropped_after(session: Any, operator: str, tmp_path: Path) -> None:
+    """Spark's own operator gives rows that Spark cannot shuffle as they are, and so does ours with the same API.
+
+    What computes a column in between makes rows of them that it can, and so do functions over Arrow and rows.
+    """
+    job = Job(session, operator, tmp_path, count, COUNTS, schema=TIMED, watermark=("at", "10 seconds"))
+    job.feed(event_rows(("a", 1, 1), ("b", 2, 1), ("a", 3, 1)), event_rows(("b", 4, 1), ("c", 5, 1), ("a", 5, 1)))
+    job.after = lambda df: df.select(F.concat("key", F.lit("!")).alias("key"), "n").dropDuplicates()
+    assert sorted(map(tuple, collect(session, job.planned(), "append"))) == [
+        *[("a!", 2), ("a!", 3), ("b!", 1), ("b!", 2), ("c!", 1)]
+    ]
+    if operator == "spark":
+        return
+    state = ArrowState(tmp_path / "root", "over_rows", buckets=2, local_dir=tmp_path / "local")
+    events = read(session, str(tmp_path / "in"), ddl(TIMED)).withWatermark("at", "10 seconds")
+    first = deduplicate(state, events.drop("value"), ["key"])
+    out = state.apply_rows_with_state(
+        events, ["key"], lambda key, rows, _: [(key.key,) for _ in rows], "key string", "n long", "append"
+    )
+    for df in (first.select("key"), out):
+        assert sorted(map(tuple, collect(session, df.dropDuplicates(), "append"))) == [("a",), ("b",), ("c",)]
+    counted = out.groupBy("key").count()
+    assert sorted(map(tuple, collect(session, counted, "complete"))) == [("a", 3), ("b", 2), ("c", 1)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -139,9 +141,22 @@ def test_a_command_that_was_stopped_leaves_no_query_that_counts_wrongly(
     assert counts.right
 
 
+_FIRST_APPLICATION = """
+import sys
+from pathlib import Path
+from pyspark.sql import SparkSession
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").config(
+    "spark.sql.shuffle.partitions", "2").getOrCreate()
+import test_rollback
+test_rollback.Counts(spark, "arrow", Path(sys.argv[1]), test_rollback._HDFS).run(test_rollback._FIRST)
+"""
+
+
 def test_a_pointer_of_a_later_batch_is_refused(spark: Any, tmp_path: Path) -> None:
+    """One that another application wrote: within one, a thread of a sink may tell an earlier batch (`test_sinks`)."""
+    command = [sys.executable, "-W", "ignore", "-c", _FIRST_APPLICATION, str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
     counts = Counts(spark, "arrow", tmp_path, _HDFS)
-    counts.run(_FIRST)
     _without_logs(counts.job.checkpoint)
     # State files of a later time, as of a copy.
     for store in (counts.job.checkpoint / "state/0").glob("[0-9]*"):

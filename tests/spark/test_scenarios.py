@@ -152,6 +152,23 @@ def test_rows_come_in_chunks_and_may_be_left(session: Any, operator: str, tmp_pa
     assert sorted(map(tuple, rows)) == [("left", 1, 1), ("many", 1, 10), ("one", 0, 1)]
 
 
+@pytest.mark.parametrize("limit", ["0", "-1"])
+def test_without_a_limit_of_rows_a_batch(session: Any, operator: str, tmp_path: Path, limit: str) -> None:
+    def whole(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
+        state.update((n,))
+        yield pd.DataFrame({"key": [key[0]], "n": [n], "rows": [n]})
+
+    name = "spark.sql.execution.arrow.maxRecordsPerBatch"
+    before = session.conf.get(name)
+    session.conf.set(name, limit)
+    try:
+        rows = job(session, operator, tmp_path, [strings(*["a"] * 500, *["b"] * 3), strings("a")], whole)
+    finally:
+        session.conf.set(name, before)
+    assert sorted(map(tuple, rows)) == [("a", 500, 500), ("a", 501, 501), ("b", 3, 3)]
+
+
 def test_keys_of_several_columns_keep_the_order_asked_for(session: Any, operator: str, tmp_path: Path) -> None:
     def show(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         (pdf,) = pdfs

@@ -9,9 +9,10 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pandas as pd
@@ -123,6 +124,59 @@ def in_an_inheritable_thread(df: Any, batch: int, folder: str) -> None:
         raise failed[0]
 
 
+class _Worker:
+    """A thread that runs one piece of work after the other for as long as the process lives, as those of pools do."""
+
+    def __init__(self, thread: Callable[..., Any]) -> None:
+        self._work: Queue[tuple[Callable[[], object], Future[object]]] = Queue()
+        thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            work, done = self._work.get()
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
+
+    def run(self, work: Callable[[], object]) -> Future[object]:
+        done: Future[object] = Future()
+        self._work.put((work, done))
+        return done
+
+
+_workers: dict[str, _Worker] = {}
+
+
+def _worker(kind: str, folder: str) -> _Worker:
+    """A job's own thread, made in its first batch, whose query and batch Spark goes on to tell."""
+    from pyspark import InheritableThread
+
+    key = f"{kind} {folder}"
+    if key not in _workers:
+        _workers[key] = _Worker({"inheritable": InheritableThread, "plain": threading.Thread}[kind])
+    return _workers[key]
+
+
+def in_an_inheritable_thread_of_the_first_batch(df: Any, batch: int, folder: str) -> None:
+    _worker("inheritable", folder).run(lambda: _write(df, folder, f"a{batch}")).result()
+
+
+def in_a_plain_thread_of_the_first_batch(df: Any, batch: int, folder: str) -> None:
+    _worker("plain", folder).run(lambda: _write(df, folder, f"a{batch}")).result()
+
+
+def in_threads_of_the_first_batch_and_its_own(df: Any, batch: int, folder: str) -> None:
+    """Whichever is last at a partition."""
+    done = [
+        _worker(kind, folder).run(partial(_write, df, folder, f"{name}{batch}"))
+        for kind, name in (("inheritable", "b"), ("plain", "c"))
+    ]
+    _write(df, folder, f"a{batch}")
+    for one in done:
+        one.result()
+
+
 Sink = Callable[[Any, int, str], None]
 EVERYWHERE: list[Sink] = [
     in_own_thread,
@@ -135,7 +189,15 @@ EVERYWHERE: list[Sink] = [
     with_a_nested_action,
 ]
 # `sparkContext` and `newSession` are of classic sessions.
-CLASSIC: list[Sink] = [with_job_groups, with_tags, with_a_new_session, in_an_inheritable_thread]
+CLASSIC: list[Sink] = [
+    with_job_groups,
+    with_tags,
+    with_a_new_session,
+    in_an_inheritable_thread,
+    in_an_inheritable_thread_of_the_first_batch,
+    in_a_plain_thread_of_the_first_batch,
+    in_threads_of_the_first_batch_and_its_own,
+]
 
 
 def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
