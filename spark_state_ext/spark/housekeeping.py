@@ -176,7 +176,7 @@ class CleanUps:
         self._bucket.committer.snapshots.lose(name, beats)
 
 
-def drop_spill_files(folder: Folder, task: TaskInfo, calls: int) -> None:
+def drop_spill_files(folder: Folder, task: TaskInfo, calls: int, batch_ms: int) -> None:
     """Have earlier batches' spill files removed beside the batch; now and then at once, where no worker gets to that.
 
     Parameters
@@ -188,16 +188,18 @@ def drop_spill_files(folder: Folder, task: TaskInfo, calls: int) -> None:
         What the task was told.
     calls
         Calls of the bucket so far.
+    batch_ms
+        The batch's time by Spark.
     """
     background = Background.shared()
-    work = partial(_drop_stale, folder, task, time.monotonic(), calls % _SPILL_EVERY_CALLS == 0)
+    work = partial(_drop_stale, folder, task, batch_ms / 1000, time.monotonic(), calls % _SPILL_EVERY_CALLS == 0)
     if background.finished == 0 and calls % _SPILL_EVERY_CALLS == 0:
         work()
     else:
         background.submit(f"spill files in {folder.root}", work)
 
 
-def _drop_stale(folder: Folder, task: TaskInfo, asked_s: float, in_common: bool) -> None:
+def _drop_stale(folder: Folder, task: TaskInfo, began_s: float, asked_s: float, in_common: bool) -> None:
     if time.monotonic() - asked_s > _SPILL_LATE_S:
         return  # the query may have gone back to an earlier batch since
     try:
@@ -206,7 +208,7 @@ def _drop_stale(folder: Folder, task: TaskInfo, asked_s: float, in_common: bool)
             places.append(folder.child(SPILL_FOLDER))
         for spills in places:
             for name in spills.names():
-                if spill_is_stale(name, task.batch, time.time()):
+                if spill_is_stale(name, task.batch, began_s, time.time()):
                     spills.remove_tree(name)
         if in_common:
             starting = folder.child(STARTING_FOLDER)

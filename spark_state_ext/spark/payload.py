@@ -10,6 +10,7 @@ functions that give Arrow goes on as ``b"O"``, checksum and an Arrow IPC stream 
 from __future__ import annotations
 
 import json
+import re
 import struct
 import uuid
 import zlib
@@ -42,6 +43,8 @@ NO_ROW_LIMIT = 2**31 - 1
 _PAYLOAD_BYTES_MAX = 1 << 20
 _INLINE, _SPILLED, _OUTPUT, _HEARTBEAT = b"A", b"S", b"O", b"H"
 _STALE_AFTER_S = 86_400
+# Batch and time; an earlier release named them after the batch alone.
+_SPILL, _UNTOLD_SPILL = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?"), re.compile(r"t(\d{1,18})")
 _CRC = struct.Struct("<I")
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 _READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
@@ -85,20 +88,34 @@ def spilled(name: str, offset: int, length: int) -> bytes:
 
 def spill_folder(query_id: str, batch: int | None, now_s: float) -> str:
     """Folder of a batch's spill files below the operator's: the query's, or one of all queries whose tasks are not told
-    theirs, which is named after the time."""
+    theirs; named after the time, too."""
     if query_id and batch is not None:
-        return f"{query_id}/{SPILL_FOLDER}/{batch}"
+        return f"{query_id}/{SPILL_FOLDER}/{batch}-{int(now_s)}"
     return f"{SPILL_FOLDER}/t{int(now_s)}"
 
 
-def spill_is_stale(name: str, batch: int | None, now_s: float) -> bool:
+def spill_is_stale(name: str, batch: int | None, began_s: float, now_s: float) -> bool:
     """Whether a folder of spill files belongs to a batch that is over.
 
-    Earlier batches are committed, or `batch` would not run. Where batches are not known, a day must have passed.
+    Earlier batches are committed, or `batch` would not run. But a task may be told an earlier batch than its own, where
+    a thread of a sink outlives the batch that has made it. So what was made since this batch began stays. Where batches
+    are not known, a day must have passed.
+
+    Parameters
+    ----------
+    name
+        Of the folder.
+    batch
+        The batch that looks; None where tasks are not told theirs.
+    began_s
+        Its time by Spark, seconds since 1970.
+    now_s
+        The time now.
     """
-    if name[:1] == "t" and name[1:].isdigit():
-        return int(name[1:]) < now_s - _STALE_AFTER_S
-    return name.isdigit() and batch is not None and int(name) < batch
+    if found := _UNTOLD_SPILL.fullmatch(name):
+        return int(found[1]) < now_s - _STALE_AFTER_S
+    found = _SPILL.fullmatch(name)
+    return found is not None and batch is not None and int(found[1]) < batch and int(found[2] or 0) < int(began_s)
 
 
 def decode(payload: bytes, load: Callable[[str, int, int], bytes]) -> Iterator[pa.RecordBatch]:

@@ -194,7 +194,7 @@ class _BucketCall:
         with timing(self._call, "commit_ms"):
             pointer = self._committed(rows)
         if self._bucket_number == 0:
-            drop_spill_files(self._operator_folder, self._task, pointer.calls)
+            drop_spill_files(self._operator_folder, self._task, pointer.calls, self._times.processing_ms)
         self._clean_ups.look(self._pointer, self._job.plan_id)
         if self._job.clean_up:
             self._clean_ups.in_turn(self._pointer, pointer.calls)

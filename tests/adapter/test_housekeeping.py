@@ -157,13 +157,28 @@ def test_clean_ups_that_hang_take_no_threads_from_uploads_and_are_not_piled_up(
 def test_spill_files_of_earlier_batches_go(finished: int, background: Background, tmp_path: Path) -> None:
     """Beside the batch; where nobody ever gets to that, now and then within it."""
     background.finished = finished
-    task, folder = TaskInfo("query", "run", 7), Folder(str(tmp_path))
-    for batch in (3, 7):
-        folder.child(spill_folder("query", batch, time.time())).put("x.payloads", b"rows")
+    task, folder, began_s = TaskInfo("query", "run", 7), Folder(str(tmp_path)), 1_000_000.0
+    for batch, made_s in ((3, began_s - 5), (7, began_s + 5)):
+        folder.child(spill_folder("query", batch, made_s)).put("x.payloads", b"rows")
     for calls in (5, housekeeping._SPILL_EVERY_CALLS):
-        drop_spill_files(folder, task, calls)
+        drop_spill_files(folder, task, calls, int(1000 * began_s))
         assert background.wait(30.0)
-    assert folder.child("query", "spill").names() == ["7"]
+    assert folder.child("query", "spill").names() == ["7-1000005"]
+
+
+def test_spill_files_of_this_batch_stay_whichever_batch_their_writer_was_told(
+    background: Background, tmp_path: Path
+) -> None:
+    """A sink's thread that batch 3 made tells batch 3 for ever, and its action may run beside the sink's own."""
+    folder, began_s = Folder(str(tmp_path)), 1_000_000.0
+    for made_s in (began_s - 60, began_s + 5):
+        folder.child(spill_folder("query", 3, made_s)).put("x.payloads", b"rows")
+    drop_spill_files(folder, TaskInfo("query", "run", 7), 5, int(1000 * began_s))
+    assert background.wait(30.0)
+    assert folder.child("query", "spill").names() == ["3-1000005"]
+    drop_spill_files(folder, TaskInfo("query", "run", 8), 6, int(1000 * (began_s + 60)))
+    assert background.wait(30.0)
+    assert folder.child("query", "spill").names() == []
 
 
 @pytest.mark.parametrize("task", [TaskInfo("query", "run", 7), TaskInfo("", "", None)])
@@ -177,7 +192,7 @@ def test_what_tasks_left_that_were_not_told_their_query_goes_too(
     notes = [f"{int(1000 * (now_s - 86_400 * days))}-{'0' * 32}" for days in (29, 31)]
     for note in notes:
         folder.child(STARTING_FOLDER).put(note, b"query")
-    drop_spill_files(folder, task, housekeeping._SPILL_EVERY_CALLS)
+    drop_spill_files(folder, task, housekeeping._SPILL_EVERY_CALLS, int(1000 * now_s))
     assert background.wait(30.0)
     assert folder.child("spill").names() == [f"t{int(now_s - 100)}"]
     assert folder.child(STARTING_FOLDER).names() == notes[:1]
@@ -190,7 +205,8 @@ def test_spill_files_are_left_when_their_turn_comes_late(
     monkeypatch.setattr(housekeeping, "_SPILL_LATE_S", 0.0)
     background.finished = 1
     folder = Folder(str(tmp_path))
-    folder.child(spill_folder("query", 3, time.time())).put("x.payloads", b"rows")
-    drop_spill_files(folder, TaskInfo("query", "run", 7), 5)
+    now_s = time.time()
+    folder.child(spill_folder("query", 3, now_s - 5)).put("x.payloads", b"rows")
+    drop_spill_files(folder, TaskInfo("query", "run", 7), 5, int(1000 * now_s))
     assert background.wait(30.0)
-    assert folder.child("query", "spill").names() == ["3"]
+    assert folder.child("query", "spill").names() == [f"3-{int(now_s - 5)}"]

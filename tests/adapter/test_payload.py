@@ -99,13 +99,25 @@ def test_the_shares_of_any_number_of_tasks_stay_below_what_one_bucket_may_get() 
 
 def test_only_folders_of_batches_that_are_over_are_stale() -> None:
     """Rule 6: a spill file is removed by a later batch's call, or after a day where batches are not known."""
-    assert spill_is_stale("3", 4, 0.0)
-    assert not spill_is_stale("4", 4, 0.0)
-    assert not spill_is_stale("5", 4, 0.0)
-    assert not spill_is_stale("3", None, 0.0)
+    for name, stale in {
+        "3-99": True,
+        "3-100": False,
+        "3-101": False,
+        "4-99": False,
+        "5-99": False,
+        # Of an earlier release.
+        "3": True,
+        "4": False,
+        "": False,
+        "t": False,
+        "-3": False,
+        "3-": False,
+        "somebody's notes": False,
+    }.items():
+        assert spill_is_stale(name, 4, 100.0, 1_000.0) == stale, name
+        assert not spill_is_stale(name, None, 100.0, 1_000.0), name
     written_s = 1_000_000.0
     folder = spill_folder("", None, written_s).removeprefix("spill/")
     for batch in (None, 7):
-        assert not spill_is_stale(folder, batch, written_s + 86_000)
-        assert spill_is_stale(folder, batch, written_s + 86_500)
-    assert not spill_is_stale("somebody's notes", 4, written_s * 2)
+        assert not spill_is_stale(folder, batch, written_s * 2, written_s + 86_000)
+        assert spill_is_stale(folder, batch, 0.0, written_s + 86_500)

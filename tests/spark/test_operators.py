@@ -531,23 +531,16 @@ def test_operators_keep_the_functions_of_their_state(session: Any, tmp_path: Pat
 def test_an_order_column_is_the_same_however_it_is_written(session: Any, tmp_path: Path) -> None:
     """`F.col`, backticks and another case name the same column; an expression is none, and its error says so."""
     ways: list[Any] = ["value", F.col("value"), "VALUE", F.col("VALUE"), "`value`", ["value"]]
+
+    def top(df: Any, order: Any) -> Any:
+        return top_k(state(tmp_path), df, "key", order, 1).select("value")
+
     for at, order in enumerate(ways):
-        found = run(
-            session,
-            tmp_path,
-            [events(("a", at, at))],
-            lambda df, order=order: top_k(state(tmp_path), df, "key", order, 1).select("value"),
-            "update",
-        )
-        assert found[at] == [(at,)]
+        assert run(session, tmp_path, [events(("a", at, at))], functools.partial(top, order=order), "update")[at] == [
+            (at,)
+        ]
     with pytest.raises(Exception, match=r"'order_by' was value descending and is now an expression descending.*F\.col"):
-        run(
-            session,
-            tmp_path,
-            [events(("a", 9, 9))],
-            lambda df: top_k(state(tmp_path), df, "key", F.col("value") + 0, 1).select("value"),
-            "update",
-        )
+        run(session, tmp_path, [events(("a", 9, 9))], functools.partial(top, order=F.col("value") + 0), "update")
 
 
 @CLASSIC
