@@ -8,6 +8,7 @@ pointer names. Snapshots are written in the background; pointers only presume th
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,6 +101,8 @@ class Bucket:
         Name of the backend to restore from, when there is a choice.
     run
         Whose call it is; None where nothing tells.
+    clock_s
+        The machine's monotonic clock.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Bucket:
         options: CommitOptions | None = None,
         restore_from: str | None = None,
         run: Run | None = None,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._places = list(places)
@@ -128,7 +132,7 @@ class Bucket:
         self._options = options or CommitOptions(journal=False)
         self._run = run
         self.committer = Committer(
-            store, places, self._uploads, self._options, batches_retained, self._runner, scratch, run=run
+            store, places, self._uploads, self._options, batches_retained, self._runner, scratch, clock_s, run
         )
         known = taken_over(pointer, places)
         self._sources = Sources(restore_order(places, known, restore_from), pointer, restore_from)
@@ -257,22 +261,23 @@ class Bucket:
 
     def _with_snapshots(self, new: Pointer, due: bool, behind: Sequence[str]) -> Pointer:
         """The pointer with a snapshot of its checkpoint under way, where one is due or a backend has to catch up."""
-        if not (due or behind):
+        again = self.committer.snapshots.to_repeat(new)
+        if not (due or behind or again):
             return new
         if not any(is_complete(standing) for standing in new.standings.values()):
             # Nothing that is configured holds this state, so the pointer must not go before something does.
             self._write_now(new, behind)
             return self.committer.snapshots.caught_up(new, behind, known=True)
         try:
-            return self._with_snapshot(new, due, behind)
+            return self._with_snapshot(new, due, behind, again)
         except StateError as error:
             # The deltas are durable and hold everything. The snapshot stays due, so the next commit tries again.
             _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", new.ref, error)
             return new
 
-    def _with_snapshot(self, new: Pointer, due: bool, behind: Sequence[str]) -> Pointer:
+    def _with_snapshot(self, new: Pointer, due: bool, behind: Sequence[str], again: Sequence[str]) -> Pointer:
         header = self._header(new.lineage[-1].ref, SNAPSHOT)
-        names = [place.name for place in self._places] if due else list(behind)
+        names = [place.name for place in self._places] if due else [*behind, *again]
         missed = self._missed(new) if due else new.snapshots_missed
         # Where the runner has refused for long, it does not keep up either.
         if missed >= _MISSED_MAX or snapshot_overdue(new.lineage):
@@ -283,6 +288,7 @@ class Bucket:
         view, pin = self._pinned(new)
         # Before the work begins, which notes its end.
         awaiting = self.committer.snapshots.caught_up(new, behind)
+        self.committer.snapshots.taken_on(names)
         if not self._runner.submit(
             self._snapshot_work(header.ref), lambda: self._write_snapshot(header, view, pin, names)
         ):

@@ -111,7 +111,9 @@ class Committer:
         # What the last call of the task has to wait for.
         self.left: list[Upload] = []
         self.waited_s = 0.0
-        self.snapshots = Snapshots(store, self._places, uploads, options, batches_retained, runner, scratch, clock_s)
+        self.snapshots = Snapshots(
+            store, self._places, uploads, options, batches_retained, runner, scratch, clock_s, self._run, self._counts
+        )
 
     # -- what went before --------------------------------------------------------------------------
 
@@ -131,13 +133,14 @@ class Committer:
         Raises
         ------
         UploadFailedError
-            When an upload of an earlier commit failed for good.
+            When an upload of an earlier commit failed for good, or a backend refuses full snapshots for long.
         CommitTimeoutError
             When one takes longer than ``commit_timeout_ms``.
         """
         for place in self._places.values():
             place.backup.init(None if pointer.ref is None else Checkpoint(pointer.ref, pointer.markers))
         pointer = self._looked_at(taken_over(pointer, list(self._places.values())))
+        self._raise_refused()
         self._resume(pointer)
         if not pending(pointer):
             return pointer
@@ -176,6 +179,18 @@ class Committer:
                     f"the upload of {delta.name} to the backend {name} failed: {note.error}. It is in Spark's own "
                     "state and not lost. Mend the cause and start again, or leave that backend out."
                 )
+
+    def _raise_refused(self) -> None:
+        for name, refused in self.snapshots.refusals().items():
+            if not refused.for_long(self._options.commit_timeout_ms / 1000):
+                continue
+            # The note stays, as in `_raise_failed`.
+            self._ended.tell(self._run)
+            raise UploadFailedError(
+                f"the backend {name} has refused full snapshots for {refused.last_s - refused.since_s:.0f} s, "
+                f"{refused.attempts} times, the last time: {refused.error}. No state is lost. Mend the cause and start "
+                "again, or leave that backend out."
+            )
 
     def _counts(self, noted: Run) -> bool:
         """As `counts`, for this call."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["NO_RUN", "Clocks", "Ended", "Run", "counts"]
+__all__ = ["NO_RUN", "Clocks", "Ended", "Refused", "Run", "counts"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _FILE = "ended"
@@ -119,6 +119,55 @@ class Clocks:
         except (ValueError, TypeError):
             return {}
         return dict(since_s) if run.id and Run(found, stage) == run else {}
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Full snapshots that a backend has refused since it took the last one.
+
+    Parameters
+    ----------
+    run
+        Whose calls sent them.
+    since_s, last_s
+        When the first of them was taken on, and when the last one failed: seconds of the machine's monotonic clock.
+    attempts
+        How many they are.
+    error
+        What the last one failed with.
+    again_s
+        When another one was taken on that may be under way; None: none is.
+    """
+
+    run: Run
+    since_s: float
+    last_s: float
+    attempts: int = 1
+    error: str = ""
+    again_s: float | None = None
+
+    def for_long(self, timeout_s: float) -> bool:
+        """Whether that is an error by now. One refusal never is: the backend may be mended since."""
+        return self.attempts > 1 and self.last_s - self.since_s >= timeout_s
+
+    def may_try_again(self, now_s: float, delay_s: float, timeout_s: float) -> bool:
+        """Whether it is time for another attempt."""
+        idle = self.again_s is None or now_s - self.again_s >= timeout_s
+        return idle and now_s - self.last_s >= delay_s
+
+    def encode(self) -> bytes:
+        """As the value of a note."""
+        numbers = {"since_s": self.since_s, "last_s": self.last_s, "attempts": self.attempts, "again_s": self.again_s}
+        return json.dumps({"run": [self.run.id, self.run.stage], "error": self.error, **numbers}).encode()
+
+    @staticmethod
+    def decode(value: bytes | None) -> Refused | None:
+        """Inverse of `encode`; None for what it did not give."""
+        try:
+            found = json.loads(value or b"")
+            return Refused(**{**found, "run": Run(*found["run"])})
+        except (KeyError, TypeError, ValueError):
+            return None
 
 
 NO_RUN = Run()

@@ -70,6 +70,8 @@ class CallMetrics:
     upload_ms, uploaded_bytes, uploads
         Milliseconds that uploads of deltas took, queues included, which were confirmed since the bucket's call before
         in this process, beside batches; their bytes, and how many.
+    snapshot_ms, snapshot_bytes, snapshots, snapshot_failures
+        The same of full snapshots; and how many were not made, or refused by a backend.
     delta_bytes, inline_bytes
         Size of the delta, and what is inline in the new pointer.
     oldest_inline_ms
@@ -103,6 +105,10 @@ class CallMetrics:
     upload_ms: float = 0.0
     uploaded_bytes: int = 0
     uploads: int = 0
+    snapshot_ms: float = 0.0
+    snapshot_bytes: int = 0
+    snapshots: int = 0
+    snapshot_failures: int = 0
     delta_bytes: int = 0
     inline_bytes: int = 0
     oldest_inline_ms: int = 0
@@ -129,6 +135,10 @@ _SUMMED = (
         "upload_ms",
         "uploaded_bytes",
         "uploads",
+        "snapshot_ms",
+        "snapshot_bytes",
+        "snapshots",
+        "snapshot_failures",
         "delta_bytes",
         "inline_bytes",
         "restored_files",
@@ -290,9 +300,20 @@ def by_batch(calls: pa.Table) -> pa.Table:
 
 # -- OpenTelemetry ---------------------------------------------------------------------------------
 
-_COUNTERS = ("rows", "keys", "timeouts", "changed_rows", "uploaded_bytes", "uploads", "restored_files")
+_COUNTERS = (
+    "rows",
+    "keys",
+    "timeouts",
+    "changed_rows",
+    "uploaded_bytes",
+    "uploads",
+    "restored_files",
+    "snapshot_bytes",
+    "snapshots",
+    "snapshot_failures",
+)
 _HISTOGRAMS = (
-    *("read_ms", "lookup_ms", "user_ms", "commit_ms", "wait_ms", "total_ms", "upload_ms"),
+    *("read_ms", "lookup_ms", "user_ms", "commit_ms", "wait_ms", "total_ms", "upload_ms", "snapshot_ms"),
     *("delta_bytes", "inline_bytes", "oldest_inline_ms", "state_bytes"),
 )
 

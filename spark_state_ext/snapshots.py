@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.pointer import Pointer, Standing
@@ -22,18 +24,74 @@ from spark_state_ext.background import HUNG_S, Runner
 from spark_state_ext.checkpoint import verify_checkpoint
 from spark_state_ext.commit import CommitOptions, Place, is_complete, settled
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, UploadFailedError
+from spark_state_ext.failures import NO_RUN, Refused, Run
 from spark_state_ext.lineage import recent_beats
 from spark_state_ext.sealed import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.uploads import DONE, FAILED, RUNNING, Note, Uploads, note_name, notes_of
 
-__all__ = ["Snapshots", "check_name"]
+__all__ = ["Snapshots", "Tally", "check_name"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # Checkpoints until a full snapshot that nobody here knows of is taken for lost.
 _PATIENCE_VERSIONS = 10
 # In the place of a file's name, in notes about a backend that lacks some, and about the full backups that it got since.
 _LOST, _ANSWERED = "lost", "answered"
+# And about one that refuses full snapshots.
+_REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What became of a bucket's snapshots, for metrics.
+
+    Parameters
+    ----------
+    confirmed, took_s, size_bytes
+        How many were confirmed, a backend each; in how many seconds, queues included; and their bytes.
+    failures
+        How many were not made, or were refused.
+    """
+
+    confirmed: int = 0
+    took_s: float = 0.0
+    size_bytes: int = 0
+    failures: int = 0
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _of: ClassVar[dict[str, Tally]] = {}
+
+    @classmethod
+    def add(cls, store: LocalStore, more: Tally) -> None:
+        """Count what a bucket's process has seen.
+
+        Parameters
+        ----------
+        store
+            The bucket's local store.
+        more
+            What is added.
+        """
+        with cls._lock:
+            it = cls._of.get(str(store.folder), Tally())
+            cls._of[str(store.folder)] = Tally(
+                it.confirmed + more.confirmed,
+                it.took_s + more.took_s,
+                it.size_bytes + more.size_bytes,
+                it.failures + more.failures,
+            )
+
+    @classmethod
+    def take(cls, store: LocalStore) -> Tally:
+        """What was counted in this process since this was asked last.
+
+        Parameters
+        ----------
+        store
+            The bucket's local store.
+        """
+        with cls._lock:
+            return cls._of.pop(str(store.folder), Tally())
 
 
 class Snapshots:
@@ -57,6 +115,10 @@ class Snapshots:
         Local folder for temporary files.
     clock_s
         The machine's monotonic clock.
+    run
+        Whose call it is.
+    counts
+        Whether what another call of that run, or of another one, was refused counts for this one.
     """
 
     def __init__(
@@ -69,7 +131,11 @@ class Snapshots:
         runner: Runner,
         scratch: Path,
         clock_s: Callable[[], float] = time.monotonic,
+        run: Run = NO_RUN,
+        counts: Callable[[Run], bool] = lambda run: True,
     ) -> None:
+        self._run = run
+        self._counts = counts
         self._store = store
         self._places = places
         self._uploads = uploads
@@ -218,6 +284,8 @@ class Snapshots:
         """
         failure: Exception | None = None
         futures: dict[str, Future[Markers]] = {}
+        ended_s: dict[str, float] = {}
+        began_s = self._clock_s()
         for name in names:
             manager = self._places[name].backup
             try:
@@ -225,20 +293,106 @@ class Snapshots:
             except Exception as raised:
                 futures[name] = Future()
                 futures[name].set_exception(raised)
+            # One that takes long goes on when nobody waits for it any more.
+            sealed.take()
+            futures[name].add_done_callback(partial(self._over, sealed, ended_s, name))
         for name, future in futures.items():
-            state, error = DONE, ""
             try:
                 future.result(self._options.commit_timeout_ms / 1000)
             except Exception as raised:
-                failure, state, error = raised, FAILED, str(raised) or repr(raised)
-            self._tell(ref, [name], Note(state, self._uploads.owner, self._clock_s(), error=error))
+                failure = raised
+                what = str(raised) or repr(raised)
+                if not future.done():
+                    what = f"it took longer than commit_timeout_ms, {self._options.commit_timeout_ms}"
+                    future.add_done_callback(partial(self._late, ref, name, sealed.size_bytes, began_s))
+                self._tell(ref, [name], Note(FAILED, self._uploads.owner, self._clock_s(), error=what))
+                self._refused(name, began_s, what)
+            else:
+                took_s = ended_s.get(name, self._clock_s()) - began_s
+                self._confirmed(ref, name, sealed.size_bytes, took_s)
         if isinstance(failure, StateError):
             raise failure
         if failure is not None:
             raise UploadFailedError(f"{sealed.name} could not be kept: {failure!r}") from failure
 
+    def _over(self, sealed: SealedFile, ended_s: dict[str, float], name: str, _: Future[Markers]) -> None:
+        ended_s[name] = self._clock_s()
+        sealed.let_go()
+
+    def _late(self, ref: CheckpointRef, name: str, size_bytes: int, began_s: float, done: Future[Markers]) -> None:
+        """An upload has ended for which nobody waits any more."""
+        if done.exception() is None:
+            self._confirmed(ref, name, size_bytes, self._clock_s() - began_s)
+
+    def _confirmed(self, ref: CheckpointRef, name: str, size_bytes: int, took_s: float) -> None:
+        Tally.add(self._store, Tally(1, took_s, size_bytes))
+        self._tell(ref, [name], Note(DONE, self._uploads.owner, self._clock_s()))
+        if note_name(name, _REFUSED) in self._store.notes():
+            self._note_refused(name, None)
+
+    # -- backends that refuse them ------------------------------------------------------------------
+
+    def _refused(self, name: str, began_s: float, error: str) -> None:
+        Tally.add(self._store, Tally(failures=1))
+        before = self.refusals().get(name)
+        last_s = self._clock_s()
+        if before is None:
+            self._note_refused(name, Refused(self._run, began_s, last_s, error=error))
+        else:
+            attempts, since_s = before.attempts + 1, min(before.since_s, began_s)
+            self._note_refused(name, Refused(self._run, since_s, last_s, attempts, error))
+
+    def _note_refused(self, name: str, refused: Refused | None) -> None:
+        noted = note_name(name, _REFUSED)
+        try:
+            self._store.note({} if refused is None else {noted: refused.encode()}, [noted] if refused is None else [])
+        except StateError as error:
+            _LOGGER.warning("whether %s refuses snapshots could not be noted: %s", name, error)
+
+    def refusals(self) -> dict[str, Refused]:
+        """What configured backends have refused since they took a snapshot last, as far as it counts for this call."""
+        notes, now_s = self._store.notes(), self._clock_s()
+        found = {name: Refused.decode(notes.get(note_name(name, _REFUSED))) for name in self._places}
+        # The clock begins anew with the machine.
+        return {
+            name: it for name, it in found.items() if it is not None and self._counts(it.run) and it.last_s <= now_s
+        }
+
+    def to_repeat(self, pointer: Pointer) -> list[str]:
+        """Backends that hold everything but refused a snapshot, and should be sent another one by now.
+
+        Parameters
+        ----------
+        pointer
+            With the new checkpoint as its last.
+        """
+        delay_s, timeout_s = self._options.commit_delay_ms_max / 1000, self._options.commit_timeout_ms / 1000
+        return [
+            name
+            for name, refused in self.refusals().items()
+            if is_complete(pointer.standings.get(name)) and refused.may_try_again(self._clock_s(), delay_s, timeout_s)
+        ]
+
+    def taken_on(self, names: Sequence[str]) -> None:
+        """Backends are about to be sent a snapshot.
+
+        Parameters
+        ----------
+        names
+            The backends.
+        """
+        for name, refused in self.refusals().items():
+            if name in names:
+                self._note_refused(name, replace(refused, again_s=self._clock_s()))
+
+    # -- what is noted ------------------------------------------------------------------------------
+
     def not_sent(self, ref: CheckpointRef, names: Sequence[str], why: str) -> None:
         """Note that a snapshot which backends may wait for was not made."""
+        Tally.add(self._store, Tally(failures=len(names)))
+        for name, refused in self.refusals().items():
+            if name in names:
+                self._note_refused(name, replace(refused, again_s=None))
         self._tell(ref, names, Note(FAILED, self._uploads.owner, self._clock_s(), error=why))
 
     def _tell(self, ref: CheckpointRef, names: Sequence[str], note: Note) -> None:

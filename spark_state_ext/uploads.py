@@ -82,8 +82,13 @@ class Note:
     def decode(value: bytes) -> Note | None:
         """Inverse of `encode`; None for a value that is none of ours."""
         try:
+            found = json.loads(value)
+            if not isinstance(found, list):
+                return None
             # Earlier releases did not tell the run.
-            state, owner, since_s, markers, error, *run = json.loads(value)
+            state, owner, since_s, markers, error, *run = found
+            if state not in (RUNNING, DONE, FAILED):
+                return None
             return Note(state, owner, since_s, markers, error, Run(*run))
         except (ValueError, TypeError):
             return None

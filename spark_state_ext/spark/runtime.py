@@ -34,6 +34,7 @@ from spark_state_ext.failures import Run
 from spark_state_ext.metrics import CallMetrics, MetricsLog, timing
 from spark_state_ext.operator_folder import admit
 from spark_state_ext.retry import retried
+from spark_state_ext.snapshots import Tally
 from spark_state_ext.spark.home import FirstHomes
 from spark_state_ext.spark.housekeeping import CleanUps, drop_spill_files, reclaim_in_turn
 from spark_state_ext.spark.job import PANDAS, Job
@@ -218,6 +219,9 @@ class _BucketCall:
         call, now_ms = self._call, int(time.time() * 1000)
         uploads, upload_s, uploaded_bytes = self._uploads.sent(self._bucket.store)
         call.uploads, call.upload_ms, call.uploaded_bytes = uploads, 1000 * upload_s, uploaded_bytes
+        snapshots = Tally.take(self._bucket.store)
+        call.snapshots, call.snapshot_failures = snapshots.confirmed, snapshots.failures
+        call.snapshot_ms, call.snapshot_bytes = 1000 * snapshots.took_s, snapshots.size_bytes
         call.ended_ms, call.changed_rows = now_ms, rows.rows
         sizes = self._bucket.sizes
         call.state_rows, call.state_rows_min, call.state_bytes = sizes.rows_max, sizes.rows_min, sizes.size_bytes

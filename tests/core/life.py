@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 from core_support import KEYS, SCHEMA, WRITER, Changes, Model, Row, buffer_of, changed, first_pointer, scanned
 
 from arrow_schemas import CheckpointRef, Pointer
-from arrow_schemas.lineage import parse_file_name
+from arrow_schemas.lineage import DELTA, SNAPSHOT, parse_file_name
 from spark_state_ext.backends import BackendContext, Checkpoint, CleanUp, Markers
 from spark_state_ext.backends.files import FilesBackup, FilesRestore
 from spark_state_ext.background import Background
@@ -38,6 +38,8 @@ class Watched(FilesBackup):
         self.gate = threading.Event()
         self.gate.set()
         self.fails_with: Exception | None = None
+        # Of which files.
+        self.kinds: tuple[str, ...] = (DELTA, SNAPSHOT)
 
     def init(self, checkpoint: Checkpoint | None) -> None:
         self.told.append(f"{self.name} init")
@@ -48,9 +50,10 @@ class Watched(FilesBackup):
         return super().snapshot(ref, files)
 
     def _put(self, file: SealedFile) -> None:
-        assert self.gate.wait(WAIT_S)
-        if self.fails_with is not None:
-            raise self.fails_with
+        if any(f".{kind}." in file.name for kind in self.kinds):
+            assert self.gate.wait(WAIT_S)
+            if self.fails_with is not None:
+                raise self.fails_with
         super()._put(file)
         self.told.append(f"{self.name} has {file.name.split('_')[0]}.{file.name.split('.')[1]}")
 
@@ -71,6 +74,7 @@ class Life:
     uploads: WorkerUploads = field(default_factory=WorkerUploads)
     background: Background = field(default_factory=Background)
     run: Run = field(default_factory=lambda: Run("a run", 1))
+    clock_s: Callable[[], float] = time.monotonic
     told: list[str] = field(default_factory=list)
     pointers: list[Pointer] = field(default_factory=lambda: [first_pointer()])
     models: list[Model] = field(default_factory=lambda: [{}])
@@ -111,6 +115,7 @@ class Life:
             options=self.options,
             restore_from=self.restore_from,
             run=self.run,
+            clock_s=self.clock_s,
         )
 
     def next_stage(self) -> None:
