@@ -1,0 +1,82 @@
+"""What it costs to read an upload back whole: a checkpoint file is sent to a folder and compared, as a backend does it.
+
+    python scripts/measure_confirm.py [--mib 64] [--repeats 7]
+
+The folders are one on the local disk and one of an S3 server on this machine (moto). It prints medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "core")]
+
+from object_store import s3_server  # noqa: E402
+
+from spark_state_ext.folder import Folder  # noqa: E402
+
+# As the backend compares.
+PIECE_BYTES = 8 << 20
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return how long some work takes."""
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def read_back(folder: Folder, name: str, path: Path) -> None:
+    """Compare a file in a folder with a local one, to the last byte."""
+    size = path.stat().st_size
+    assert folder.size(name) == size
+    with path.open("rb") as local:
+        for at in range(0, size, PIECE_BYTES):
+            assert folder.get_range(name, at, min(at + PIECE_BYTES, size)) == local.read(PIECE_BYTES)
+
+
+def measure(folder: Folder, path: Path, repeats: int) -> tuple[list[float], list[float]]:
+    """Send a file under new names and read it back; return the seconds of both, the first turn left out."""
+    sent, compared = [], []
+    for turn in range(repeats + 1):
+        name = f"file-{turn}"
+        sent.append(seconds(lambda name=name: folder.put_file(name, path)))  # type: ignore[misc]
+        compared.append(seconds(lambda name=name: read_back(folder, name, path)))  # type: ignore[misc]
+        folder.remove(name)
+    return sent[1:], compared[1:]
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description="Time an upload, and reading it back.")
+    parser.add_argument("--mib", type=int, default=64, help="size of the file")
+    parser.add_argument("--repeats", type=int, default=7, help="how often each is measured")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch, s3_server() as s3:
+        path = Path(scratch) / "file"
+        path.write_bytes(os.urandom(options.mib << 20))
+        places: dict[str, tuple[str, Any]] = {
+            "local disk": (f"{scratch}/root", None),
+            "S3 (moto, this machine)": (s3.root("root"), s3.options),
+        }
+        for place, (root, storage_options) in places.items():
+            sent, compared = measure(Folder(root, storage_options), path, options.repeats)
+            print(
+                f"{options.mib} MiB, {place}: sent in {statistics.median(sent):.3f} s "
+                f"({min(sent):.3f} to {max(sent):.3f}), read back in {statistics.median(compared):.3f} s "
+                f"({min(compared):.3f} to {max(compared):.3f})"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
