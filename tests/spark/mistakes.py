@@ -23,19 +23,22 @@ if __name__ == "__main__":
     import conftest
 
 import pandas as pd
-from jobs import KEYED, ddl, keyed
+from jobs import KEYED, ddl, eventually, keyed
 from streams import finish, read, write_batches
 from watched_store import STORE
 
 from spark_state_ext import ArrowState, Backend, disable, enable
+from spark_state_ext.errors import LiveRunError
 from spark_state_ext.folder import Folder
 from spark_state_ext.lease import Lease
 from spark_state_ext.lease_record import RunIdentity
 
-__all__ = ["MISTAKES", "Mistake", "Place", "shown", "shown_all"]
+__all__ = ["MISTAKES", "Mistake", "Place", "shown", "shown_all", "without_ids"]
 
 OUTPUT, STATE = "key string, n bigint", "n bigint"
 LEASE_MS = 500
+# Of a run that others must see alive, on a machine that is slow for a moment too.
+_LIVE_MS = 3_000
 # Jobs at a time: most of what so small a query takes is waiting.
 _THREADS = 4
 
@@ -279,20 +282,30 @@ def store_that_refuses(place: Place) -> None:
 
 
 def another_live_driver(place: Place) -> None:
-    place.pandas(count)
+    place.pandas(count, lease_ms=_LIVE_MS)
     home = next((place.folder / "root" / "mistaken").glob("*/lease")).parent
     other = RunIdentity("another application", "another plan", home.name, "elsewhere")
-    lease, over = Lease(Folder(str(home)), other, LEASE_MS), threading.Event()
-    lease.hold()
+    held: list[Lease] = []
+
+    def is_held() -> bool:
+        # The driver of the first run renews its lease until it notices that the query has ended.
+        with contextlib.suppress(LiveRunError):
+            lease = Lease(Folder(str(home)), other, _LIVE_MS)
+            lease.hold()
+            held.append(lease)
+        return bool(held)
+
+    eventually(is_held)
+    over = threading.Event()
 
     def renew() -> None:
-        while not over.wait(LEASE_MS / 5_000):
-            lease.hold()
+        while not over.wait(_LIVE_MS / 10_000):
+            held[0].hold()
 
     renewing = threading.Thread(target=renew, daemon=True)
     renewing.start()
     try:
-        place.pandas(count)
+        place.pandas(count, lease_ms=_LIVE_MS)
     finally:
         over.set()
         renewing.join()
@@ -466,6 +479,11 @@ def shown(mistake: Mistake, place: Place) -> str:
     return ""
 
 
+def without_ids(text: str) -> str:
+    """A text without the ids in it, which differ from run to run."""
+    return re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}", "…", text)
+
+
 def shown_all(session: Any, folder: Path) -> list[str]:
     """Make all mistakes, some at a time, each in a folder of its own; what is shown of each, in their order. What
     differs from run to run is left out."""
@@ -474,7 +492,7 @@ def shown_all(session: Any, folder: Path) -> list[str]:
     def one(mistake: Mistake, place: Path) -> str:
         place.mkdir()
         text = shown(mistake, Place(session, place)).replace(str(place), "…")
-        return re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}", "…", text)
+        return without_ids(text)
 
     # Alone, as on Connect Spark starts a process for the sink, and gives it few seconds.
     alone = {

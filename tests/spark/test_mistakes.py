@@ -10,21 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import SPARK, configured
-from mistakes import MISTAKES, Mistake, shown_all
+from jobs import SPARK, configured, eventually
+from mistakes import MISTAKES, OUTPUT, STATE, Mistake, Place, shown_all, state_that_is_no_tuple, without_ids
 
 pytestmark = pytest.mark.spark
 
 # What Spark puts before the sentence, in the same line.
 STREAM = r"\[STREAM_FAILED\] Query \[id = …, runId = …\] terminated with exception: "
+# In its place in `query.exception()`, on Connect; there is nothing there on classic sessions.
+EXCEPTION = r"(\(STREAM_FAILED\) )?"
 WORKER = r"\[PYTHON_EXCEPTION\] An exception was thrown from the Python worker: "
 # Until 4.2 that has the words of the scheduler in it, and those of the Python worker are others.
 OLDER = r"(Job aborted due to stage failure: .*)?(org\.apache\.spark\.api\.python\.PythonException: |\[\w+\] .*)?"
 OURS = re.compile(r"/spark_state_ext/|/arrow_schemas/|tenacity|concurrent/futures|threading\.py")
 
 
-def wrong(mistake: Mistake, text: str) -> str:
-    """What is not as it should be in what is shown of a mistake; empty when all is."""
+def wrong(mistake: Mistake, text: str, stream: str = STREAM) -> str:
+    """What is not as it should be in what is shown of a mistake; empty when all is. `stream` is what Spark says of the
+    query."""
     name = "" if mistake.sentence.startswith("\\[") else r"spark_state_ext\.errors\."
     found = re.search(name + mistake.sentence, text)
     if found is None:
@@ -35,12 +38,14 @@ def wrong(mistake: Mistake, text: str) -> str:
     if mistake.client:
         prefix = ""
     elif mistake.sink:
-        prefix = STREAM + r"(?s:.*)"
+        prefix = stream + r"(?s:.*)"
     else:
-        prefix = STREAM + (WORKER if SPARK >= (4, 3) else OLDER + r"(\n?Traceback \(most recent call last\):\n)?")
+        prefix = stream + (WORKER if SPARK >= (4, 3) else OLDER + r"(\n?Traceback \(most recent call last\):\n)?")
     if not re.fullmatch(prefix, before):
         return f"Spark's part is {before!r}"
-    if mistake.own and not (re.match(r'  File ".*mistakes\.py", line \d+, in ', after[1]) and mistake.own in after[2]):
+    if mistake.own and not (
+        len(after) > 2 and re.match(r'  File ".*mistakes\.py", line \d+, in ', after[1]) and mistake.own in after[2]
+    ):
         return "the user's own line is not next"
     return ""
 
@@ -53,3 +58,18 @@ def test_the_message_comes_first(session: Any, tmp_path: Path) -> None:
     shown = {mistake.name: "\n".join(text.split("\n")[:4]) for mistake, text in zip(MISTAKES, texts, strict=True)}
     assert {name: (fault, shown[name]) for name, fault in faults.items() if fault} == {}
     assert len(MISTAKES) >= 20
+
+
+def test_the_exception_of_a_query_begins_alike(session: Any, tmp_path: Path) -> None:
+    """`query.exception()`, which Spark makes in another way than what it raises."""
+    (mistake,) = (it for it in MISTAKES if it.name == "update(5)")
+    place = Place(session, tmp_path)
+    out = place.state().apply_in_pandas_with_state(
+        place.input(), "key", state_that_is_no_tuple, OUTPUT, STATE, "update", "NoTimeout"
+    )
+    query = out.writeStream.format("noop").outputMode("update").start()
+    try:
+        eventually(lambda: query.exception() is not None)
+        assert wrong(mistake, without_ids(str(query.exception())), EXCEPTION) == ""
+    finally:
+        query.stop()
