@@ -87,7 +87,7 @@ def _loader() -> Callable[[str], Any]:
             raise executor_package_error(
                 f"the executors' Python {sys.executable} (version "
                 f"{sys.version.split()[0]}) has no module "
-                f"{missing!r}. Install it there ({sys.executable} -m pip install spark_state_ext), or point "
+                f"{error.name!r}. Install it there ({sys.executable} -m pip install spark_state_ext), or point "
                 "PYSPARK_PYTHON "
                 "or spark.pyspark.python at the Python that has it."
             ) from None
