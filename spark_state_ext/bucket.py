@@ -197,7 +197,10 @@ class Bucket:
         ------
         StorageError
             When a backend failed, now or since the commit before; `CommitTimeoutError` when one takes too long.
+        ForkedProcessError
+            In a child that was forked from the process that made this: the commit is its parent's.
         """
+        self._store.check_process()
         _CALLS.note(str(self._store.folder), rows.size_bytes)
         # Counted before anything is written, so that each file tells its beat.
         pointer = counted(self.committer.begin(self.pointer), heartbeat, self._batches_retained)

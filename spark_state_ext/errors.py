@@ -46,6 +46,7 @@ __all__ = [
     "EnvironmentSetupError",
     "ExecutorPackageError",
     "ExistingStateError",
+    "ForkedProcessError",
     "FunctionChangedError",
     "InterruptedRestoreError",
     "LineageError",
@@ -62,6 +63,7 @@ __all__ = [
     "StateValueError",
     "StorageError",
     "StoreFullError",
+    "TooManyOpenFilesError",
     "UnsupportedPlanError",
     "UnsupportedTypeError",
     "UploadFailedError",
@@ -73,6 +75,10 @@ __all__ = [
 
 class UnsupportedPlanError(UsageError):
     """The query has a shape that Spark or this package cannot run."""
+
+
+class ForkedProcessError(UsageError):
+    """A child that the user's function forked uses state, which only the worker process may do."""
 
 
 class ResultTypeError(StateValueError, TypeError):
@@ -137,6 +143,10 @@ class StoreFullError(StorageError):
 
 class ClosedEnvironmentError(StorageError):
     """Another user of this process closed the local store's environment; nothing was done, and it is opened again."""
+
+
+class TooManyOpenFilesError(StorageError):
+    """The worker process has as many files open as it may; the text names the limit and what holds them."""
 
 
 class UploadFailedError(StorageError):

@@ -18,7 +18,7 @@ from pathlib import Path
 from arrow_schemas.checksum import checksum_of
 from spark_state_ext.errors import CorruptFileError, VersionSkewError
 from spark_state_ext.process import is_running, namespace, start_of
-from spark_state_ext.store.environment import boot_id
+from spark_state_ext.store.local_disk import boot_id
 
 __all__ = ["LEASE_FORMAT", "Decision", "Found", "LeaseRecord", "RunIdentity", "Watch", "decide"]
 

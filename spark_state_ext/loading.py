@@ -98,7 +98,7 @@ class Loader:
             else:
                 self._store.restore(found.batches, ref, None, snapshot=True)
         finally:
-            keep.unlink(missing_ok=True)  # gone already where it was adopted
+            self._store.end_incoming(keep)
 
     def _fetch_all(self, chain: Chain, plan: list[Fetch], gone: dict[Fetch, Failure]) -> bool:
         """Apply the planned files, oldest first; False when one of them is of no use, which is noted."""
@@ -114,8 +114,8 @@ class Loader:
                     self._note(fetch, error, gone)
                     return False
                 finally:
-                    if found.copy is not None:  # gone already where it was adopted
-                        found.copy.path.unlink(missing_ok=True)
+                    if found.copy is not None:
+                        self._store.end_incoming(found.copy.path)
         return True
 
     def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile) -> None:
@@ -144,12 +144,12 @@ class Loader:
             )
             if found.copy is None and keep is not None:
                 # Open still where it is needed.
-                keep.unlink(missing_ok=True)
+                self._store.end_incoming(keep)
             return found
         except BaseException as error:
             # Above all where the disk is full: the next try needs the room.
             if keep is not None:
-                keep.unlink(missing_ok=True)
+                self._store.end_incoming(keep)
             if isinstance(error, (CorruptFileError, LineageError, MissingCheckpointError)):
                 return error
             raise

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from arrow_schemas.equality import HashArray
 from spark_state_ext.errors import StateError, StorageError, StoreFullError
+from spark_state_ext.store.descriptors import too_many, used_up
 
 __all__ = ["HashSorter", "SpillBuffer", "local_errors"]
 
@@ -198,6 +199,8 @@ def local_errors(folder: Path) -> Iterator[None]:
     except StateError:
         raise
     except OSError as error:
+        if used_up(error):
+            raise too_many(f"temporary files in the local folder {folder} failed") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             raise StoreFullError(f"the disk of the local folder {folder} is full: {error}. Make room there.") from error
         raise StorageError(f"temporary files in the local folder {folder} failed: {error}") from error

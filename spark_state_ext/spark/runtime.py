@@ -55,14 +55,13 @@ from spark_state_ext.spark.task import (
 from spark_state_ext.spark.task_end import Spread, TaskEnd
 from spark_state_ext.spark.together import next_call_ms, rests
 from spark_state_ext.spill import HashSorter, SpillBuffer
-from spark_state_ext.store import LocalStore
+from spark_state_ext.store import LocalStore, descriptors
 from spark_state_ext.store.reclaim import note_use
 from spark_state_ext.uploads import WorkerUploads
 
 __all__ = ["run_bucket"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-_OPEN_STORES_MAX = 256
 _stores: dict[str, LocalStore] = {}
 
 
@@ -188,6 +187,8 @@ class _BucketCall:
         with timing(self._call, "read_ms"):
             self._bucket.read(lambda view: None)
         for frame in self._work.run(sorter.ranges(), rows):
+            # A child that the function forked, and that came back from it, ends here.
+            self._bucket.store.check_process()
             self._cpu_s += time.thread_time()
             yield frame
             # What Spark does with the frame is not ours.
@@ -417,7 +418,7 @@ def _store(folder: str, schema: RowSchema) -> LocalStore:
         store = LocalStore(folder, schema)
         note_use(store.folder)
     _stores[folder] = store
-    if len(_stores) > _OPEN_STORES_MAX:
-        # Of queries that stopped, most likely; a worker outlives them, and each store holds two open files.
+    while len(_stores) > descriptors.stores_max():
+        # Of queries that stopped, most likely; a worker outlives them.
         _stores.pop(next(iter(_stores))).close()
     return store

@@ -7,56 +7,28 @@ transaction.
 
 from __future__ import annotations
 
-import contextlib
 import struct
-import uuid
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
 
 from arrow_schemas.blocks import BLOCK_BYTES
 from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingRunError
-from spark_state_ext.store.environment import storage_error
+from spark_state_ext.store.local_disk import storage_error
 from spark_state_ext.store.runs import Chunk, Run, describe
 
-__all__ = ["check_blocks", "chunks_in", "file_of", "incoming_file", "mapped", "remove_abandoned"]
+__all__ = ["check_blocks", "chunks_in", "file_of", "mapped"]
 
 # What is before the first message of an Arrow IPC file: magic and padding.
 _FIRST_MESSAGE = 8
 _PREFIX = struct.Struct("<Ii")
 _CONTINUES = 0xFFFFFFFF
-_INCOMING = "incoming-"
 
 
 def file_of(folder: Path, run_key: str) -> Path:
     """Where the file of a run lies."""
     return folder / f"base-{run_key}.arrow"
-
-
-def incoming_file(folder: Path) -> Path:
-    """A path for a file that is to become one."""
-    return folder / f"{_INCOMING}{uuid.uuid4().hex}"
-
-
-def remove_abandoned(folder: Path, runs: Iterable[Run], before_s: float) -> None:
-    """Remove files of processes that died between making one and naming it in the manifest.
-
-    Parameters
-    ----------
-    folder
-        Where they lie.
-    runs
-        The manifest.
-    before_s
-        Younger ones may be in the making; seconds since 1970.
-    """
-    known = {file_of(folder, run.key).name for run in runs if run.file_bytes}
-    for path in (*folder.glob("base-*"), *folder.glob(f"{_INCOMING}*")):
-        with contextlib.suppress(FileNotFoundError):
-            if path.name not in known and path.stat().st_mtime < before_s:
-                path.unlink()
 
 
 def mapped(folder: Path, run: Run) -> pa.Buffer:

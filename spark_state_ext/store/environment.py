@@ -7,7 +7,9 @@ What this module knows of LMDB, and nobody above it needs to:
 * Another process may have grown the map: LMDB says MapResized, and the size is adopted.
 * With ``sync=False`` a crash of the *machine* may leave a damaged file. The environment's folder is named after the
   machine's boot, so after a restart the old one is simply not used, and is removed.
-* An environment must not be carried over a fork or opened twice in a process.
+* An environment must not be carried over a fork (`forks`) or opened twice in a process.
+* Each takes open files, of which a process has so many (`descriptors`). So those used longest ago are closed when
+  another one is opened; whoever has one of them opens it again.
 * With py-lmdb 2, a write transaction that fails waits for all calls of the process into LMDB before it is taken back,
   also for another thread's that waits for that very transaction to end: both wait forever. So writers of one process
   wait for each other here, and not in LMDB.
@@ -18,81 +20,48 @@ What this module knows of LMDB, and nobody above it needs to:
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import lmdb
 
-from spark_state_ext.errors import ClosedEnvironmentError, CorruptStoreError, StorageError, StoreFullError
+from spark_state_ext.errors import (
+    ClosedEnvironmentError,
+    CorruptStoreError,
+    StorageError,
+    StoreFullError,
+    TooManyOpenFilesError,
+)
+from spark_state_ext.store import descriptors
+from spark_state_ext.store.forks import check_process, keep_for_ever
+from spark_state_ext.store.gate import Gate
+from spark_state_ext.store.local_disk import (
+    DATA_FILE,
+    boot_id,
+    make_private,
+    refuse_full,
+    set_aside,
+    storage_error,
+    translated,
+)
+from spark_state_ext.store.transaction import DATABASES, Reader, Writing
 
-__all__ = ["DATABASES", "Environment", "SharedEnvironment", "boot_id", "storage_error"]
+__all__ = ["MAP_BYTES_MIN", "Environment"]
 
 T = TypeVar("T")
-ViewType = TypeVar("ViewType", bound="Reader")
+ViewType = TypeVar("ViewType", bound=Reader)
 
-DATABASES = (b"meta", b"runs", b"chunks", b"pins", b"notes")
 MAP_BYTES_MIN = 1 << 20
 # Task slots of an executor that may work on one bucket at once, with retries and speculation, are far fewer.
 _READERS_MAX = 512
 _GROW_ATTEMPTS_MAX = 32
-_REOPEN_ATTEMPTS_MAX = 32
-# With less than this a disk counts as full.
-_FREE_BYTES_MIN = 1 << 20
-# What LMDB's lock file takes with that many readers, and as much again for its first pages of data.
-_OPENED_BYTES = 1 << 16
 _LENGTH_CHECKS = 3
 _LENGTHENED_WITHIN_S = 0.05
-_DATA_FILE, _LOCK_FILE = "data.mdb", "lock.mdb"
-_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-
-
-def boot_id() -> str:
-    """Identifies this boot of the machine; a constant where the system does not tell."""
-    try:
-        return _BOOT_ID_FILE.read_text().strip().replace("-", "")[:16]
-    except OSError:
-        return "unknown-boot"
-
-
-class Gate:
-    """Many users, or one alone: transactions share it, resizing the map takes it exclusively."""
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._users = 0
-        self._closed = False
-
-    @contextlib.contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._condition:
-            self._condition.wait_for(lambda: not self._closed)
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._users -= 1
-                self._condition.notify_all()
-
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
-        with self._condition:
-            self._condition.wait_for(lambda: not self._closed)
-            self._closed = True
-            self._condition.wait_for(lambda: self._users == 0)
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._closed = False
-                self._condition.notify_all()
 
 
 class Environment:
@@ -100,6 +69,8 @@ class Environment:
 
     _open: ClassVar[dict[Path, Environment]] = {}
     _open_lock = threading.Lock()
+    # Of the process that this one was forked from.
+    _inherited: ClassVar[dict[Path, Environment]] = {}
 
     def __init__(self, folder: Path, map_bytes: int) -> None:
         self.folder = folder
@@ -107,9 +78,10 @@ class Environment:
         self._gate = Gate()
         self._writer = threading.Lock()
         self._pid = os.getpid()
+        self._used_s = time.monotonic()
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _refuse_full(folder)
+            refuse_full(folder)
             self._env = self._opened(map_bytes)
         except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
             raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
@@ -118,7 +90,7 @@ class Environment:
                 raise CorruptStoreError(f"the local store {folder} cannot be read: {error}") from error
             raise storage_error(folder, error) from error
         try:
-            self._file = os.open(folder / _DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
+            self._file = os.open(folder / DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:  # another process has just set it aside
             self._env.close()
             raise storage_error(folder, error) from error
@@ -175,7 +147,7 @@ class Environment:
         return pages * size
 
     def _databases(self) -> dict[bytes, Any]:
-        with _translated(self.folder):
+        with translated(self.folder):
             self._env.reader_check()
             for _ in range(_GROW_ATTEMPTS_MAX):
                 try:
@@ -188,23 +160,70 @@ class Environment:
     def at(cls, bucket_folder: Path, map_bytes: int) -> Environment:
         """The environment of a bucket's folder for the machine's current boot; opened at most once a process."""
         folder = bucket_folder / boot_id()
+        if (inherited := cls._inherited.get(folder)) is not None:
+            check_process(inherited._pid, folder)
         with cls._open_lock:
             found = cls._open.get(folder)
-            if found is not None and not found.closed and found._pid == os.getpid():
+            if found is not None and not found.closed:
+                # Asked here too: code that is not Python's may fork as well.
+                check_process(found._pid, folder)
                 return found
+            cls._close_idle(descriptors.stores_max() - 1)
+            try:
+                opened = cls._begun(bucket_folder, folder, map_bytes)
+            except TooManyOpenFilesError:
+                # Others in this process have more than was left to them.
+                if not cls._close_idle(0):
+                    raise
+                opened = cls._begun(bucket_folder, folder, map_bytes)
+            cls._open[folder] = opened
+            return opened
+
+    @classmethod
+    def _begun(cls, bucket_folder: Path, folder: Path, map_bytes: int) -> Environment:
+        try:
             # 0700 on every level we make: state is user data, and the folder's parent is often world-readable.
-            _make_private(bucket_folder)
+            make_private(bucket_folder)
             with contextlib.suppress(FileNotFoundError):  # another process takes it for unused just now
                 for stale in bucket_folder.iterdir():
                     if stale.name != folder.name:
                         shutil.rmtree(stale, ignore_errors=True)
-            try:
-                opened = cls(folder, map_bytes)
-            except CorruptStoreError:
-                set_aside(folder)
-                opened = cls(folder, map_bytes)
-            cls._open[folder] = opened
-            return opened
+        except OSError as error:
+            raise storage_error(folder, error) from error
+        try:
+            return cls(folder, map_bytes)
+        except CorruptStoreError:
+            set_aside(folder)
+            return cls(folder, map_bytes)
+
+    @classmethod
+    def _close_idle(cls, most: int) -> int:
+        """Close those that nobody uses at this moment, used longest ago first, until so many are open; returns how
+        many were closed. For who has the lock."""
+        excess, closed = len(cls._open) - most, 0
+        if excess <= 0:
+            return 0
+        for environment in sorted(cls._open.values(), key=lambda it: it._used_s):
+            if closed == excess:
+                break
+            # Not waited for: it may be in use for long, and others may wait for the lock.
+            with environment._gate.exclusive_if_free() as free:
+                if free:
+                    if not environment.closed:
+                        environment._end()
+                    del cls._open[environment.folder]
+                    closed += 1
+        return closed
+
+    @classmethod
+    def _after_fork(cls) -> None:
+        """In a child: whatever the parent has open is none of its."""
+        # Another thread may have had it, which does not live here.
+        cls._open_lock = threading.Lock()
+        for environment in cls._open.values():
+            keep_for_ever(environment._env)
+        cls._inherited = {**cls._inherited, **cls._open}
+        cls._open = {}
 
     def discard(self) -> None:
         """Set the environment aside as damaged, so that the next `at` builds a new one."""
@@ -225,12 +244,17 @@ class Environment:
 
     def _replaced(self) -> bool:
         try:
-            return not os.path.samestat(os.fstat(self._file), (self.folder / _DATA_FILE).stat())
+            return not os.path.samestat(os.fstat(self._file), (self.folder / DATA_FILE).stat())
         except OSError:  # it has not begun
             return False
 
     def close(self) -> None:
-        """Close it, when nobody in this process uses it; the next `at` opens it again."""
+        """Close it, when nobody in this process uses it; the next `at` opens it again.
+
+        In a process that was forked from this one nothing is done.
+        """
+        if self._pid != os.getpid():
+            return
         with contextlib.suppress(ClosedEnvironmentError), self._alone():
             self._end()
         self._forget()
@@ -249,12 +273,16 @@ class Environment:
 
     @contextlib.contextmanager
     def _used(self) -> Iterator[None]:
+        # Before the gate: threads that are inside do not live in a forked process.
+        check_process(self._pid, self.folder)
         with self._gate.shared():
             self._check_open()
+            self._used_s = time.monotonic()
             yield
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
+        check_process(self._pid, self.folder)
         with self._gate.exclusive():
             self._check_open()
             yield
@@ -275,14 +303,14 @@ class Environment:
 
     def check_readers(self) -> None:
         """Free the slots of readers that were killed: as long as they stand, no page they saw is used again."""
-        with self._used(), _translated(self.folder):
+        with self._used(), translated(self.folder):
             self._env.reader_check()
 
     def read(self, work: Callable[[Reader], T]) -> T:
         """Run `work` in one read transaction. Memory it gets from the reader dies with the call."""
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
-                with self._used(), _translated(self.folder):
+                with self._used(), translated(self.folder):
                     return self._in_transaction(Reader, work, write=False)
             except lmdb.MapResizedError:
                 self._adopt()
@@ -299,7 +327,7 @@ class Environment:
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
                 # A resize comes when the lock is free again: those who wait for it have the gate, and go first.
-                with self._used(), self._writer, _translated(self.folder):
+                with self._used(), self._writer, translated(self.folder):
                     done = self._in_transaction(Writing, work, write=True)
                     self._lengthen()
                     return done
@@ -340,7 +368,7 @@ class Environment:
 
     def _resize(self, map_bytes: int) -> None:
         try:
-            with _translated(self.folder):
+            with translated(self.folder):
                 self._env.set_mapsize(map_bytes)
         except BaseException:
             # The old map is gone, so nothing can be done with it; the next `at` opens it again.
@@ -348,173 +376,4 @@ class Environment:
             raise
 
 
-class SharedEnvironment:
-    """A bucket's environment as one of its users has it: opened again whenever another one closed it.
-
-    Parameters
-    ----------
-    bucket_folder, map_bytes
-        As for `Environment.at`.
-    """
-
-    def __init__(self, bucket_folder: Path, map_bytes: int) -> None:
-        self._bucket_folder = bucket_folder
-        self._map_bytes = map_bytes
-        self._opened = Environment.at(bucket_folder, map_bytes)
-
-    @property
-    def opened(self) -> Environment:
-        """The environment; open, unless it is closed at this very moment."""
-        if self._opened.closed:
-            self._opened = Environment.at(self._bucket_folder, self._map_bytes)
-        return self._opened
-
-    @property
-    def folder(self) -> Path:
-        """Its folder."""
-        return self.opened.folder
-
-    @property
-    def map_bytes(self) -> int:
-        """As `Environment.map_bytes`."""
-        return self._do(lambda opened: opened.map_bytes)
-
-    def check_readers(self) -> None:
-        """As `Environment.check_readers`."""
-        self._do(Environment.check_readers)
-
-    def read(self, work: Callable[[Reader], T]) -> T:
-        """As `Environment.read`."""
-        return self._do(lambda opened: opened.read(work))
-
-    def write(self, work: Callable[[Writing], T], need_bytes: int = 0) -> T:
-        """As `Environment.write`."""
-        return self._do(lambda opened: opened.write(work, need_bytes))
-
-    def is_replaced(self) -> bool:
-        """As `Environment.is_replaced`."""
-        return self._do(lambda opened: opened.is_replaced())
-
-    def discard(self) -> None:
-        """As `Environment.discard`."""
-        self._do(Environment.discard)
-
-    def close(self) -> None:
-        """As `Environment.close`."""
-        self._opened.close()
-
-    def _do(self, task: Callable[[Environment], T]) -> T:
-        for _ in range(_REOPEN_ATTEMPTS_MAX - 1):
-            with contextlib.suppress(ClosedEnvironmentError):
-                return task(self.opened)
-        return task(self.opened)
-
-
-class Reader:
-    """A read transaction's view of the databases."""
-
-    def __init__(self, txn: lmdb.Transaction, dbs: dict[bytes, Any]) -> None:
-        self._txn = txn
-        self._dbs = dbs
-
-    def end(self) -> None:
-        """Let go of the transaction."""
-        del self._txn
-
-    def get(self, db: bytes, key: bytes) -> memoryview | None:
-        """The value of a key, valid until the transaction ends; None when absent."""
-        value = self._txn.get(key, db=self._dbs[db])
-        return None if value is None else memoryview(value)
-
-    def items(self, db: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
-        """All entries whose key begins with `prefix`, ascending."""
-        with self._txn.cursor(db=self._dbs[db]) as cursor:
-            if cursor.set_range(prefix) if prefix else cursor.first():
-                for key, value in cursor:
-                    if bytes(key[: len(prefix)]) != prefix:
-                        return
-                    yield bytes(key), memoryview(value)
-
-
-class Writing(Reader):
-    """A write transaction's view of the databases."""
-
-    def put(self, db: bytes, key: bytes, value: bytes | memoryview) -> None:
-        """Set a key."""
-        self._txn.put(key, value, db=self._dbs[db])
-
-    def delete(self, db: bytes, key: bytes) -> None:
-        """Remove a key, if present."""
-        self._txn.delete(key, db=self._dbs[db])
-
-    def delete_prefix(self, db: bytes, prefix: bytes) -> None:
-        """Remove all keys that begin with `prefix`."""
-        for key in [key for key, _ in self.items(db, prefix)]:
-            self._txn.delete(key, db=self._dbs[db])
-
-
-def set_aside(folder: Path) -> None:
-    """Move a damaged environment's folder away and delete it; processes that have it open keep their copy."""
-    away = folder.with_name(f"damaged-{uuid.uuid4().hex}")
-    with contextlib.suppress(FileNotFoundError):  # another process was first
-        folder.rename(away)
-    shutil.rmtree(away, ignore_errors=True)
-
-
-def _make_private(folder: Path) -> None:
-    missing = [folder, *folder.parents]
-    missing = missing[: next(i for i, parent in enumerate(missing) if parent.exists())]
-    for path in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-
-
-@contextlib.contextmanager
-def _translated(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (lmdb.MapResizedError, lmdb.MapFullError):
-        raise
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError) as error:
-        raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
-    except lmdb.Error as error:
-        raise storage_error(folder, error) from error
-
-
-def _free_bytes(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return _FREE_BYTES_MIN
-
-
-def _refuse_full(folder: Path) -> None:
-    """Raise an OSError where a new store has no room.
-
-    LMDB writes its lock file by a map, and where the disk has no page for that the system ends the process.
-    """
-    try:
-        # Pages that it has; its length says nothing, as it begins as a hole.
-        held = 512 * (folder / _LOCK_FILE).stat().st_blocks
-    except FileNotFoundError:
-        held = 0
-    if not held and _free_bytes(folder) < _OPENED_BYTES:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def storage_error(folder: Path, error: Exception) -> StorageError:
-    """What the system or LMDB said of a local store, as an error that says what to do."""
-    text = str(error)
-    number = getattr(error, "errno", None)
-    # A write that the disk took in part only is an "Input/output error" to LMDB.
-    full = "Input/output error" in text and _free_bytes(folder) < _FREE_BYTES_MIN
-    if full or number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "quota" in text:
-        return StoreFullError(
-            f"the disk of the local store {folder} is full: {text}. Make room or set local_dir elsewhere."
-        )
-    if number == errno.ENOMEM or "Cannot allocate memory" in text:
-        return StoreFullError(
-            f"no address space to map the local store {folder}: {text}. Raise spark.executor.pyspark.memory, or "
-            "use more buckets."
-        )
-    return StorageError(f"the local store {folder} failed: {text}. Set local_dir to a writable local disk.")
+os.register_at_fork(after_in_child=Environment._after_fork)

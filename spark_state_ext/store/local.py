@@ -8,33 +8,32 @@ at will; nobody reads their runs.
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
-from spark_state_ext.errors import CorruptStoreError, MissingRunError, StorageError
+from spark_state_ext.errors import CorruptStoreError, MissingRunError, StateError, StorageError
 from spark_state_ext.store import manifest, notes, pins
-from spark_state_ext.store.base_file import (
-    check_blocks,
-    chunks_in,
-    file_of,
-    incoming_file,
-    mapped,
-    remove_abandoned,
-)
-from spark_state_ext.store.environment import MAP_BYTES_MIN, Reader, SharedEnvironment, Writing
+from spark_state_ext.store.base_file import check_blocks, chunks_in, file_of, mapped
+from spark_state_ext.store.environment import MAP_BYTES_MIN
+from spark_state_ext.store.incoming import Incoming, remove_abandoned
 from spark_state_ext.store.merging import MERGE_BYTES_MAX, choose_merge, choose_runs, droppable, outgrown
+from spark_state_ext.store.pending import Pending, chunk_key
 from spark_state_ext.store.runs import CHUNK_ROWS, Chunk, Run, cut, decode_chunk, encode_chunk
+from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.store.transaction import Reader, Writing
 from spark_state_ext.store.view import View
 
 __all__ = ["LocalStore"]
 
+_LOGGER = logging.getLogger("spark_state_ext")
 _STORE_FORMAT = 3
 # Chunks of one write transaction; LMDB keeps a transaction's dirty pages in memory.
 _TRANSACTION_BYTES = 16 << 20
@@ -82,8 +81,10 @@ class LocalStore:
         self._checked: set[tuple[str, int]] = set()
         self._maps: dict[str, pa.Buffer] = {}
         self._closed = False
+        self._incoming = Incoming()
         self._environment = SharedEnvironment(self.folder, map_bytes)
         self._check_identity()
+        self._remove_abandoned()
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -164,11 +165,13 @@ class LocalStore:
         )
 
     def incoming(self) -> Path:
-        """A path for a file to be given to `adopt`, on the same disk; what is left there is removed later."""
-        folder = self._environment.folder
-        if not self.is_replaced():
-            remove_abandoned(folder, self.runs(), time.time() - _ABANDONED_AFTER_S)
-        return incoming_file(folder)
+        """A path for a file to be given to `adopt`, on the same disk; `end_incoming` when that is over."""
+        self._remove_abandoned()
+        return self._incoming.begin(self._environment.folder)
+
+    def end_incoming(self, path: Path) -> None:
+        """Remove what is left at a path from `incoming`: nothing where it was adopted."""
+        self._incoming.end(path)
 
     def adopt(self, path: Path, body_bytes: int, blocks: Sequence[int], rows: int, ref: CheckpointRef) -> Run:
         """Take a snapshot's file, at a path from `incoming`, as the run of a checkpoint that holds everything.
@@ -332,6 +335,10 @@ class LocalStore:
         self._maps.clear()
         self._check_identity()
 
+    def check_process(self) -> None:
+        """As `SharedEnvironment.check_process`."""
+        self._environment.check_process()
+
     def is_replaced(self) -> bool:
         """Whether another process has begun a new store in its place, as it was damaged or not used; close it then."""
         return self._environment.is_replaced()
@@ -371,7 +378,7 @@ class LocalStore:
     def _chunk(self, txn: Reader, run: Run, index: int) -> pa.RecordBatch:
         if run.file_bytes:
             return self._chunk_of_file(run, run.chunks[index])
-        data = txn.get(b"chunks", _chunk_key(run.key, index))
+        data = txn.get(b"chunks", chunk_key(run.key, index))
         if data is None:
             raise MissingRunError(f"run {run.newest} was dropped from the local store while it was read", run.newest)
         check = (run.key, index) not in self._checked
@@ -389,6 +396,17 @@ class LocalStore:
 
     # -- inside ------------------------------------------------------------------------------------
 
+    def _remove_abandoned(self) -> None:
+        def known() -> set[str] | None:
+            folder = self._environment.folder
+            return None if self.is_replaced() else {file_of(folder, run.key).name for run in self.runs()}
+
+        try:
+            remove_abandoned(self._environment.folder, known)
+        except (StateError, OSError) as error:
+            # Nothing needs them to be gone but the room they take.
+            _LOGGER.warning("files that were left over in %s are not removed: %s", self.folder, error)
+
     def _add(
         self,
         batches: Iterable[pa.RecordBatch],
@@ -398,15 +416,12 @@ class LocalStore:
         base: bool,
         check: Callable[[Reader], None],
     ) -> Run:
-        pending = _Pending(uuid.uuid4().hex)
+        pending = Pending(uuid.uuid4().hex)
         for batch in cut(batches, self._chunk_rows):
             chunk, data = encode_chunk(batch)
-            pending.chunks.append(chunk)
-            pending.waiting.append((len(pending.chunks) - 1, data))
-            pending.waiting_bytes += data.size
+            pending.add(chunk, data)
             del batch, data  # LMDB holds a copy while a transaction is open; two are enough
             if pending.waiting_bytes >= _TRANSACTION_BYTES:
-                # Visible to nobody: a run exists only once the manifest names it.
                 self._environment.write(pending.put_waiting, pending.waiting_bytes)
                 pending.flushed()
         run = Run(
@@ -480,30 +495,3 @@ class LocalStore:
         if found != identity:
             self._environment.discard()
             self._environment.write(note)
-
-
-@dataclass
-class _Pending:
-    """A run being written: chunks done, and chunks that wait for the next write transaction."""
-
-    key: str
-
-    def __post_init__(self) -> None:
-        self.chunks: list[Chunk] = []
-        self.waiting: list[tuple[int, pa.Buffer]] = []
-        self.waiting_bytes = 0
-        self.any_flushed = False
-
-    def put_waiting(self, txn: Writing) -> None:
-        manifest.begin(txn, self.key)
-        for index, data in self.waiting:
-            txn.put(b"chunks", _chunk_key(self.key, index), memoryview(data))
-
-    def flushed(self) -> None:
-        self.waiting = []
-        self.waiting_bytes = 0
-        self.any_flushed = True
-
-
-def _chunk_key(run_key: str, index: int) -> bytes:
-    return bytes.fromhex(run_key) + index.to_bytes(4, "big")

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store.checked import checked, opened
-from spark_state_ext.store.environment import Reader, Writing
 from spark_state_ext.store.runs import Run
+from spark_state_ext.store.transaction import Reader, Writing
 
 __all__ = ["begin", "begun", "check_present", "drop", "end", "every", "is_begun", "put", "same"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from spark_state_ext.errors import CorruptStoreError
 from spark_state_ext.store.checked import checked, opened
-from spark_state_ext.store.environment import Reader, Writing
+from spark_state_ext.store.transaction import Reader, Writing
 
 __all__ = ["every", "put", "remove"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from spark_state_ext.store.checked import checked, opened
-from spark_state_ext.store.environment import Reader, Writing
+from spark_state_ext.store.transaction import Reader, Writing
 
 __all__ = ["expires_s", "extend", "pinned", "put", "release"]
 

@@ -11,13 +11,13 @@ from recorded_work import job
 
 from arrow_schemas import RowSchema
 from spark_state_ext.spark import runtime, task
-from spark_state_ext.store import LocalStore
+from spark_state_ext.store import LocalStore, descriptors
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 
 
 def test_only_the_stores_used_last_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_OPEN_STORES_MAX", 2)
+    monkeypatch.setattr(descriptors, "stores_max", lambda: 2)
     monkeypatch.setattr(runtime, "_stores", {})
 
     def opened(name: str) -> LocalStore:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -170,7 +175,68 @@ def test_an_evolved_schema_goes_the_long_way(files: Folder, tmp_path: Path) -> N
     store.close()
 
 
-def test_what_dead_processes_left_is_removed(files: Folder, tmp_path: Path) -> None:
+_ADOPTS = """
+import os, sys
+from pathlib import Path
+from test_base_file import POINTER, SCHEMA, bucket_on
+from spark_state_ext.folder import Folder
+from spark_state_ext.store import LocalStore, local
+from spark_state_ext.store.shared import SharedEnvironment
+
+folder, root, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+store = LocalStore(folder, SCHEMA)
+
+def stop(*args):
+    print("there", flush=True)
+    sys.stdin.read()
+
+if when == "copied":
+    local.file_of = stop
+else:  # renamed, and not named in the manifest yet
+    SharedEnvironment.write = stop
+bucket_on(store, Folder(root).child("3"), POINTER, folder.parent).read(lambda view: view.rows_max)
+"""
+
+
+@pytest.mark.parametrize("files", ["disk"], indirect=True)
+@pytest.mark.parametrize(("when", "left"), [("copied", "incoming"), ("renamed", "base")])
+def test_what_a_killed_adoption_left_is_removed_at_the_next_opening(
+    files: Folder, tmp_path: Path, when: str, left: str
+) -> None:
+    """And what one that lives has under way is not."""
+    store = LocalStore(tmp_path / "store", SCHEMA)
+    adopts = subprocess.Popen(
+        [sys.executable, "-c", _ADOPTS, tmp_path / "store", tmp_path / "root", when],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert adopts.stdout is not None
+        assert adopts.stdout.readline() == "there\n"
+        assert files_beside(store) == [left]
+        assert LocalStore(tmp_path / "store", SCHEMA).runs() == []
+        assert files_beside(store) == [left], "its process lives"
+    finally:
+        adopts.kill()
+        adopts.wait()
+    assert LocalStore(tmp_path / "store", SCHEMA).runs() == []
+    assert files_beside(store) == []
+    assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max) == ROWS
+    assert LocalStore(tmp_path / "store", SCHEMA).runs() == store.runs()
+    assert files_beside(store) == ["base"], "it is in the manifest"
+    store.close()
+
+
+@pytest.mark.parametrize("files", ["disk"], indirect=True)
+def test_on_a_disk_without_locks_what_is_old_is_removed(
+    files: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
     store = LocalStore(tmp_path / "store", SCHEMA)
     folder = store._environment.folder
     for name in ("base-0123", "incoming-4567", "incoming-young"):

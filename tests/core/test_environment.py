@@ -17,14 +17,10 @@ import pytest
 from core_support import SCHEMA
 
 from spark_state_ext.errors import ClosedEnvironmentError, StorageError
-from spark_state_ext.store import LocalStore, environment
-from spark_state_ext.store.environment import (
-    MAP_BYTES_MIN,
-    Environment,
-    Reader,
-    SharedEnvironment,
-    Writing,
-)
+from spark_state_ext.store import LocalStore, environment, local_disk
+from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment
+from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.store.transaction import Reader, Writing
 
 WAIT_S = 30.0
 
@@ -136,7 +132,7 @@ def test_while_a_close_waits_for_a_user_others_wait_too_and_other_folders_do_not
 def test_nobody_opens_what_is_being_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = _shared(tmp_path / "bucket"), _shared(tmp_path / "bucket")
     first.write(_put(b"a"))
-    real = environment.set_aside
+    real = local_disk.set_aside
 
     with ThreadPoolExecutor(1) as threads:
 
@@ -158,7 +154,8 @@ def test_nobody_opens_what_is_being_set_aside(tmp_path: Path, monkeypatch: pytes
 _BEGUN_ANEW = """
 import sys
 from pathlib import Path
-from spark_state_ext.store.environment import MAP_BYTES_MIN, SharedEnvironment
+from spark_state_ext.store.environment import MAP_BYTES_MIN
+from spark_state_ext.store.shared import SharedEnvironment
 
 shared = SharedEnvironment(Path(sys.argv[1]), MAP_BYTES_MIN)
 shared.read(lambda txn: None)
@@ -367,7 +364,7 @@ _ADOPTS = """
 import resource, subprocess, sys
 from pathlib import Path
 from spark_state_ext.errors import StoreFullError
-from spark_state_ext.store.environment import SharedEnvironment
+from spark_state_ext.store.shared import SharedEnvironment
 folder, grows = Path(sys.argv[1]), len(sys.argv) > 2
 shared = SharedEnvironment(folder, 1 << 20)
 if grows:

@@ -132,7 +132,7 @@ def _local(pid: int | None = None) -> RunIdentity:
     """A run whose driver is this process, as in local mode."""
     pid = os.getpid() if pid is None else pid
     here = replace(_ME, host=os.uname().nodename, pid=pid, pid_start=process.start_of(pid))
-    from spark_state_ext.store.environment import boot_id
+    from spark_state_ext.store.local_disk import boot_id
 
     return replace(here, boot=boot_id(), pid_namespace=process.namespace())
 

@@ -26,6 +26,7 @@ from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullErr
 from spark_state_ext.store import LocalStore, environment, local
 from spark_state_ext.store import view as view_module
 from spark_state_ext.store.environment import Environment
+from spark_state_ext.store.pending import Pending
 from spark_state_ext.store.runs import cut, hashes_of
 
 
@@ -185,7 +186,7 @@ class TestLocalStore(LocalStoreContract):
 
         def flush(count: int, age_s: float) -> None:
             for i in range(count):
-                pending = local._Pending(f"{int(age_s):08x}{i:024x}")
+                pending = Pending(f"{int(age_s):08x}{i:024x}")
                 pending.waiting.append((0, pa.py_buffer(b"chunk")))
                 with monkeypatch.context() as patched:
                     now = time.time()

@@ -1,0 +1,94 @@
+"""An environment as one of its users has it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from spark_state_ext.errors import ClosedEnvironmentError
+from spark_state_ext.store.environment import Environment
+from spark_state_ext.store.forks import check_process
+from spark_state_ext.store.transaction import Reader, Writing
+
+__all__ = ["SharedEnvironment"]
+
+T = TypeVar("T")
+
+_REOPEN_ATTEMPTS_MAX = 32
+
+
+class SharedEnvironment:
+    """A bucket's environment as one of its users has it: opened again whenever another one closed it.
+
+    Parameters
+    ----------
+    bucket_folder, map_bytes
+        As for `Environment.at`.
+    """
+
+    def __init__(self, bucket_folder: Path, map_bytes: int) -> None:
+        self._bucket_folder = bucket_folder
+        self._map_bytes = map_bytes
+        self._pid = os.getpid()
+        self._opened = Environment.at(bucket_folder, map_bytes)
+
+    @property
+    def opened(self) -> Environment:
+        """The environment; open, unless it is closed at this very moment."""
+        self.check_process()
+        if self._opened.closed:
+            self._opened = Environment.at(self._bucket_folder, self._map_bytes)
+        return self._opened
+
+    def check_process(self) -> None:
+        """See that this is not a child that was forked from the process that has it open.
+
+        Raises
+        ------
+        ForkedProcessError
+            When it is.
+        """
+        check_process(self._pid, self._bucket_folder)
+
+    @property
+    def folder(self) -> Path:
+        """Its folder."""
+        return self.opened.folder
+
+    @property
+    def map_bytes(self) -> int:
+        """As `Environment.map_bytes`."""
+        return self._do(lambda opened: opened.map_bytes)
+
+    def check_readers(self) -> None:
+        """As `Environment.check_readers`."""
+        self._do(Environment.check_readers)
+
+    def read(self, work: Callable[[Reader], T]) -> T:
+        """As `Environment.read`."""
+        return self._do(lambda opened: opened.read(work))
+
+    def write(self, work: Callable[[Writing], T], need_bytes: int = 0) -> T:
+        """As `Environment.write`."""
+        return self._do(lambda opened: opened.write(work, need_bytes))
+
+    def is_replaced(self) -> bool:
+        """As `Environment.is_replaced`."""
+        return self._do(lambda opened: opened.is_replaced())
+
+    def discard(self) -> None:
+        """As `Environment.discard`."""
+        self._do(Environment.discard)
+
+    def close(self) -> None:
+        """As `Environment.close`."""
+        self._opened.close()
+
+    def _do(self, task: Callable[[Environment], T]) -> T:
+        for _ in range(_REOPEN_ATTEMPTS_MAX - 1):
+            with contextlib.suppress(ClosedEnvironmentError):
+                return task(self.opened)
+        return task(self.opened)
