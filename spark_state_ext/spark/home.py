@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.folder import Folder
-from spark_state_ext.operator_folder import STARTING_FOLDER, new_home
+from spark_state_ext.operator_folder import STARTING_FOLDER, homes_of_batch, new_home
 
 __all__ = ["FirstHomes", "starting_is_stale"]
 
@@ -59,11 +59,24 @@ class FirstHomes:
         key = f"{operator.identity} {name}"
         home = cls._known.get(key)
         if home is None:
-            home = _agreed(operator.child(STARTING_FOLDER), name, query_id or new_home(batch_ms, number))
+            wanted = query_id if _may_begin(operator, query_id, batch_ms) else new_home(batch_ms, number)
+            home = _agreed(operator.child(STARTING_FOLDER), name, wanted)
             cls._known[key] = home
             while len(cls._known) > cls._MAX:
                 cls._known.popitem(last=False)
         return home
+
+
+def _may_begin(operator: Folder, query_id: str, batch_ms: int) -> bool:
+    """Whether a first batch may begin in the folder of the query that a task was told.
+
+    A thread that an application uses for two queries may tell the second one's tasks the id of the first. Then the
+    folder holds what no attempt at this batch began.
+    """
+    if not query_id:
+        return False
+    # In this order: who begins notes it first.
+    return not operator.child(query_id).names() or query_id in homes_of_batch(operator, batch_ms)
 
 
 def _agreed(notes: Folder, name: str, wanted: str) -> str:

@@ -44,6 +44,17 @@ def test_two_queries_begin_in_two_folders_whatever_their_time(tmp_path: Path) ->
     assert homes_of_batch(files, _BATCH_MS + 1) == set()
 
 
+def test_a_query_does_not_begin_in_the_folder_of_another(tmp_path: Path) -> None:
+    # A thread of the user's that has worked for another query of the application tells the id of that one.
+    files = Folder(str(tmp_path))
+    assert FirstHomes.of(files, "query", _BATCH_MS, _NONCE) == "query"
+    files.child("query").put("operator_0.json", b"{}")
+    # Another attempt at the batch has another number, and the batch's time.
+    assert FirstHomes.of(files, "query", _BATCH_MS, b"m" * 16) == "query"
+    another_ms = _BATCH_MS + 60_000
+    assert FirstHomes.of(files, "query", another_ms, b"o" * 16) == f"t{another_ms}-{(b'o' * 16).hex()}"
+
+
 def test_calls_at_one_time_agree(tmp_path: Path) -> None:
     files, found = Folder(str(tmp_path)), []
     begin = threading.Barrier(8)
