@@ -10,7 +10,7 @@ from pathlib import Path
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
 from arrow_schemas.pointer import InlineDelta, Pointer
-from spark_state_ext.backends import STATE, Checkpoint
+from spark_state_ext.backends import STATE, Checkpoint, Markers
 from spark_state_ext.background import Runner
 from spark_state_ext.commit import (
     CommitOptions,
@@ -154,12 +154,8 @@ class Committer:
         pointer = self.snapshots.without_lost(pointer)
         notes = notes_of(self._store)
         self._raise_failed(pointer, notes)
-        files = [(name, delta.name) for name, delta in pending(pointer)]
-        files += [(name, file_name(it.since, SNAPSHOT)) for name, it in pointer.standings.items() if it.since]
-        awaited = {(name, file): note_name(name, file) for name, file in files}
-        checked = {check_name(name, file) for name, file in files}
-        found = {key: notes.get(name) for key, name in awaited.items()}
-        done = {key: note.markers for key, note in found.items() if note is not None and note.state == DONE}
+        awaited = _awaited(pointer)
+        checked = {check_name(name, file) for name, file in awaited}
         oldest = pointer.inline[0].ref if pointer.inline else pointer.ref
         names = checked | set(awaited.values())
         if pointer.lineage:
@@ -167,7 +163,12 @@ class Committer:
             presumed = file_name(pointer.lineage[0].ref, SNAPSHOT)
             names |= {note_name(name, presumed) for name in self._places}
         self._stale = [name for name in notes if _version_in(name) < version_of(oldest) and name not in names]
-        return settled(pointer, done)
+        return settled(pointer, _done(awaited, notes))
+
+    def known(self, pointer: Pointer) -> Pointer:
+        """An input pointer with what this machine knows to have been confirmed since; nothing is noted or begun."""
+        pointer = taken_over(pointer, list(self._places.values()))
+        return settled(pointer, _done(_awaited(pointer), notes_of(self._store)))
 
     def _raise_failed(self, pointer: Pointer, notes: Mapping[str, Note]) -> None:
         for name, delta in pending(pointer):
@@ -429,6 +430,19 @@ def _timed_out(waiting: Iterable[tuple[str, str]], under_way_s: float, options: 
         f"a backend has not confirmed in {under_way_s:.1f} s what it was sent ({what}); commit_timeout_ms is "
         f"{options.commit_timeout_ms}. See to the backend, or leave it out, and start again: no state is lost."
     )
+
+
+def _awaited(pointer: Pointer) -> dict[tuple[str, str], str]:
+    """Names of the notes about what a pointer's backends have not confirmed, by backend and file."""
+    files = [(name, delta.name) for name, delta in pending(pointer)]
+    files += [(name, file_name(it.since, SNAPSHOT)) for name, it in pointer.standings.items() if it.since]
+    return {(name, file): note_name(name, file) for name, file in files}
+
+
+def _done(awaited: Mapping[tuple[str, str], str], notes: Mapping[str, Note]) -> dict[tuple[str, str], Markers]:
+    """What backends said of those files that they have confirmed, by the notes."""
+    found = {key: notes.get(name) for key, name in awaited.items()}
+    return {key: note.markers for key, note in found.items() if note is not None and note.state == DONE}
 
 
 def _version_in(note: str) -> int:

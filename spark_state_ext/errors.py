@@ -59,6 +59,7 @@ __all__ = [
     "OwnershipError",
     "ResultTypeError",
     "SchemaChangedError",
+    "StateElsewhereError",
     "StateError",
     "StateValueError",
     "StorageError",
@@ -91,6 +92,10 @@ class ExistingStateError(ChangedJobError):
 
 class OperatorChangedError(ChangedJobError):
     """The Spark checkpoint holds the state of an operator of another name."""
+
+
+class StateElsewhereError(ChangedJobError):
+    """The state lies in a place that the job does not name: its root was changed, and the files were not moved."""
 
 
 class OwnershipError(StateError, PermissionError):

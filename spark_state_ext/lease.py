@@ -104,6 +104,7 @@ class Lease:
         self._beside = DaemonPool("leases")
         self._beside.threads_max = 2  # to look while a renewal hangs
         self._successor: RunIdentity | None = None
+        self._times_removed = 0
 
     @classmethod
     def of(cls, files: Folder, me: RunIdentity, lease_ms: int) -> Lease:
@@ -127,6 +128,11 @@ class Lease:
     def state(self) -> LeaseState:
         """How this process stands to the lease."""
         return self._state
+
+    @property
+    def times_removed(self) -> int:
+        """How often this process found that the files of the lease were gone: somebody has removed the query folder."""
+        return self._times_removed
 
     def hold(self) -> None:
         """Take or renew the lease when that is due; cheap otherwise.
@@ -261,10 +267,18 @@ class Lease:
             self._looking = False
 
     def _look(self, and_so: str) -> Found | None:
-        begun_s = self._clock.monotonic_s()
+        begun_s, before = self._clock.monotonic_s(), self._newest
         found = self._log.newest()
         if found is not None and self._is_anothers(found.record):
             raise self._lost_to(found.record.owner, and_so)
+        # Numbers only ascend. A lower one is of another process of the run that was faster to write anew.
+        if before is not None and (found is None or found.number < before.number) and self._newest is before:
+            self._newest = None
+            self._times_removed += 1
+            _LOGGER.error(
+                "somebody has removed %s, or the lease in it, under a running query: its files are looked for again",
+                self._log.root,
+            )
         self._known_at_s = begun_s
         return found
 

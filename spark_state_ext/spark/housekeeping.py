@@ -84,11 +84,18 @@ class CleanUps:
         self._batches_retained = batches_retained
         self._key = key
         self._bring_back = bring_back
+        self._looks: list[Future[None]] = []
 
     def look(self, committed: Pointer, run_id: str) -> None:
-        """As `Looks.once`, after the commit."""
-        places = [place for place in self._places if place.name not in self._bucket.committer.snapshots.lost]
-        Looks.once(self._key, run_id, committed, places, partial(self._lose, committed.beats))
+        """As `Looks.once`; `looked` comes before the commit."""
+        run_id = f"{run_id} {self._leases.times_removed}"
+        known, lost = partial(self._bucket.committer.known, committed), partial(self._lose, committed.beats)
+        self._looks = Looks.once(self._key, run_id, known, self._places, lost)
+
+    def looked(self) -> bool:
+        """As `Looks.await_all`; whether there was anything to wait for."""
+        Looks.await_all(self._looks, self._leases.hold)
+        return bool(self._looks)
 
     def raise_failed(self) -> None:
         """Tell of a clean-up that failed since.

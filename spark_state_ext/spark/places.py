@@ -8,17 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
+from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends import BackendContext
 from spark_state_ext.backends.registry import FSSPEC, Backend, factory_of
-from spark_state_ext.commit import Place
+from spark_state_ext.commit import Place, is_complete
+from spark_state_ext.errors import StateElsewhereError
 from spark_state_ext.folder import Folder
 from spark_state_ext.lease import Lease
 from spark_state_ext.lease_record import RunIdentity
+from spark_state_ext.presence import has_checkpoint
 from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.task import TaskInfo
 from spark_state_ext.uploads import WorkerUploads
 
-__all__ = ["Leases", "bring_back", "places_of", "prepare"]
+__all__ = ["Leases", "bring_back", "names_a_holder", "places_of", "prepare", "refuse_elsewhere"]
 
 _BUCKETS_MAX = 1_024
 _kept: OrderedDict[tuple[str, str, int], list[Place]] = OrderedDict()
@@ -100,6 +103,11 @@ class Leases:
         me = RunIdentity.here(job.application_id, job.plan_id, task.query_id, local=job.local_mode)
         return Leases(tuple(Lease.of(folder, me, job.lease_ms) for folder in folders))
 
+    @property
+    def times_removed(self) -> int:
+        """As `Lease.times_removed`, of all of them."""
+        return sum(lease.times_removed for lease in self.leases)
+
     def hold(self) -> None:
         """As `Lease.hold`."""
         for lease in self.leases:
@@ -138,6 +146,52 @@ def prepare(job: Job, root: Folder, home: str, scratch: Path, schema_id: int) ->
             admin.create_resources()
             admin.validate_resources()
             _prepared.add((backend.name, home, f"{job.operator} {schema_id}"))
+
+
+def names_a_holder(job: Job, pointer: Pointer) -> bool:
+    """Whether the job names a place that holds the state of a pointer, or the pointer is too old to say which do."""
+    return not pointer.standings or any(backend.name in pointer.standings for backend in job.backends)
+
+
+def refuse_elsewhere(job: Job, root: Folder, pointer: Pointer, scratch: Path) -> None:
+    """Refuse a job that names none of the places which hold its state; nothing is written, nor asked of the right ones.
+
+    Copying all files to another place is a move: then the newest file that the pointer counts on is there.
+
+    Parameters
+    ----------
+    job, root
+        As for `Leases.of`.
+    pointer
+        The committed pointer of a bucket.
+    scratch
+        Local folder for temporary files.
+
+    Raises
+    ------
+    StateElsewhereError
+        When the state lies elsewhere, whatever the local store has of it.
+    StorageError
+        When that cannot be told.
+    """
+    if names_a_holder(job, pointer):
+        return
+    confirmed = {it.through for it in pointer.standings.values() if is_complete(it)}
+    files = root.child(pointer.home)
+    if confirmed <= {None}:
+        # All of it is in Spark's own state. The operator file was there before the first pointer.
+        moved = files.exists(operator_file_name(pointer.schema_id))
+    else:
+        there = [place.restore.restore() for place in places_of(job, pointer.home, pointer.bucket, scratch)]
+        moved = any(has_checkpoint(place, ref) for place in there for ref in confirmed if ref is not None)
+    if not moved:
+        old = ", ".join(pointer.standings)
+        raise StateElsewhereError(
+            f"operator {job.operator!r} has its state in {old}, and the job names "
+            f"{', '.join(backend.name for backend in job.backends)}, where it is not (looked for under {files.root}): "
+            f"set the root back to {old}. To move the state, keep both places for a while with backends=[…], or copy "
+            "all files of the old place first. Nothing was written and no state is lost."
+        )
 
 
 def bring_back(root: Folder, home: str, operator: OperatorFile) -> None:

@@ -43,7 +43,7 @@ from spark_state_ext.spark.observed import number_rows
 from spark_state_ext.spark.output import OUTPUT_COLUMN
 from spark_state_ext.spark.pack import event_times
 from spark_state_ext.spark.payload import HASH_COLUMN, decode, heartbeat_nonce
-from spark_state_ext.spark.places import Leases, bring_back, places_of, prepare
+from spark_state_ext.spark.places import Leases, bring_back, names_a_holder, places_of, prepare, refuse_elsewhere
 from spark_state_ext.spark.task import (
     TaskInfo,
     local_folder,
@@ -146,19 +146,25 @@ class _BucketCall:
         self._home = stored.home if stored is not None else tried(self._first_home)
         self._call.query_id = self._task.query_id or self._home
         self._files = self._operator_folder.child(self._home)
+        if stored is not None and not names_a_holder(job, stored):
+            # Before anything is written there.
+            tried(lambda: refuse_elsewhere(job, self._operator_folder, stored, self._scratch))
         self._leases = Leases.of(job, self._task, self._operator_folder, self._home)
         tried(self._leases.hold)
         self._operator = tried(lambda: self._admitted(stored))
         self._schema = self._operator.row_schema()
         self._pointer = stored if stored is not None else self._first_pointer()
         schema_id = self._operator.schema_id
-        tried(lambda: prepare(job, self._operator_folder, self._home, self._scratch, schema_id))
+        self._prepare = partial(prepare, job, self._operator_folder, self._home, self._scratch, schema_id)
+        tried(self._prepare)
         self._places = places_of(job, self._home, self._bucket_number, self._scratch)
         self._uploads = WorkerUploads.shared()
         self._bucket = self._opened()
         retained, where = self._task.batches_retained, f"{self._files.root}/{self._bucket_number}"
         brought = partial(bring_back, self._operator_folder, self._home, self._operator)
         self._clean_ups = CleanUps(self._bucket, self._places, self._leases, retained, where, brought)
+        # While the function runs; the commit waits for it.
+        self._clean_ups.look(self._pointer, job.plan_id)
         run_id = job.plan_id if self._task.batch is not None else ""
         self._spread = Spread(run_id, self._task.partitions, self._task.partition, job.buckets)
         self._task_end = TaskEnd.of(self._task.attempt)
@@ -197,7 +203,6 @@ class _BucketCall:
             pointer = self._committed(rows)
         if self._bucket_number == 0:
             drop_spill_files(self._operator_folder, self._task, pointer.calls, self._times.processing_ms)
-        self._clean_ups.look(self._pointer, self._job.plan_id)
         if self._job.clean_up:
             self._clean_ups.in_turn(self._pointer, pointer.calls)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
@@ -238,6 +243,9 @@ class _BucketCall:
         """The new pointer; what it claims is so when the task's last call returns."""
         bucket, end = self._bucket_number, self._task_end
         self._clean_ups.raise_failed()
+        if self._clean_ups.looked():
+            # Where another backend than the root has lost the operator's files too.
+            self._prepare()
         has_heartbeat = self._heartbeat is not None
         expected = self._spread.expected(self._pointer, self._files) if has_heartbeat else frozenset[int]()
         may_defer = end.may_leave(bucket, expected)

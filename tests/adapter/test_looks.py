@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 from collections import OrderedDict
@@ -10,10 +11,15 @@ import pytest
 from core_support import KEYS, Row, buffer_of
 from life import Life
 
+from arrow_schemas.lineage import DELTA, SNAPSHOT
 from arrow_schemas.pointer import Standing
+from spark_state_ext import lineage
 from spark_state_ext.errors import LiveRunError, StorageError
 from spark_state_ext.folder import Folder
+from spark_state_ext.lease import Lease
+from spark_state_ext.lease_record import RunIdentity
 from spark_state_ext.pool import DaemonPool
+from spark_state_ext.spark import looks
 from spark_state_ext.spark.housekeeping import CleanUps
 from spark_state_ext.spark.looks import Looks
 from spark_state_ext.spark.places import Leases
@@ -25,6 +31,7 @@ WAIT_S = 30.0
 def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Looks, "_seen", OrderedDict())
     monkeypatch.setattr(Looks, "_beside", DaemonPool("looks"))
+    monkeypatch.setattr(Looks, "_wait_from_s", 0.0)
 
 
 def _look(life: Life, run: str = "run", brought: list[str] | None = None) -> None:
@@ -34,8 +41,7 @@ def _look(life: Life, run: str = "run", brought: list[str] | None = None) -> Non
 
     clean_ups = CleanUps(life.bucket(), life.places(), Leases(()), life.batches_retained, str(life.local), bring_back)
     clean_ups.look(life.pointers[-1], run)
-    # One thread does it all, in order.
-    Looks._beside.submit(lambda: None).result(WAIT_S)
+    clean_ups.looked()
 
 
 def _remove(life: Life, name: str) -> None:
@@ -55,25 +61,88 @@ def test_a_root_that_was_removed_is_noticed_while_the_local_store_is_warm(
     assert brought == [], "this run has looked already"
     _look(life, "another run", brought)
     assert brought == ["back"]
-    assert "cannot give back" in caplog.text
+    assert "a cannot give back" in caplog.text
+    assert f"state of {life.local}, which it had: somebody has removed it" in caplog.text
+    # The commit of the same call.
     pointer = life.batch()
     assert "somebody has deleted files from a: it gets a fresh full backup" in caplog.text
+    assert life.files("a", SNAPSHOT) == [pointer.version]
     assert pointer.standings == {"a": Standing(pointer.ref)}
     assert life.restored(pointer) == life.models[-1]
 
 
-def test_the_call_that_sends_the_full_backup_does_not_look(life: Life, caplog: pytest.LogCaptureFixture) -> None:
-    """Its pointer is of before that."""
+def test_what_was_confirmed_since_the_pointer_was_made_is_looked_for(life: Life) -> None:
+    """The pointer holds all of it inline, and the commit would let go of that as the store has it by the notes."""
+    life.batch()
+    life.settle()
+    assert life.pointers[-1].standings["a"].through is None
+    _remove(life, "a")
+    _look(life)
+    pointer = life.batch()
+    assert life.restored(pointer) == life.models[-1]
+
+
+def test_a_root_that_went_while_deltas_were_sent_there_is_noticed_though_it_has_the_newest(life: Life) -> None:
+    life.history(5)
+    _remove(life, "a")
+    for _ in range(3):
+        life.batch()
+        life.settle()
+    life.batch({})
+    _look(life)
+    pointer = life.batch()
+    assert life.files("a", SNAPSHOT) == [pointer.version]
+    assert life.restored(pointer) == life.models[-1]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_snapshots_that_never_came_are_passed_by(
+    life: Life, lost: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pointer begins with one that it presumes; the deltas before lead to the state, while they are there."""
+    monkeypatch.setattr(lineage, "DELTAS_MIN", 2)
+    monkeypatch.setattr(lineage, "DELTAS_MAX", 3)
+    life.history(12)
+    assert life.pointers[-1].lineage[0].ref.version > 4
+    for name in life.folder("a").names():
+        if f".{SNAPSHOT}." in name or (lost and name.startswith("1_")):
+            life.folder("a").remove(name)
+    caplog.clear()
+    _look(life)
+    assert ("a cannot give back" in caplog.text) == lost
+
+
+def test_a_backend_that_joined_late_lacks_nothing(life: Life, caplog: pytest.LogCaptureFixture) -> None:
+    life.history(4)
+    life.names = ("a", "b")
+    for _ in range(3):
+        life.batch()
+        life.settle()
+    assert life.batch({}).standings["b"].since is None
+    assert 1 not in life.files("b", DELTA)
+    _look(life)
+    assert not caplog.text
+
+
+def test_a_quiet_bucket_is_written_in_full_too(life: Life) -> None:
     life.history(5)
     _remove(life, "a")
     _look(life)
-    old, bucket = life.pointers[-1], life.bucket()
-    bucket.commit(buffer_of({KEYS[0]: Row(1)}, life.local))
-    clean_ups = CleanUps(bucket, life.places(), Leases(()), life.batches_retained, str(life.local))
-    caplog.clear()
-    clean_ups.look(old, "another run")
-    Looks._beside.submit(lambda: None).result(WAIT_S)
-    assert not caplog.text
+    pointer = life.batch({})
+    assert life.files("a", SNAPSHOT) == [pointer.version]
+    assert life.restored(pointer) == life.models[-1]
+
+
+def test_a_full_backup_that_no_pointer_tells_of_is_made_again(life: Life) -> None:
+    """Another attempt at the batch is handed the pointer from before that."""
+    life.history(5)
+    _remove(life, "a")
+    _look(life)
+    life.bucket().commit(buffer_of({KEYS[0]: Row(1)}, life.local))
+    _look(life, "another process")
+    pointer = life.batch()
+    assert pointer.standings == {"a": Standing(pointer.ref)}
+    assert life.restored(pointer) == life.models[-1]
 
 
 def test_of_two_backends_the_one_that_was_removed_gets_a_full_backup(life: Life) -> None:
@@ -117,6 +186,8 @@ def test_a_store_that_cannot_be_reached_is_looked_at_again(
     assert "cannot be told: 503" in caplog.text
     assert "deleted" not in caplog.text
     _look(life)
+    # No commit waits for a store that did not answer just now.
+    Looks._beside.submit(lambda: None).result(WAIT_S)
     life.batch()
     assert "somebody has deleted files from a" in caplog.text
 
@@ -151,7 +222,27 @@ def test_what_a_late_task_misses_may_have_been_deleted_rightly(
     assert "gets a fresh full backup" not in caplog.text
 
 
-def test_nobody_waits_for_a_look(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_folder_that_is_removed_under_a_running_query_is_looked_for_again(life: Life) -> None:
+    lease = Lease(Folder(str(life.local / "home")), RunIdentity("app", "plan", "query", "host"), 30_000)
+    lease.hold()
+    life.history(5)
+
+    def looked() -> bool:
+        clean_ups = CleanUps(life.bucket(), life.places(), Leases((lease,)), life.batches_retained, str(life.local))
+        clean_ups.look(life.pointers[-1], "run")
+        return clean_ups.looked()
+
+    assert looked()
+    assert not looked()
+    shutil.rmtree(life.local / "home")
+    lease._look("")
+    assert looked()
+    assert not looked()
+
+
+def test_nobody_waits_long_for_a_look(
+    life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     began, ends = threading.Event(), threading.Event()
 
     def hangs(self: Folder, name: str) -> int:
@@ -161,9 +252,15 @@ def test_nobody_waits_for_a_look(life: Life, monkeypatch: pytest.MonkeyPatch) ->
 
     life.history(5)
     monkeypatch.setattr(Folder, "size", hangs)
+    monkeypatch.setattr(looks, "_WAIT_S_MAX", 0.05)
     clean_ups = CleanUps(life.bucket(), life.places(), Leases(()), life.batches_retained, str(life.local))
     clean_ups.look(life.pointers[-1], "run")
     assert began.wait(WAIT_S)
+    clean_ups.looked()
+    assert "a backend does not tell whether it has what it confirmed" in caplog.text
     monkeypatch.undo()
+    # The next ones do not wait at all, for a while.
+    monkeypatch.setattr(Looks, "_wait_from_s", math.inf)
+    clean_ups.looked()
     life.batch()
     ends.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -656,3 +657,35 @@ def test_two_stores_with_a_folder_of_one_name_have_a_lease_each(tmp_path: Path) 
     for folder in folders:
         Lease.of(folder, _ME, 10_000).hold()
     assert all(list((tmp_path / name / "bucket" / "op" / "lease").iterdir()) for name in ("east", "west"))
+
+
+def test_a_query_folder_that_is_removed_under_a_running_query_is_noticed_when_the_lease_is_renewed(
+    tmp_path: Path, clock: Virtual, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By each process of the run once, also where another one has begun the lease anew before."""
+    first, second = _lease(tmp_path, _ME, clock), _lease(tmp_path, _ME, clock)
+    for _ in range(4):
+        _renewed(first)
+        _renewed(second)
+        clock.now_s += 1.1 * _THIRD_S
+    assert (first.times_removed, second.times_removed) == (0, 0)
+    shutil.rmtree(tmp_path / "lease")
+    for _ in range(2):
+        _renewed(first)
+        _renewed(second)
+        clock.now_s += 1.1 * _THIRD_S
+    assert (first.times_removed, second.times_removed) == (1, 1)
+    assert f"somebody has removed {tmp_path}, or the lease in it, under a running query" in caplog.text
+    assert first.state is second.state is LeaseState.HELD
+
+
+def test_a_call_after_a_long_pause_notices_itself_that_the_query_folder_was_removed(
+    tmp_path: Path, clock: Virtual
+) -> None:
+    lease = _lease(tmp_path, _ME, clock)
+    lease.hold()
+    shutil.rmtree(tmp_path / "lease")
+    clock.now_s += 2.1 * _THIRD_S
+    lease.hold()
+    assert lease.times_removed == 1
+    _until(lambda: not lease._renewing)

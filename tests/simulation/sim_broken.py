@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from sim_parts import Built
+from sim_parts import Built, look
 
 from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
@@ -16,14 +16,15 @@ from spark_state_ext.backends.files import FilesBackup
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint
 from spark_state_ext.cleanup import Decision, Headers
-from spark_state_ext.commit import How, assured, settled
+from spark_state_ext.commit import How, assured, is_complete, settled
 from spark_state_ext.committer import Committer, HandedIn
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, MissingRunError
-from spark_state_ext.folder import Entry, Folder
+from spark_state_ext.folder import Entry, Folder, Readable
 from spark_state_ext.lineage import Chain, Fetch
 from spark_state_ext.loading import Failure, Loader
+from spark_state_ext.presence import has_checkpoint
 from spark_state_ext.snapshots import Snapshots
-from spark_state_ext.spark import together
+from spark_state_ext.spark import looks, together
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import View
 from spark_state_ext.uploads import DONE, Upload, note_name, notes_of
@@ -242,6 +243,23 @@ def called_for_its_own(earliest_timeout_ms: int | None, now_ms: int, *, alone: b
     return together.next_call_ms(earliest_timeout_ms, now_ms, alone=True)
 
 
+def removed_root_unnoticed(*args: Any) -> None:
+    """Where the local store is warm, nobody looks at the root."""
+
+
+def looking_by_the_pointer(key: str, run: str, committer: Committer, *args: Any) -> None:
+    """What was confirmed since the pointer was made is not looked for."""
+    places, pointer = args
+    names = [place.name for place in places if is_complete(it := pointer.standings.get(place.name)) and it.through]
+    if names:
+        look(key, run, committer, *args)
+
+
+def newest_file_only(files: Readable, pointer: Pointer, through: CheckpointRef) -> bool:
+    """Deltas that were sent since a root was removed are taken for all of it."""
+    return has_checkpoint(files, through)
+
+
 def _committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) -> type[Bucket]:
     class Committing(Bucket):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -282,6 +300,9 @@ BROKEN = {
     "caught up at once": Built(bucket=_committing(Committer, CaughtUpAtOnce)),
     "never late": Built(bucket=_committing(NeverLate)),
     "neighbours on different attempts": Built(next_call_ms=called_for_its_own),
+    "a removed root unnoticed": Built(look=removed_root_unnoticed),
+    "a look at what the pointer says only": Built(look=looking_by_the_pointer),
+    "a look at the newest file only": Built(patches=((looks, "has_state", newest_file_only),)),
 }
 
 __all__ = ["BROKEN"]

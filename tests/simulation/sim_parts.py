@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from spark_state_ext import cleanup
 from spark_state_ext.background import Work
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.cleanup import Decision
+from spark_state_ext.commit import Place
+from spark_state_ext.committer import Committer
 from spark_state_ext.errors import StorageError
 from spark_state_ext.folder import Folder
 from spark_state_ext.spark import together
+from spark_state_ext.spark.looks import Looks
 from spark_state_ext.spill import SpillBuffer
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
@@ -48,6 +52,7 @@ __all__ = [
     "WrongStateError",
     "changed",
     "changes_of",
+    "look",
     "rows_of",
     "scanned",
 ]
@@ -137,6 +142,14 @@ class History:
     steps: tuple[Step, ...]
 
 
+def look(key: str, run: str, committer: Committer, places: Sequence[Place], pointer: Pointer) -> None:
+    """Look for what backends confirmed, as a run's first call of a bucket does."""
+    begun = Looks.once(
+        key, run, partial(committer.known, pointer), places, lambda name: committer.snapshots.lose(name, pointer.beats)
+    )
+    Looks.await_all(begun)
+
+
 @dataclass(frozen=True)
 class Built:
     """What is under test: what is built, or a variant of it.
@@ -149,6 +162,8 @@ class Built:
         Clean-up's decision.
     next_call_ms
         When a bucket asks to be called for timeouts.
+    look
+        What a run's first call of a bucket does about files that are gone: key, run, committer, places, pointer.
     patches
         What else is put in its place while a history runs: object, name, value.
     """
@@ -156,6 +171,7 @@ class Built:
     bucket: type[Bucket] = Bucket
     classify: Callable[..., Decision] = cleanup.classify
     next_call_ms: Callable[..., int | None] = together.next_call_ms
+    look: Callable[[str, str, Committer, Sequence[Place], Pointer], None] = look
     patches: tuple[tuple[Any, str, Any], ...] = ()
 
 

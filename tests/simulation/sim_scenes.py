@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -101,6 +103,18 @@ class Scene:
         """The first executor goes on alone."""
         for at in range(batches):
             self.commit(self.task(0, {at % 6: at}, cleans=cleans))
+
+    def remove_root(self) -> None:
+        """Somebody removes all that lies at the root; local disks stay as they are."""
+        for files in self.world._all("a"):
+            for name in files.names():
+                files.remove(name)
+
+    def start_again(self) -> None:
+        """The query ends and is started again, which begins with a look."""
+        self.world.looking = uuid.uuid4().hex
+        for executor in self.world.executors:
+            executor.die()
 
     def damage_snapshots(self) -> None:
         """All that are there; their headers can be read still."""
@@ -210,6 +224,23 @@ def neighbours_without_data(scene: Scene) -> None:
     scene.world.check()
 
 
+def root_removed_between_batches(scene: Scene) -> None:
+    """The first pointer after that needs no local disk, nor what waits in the background, whatever was inline before."""
+    for journal, batches, late in itertools.product((False, True), (1, 6), (0, 2)):
+        scene.begin(journal=journal)
+        scene.alone(batches, cleans=False)
+        scene.remove_root()
+        for at in range(late):
+            # Of the run before: it sends deltas there.
+            scene.world._commit(scene.world.batch + 1, [scene.task(0, {at: 40})], _NUMBERS)
+            scene.send(0)
+        scene.start_again()
+        made = scene.task(0, {1: 50})
+        scene.world._check_with(made.partition[FIRST_BUCKET].pointer, ["a"])
+        scene.commit(made)
+        scene.commit(scene.task(2, {2: 60}))
+
+
 def played(script: Callable[[Scene], None], built: Built) -> None:
     """Play a scene; raises `WrongStateError` when anything is."""
     scene = Scene(built)
@@ -231,4 +262,5 @@ SCENES: list[Callable[[Scene], None]] = [
     one_upload_hangs,
     dead_when_the_task_is_over,
     neighbours_without_data,
+    root_removed_between_batches,
 ]

@@ -150,6 +150,8 @@ class World:
         self.deleted = 0
         self.commits = 0
         self._calm = False
+        # The run, where each begins with a look for files that are gone.
+        self.looking = ""
 
     @property
     def batch(self) -> int:
@@ -471,6 +473,8 @@ class World:
         executor, pointer = self.executors[attempt.executor], attempt.partition[number].pointer
         places = self._places(number, fault)
         bucket = self._bucket(executor.machine.store(number), places, pointer, attempt.batch, executor)
+        if self.looking:
+            self._built.look(f"{self._name}/{number}", self.looking, bucket.committer, places, pointer)
         found, expected = bucket.read(scanned), self.models[pointer.encode()]
         if found != expected:
             raise WrongStateError(f"batch {attempt.batch} read {found}; {pointer.ref} was written as {expected}")

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
-from jobs import Job, keyed
+from jobs import Job, emitted, eventually, keyed
 from pyspark import __version__ as pyspark_version
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F
@@ -228,33 +228,73 @@ def test_enabling_with_something_else_is_refused(spark: Any, tmp_path: Path) -> 
         enable(arrow_state(tmp_path), spark)  # type: ignore[arg-type]  # the wrong way round
 
 
-def test_another_root_at_a_restart_is_told_apart_from_a_lost_file(spark: Any, tmp_path: Path) -> None:
-    assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
-    # While all of it is in Spark's own state, any root will do; from the second batch on it is not.
-    assert run(spark, tmp_path)[-1] == ("2", 2)
-    with pytest.raises(Exception, match="MissingCheckpointError") as raised:
-        run(spark, tmp_path, root=tmp_path / "elsewhere")
-    assert f"The state lies in {tmp_path / 'root'}, which the job does not name" in str(raised.value)
-    assert str(tmp_path / "elsewhere") in str(raised.value)
-    assert run(spark, tmp_path)[-1] == ("2", 4)
+@pytest.mark.parametrize(("starts", "clean_up"), [(1, True), (3, False)])
+def test_a_wrong_root_is_refused_and_nothing_is_written_there(
+    spark: Any, tmp_path: Path, starts: int, clean_up: bool
+) -> None:
+    """After one start all of the state is in Spark's own; after several only the last deltas are. Local stores are warm."""
+    elsewhere = tmp_path / "elsewhere"
+    for _ in range(starts):
+        run(spark, tmp_path, clean_up=clean_up)
+    with pytest.raises(Exception, match="StateElsewhereError") as raised:
+        run(spark, tmp_path, root=elsewhere, clean_up=clean_up)
+    assert f"has its state in {tmp_path / 'root'}" in str(raised.value)
+    assert f"{elsewhere}/guarded" in str(raised.value)
+    assert not elsewhere.exists(), "not even a lease or an operator file"
+    # The start that was refused left a file to read.
+    assert run(spark, tmp_path, clean_up=clean_up)[-1] == ("2", starts + 2)
 
 
-def test_a_root_that_was_removed_while_local_stores_are_warm_is_filled_again(spark: Any, tmp_path: Path) -> None:
+def test_a_root_that_was_copied_as_a_whole_may_have_another_name(spark: Any, tmp_path: Path) -> None:
     for _ in range(3):
         run(spark, tmp_path)
+    shutil.move(tmp_path / "root", tmp_path / "moved")
+    for start in range(4, 6):
+        assert run(spark, tmp_path, root=tmp_path / "moved") == [("1", 2 * start), ("2", start)]
+
+
+@pytest.mark.parametrize("clean_up", [True, False])
+def test_a_root_that_was_removed_while_local_stores_are_warm_is_filled_by_the_first_batch(
+    spark: Any, tmp_path: Path, clean_up: bool
+) -> None:
+    for _ in range(3):
+        run(spark, tmp_path, clean_up=clean_up)
     shutil.rmtree(tmp_path / "root")
-    for start in range(4, 10):
-        assert run(spark, tmp_path) == [("1", 2 * start), ("2", start)]
-        # Both keys are in one bucket.
-        if list((tmp_path / "root").rglob("*.snapshot.arrow")):
-            break
-    else:
-        pytest.fail("no full backup came")
+    assert run(spark, tmp_path, clean_up=clean_up) == [("1", 8), ("2", 4)]
+    assert list((tmp_path / "root").rglob("*.snapshot.arrow"))
     assert list((tmp_path / "root").rglob("operator_0.json"))
     # On another machine, all that there is lies at the root.
     for path in (tmp_path / "local").glob("spark_state_ext-*/*-guarded"):
         path.rename(path.with_suffix(".away"))
-    assert run(spark, tmp_path) == [("1", 2 * (start + 1)), ("2", start + 1)]
+    assert run(spark, tmp_path, clean_up=clean_up) == [("1", 10), ("2", 5)]
+
+
+def test_a_root_that_is_removed_under_a_running_query_is_filled_again(spark: Any, tmp_path: Path) -> None:
+    """Its processes miss it when they renew the lease."""
+    root, fed = tmp_path / "root", 0
+    options, conf = {"buckets": 2, "clean_up": False}, {"spark.sql.shuffle.partitions": "1"}
+    job = Job(spark, "arrow", tmp_path, count_rows, "key string, n bigint", options=options, conf=conf)
+
+    def batch() -> None:
+        nonlocal fed
+        fed += 1
+        job.feed(keyed("a", "b"))
+        eventually(lambda: len(emitted(job.sink)) >= fed)
+
+    job.feed()
+    with job.running() as query:
+        # Until every worker process has looked once.
+        for _ in range(12):
+            batch()
+        root.rename(tmp_path / "gone")
+        until_s = time.monotonic() + WAIT_S
+        while not (list(root.rglob("operator_0.json")) and list(root.rglob("*.snapshot.arrow"))):
+            assert time.monotonic() < until_s, "nobody noticed"
+            batch()
+        assert query.exception() is None
+    # On another machine, all that there is lies at the root.
+    job.options["local_dir"] = str(tmp_path / "another")
+    assert job.run(keyed("a", "b")) == {fed: [("a", fed + 1), ("b", fed + 1)]}
 
 
 def test_spark_keeps_its_operators_checkpoints_and_ours_apart(spark: Any, tmp_path: Path) -> None:
