@@ -27,6 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 from spark_state_ext import publishing
 from spark_state_ext.advice import advice_on
 from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, StoreFullError, UsageError
+from spark_state_ext.store.descriptors import too_many, used_up
 
 __all__ = ["Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_relative", "taken"]
 
@@ -415,6 +416,8 @@ class Folder:
                 raise StorageError(f"{doing}: {error}. {advice_on(error, self._local)}") from error
             raise MissingCheckpointError(f"{doing}: it does not exist") from error
         except OSError as error:
+            if used_up(error):
+                raise too_many(doing) from error
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StoreFullError(f"{doing}: {error}. Make room where the root lies.") from error
             raise StorageError(f"{doing}: {error}. {advice_on(error, self._local)}") from error

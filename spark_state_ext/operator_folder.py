@@ -15,6 +15,7 @@ __all__ = [
     "STARTING_FOLDER",
     "admit",
     "homes_of_batch",
+    "is_home",
     "new_home",
     "others_beside",
     "shown_ids",
@@ -28,6 +29,11 @@ _HOME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _ROUNDS_MAX = 5
 _admitted: dict[tuple[str, bytes], OperatorFile] = {}
 _admitted_lock = threading.Lock()
+
+
+def is_home(name: str) -> bool:
+    """Whether a query's folder may have this name: Spark's id of a query, or one of `new_home`."""
+    return _HOME.fullmatch(name) is not None
 
 
 def admit(
@@ -124,7 +130,7 @@ def homes_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
     """
     notes = operator_files.child(STARTING_FOLDER)
     names = [name for name in notes.names() if name.startswith(f"{batch_ms}-")]
-    return {home for name in names if _HOME.fullmatch(home := notes.get(name).decode(errors="replace"))}
+    return {home for name in names if is_home(home := notes.get(name).decode(errors="replace"))}
 
 
 def others_beside(operator_files: Folder, query_id: str = "") -> list[str]:

@@ -16,13 +16,12 @@ from typing import ClassVar
 
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.folder import Folder
-from spark_state_ext.operator_folder import STARTING_FOLDER, homes_of_batch, new_home
+from spark_state_ext.operator_folder import STARTING_FOLDER, homes_of_batch, is_home, new_home
 
 __all__ = ["FirstHomes", "starting_is_stale"]
 
 # Who starts a query again whose first batch failed has this long for it; the notes are small.
 _STALE_AFTER_MS = 30 * 86_400_000
-_HOME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _STARTING = re.compile(r"(\d{1,15})-[0-9a-f]{32}")
 
 
@@ -84,7 +83,7 @@ def _agreed(notes: Folder, name: str, wanted: str) -> str:
     if notes.create(name, wanted.encode()):
         return wanted
     home = notes.get(name).decode(errors="replace")
-    if not _HOME.fullmatch(home):
+    if not is_home(home):
         raise CorruptFileError(f"{notes.where(name)} names no folder of a query. Remove it and start the query again.")
     return home
 

@@ -202,15 +202,18 @@ def test_what_others_hold_is_said_with_the_limit(tmp_path: Path) -> None:
 
 
 _FIRST = """
+from spark_state_ext.folder import Folder
 from spark_state_ext.spill import local_errors
 from spark_state_ext.store.local_disk import boot_id, storage_error
 written(1).close()
 (name,) = os.listdir(folder / "1")
 from spark_state_ext.store import local_disk
 local_disk._boot_id.cache_clear()
+root = Folder(str(folder / "root"))
+root.put("a", b"a")
 limited(64)
 held = hog()
-for work in (boot_id, lambda: LocalStore(folder / "1", SCHEMA), lambda: open_in(folder)):
+for work in (boot_id, lambda: LocalStore(folder / "1", SCHEMA), lambda: open_in(folder), lambda: root.put("a", b"b")):
     def open_in(folder):
         with local_errors(folder):
             open(folder / "file", "wb")
