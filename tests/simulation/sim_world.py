@@ -529,12 +529,12 @@ class World:
         number = pointer.bucket
         here = self.folders[of][number]
         entries = here.entries()
-        fault = self._fault(numbers) if numbers.below(4) == 0 else None
+        fault = self._fault(numbers) if numbers.below(4) == 0 and not self._calm else None
         files: Any = here if fault is None else FaultyFolder(here, fault)
         store = executor.machine.store(number)
         committer = self._bucket(store, self._places(number), pointer, self.batch, executor).committer
         # Files that may be deleted before another run takes the state over.
-        left = numbers.below(6) if numbers.below(8) == 0 else 1 << 30
+        left = numbers.below(6) if numbers.below(8) == 0 and not self._calm else 1 << 30
 
         def still_ours() -> None:
             nonlocal left
