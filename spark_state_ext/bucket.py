@@ -156,6 +156,22 @@ class Bucket:
         """Checkpoint files that were read and applied."""
         return self._loader.fetched_files
 
+    @property
+    def restore_gaps(self) -> int:
+        """Checkpoint files that a backend should have given, and another one gave."""
+        return self._sources.gaps
+
+    def while_restoring(self, work: Callable[[], None]) -> None:
+        """Have `work` called now and then while checkpoint files are waited for; what it raises ends the restore."""
+        self._loader.while_waiting = work
+
+    def close(self) -> None:
+        """Have a restore that is under way end soon with `InterruptedRestoreError`; from any thread.
+
+        Its backends' restore managers are of no use after that.
+        """
+        self._sources.close()
+
     def read(self, work: Callable[[View], T]) -> T:
         """Run `work` on the state at the pointer; what the local store lacks is fetched first.
 

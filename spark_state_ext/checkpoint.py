@@ -12,7 +12,6 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +32,7 @@ from arrow_schemas.lineage import (
 from arrow_schemas.row import DELETED, RowSchema
 from spark_state_ext.errors import CorruptFileError, LineageError, StateError
 from spark_state_ext.folder import Readable
+from spark_state_ext.pool import side_by_side
 from spark_state_ext.spill import local_errors
 from spark_state_ext.store.runs import CHUNK_ROWS, cut
 
@@ -334,8 +334,7 @@ def block_crcs(file: pa.NativeFile, length: int) -> list[int]:
     starts = range(0, length, BLOCK_BYTES)
     if len(starts) < 4:
         return [crc(at) for at in starts]
-    with ThreadPoolExecutor(_CHECKING_THREADS, "spark_state_ext check") as pool:
-        return list(pool.map(crc, starts))
+    return side_by_side("check", _CHECKING_THREADS, crc, starts)
 
 
 def _body_record(file: pa.NativeFile, where: str) -> BodyRecord:

@@ -12,7 +12,6 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
@@ -23,6 +22,7 @@ from spark_state_ext.checkpoint import read_header, verify_checkpoint
 from spark_state_ext.errors import CorruptError, LostFilesError, MissingCheckpointError
 from spark_state_ext.folder import Entry, Listed, is_temporary
 from spark_state_ext.lineage import DELTAS_MAX, recent_beats
+from spark_state_ext.pool import side_by_side
 
 __all__ = ["Decision", "FileHeaders", "Headers", "classify", "clean_up", "clean_up_due", "is_crowded"]
 
@@ -361,8 +361,7 @@ class FileHeaders:
         """Where checkpoints come from; what is not known is read side by side."""
         unknown = [ref for ref in refs if ref not in self._known]
         if len(unknown) > 1:
-            with ThreadPoolExecutor(min(_PARALLEL_MAX, len(unknown)), "spark_state_ext headers") as pool:
-                list(pool.map(self.of, unknown))
+            side_by_side("headers", min(_PARALLEL_MAX, len(unknown)), self.of, unknown)
         elif unknown:
             self.of(unknown[0])
         return [self._known[ref] for ref in refs]

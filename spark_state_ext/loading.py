@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint, read_header
-from spark_state_ext.errors import CorruptError, CorruptFileError, LineageError, MissingCheckpointError, StorageError
+from spark_state_ext.errors import (
+    CorruptError,
+    CorruptFileError,
+    CorruptStoreError,
+    LineageError,
+    MissingCheckpointError,
+    MissingRunError,
+    StorageError,
+)
 from spark_state_ext.lineage import Chain, Fetch, plan_load
+from spark_state_ext.pool import DaemonPool
 from spark_state_ext.restoring import Sources
 from spark_state_ext.sealed import SealedFile, SealedFiles
 from spark_state_ext.store import LocalStore
@@ -26,8 +37,15 @@ __all__ = ["Loader"]
 _LOGGER = logging.getLogger("spark_state_ext")
 # Object stores answer slowly and in parallel; small files are held in memory meanwhile.
 _PARALLEL_MAX = 8
+# While a file is waited for, whoever waits looks so often whether it is still wanted.
+_LOOK_S = 0.5
 
+# What is wrong with the local store then, the bucket mends, and loads anew.
+_LOADED_AGAIN = (CorruptStoreError, MissingRunError)
+
+T = TypeVar("T")
 Failure = CorruptError | MissingCheckpointError
+_Read = Future[CheckpointFile | Failure]
 
 
 class Loader:
@@ -52,6 +70,8 @@ class Loader:
         self._bucket = bucket
         self._scratch = scratch
         self.fetched_files = 0
+        # Called now and then while files are waited for; what it raises ends the load.
+        self.while_waiting: Callable[[], None] = lambda: None
 
     def load(self, chain: Chain) -> None:
         """Fetch what the local store lacks of the last checkpoint of a chain.
@@ -62,16 +82,25 @@ class Loader:
             When no way leads to its state. Nothing that is wrong was applied.
         StorageError
             When none does, and a backend that may have what the others lack cannot be reached.
+        InterruptedRestoreError
+            When the sources were closed meanwhile.
         """
         gone: dict[Fetch, Failure] = {}
-        while True:
-            plan = plan_load(chain, self._store.runs(), gone)
-            if plan is None:
-                chain = self._further_back(chain, gone)
-                continue
-            if not self._fetch_all(chain, plan, gone):
-                continue
-            return
+        try:
+            while True:
+                plan = plan_load(chain, self._store.runs(), gone)
+                if plan is None:
+                    chain = self._further_back(chain, gone)
+                elif self._fetch_all(chain, plan, gone):
+                    return
+        except _LOADED_AGAIN:
+            raise
+        except BaseException:
+            # Whatever ends it, an interrupt too: nobody waits for what other threads still read, and they are to stop.
+            self._sources.close()
+            raise
+        finally:
+            self._sources.report(f"bucket {self._bucket} of operator {self._operator!r} at checkpoint {chain.refs[-1]}")
 
     def adopt(self, made: SealedFile, ref: CheckpointRef) -> None:
         """Have the local store use a snapshot that was made of its runs in place of these.
@@ -102,8 +131,7 @@ class Loader:
 
     def _fetch_all(self, chain: Chain, plan: list[Fetch], gone: dict[Fetch, Failure]) -> bool:
         """Apply the planned files, oldest first; False when one of them is of no use, which is noted."""
-        # Closed here, not whenever an error's traceback lets go of it: no thread must read on after this call.
-        with contextlib.closing(_in_order(plan, self._read)) as results:
+        with _in_order(plan, self._read, self._result) as results:
             for fetch, found in results:
                 if not isinstance(found, CheckpointFile):
                     self._note(fetch, found, gone)
@@ -134,6 +162,16 @@ class Loader:
             self._store.adopt(copy.path, copy.body_bytes, copy.blocks, copy.rows, fetch.ref)
         self.fetched_files += 1
 
+    def _result(self, future: Future[T], ahead: Iterable[Future[T]]) -> T:
+        """What another thread reads; not waited for any longer than it is wanted, whether or not a backend answers."""
+        while not wait([future], _LOOK_S).done:
+            self._sources.raise_if_closed()
+            self.while_waiting()
+            for later in ahead:
+                if later.done() and not later.cancelled():
+                    later.result()  # an error is that of the load, as none without this file leads to the state
+        return future.result()
+
     def _read(self, fetch: Fetch) -> CheckpointFile | Failure:
         keep = self._store.incoming() if fetch.kind == SNAPSHOT else None
         try:
@@ -142,6 +180,8 @@ class Loader:
                 fetch.kind,
                 lambda files: read_checkpoint(files, fetch.ref, fetch.kind, self._store.schema, self._scratch, keep),
             )
+            # Nobody may be there any more to take it.
+            self._sources.raise_if_closed()
             if found.copy is None and keep is not None:
                 # Open still where it is needed.
                 self._store.end_incoming(keep)
@@ -212,23 +252,39 @@ class Loader:
         return error
 
 
+@contextlib.contextmanager
 def _in_order(
-    plan: list[Fetch], read: Callable[[Fetch], CheckpointFile | Failure]
-) -> Generator[tuple[Fetch, CheckpointFile | Failure], None, None]:
-    """Results in the order of the plan, read a bounded number of files ahead."""
-    if not plan:  # another attempt on this machine has brought them meanwhile
-        return
-    if len(plan) == 1:
-        yield plan[0], read(plan[0])
-        return
-    with ThreadPoolExecutor(min(_PARALLEL_MAX, len(plan)), "spark_state_ext load") as pool:
-        fetches = iter(plan)
-        waiting = [(fetch, pool.submit(read, fetch)) for fetch in islice(fetches, _PARALLEL_MAX)]
-        try:
-            while waiting:
-                fetch, future = waiting.pop(0)
-                yield fetch, future.result()
-                waiting += [(later, pool.submit(read, later)) for later in islice(fetches, 1)]
-        finally:
-            for _, future in waiting:
-                future.cancel()
+    plan: list[Fetch],
+    read: Callable[[Fetch], CheckpointFile | Failure],
+    result: Callable[[_Read, Iterable[_Read]], CheckpointFile | Failure],
+) -> Iterator[Iterator[tuple[Fetch, CheckpointFile | Failure]]]:
+    """Results in the order of the plan, read a bounded number of files ahead, in threads that keep no process alive."""
+    pool = DaemonPool("load")
+    pool.threads_max = _PARALLEL_MAX
+    fetches = iter(plan)
+    ahead: deque[tuple[Fetch, _Read]] = deque()
+
+    def begin(files: int) -> None:
+        ahead.extend((fetch, pool.submit(read, fetch)) for fetch in islice(fetches, files))
+
+    def results() -> Iterator[tuple[Fetch, CheckpointFile | Failure]]:
+        begin(_PARALLEL_MAX)
+        while ahead:
+            fetch, future = ahead.popleft()
+            yield fetch, result(future, [later for _, later in ahead])
+            begin(1)
+
+    def read_out() -> None:
+        """The load goes on, with another plan or another store: no thread must read on for this one."""
+        for _, future in ahead:
+            if not future.cancel():
+                result(future, ())
+
+    try:
+        yield results()
+        read_out()
+    except _LOADED_AGAIN:
+        read_out()
+        raise
+    finally:
+        pool.close()

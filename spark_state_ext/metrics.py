@@ -78,8 +78,9 @@ class CallMetrics:
         Age of the oldest delta that not every backend has confirmed, milliseconds; 0 when there is none.
     cache_hit
         The local store had all of the state.
-    restored_files
-        Checkpoint files that were fetched.
+    restored_files, restore_gaps
+        Checkpoint files that were fetched; and how many times a backend that should have given one did not, and another
+        one gave it: the backend that the job prefers (`restore_from`), or one that had confirmed the file.
     """
 
     query_id: str
@@ -114,6 +115,7 @@ class CallMetrics:
     oldest_inline_ms: int = 0
     cache_hit: bool = True
     restored_files: int = 0
+    restore_gaps: int = 0
 
 
 _TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
@@ -142,6 +144,7 @@ _SUMMED = (
         "delta_bytes",
         "inline_bytes",
         "restored_files",
+        "restore_gaps",
     ),
 )
 _KEYS = ("query_id", "run_id", "operator", "batch")
@@ -308,6 +311,7 @@ _COUNTERS = (
     "uploaded_bytes",
     "uploads",
     "restored_files",
+    "restore_gaps",
     "snapshot_bytes",
     "snapshots",
     "snapshot_failures",

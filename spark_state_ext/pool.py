@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from typing import Any
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
+from typing import Any, TypeVar
 
 from spark_state_ext.errors import StorageError
 
-__all__ = ["CallerExecutor", "DaemonPool"]
+__all__ = ["CallerExecutor", "DaemonPool", "side_by_side"]
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 _IDLE_S = 60.0
 
@@ -33,7 +37,8 @@ class DaemonPool(Executor):
 
     def _forget(self) -> None:
         self._pid = os.getpid()
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        # None: one thread is to end.
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # Work submitted and not done, callbacks included: a thread that has just taken some is not free for more.
         self._outstanding = 0
@@ -51,6 +56,20 @@ class DaemonPool(Executor):
             self._work.put((future, lambda: fn(*args, **kwargs)))
         return future
 
+    def close(self) -> None:
+        """Cancel what has not begun, and have each thread end with the work that it is at; nobody waits for them."""
+        if self._pid != os.getpid():
+            self._forget()
+        with self._lock:
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    taken = self._work.get_nowait()
+                    if taken is not None:
+                        taken[0].cancel()
+                        self._outstanding -= 1
+            for _ in range(self._threads):
+                self._work.put(None)
+
     def _add_thread(self) -> None:
         try:
             threading.Thread(target=self._loop, name=f"spark_state_ext {self._name}", daemon=True).start()
@@ -62,15 +81,19 @@ class DaemonPool(Executor):
     def _loop(self) -> None:
         while True:
             try:
-                future, work = self._work.get(timeout=_IDLE_S)
+                taken = self._work.get(timeout=_IDLE_S)
             except queue.Empty:
                 with self._lock:
                     if not self._work.empty():
                         continue
                     self._threads -= 1
                     return
+            if taken is None:
+                with self._lock:
+                    self._threads -= 1
+                return
             try:
-                _run(future, work)
+                _run(*taken)
             finally:
                 with self._lock:
                     self._outstanding -= 1
@@ -83,6 +106,28 @@ def _run(future: Future[Any], work: Callable[[], Any]) -> None:
         future.set_result(work())
     except BaseException as error:
         future.set_exception(error)
+
+
+def side_by_side(name: str, threads: int, work: Callable[[S], T], items: Iterable[S]) -> list[T]:
+    """Results of `work` for each item, in their order, from threads that do not keep a process from ending.
+
+    Parameters
+    ----------
+    name
+        Of the threads.
+    threads
+        How many there are at most.
+    work, items
+        What to do, and for what. After an error no more is begun; the first in the order of items is raised.
+    """
+    pool = DaemonPool(name)
+    pool.threads_max = threads
+    try:
+        futures = [pool.submit(work, item) for item in items]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        return [future.result() for future in futures]
+    finally:
+        pool.close()
 
 
 class CallerExecutor(Executor):

@@ -7,6 +7,8 @@ by what they have in common: builtin classes, error numbers, and the status that
 from __future__ import annotations
 
 import errno
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -85,7 +87,7 @@ def _status_of(error: BaseException) -> int | None:
     return None
 
 
-def retried(work: Callable[[], T], timeout_s: float, given_up: Callable[[], bool] = lambda: False) -> T:
+def retried(work: Callable[[], T], timeout_s: float, stop: threading.Event | None = None) -> T:
     """Run `work`, again after an error that is retriable, at random intervals that grow.
 
     Parameters
@@ -94,17 +96,17 @@ def retried(work: Callable[[], T], timeout_s: float, given_up: Callable[[], bool
         What to do; repeatable.
     timeout_s
         After this time it is not tried again.
-    given_up
-        Whether to stop trying.
+    stop
+        Ends the trying when it is set, also in the middle of an interval.
 
     Raises
     ------
     InterruptedRestoreError
-        When `given_up` says so.
+        When `stop` is set.
     """
 
     def once() -> T:
-        if given_up():
+        if stop is not None and stop.is_set():
             raise InterruptedRestoreError("told to stop")
         return work()
 
@@ -114,5 +116,6 @@ def retried(work: Callable[[], T], timeout_s: float, given_up: Callable[[], bool
         retry=tenacity.retry_if_exception(is_retriable),
         wait=tenacity.wait_random_exponential(multiplier=_WAIT_S_MIN, max=_WAIT_S_MAX),
         stop=tenacity.stop_after_delay(timeout_s),
+        sleep=tenacity.sleep_using_event(stop) if stop is not None else time.sleep,
         reraise=True,
     )(once)

@@ -17,7 +17,6 @@ import posixpath
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +28,7 @@ from spark_state_ext.errors import (
     UsageError,
 )
 from spark_state_ext.folder import Entry, Folder
+from spark_state_ext.pool import side_by_side
 from spark_state_ext.spark_checkpoint import (
     COMMITS,
     OFFSETS,
@@ -223,11 +223,10 @@ def carry_out(checkpoint: Folder, plan: Rollback, aside: str | None) -> int:
         When moving or deleting failed; the command can be run again.
     """
     done = 0
-    with ThreadPoolExecutor(_PARALLEL_MAX, "spark_state_ext rollback") as pool:
-        for step in plan.steps:
-            work = checkpoint.remove if aside is None else partial(_put_aside, checkpoint, aside)
-            # One step after the other.
-            done += len(list(pool.map(work, [file.path for file in step])))
+    for step in plan.steps:
+        work = checkpoint.remove if aside is None else partial(_put_aside, checkpoint, aside)
+        # One step after the other.
+        done += len(side_by_side("rollback", _PARALLEL_MAX, work, [file.path for file in step]))
     return done
 
 

@@ -235,6 +235,11 @@ class WorkerUploads:
         with self._lock:
             return self._sent.pop(str(store.folder), (0, 0.0, 0))
 
+    def is_at(self, manager: BackupManager) -> bool:
+        """Whether uploads of a manager are under way."""
+        with self._lock:
+            return any(upload.manager is manager for waiting in self._waiting.values() for upload in waiting)
+
     def find(self, store: LocalStore, backend: str, file: str) -> Upload | None:
         with self._lock:
             waiting = self._waiting.get((str(store.folder), backend), ())

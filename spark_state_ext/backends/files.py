@@ -107,7 +107,7 @@ class FilesBackup:
                 if self._closed.is_set():
                     raise StorageError(f"{name} was not sent to {self.folder.root}, as its backend was closed")
                 if file is not None:
-                    retried(partial(self._put, file), self._context.timeout_s, self._closed.is_set)
+                    retried(partial(self._put, file), self._context.timeout_s, self._closed)
                     self._held.pop(name, None)
             return markers
 
@@ -249,7 +249,7 @@ class _Interruptible:
     def _tried(self, work: Callable[[], T]) -> T:
         if self._stop.is_set():
             raise InterruptedRestoreError(f"the restore from {self._folder.root} was told to stop")
-        return retried(work, self._timeout_s, self._stop.is_set)
+        return retried(work, self._timeout_s, self._stop)
 
 
 def sole_place(folder: Folder, scratch: Path, name: str = "files") -> list[Place]:

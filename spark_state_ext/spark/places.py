@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.backends import BackendContext
+from spark_state_ext.backends import BackendContext, BackupManager
 from spark_state_ext.backends.registry import FSSPEC, Backend, factory_of
+from spark_state_ext.background import Background
 from spark_state_ext.commit import Place, is_complete
 from spark_state_ext.errors import StateElsewhereError
 from spark_state_ext.folder import Folder
@@ -21,10 +24,13 @@ from spark_state_ext.spark.job import Job
 from spark_state_ext.spark.task import TaskInfo
 from spark_state_ext.uploads import WorkerUploads
 
-__all__ = ["Leases", "bring_back", "names_a_holder", "places_of", "prepare", "refuse_elsewhere"]
+__all__ = ["Leases", "bring_back", "forget_places", "names_a_holder", "places_of", "prepare", "refuse_elsewhere"]
 
 _BUCKETS_MAX = 1_024
 _kept: OrderedDict[tuple[str, str, int], list[Place]] = OrderedDict()
+# Backups whose bucket was forgotten while they had uploads under way.
+_leaving: list[BackupManager] = []
+_leaving_lock = threading.Lock()
 _prepared: set[tuple[str, str, str]] = set()
 _prepared_lock = threading.Lock()
 
@@ -48,10 +54,36 @@ def places_of(job: Job, home: str, bucket: int, scratch: Path) -> list[Place]:
             places.append(Place(backend.name, backup, restore, _is_root(job, backend)))
     _kept[key] = places
     if len(_kept) > _BUCKETS_MAX:
-        # Of queries that stopped, most likely. (Not the backups: they may have uploads under way.)
-        for place in _kept.pop(next(iter(_kept))):
-            place.restore.close()
+        # Of queries that stopped, most likely.
+        _close(_kept.pop(next(iter(_kept))))
     return places
+
+
+def forget_places(job: Job, home: str, bucket: int) -> None:
+    """Close the managers of a bucket, as after a call that failed: the next call has others made.
+
+    Restores end. Uploads that are under way do not: a backup is closed when it has none.
+    """
+    _close(_kept.pop((job.plan_id, home, bucket), []))
+
+
+def _close(places: Iterable[Place]) -> None:
+    """Restores end at once; backups are closed after what waits in the background, which may hand them snapshots."""
+    for place in places:
+        place.restore.close()
+        work = partial(_close_backups, place.backup)
+        Background.shared().submit(f"closing of the backup manager {id(place.backup)} of {place.name}", work)
+
+
+def _close_backups(another: BackupManager) -> None:
+    """Close a backup, and those that had uploads under way when it was their turn."""
+    uploads = WorkerUploads.shared()
+    with _leaving_lock:
+        _leaving.append(another)
+        idle = [backup for backup in _leaving if not uploads.is_at(backup)]
+        _leaving[:] = [backup for backup in _leaving if backup not in idle]
+    for backup in idle:
+        backup.close()
 
 
 def _is_root(job: Job, backend: Backend) -> bool:

@@ -43,7 +43,15 @@ from spark_state_ext.spark.observed import number_rows
 from spark_state_ext.spark.output import OUTPUT_COLUMN
 from spark_state_ext.spark.pack import event_times
 from spark_state_ext.spark.payload import HASH_COLUMN, decode, heartbeat_nonce
-from spark_state_ext.spark.places import Leases, bring_back, names_a_holder, places_of, prepare, refuse_elsewhere
+from spark_state_ext.spark.places import (
+    Leases,
+    bring_back,
+    forget_places,
+    names_a_holder,
+    places_of,
+    prepare,
+    refuse_elsewhere,
+)
 from spark_state_ext.spark.task import (
     TaskInfo,
     local_folder,
@@ -92,7 +100,12 @@ def run_bucket(
     if state.hasTimedOut and _rested(job, state):
         return
     call = _BucketCall(job, function, label_bucket(int(key[0])), state)
-    yield from call.run(frames)
+    try:
+        yield from call.run(frames)
+    except BaseException:
+        # Interrupts and a consumer that goes away too: nothing is to be read on for a call that is over.
+        call.give_up()
+        raise
 
 
 def _rested(job: Job, state: GroupState) -> bool:
@@ -127,6 +140,8 @@ class _BucketCall:
         self._task = TaskInfo.current(job)
         self._times = Times.of(state)
         stored = state.getOption
+        # Before the call has come so far, there is nothing to end.
+        self._made: Bucket | None = None
         self._stored = Pointer.decode(bytes(stored[0]), job.pointer_read) if stored is not None else None
         before = self._stored.batch if self._stored is not None else -1
         # A thread that lives on may tell the batch in which it was made (`_refuse_later`).
@@ -159,7 +174,9 @@ class _BucketCall:
         tried(self._prepare)
         self._places = places_of(job, self._home, self._bucket_number, self._scratch)
         self._uploads = WorkerUploads.shared()
-        self._bucket = self._opened()
+        self._bucket = self._made = self._opened()
+        # A run that has lost its state to another one need not read on.
+        self._bucket.while_restoring(self._leases.hold)
         retained, where = self._task.batches_retained, f"{self._files.root}/{self._bucket_number}"
         brought = partial(bring_back, self._operator_folder, self._home, self._operator)
         self._clean_ups = CleanUps(self._bucket, self._places, self._leases, retained, where, brought)
@@ -175,6 +192,12 @@ class _BucketCall:
     def _first_home(self) -> str:
         batch_ms = self._times.processing_ms
         return FirstHomes.of(self._operator_folder, self._task.query_id, batch_ms, self._heartbeat or b"")
+
+    def give_up(self) -> None:
+        """The call failed: end what it still has under way, and have the next one begin with other managers."""
+        if self._made is not None:
+            self._made.close()
+            forget_places(self._job, self._home, self._bucket_number)
 
     # -- the call ----------------------------------------------------------------------------------
 
@@ -235,7 +258,7 @@ class _BucketCall:
         call.delta_bytes = pointer.lineage[-1].size_bytes if pointer.ref != self._pointer.ref else 0
         call.inline_bytes = sum(len(delta.data) for delta in pointer.inline)
         call.oldest_inline_ms = max((now_ms - delta.made_ms for delta in pointer.inline), default=0)
-        call.restored_files = self._bucket.fetched_files
+        call.restored_files, call.restore_gaps = self._bucket.fetched_files, self._bucket.restore_gaps
         call.cache_hit = call.restored_files == 0
         MetricsLog.at(folder).add(call)
 

@@ -676,9 +676,11 @@ def simulate(history: History, built: Built = DEFAULT) -> World:
     return world
 
 
-def _one_by_one(plan: Iterable[Fetch], read: Callable[[Fetch], Any]) -> Iterator[tuple[Fetch, Any]]:
-    for fetch in plan:
-        yield fetch, read(fetch)
+@contextmanager
+def _one_by_one(
+    plan: Iterable[Fetch], read: Callable[[Fetch], Any], result: Callable[..., Any]
+) -> Iterator[Iterator[tuple[Fetch, Any]]]:
+    yield ((fetch, read(fetch)) for fetch in plan)
 
 
 def _fast_folder() -> str | None:

@@ -1,0 +1,130 @@
+"""Managers of backends that a worker keeps from call to call, and when it closes them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded_work import job as recorded_job
+
+from arrow_schemas.lineage import DELTA, CheckpointRef, file_name, new_checkpoint_id
+from arrow_schemas.row import RowSchema
+from spark_state_ext.backends import STATE, BackendContext, Markers
+from spark_state_ext.backends.files import FilesBackend, FilesBackup
+from spark_state_ext.backends.registry import Backend
+from spark_state_ext.background import Background
+from spark_state_ext.commit import Place
+from spark_state_ext.errors import InterruptedRestoreError
+from spark_state_ext.sealed import SealedFile
+from spark_state_ext.spark import places
+from spark_state_ext.spark.job import Job
+from spark_state_ext.spark.places import forget_places, places_of
+from spark_state_ext.store import LocalStore
+from spark_state_ext.uploads import Upload, WorkerUploads
+
+WAIT_S = 30.0
+
+
+class Closing(FilesBackup):
+    """A backup that tells that it was closed, and whose uploads wait."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.closed = threading.Event()
+        self.gate: Future[Markers] = Future()
+
+    def upload(self, ref: CheckpointRef, markers: Markers) -> Future[Markers]:
+        return self.gate
+
+    def close(self) -> None:
+        super().close()
+        self.closed.set()
+
+
+class ClosingBackend(FilesBackend):
+    """The backend ``fsspec`` with these."""
+
+    def backup_manager(self, context: BackendContext) -> Closing:
+        made = super().backup_manager(context)
+        assert isinstance(made, FilesBackup)
+        return Closing(made.folder, context)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setattr(places, "factory_of", lambda kind: ClosingBackend())
+    monkeypatch.setattr(places, "_kept", type(places._kept)())
+    monkeypatch.setattr(places, "_leaving", [])
+    root = str(tmp_path / "root")
+    return replace(recorded_job("pandas", "NoTimeout", None, 1 << 20), root=root, backends=(Backend(root),))
+
+
+def _place(job: Job, tmp_path: Path, bucket: int = 3) -> Place:
+    (place,) = places_of(job, "home", bucket, tmp_path)
+    return place
+
+
+def _closed(place: Place) -> bool:
+    """After all that waits in the background."""
+    assert Background.shared().wait(WAIT_S)
+    assert isinstance(place.backup, Closing)
+    return place.backup.closed.is_set()
+
+
+def _restore_is_closed(place: Place) -> bool:
+    try:
+        return not place.restore.restore().size("operator_0.json")
+    except InterruptedRestoreError:
+        return True
+    except FileNotFoundError:
+        return False
+
+
+def test_managers_are_kept_until_their_bucket_is_forgotten(job: Job, tmp_path: Path) -> None:
+    """As after a call that failed: its restore has ended, and the next call must be able to read."""
+    place = _place(job, tmp_path)
+    assert _place(job, tmp_path) is place
+    forget_places(job, "home", 3)
+    assert _restore_is_closed(place)
+    assert _closed(place)
+    again = _place(job, tmp_path)
+    assert again is not place
+    assert not _restore_is_closed(again)
+    # What is not kept, nobody need close.
+    forget_places(job, "home", 4)
+
+
+def test_managers_of_buckets_that_were_used_long_ago_are_closed(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "_BUCKETS_MAX", 2)
+    first, second, third = (_place(job, tmp_path, bucket) for bucket in range(3))
+    assert _closed(first)
+    assert _restore_is_closed(first)
+    assert not _closed(second)
+    assert not _closed(third)
+
+
+def test_a_backup_with_uploads_under_way_is_closed_later(job: Job, tmp_path: Path) -> None:
+    """Another attempt in this process waits for them."""
+    place, other = _place(job, tmp_path), _place(job, tmp_path, 4)
+    assert isinstance(place.backup, Closing)
+    store = LocalStore(tmp_path / "store", RowSchema((), ()))
+    ref = CheckpointRef(1, new_checkpoint_id())
+    name = file_name(ref, DELTA)
+    markers = place.backup.snapshot(ref, {STATE: SealedFile.of(name, b"x")})
+    upload = Upload(store, place.name, place.backup, ref, name, markers, 1)
+    uploads = WorkerUploads.shared()
+    uploads.submit([upload])
+    forget_places(job, "home", 3)
+    assert not _closed(place)
+    place.backup.gate.set_result(markers)
+    assert upload.done.result(WAIT_S) == markers
+    forget_places(job, "home", 4)
+    assert _closed(other)
+    assert _closed(place)
+    store.close()

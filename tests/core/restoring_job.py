@@ -1,0 +1,31 @@
+"""A process that restores a bucket: ``python restoring_job.py FOLDER``, in which are a pointer and its files."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from core_support import SCHEMA, WRITER, scanned
+from stalling_disk import STORE
+
+from arrow_schemas import Pointer
+from spark_state_ext.backends.files import sole_place
+from spark_state_ext.bucket import Bucket
+from spark_state_ext.folder import Folder
+from spark_state_ext.store import LocalStore
+
+
+def main(folder: Path) -> None:
+    """Restore from a store whose every request takes ten minutes."""
+    # As services have it: orderly, by an exception.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    options = {"implementation": STORE, "log": str(folder / "asked"), "takes_s": 600.0}
+    files = Folder(str(folder / "a"), options).child("3")
+    store = LocalStore(folder / "empty", SCHEMA)
+    pointer = Pointer.decode((folder / "pointer").read_bytes())
+    Bucket(store, sole_place(files, folder, "a"), pointer, WRITER, folder).read(scanned)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,73 @@
+"""A query that is stopped while a task restores its state; and a restore that fails, and is tried again."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import COUNTS, Job, count, emitted, eventually, keyed
+from watched_store import STORE
+
+pytestmark = pytest.mark.spark
+
+# Each read of the restore would last so long.
+GET_S = 600.0
+# How long the end of the query, and then of its worker, may take at most, however slow the machine is.
+ENDS_S = 60.0
+
+
+def _job(session: Any, folder: Path, start: int, **store: Any) -> Job:
+    options = {
+        "buckets": 2,
+        "storage_options": {"implementation": STORE, **store},
+        "inline_bytes_max": 0,
+        # Each start on an empty disk.
+        "local_dir": str(folder / f"local-{start}"),
+    }
+    return Job(session, "arrow", folder, count, COUNTS, options=options, conf={"spark.sql.shuffle.partitions": "1"})
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_query_that_is_stopped_in_a_long_restore(spark: Any, tmp_path: Path) -> None:
+    """Spark kills the worker two seconds after `spark.python.task.killTimeout`; nothing of ours may hold that up."""
+    readers = tmp_path / "readers"
+    _job(spark, tmp_path, 0).run(*(keyed("a", "b", "c") for _ in range(4)))
+    job = _job(spark, tmp_path, 1, get_ms=1000 * GET_S, readers=str(readers))
+    job.feed(keyed("a"))
+    with job.running() as query:
+        eventually(lambda: readers.exists() or query.exception() is not None, ENDS_S)
+        assert query.exception() is None
+        begun_s = time.monotonic()
+        query.stop()
+    assert time.monotonic() - begun_s < ENDS_S
+    pids = {int(pid) for pid in readers.read_text().split()}
+    eventually(lambda: not any(map(_is_alive, pids)), ENDS_S)
+
+
+def test_a_restore_that_failed_goes_well_in_the_next_start(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same plan, and in the same worker as may be: what was closed then is not used again."""
+    refuses = tmp_path / "refuses-reads"
+    _job(spark, tmp_path, 0).run(*(keyed("a", "b", "c") for _ in range(3)))
+    job = _job(spark, tmp_path, 1, refuses_reads=str(refuses))
+    planned = job.planned()
+    monkeypatch.setattr(job, "planned", lambda: planned)
+    refuses.touch()
+    job.feed(keyed("a", "b", "c"))
+    with job.running() as query:
+        eventually(lambda: query.exception() is not None)
+        assert "credentials expired" in str(query.exception())
+    refuses.unlink()
+    job.run()
+    assert dict(emitted(job.sink)[3]) == {"a": 4, "b": 4, "c": 4}
