@@ -207,7 +207,7 @@ class MetricsLog:
             return cls._logs.setdefault((os.getpid(), str(folder)), cls(folder))
 
     def add(self, call: CallMetrics) -> None:
-        """Note a call; it is written within a second."""
+        """Note a call; it is written with the task's last one where that is known, or within a second."""
         _export(call)
         with self._writing:
             self._held.append({**asdict(call), "host": socket.gethostname(), "pid": os.getpid()})

@@ -432,10 +432,10 @@ class Snapshots:
         file = file_name(ref, SNAPSHOT)
         names = [name for name, standing in pointer.standings.items() if is_complete(standing)]
         notes = notes_of(self._store)
-        found = [notes.get(note_name(name, file)) for name in names]
-        return any(note is not None and note.state == DONE for note in found) or any(
-            self._has(name, file) for name in names
-        )
+        found = {name: notes.get(note_name(name, file)) for name in names}
+        states = {name: None if note is None else note.state for name, note in found.items()}
+        # What an upload left that failed may be there, and torn.
+        return DONE in states.values() or any(self._has(name, file) for name in names if states[name] != FAILED)
 
     def _has(self, name: str, file: str) -> bool:
         try:

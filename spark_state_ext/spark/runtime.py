@@ -260,7 +260,11 @@ class _BucketCall:
         call.oldest_inline_ms = max((now_ms - delta.made_ms for delta in pointer.inline), default=0)
         call.restored_files, call.restore_gaps = self._bucket.fetched_files, self._bucket.restore_gaps
         call.cache_hit = call.restored_files == 0
-        MetricsLog.at(folder).add(call)
+        log = MetricsLog.at(folder)
+        log.add(call)
+        if self._spread.is_last(self._task_end.called):
+            # A worker may be gone within a second of its last batch.
+            log.flush()
 
     def _committed(self, rows: SpillBuffer) -> Pointer:
         """The new pointer; what it claims is so when the task's last call returns."""

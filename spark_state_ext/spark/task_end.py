@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -98,6 +98,18 @@ class Spread:
         if self._unlike[self._key(home)]:
             return frozenset()
         return frozenset(range(self.partition, self.buckets, self.partitions))
+
+    def is_last(self, called: Collection[int]) -> bool:
+        """Whether a task with data has called all of its buckets, by what was told; for what need not be certain.
+
+        Parameters
+        ----------
+        called
+            The buckets whose calls are over.
+        """
+        if self.partitions is None or self.partitions <= 0:
+            return False
+        return set(range(self.partition, self.buckets, self.partitions)) <= set(called)
 
     @property
     def _file(self) -> str:

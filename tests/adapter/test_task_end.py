@@ -51,6 +51,14 @@ def test_what_is_expected_is_what_is_called_or_nothing_is_expected(told: int, re
             assert expected == (frozenset(buckets) if right else frozenset())
 
 
+def test_the_last_call_of_a_task_is_told_by_its_buckets() -> None:
+    spread = Spread(RUN, 2, 1, BUCKETS)
+    assert not spread.is_last({1, 3})
+    assert spread.is_last({5, 3, 1})
+    # Tasks that are not told how many there are.
+    assert not Spread("", None, 1, BUCKETS).is_last(range(BUCKETS))
+
+
 def test_nothing_is_expected_before_a_batch_has_compared(home: Folder) -> None:
     spread = Spread(RUN, 2, 0, BUCKETS)
     assert spread.expected(_pointer(0), home) == frozenset()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from api_jobs import COUNTERS, EVERYWHERE, ApiJob, count_rows
-from jobs import CLASSIC, eventually, keyed
+from jobs import CLASSIC, keyed
 
 from spark_state_ext import metrics
 
@@ -52,13 +52,9 @@ def test_sizes_of_state_are_in_the_progress(session: Any, api: str, tmp_path: Pa
     assert 0 < first["state_bytes"] < second["state_bytes"]
     assert first["delta_bytes"] > 0
 
-    # They are those of the metrics, which are written a little later.
-    def by_batch() -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = metrics.by_batch(metrics.read(tmp_path / "local")).to_pylist()
-        return found[:2]
-
-    eventually(lambda: [batch["buckets"] for batch in by_batch()] == [3, 3])
-    for batch, found in zip(by_batch(), (first, second), strict=True):
+    # They are those of the metrics. The last call of a task writes them, so they are there when the query has ended.
+    batches = metrics.by_batch(metrics.read(tmp_path / "local")).to_pylist()[:2]
+    for batch, found in zip(batches, (first, second), strict=True):
         assert {name: batch[name] for name in found} == found
 
 
