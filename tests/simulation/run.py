@@ -49,6 +49,10 @@ def run(count: int, from_seed: int) -> Counter[str]:
             files_deleted=world.deleted,
             histories_with_clean_up=int(world.deleted > 0),
             histories_with_neighbours=int(history.config.buckets > 1),
+            histories_with_timeouts=int(history.config.timeouts),
+            histories_with_neighbours_and_timeouts=int(history.config.buckets > 1 and history.config.timeouts),
+            histories_with_one_identity=int(history.config.same_run and world.begun > 1),
+            histories_without_replacing_rename=int(not history.config.replaces),
         )
 
     check()
@@ -69,7 +73,13 @@ def run_leases(count: int, from_seed: int) -> Counter[str]:
     )
     @given(lease_histories())
     def check(steps: tuple[Step, ...]) -> None:
-        seen.update(lease_histories=1, lease_take_overs=simulate_lease(steps).take_overs)
+        world = simulate_lease(steps)
+        seen.update(
+            lease_histories=1,
+            lease_take_overs=world.take_overs,
+            lease_histories_with_two_live_drivers=int(world.live_max > 1),
+            lease_histories_with_one_identity=int(world.collisions > 0),
+        )
 
     check()
     return seen
@@ -79,7 +89,9 @@ def _share(count: int, leases: int, from_seed: int, results: multiprocessing.Que
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     # What was imported stays; going through it again and again takes a twentieth of the time.
     gc.freeze()
-    results.put(run(count, from_seed) + run_leases(leases, from_seed))
+    seen = run(count, from_seed)
+    seen.update(run_leases(leases, from_seed))
+    results.put(seen)
 
 
 def main() -> int:
@@ -108,7 +120,10 @@ def main() -> int:
             f"seed {arguments.seed}, {arguments.processes} processes: a history gave a wrong state or lease, see above"
         )
         return 1
-    seen: Counter[str] = sum((results.get() for _ in workers), Counter())
+    seen: Counter[str] = Counter()
+    for _ in workers:
+        # Not added, which leaves out what is 0.
+        seen.update(results.get())
     print(json.dumps({"seed": arguments.seed, **seen, "seconds": round(time.monotonic() - started_s)}))
     return 0
 

@@ -260,7 +260,9 @@ def newest_file_only(files: Readable, pointer: Pointer, through: CheckpointRef) 
     return has_checkpoint(files, through)
 
 
-def _committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) -> type[Bucket]:
+def committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) -> type[Bucket]:
+    """A bucket with another committer or other snapshots."""
+
     class Committing(Bucket):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -292,17 +294,17 @@ BROKEN = {
     "every call counted as a beat": Built(bucket=EveryCallABeat),
     "no renewal": Built(bucket=NeverRenewed),
     "leaked pins": Built(bucket=LeakedPins),
-    "inline copies dropped at once": Built(bucket=_committing(DroppedAtOnce)),
-    "uploads noted before they are done": Built(bucket=_committing(NotedAtOnce)),
-    "deferred uploads left alone": Built(bucket=_committing(LeftAlone)),
-    "uploads before forgotten": Built(bucket=_committing(NobodyBefore)),
-    "a gap passed by": Built(bucket=_committing(GapPassedBy)),
-    "caught up at once": Built(bucket=_committing(Committer, CaughtUpAtOnce)),
-    "never late": Built(bucket=_committing(NeverLate)),
+    "inline copies dropped at once": Built(bucket=committing(DroppedAtOnce)),
+    "uploads noted before they are done": Built(bucket=committing(NotedAtOnce)),
+    "deferred uploads left alone": Built(bucket=committing(LeftAlone)),
+    "uploads before forgotten": Built(bucket=committing(NobodyBefore)),
+    "a gap passed by": Built(bucket=committing(GapPassedBy)),
+    "caught up at once": Built(bucket=committing(Committer, CaughtUpAtOnce)),
+    "never late": Built(bucket=committing(NeverLate)),
     "neighbours on different attempts": Built(next_call_ms=called_for_its_own),
     "a removed root unnoticed": Built(look=removed_root_unnoticed),
     "a look at what the pointer says only": Built(look=looking_by_the_pointer),
     "a look at the newest file only": Built(patches=((looks, "has_state", newest_file_only),)),
 }
 
-__all__ = ["BROKEN"]
+__all__ = ["BROKEN", "committing"]

@@ -29,6 +29,7 @@ def histories(kinds: Sequence[str] = STEPS, **fixed: Any) -> st.SearchStrategy[H
         ("checkpoint_v2", "last_wins", "adopts", "one_disk", "ends_calmly", "journal", "patient", "changelog"),
         st.booleans(),
     )
+    drawn |= dict.fromkeys(("timeouts", "replaces", "same_run"), st.booleans())
     drawn |= {"retained": st.integers(1, 3), "inline_bytes_max": st.sampled_from([0, 8_000, 1 << 20])}
     # Each bucket takes as long as the first, so that most partitions have one.
     drawn |= {"buckets": st.sampled_from([1, 1, 1, 1, 1, 1, 1, 1, 2, 3])}

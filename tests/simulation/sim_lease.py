@@ -138,6 +138,8 @@ class LeaseWorld:
         self.renewed_s = 0.0
         self.replaced_at_s: dict[str, float] = {}
         self.take_overs = 0
+        # The most drivers that were alive at one time and had asked for it, and those with an application of others.
+        self.live_max = self.collisions = 0
         self._random = random.Random(49374)
         self._driver(Numbers(b"\0"))
 
@@ -163,6 +165,8 @@ class LeaseWorld:
         if process.inside or not driver.alive:
             return False
         process.inside, process.ticked_s = True, self.now_s
+        asking = [it for it in self.drivers if it.alive and any(p.ticked_s >= 0 for p in it.processes)]
+        self.live_max = max(self.live_max, len(asking))
         try:
             process.lease.hold()
         except LiveRunError:
@@ -201,10 +205,19 @@ class LeaseWorld:
                         self.tick(driver, process)
 
     def _driver(self, numbers: Numbers) -> None:
-        """Of an application of its own. Its user labels the jobs as those of all others do."""
+        """Of an application of its own, or a later start in that of one that is over.
+
+        Its user labels the jobs as those of all others do, and its tasks may not be told their query.
+        """
         if len(self.drivers) < DRIVERS_MAX:
             at = len(self.drivers)
-            self.drivers.append(Driver(RunIdentity(f"application {at}", f"plan {at}", "query", pid=at + 1)))
+            live = {driver.identity.application for driver in self.drivers if driver.alive}
+            over = [it.identity.application for it in self.drivers if it.identity.application not in live]
+            collides = bool(over) and numbers.yes()
+            application = over[-1] if collides else f"application {at}"
+            self.collisions += collides
+            query = "" if numbers.below(4) == 3 else "query"
+            self.drivers.append(Driver(RunIdentity(application, f"plan {at}", query, pid=at + 1)))
             for _ in range(1 + numbers.below(2)):
                 self._begin(self.drivers[-1])
 
@@ -281,7 +294,9 @@ class LeaseWorld:
                     f"{owner.identity.plan} has the lease of {before.identity.plan}, which renewed it "
                     f"{self.now_s - renewed_s:.1f} s ago and lives"
                 )
-            self.replaced_at_s.setdefault(before.identity.plan, self.now_s)
+            # A later start in the same application comes after the end of the one before.
+            if before.identity.application != owner.identity.application:
+                self.replaced_at_s.setdefault(before.identity.plan, self.now_s)
         if owner.identity.plan in self.replaced_at_s and owner.alive:
             raise WrongLeaseError(f"{owner.identity.plan} has the lease again, after it was replaced")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from sim_stores import DiedError
 
 from arrow_schemas import Pointer, RowSchema
 from spark_state_ext import cleanup
@@ -21,8 +22,7 @@ from spark_state_ext.bucket import Bucket
 from spark_state_ext.cleanup import Decision
 from spark_state_ext.commit import Place
 from spark_state_ext.committer import Committer
-from spark_state_ext.errors import StorageError
-from spark_state_ext.folder import Folder
+from spark_state_ext.failures import Run
 from spark_state_ext.spark import together
 from spark_state_ext.spark.looks import Looks
 from spark_state_ext.spill import SpillBuffer
@@ -39,10 +39,7 @@ __all__ = [
     "Call",
     "Changes",
     "Config",
-    "DiedError",
     "Executor",
-    "Fault",
-    "FaultyFolder",
     "Held",
     "History",
     "Machine",
@@ -71,10 +68,6 @@ Step = bytes
 
 class WrongStateError(AssertionError):
     """The state that a pointer gave is not the one its writer had, or is gone though Spark may hand it out."""
-
-
-class DiedError(BaseException):
-    """The process dies at this line; nothing in it can catch that."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +108,15 @@ class Config:
     patient
         Commits go on however long uploads take.
     buckets
-        How many the partition has. With more than one there are processing-time timeouts, which call buckets in batches
-        without data, and rows that each attempt gives to one of the buckets by chance.
+        How many the partition has. With more than one there are rows that each attempt gives to one of them by chance.
     changelog
         Under format 1, a batch's file holds only what was called; else it holds the whole partition.
+    timeouts
+        There are processing-time timeouts, which call buckets in batches without data.
+    replaces
+        In the store of the checkpoint files, a file takes another one's place in one step.
+    same_run
+        The query that starts again has the identity of the run before.
     """
 
     checkpoint_v2: bool
@@ -132,6 +130,9 @@ class Config:
     patient: bool = True
     buckets: int = 1
     changelog: bool = False
+    timeouts: bool = False
+    replaces: bool = True
+    same_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,14 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # How many disks it has had.
+        self.disks = 1
         self._stores: dict[int, LocalStore] = {}
+
+    @property
+    def disk(self) -> tuple[Path, int]:
+        """What tells its disk from all others."""
+        return self.folder, self.disks
 
     def store(self, bucket: int) -> LocalStore:
         """A bucket's store on it."""
@@ -196,6 +204,7 @@ class Machine:
     def lose(self) -> None:
         """The disk is empty."""
         self.close()
+        self.disks += 1
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -270,63 +279,6 @@ class Executor:
         self.uploads = LateUploads(self, self.world)
 
 
-class Fault:
-    """Which of the next operations on files is special, and how.
-
-    Parameters
-    ----------
-    at
-        Its number, from 0.
-    happens
-        What happens then; may raise.
-    after
-        The operation is done all the same, before that.
-    """
-
-    def __init__(self, at: int, happens: Callable[[], None], after: bool) -> None:
-        self.left = at
-        self.happens = happens
-        self.after = after
-
-    def hit(self) -> bool:
-        self.left -= 1
-        return self.left == -1
-
-
-def fails() -> None:
-    """The operation does."""
-    raise StorageError("fails on purpose")
-
-
-def dies() -> None:
-    """The process does."""
-    raise DiedError
-
-
-class FaultyFolder:
-    """A folder of which one operation is special."""
-
-    def __init__(self, real: Folder, fault: Fault) -> None:
-        self._real = real
-        self._fault = fault
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._real, name)
-        if name in ("where", "root", "identity", "child", "is_local"):
-            return found
-
-        def call(*args: Any) -> Any:
-            hit = self._fault.hit()
-            if hit and not self._fault.after:
-                self._fault.happens()
-            result = found(*args)
-            if hit and self._fault.after:
-                self._fault.happens()
-            return result
-
-        return call
-
-
 @dataclass(frozen=True)
 class Call:
     """What a bucket's call does.
@@ -361,6 +313,8 @@ class Attempt:
         Whether the batch has data.
     switches
         How often the query had changed its backends by then.
+    run
+        Of which run and stage; of a stage of its own where not given.
     """
 
     executor: int
@@ -371,6 +325,7 @@ class Attempt:
     heartbeat: bool = True
     switches: int = 0
     now_ms: int = 0
+    run: Run | None = None
 
 
 class Numbers:

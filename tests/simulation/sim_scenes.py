@@ -10,10 +10,12 @@ from typing import Any
 
 from sim_parts import KEYS, UPLOAD, Attempt, Built, Call, Changes, Config, Numbers
 from sim_spark import Made
+from sim_stores import Fault, dies
 from sim_world import DRAWN, FIRST_BUCKET, NOW_S, World, small
 
 from arrow_schemas import Pointer
 from spark_state_ext import cleanup
+from spark_state_ext.failures import Run
 
 __all__ = ["SCENES", "Scene", "played"]
 
@@ -71,6 +73,15 @@ class Scene:
         made = world._run(world._attempt(executor, batch, heartbeat, now_ms, Numbers(b"wait")), None, _NUMBERS)
         assert made is not None
         return made
+
+    def attempt(self, executor: int, run: Run, fault: Fault | None = None, cleans: bool = False) -> Made | None:
+        """An attempt at a task of the next batch, of a stage, which may fail."""
+        return self.world._run(replace(self.planned(executor), cleans=cleans, run=run), fault, _NUMBERS)
+
+    def planned(self, executor: int) -> Attempt:
+        """A task of the next batch."""
+        world, batch = self.world, self.world.batch + 1
+        return Attempt(executor, batch, world._handed_out(executor, batch), {FIRST_BUCKET: Call({1: batch})}, False)
 
     def idle(self, executor: int) -> Made:
         """A task of the next batch in which the bucket is not called."""
@@ -216,7 +227,7 @@ def dead_when_the_task_is_over(scene: Scene) -> None:
 
 def neighbours_without_data(scene: Scene) -> None:
     """Two attempts draw differently; the first one's executor goes on from memory, without data, and writes what is due."""
-    scene.begin(buckets=2, changelog=True)
+    scene.begin(buckets=2, changelog=True, timeouts=True)
     scene.commit(scene.draw(0, to=0), scene.draw(2, to=1))
     scene.commit(scene.wait(0))
     scene.world.executors[0].die()
@@ -241,6 +252,103 @@ def root_removed_between_batches(scene: Scene) -> None:
         scene.commit(scene.task(2, {2: 60}))
 
 
+def sent_again(scene: Scene) -> None:
+    """Another executor sends what is confirmed once more, and dies; a rename does not replace anything."""
+    for at in range(4):
+        scene.begin(replaces=False, journal=True)
+        scene.commit(scene.task(0, {1: 1}))
+        made = scene.task(0, {2: 2})
+        scene.attempt(2, scene.world.stage(), Fault(at, dies, False))
+        scene.send(2)
+        # Before a snapshot holds the same.
+        scene.world._commit(scene.world.batch + 1, [made], _NUMBERS)
+        scene.world.check()
+
+
+def failed_and_started_again(scene: Scene) -> None:
+    """An upload fails, all attempts at the next batch are told, and the next run is not, on any machine."""
+    for same_run in (False, True):
+        scene.begin(journal=True, same_run=same_run)
+        world = scene.world
+        scene.commit(scene.task(0, {1: 1}))
+        first = world.stage()
+        made = scene.attempt(0, first, world.failing(0, first))
+        assert made is not None
+        scene.commit(made)
+        told = world.stage()
+        assert [scene.attempt(0, told) for _ in range(3)] == [None] * 3
+        world.start()
+        made = scene.attempt(0, world.stage())
+        assert made is not None
+        scene.commit(made)
+
+
+def failed_in_a_run_that_is_over(scene: Scene) -> None:
+    """An upload fails, and the query ends before anybody is told."""
+    scene.begin(journal=True)
+    world = scene.world
+    scene.commit(scene.task(0, {1: 1}))
+    run = world.stage()
+    made = scene.attempt(0, run, world.failing(0, run))
+    assert made is not None
+    scene.commit(made)
+    world.start()
+    assert scene.attempt(0, world.stage()) is not None
+
+
+def torn_on_its_way(scene: Scene) -> None:
+    """A file of the right size is there, of which one byte is wrong."""
+    for at, journal in itertools.product(range(4), (True, False)):
+        scene.begin(journal=journal)
+        scene.alone(1, cleans=False)
+        world, run = scene.world, scene.world.stage()
+        made = scene.attempt(0, run, world.torn(at, run, lambda: None))
+        for _ in range(3):
+            if made is not None:
+                world._commit(world.batch + 1, [made], _NUMBERS)
+            scene.send(0)
+            world.check()
+            made = world._surely(scene.planned(0), _NUMBERS)
+
+
+def joined_by_a_torn_snapshot(scene: Scene) -> None:
+    """What a backend that joins is sent arrives damaged, and its sender dies before it compares; another machine goes on."""
+    # After its delta, and the snapshot for the backend that was there before.
+    for at in range(10, 16):
+        scene.begin()
+        world = scene.world
+        scene.alone(4, cleans=False)
+        world.configured = ["a", "b"]
+        made = scene.attempt(0, world.stage(), world.torn(at, None, dies))
+        if made is not None:
+            world._commit(world.batch + 1, [made], _NUMBERS)
+        scene.finish(0)
+        for _ in range(3):
+            # Before it sends a snapshot of its own.
+            world._commit(world.batch + 1, [scene.task(2, {2: at})], _NUMBERS)
+            scene.send(2)
+            world.check()
+
+
+def lost_and_not_answered(scene: Scene) -> None:
+    """One backend is emptied and a clean-up notices; the attempt that sees to it dies, or another one's pointer counts."""
+    for at in range(8):
+        scene.begin()
+        world = scene.world
+        world.configured = ["a", "b"]
+        scene.alone(8, cleans=False)
+        world.raid("b")
+        noticed = scene.attempt(0, world.stage(), cleans=True)
+        assert noticed is not None
+        scene.commit(noticed)
+        run = world.stage()
+        scene.attempt(0, run, Fault(at, dies, False) if at < 7 else None)
+        made = scene.attempt(0, run)
+        assert made is not None
+        scene.commit(made)
+        world.check()
+
+
 def played(script: Callable[[Scene], None], built: Built) -> None:
     """Play a scene; raises `WrongStateError` when anything is."""
     scene = Scene(built)
@@ -263,4 +371,10 @@ SCENES: list[Callable[[Scene], None]] = [
     dead_when_the_task_is_over,
     neighbours_without_data,
     root_removed_between_batches,
+    sent_again,
+    failed_and_started_again,
+    failed_in_a_run_that_is_over,
+    torn_on_its_way,
+    joined_by_a_torn_snapshot,
+    lost_and_not_answered,
 ]

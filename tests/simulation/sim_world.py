@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from sim_failures import Failures
 from sim_parts import (
     KEYS,
     SCHEMA,
@@ -30,10 +31,7 @@ from sim_parts import (
     Built,
     Call,
     Config,
-    DiedError,
     Executor,
-    Fault,
-    FaultyFolder,
     Held,
     History,
     Machine,
@@ -44,19 +42,20 @@ from sim_parts import (
     WrongStateError,
     changed,
     changes_of,
-    dies,
-    fails,
     rows_of,
     scanned,
 )
 from sim_spark import Made, StateFiles
+from sim_stores import DiedError, Fault, FaultyFolder, dies, fails, opened
 
 from arrow_schemas import CheckpointRef, Pointer, Writer
-from arrow_schemas.lineage import SNAPSHOT, parse_file_name
+from arrow_schemas.lineage import SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import Standing
 from spark_state_ext import bucket as bucket_module
 from spark_state_ext import checkpoint, cleanup, loading
 from spark_state_ext import lineage as lineage_module
+from spark_state_ext.backends import STATE
+from spark_state_ext.backends import files as files_module
 from spark_state_ext.backends.files import sole_place
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.commit import CommitOptions, Place, is_complete
@@ -68,10 +67,11 @@ from spark_state_ext.errors import (
     MissingCheckpointError,
     StateError,
     StorageError,
+    UploadFailedError,
 )
 from spark_state_ext.failures import Run
 from spark_state_ext.folder import Folder
-from spark_state_ext.lineage import Fetch
+from spark_state_ext.lineage import Fetch, recent_beats
 from spark_state_ext.spark.together import rests
 from spark_state_ext.store import LocalStore
 from spark_state_ext.uploads import Upload
@@ -81,6 +81,8 @@ EXECUTORS = 3
 NOW_S = 4e9
 # Rows that attempts draw are told apart by their batch, modulo this.
 DRAWN = 4
+# Whoever mends what failed and starts again succeeds, if not at once where both runs have one identity.
+STARTS_MAX = 3
 FIRST_BUCKET = 3
 
 STEPS = (
@@ -124,13 +126,15 @@ class World:
         self._name = uuid.uuid4().hex
         self.buckets = range(FIRST_BUCKET, FIRST_BUCKET + config.buckets)
         # Two backends, of which one or both are configured.
-        roots = {name: Folder(f"memory://{self._name}/{name}") for name in ("a", "b")}
+        roots = {name: opened(f"{self._name}/{name}", replaces=config.replaces) for name in ("a", "b")}
         self.folders = {name: {b: root.child(str(b)) for b in self.buckets} for name, root in roots.items()}
         self.files = self.folders["a"][FIRST_BUCKET]
         self.configured = ["a"]
         self.switches = 0
         # Pointers that say of a backend what is not so any more, as somebody has deleted files.
         self.false: dict[str, set[bytes]] = {name: set() for name in self.folders}
+        # Beats at which a machine's disk was told that a bucket's files in a backend are gone.
+        self.noticed: dict[tuple[Path, int, int, str], int] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=_fast_folder()))
         machines = [Machine(self.folder / str(i)) for i in range(EXECUTORS)]
         if config.one_disk:
@@ -145,8 +149,10 @@ class World:
         self.planned: dict[int, tuple[bool, int]] = {}
         self.sleeping: list[Attempt] = []
         self.damaged: set[str] = set()
-        # Each attempt is one of its own: it is the driver that tries again.
-        self.stages = itertools.count()
+        self.stages, self.starts = itertools.count(), itertools.count()
+        self.run_id, self.begun = "", 0
+        self.start()
+        self.failures = Failures()
         self.deleted = 0
         self.commits = 0
         self._calm = False
@@ -167,6 +173,16 @@ class World:
         if memory.exists(f"/{self._name}"):
             memory.rm(f"/{self._name}", recursive=True)
 
+    def start(self) -> None:
+        """The query starts again."""
+        self.begun += 1
+        if not (self.run_id and self.config.same_run):
+            self.run_id = f"run {next(self.starts)}"
+
+    def stage(self) -> Run:
+        """What tells the next stage's attempts from all others."""
+        return Run(self.run_id, next(self.stages))
+
     # -- steps -------------------------------------------------------------------------------------
 
     def step(self, step: Step) -> None:
@@ -180,22 +196,23 @@ class World:
         batch = self.batch + 1
         heartbeat, now_ms = self._plan(batch, numbers.below(4) > 0, numbers)
         done: list[Made] = []
+        run = self.stage()
         for _ in range(1 + numbers.below(3)):
             executor = numbers.below(EXECUTORS)
             # Not deterministic: each attempt does what it likes.
-            attempt = self._attempt(executor, batch, heartbeat, now_ms, numbers)
+            attempt = replace(self._attempt(executor, batch, heartbeat, now_ms, numbers), run=run)
             fate = numbers.below(6)
             if fate == 0:
                 self.sleeping.append(attempt)
                 continue
-            made = self._run(attempt, self._fault(numbers) if fate < 3 else None, numbers)
+            made = self._run(attempt, self._fault(numbers, run) if fate < 3 else None, numbers)
             if made is not None:
                 done.append(made)
         if not done:
             # The driver tries until one succeeds.
             executor = numbers.below(EXECUTORS)
             attempt = self._attempt(executor, batch, heartbeat, now_ms, numbers, cleans=True)
-            done.append(self._surely(attempt, numbers))
+            done.append(self._surely(replace(attempt, run=run), numbers))
         self._commit(batch, done, numbers)
 
     def _twice(self, numbers: Numbers) -> None:
@@ -206,7 +223,7 @@ class World:
             heartbeat, now_ms = self._plan(batch, numbers.below(4) > 0, numbers)
             done = []
             for executor in (0, 2):
-                if executor and not heartbeat and not busy and not self._timed:
+                if executor and not heartbeat and not busy and not self._planned:
                     # Its state is such that no timeout calls it.
                     done.append(self._idle(executor, batch))
                     continue
@@ -236,7 +253,7 @@ class World:
             heartbeat, now_ms = self._plan(batch, False, numbers)
             done = []
             for executor in (0, 2) if both else (numbers.below(EXECUTORS),):
-                if not self._timed:
+                if not self._planned:
                     done.append(self._idle(executor, batch))
                     continue
                 made = self._surely(self._attempt(executor, batch, heartbeat, now_ms, numbers), numbers)
@@ -250,13 +267,13 @@ class World:
         return Made(partition, frozenset())
 
     @property
-    def _timed(self) -> bool:
-        """Timeouts say what is called without data; else it is by chance."""
-        return self.config.buckets > 1
+    def _planned(self) -> bool:
+        """Data and timeouts say what is called; else it is by chance."""
+        return self.config.buckets > 1 or self.config.timeouts
 
     def _plan(self, batch: int, heartbeat: bool, numbers: Numbers) -> tuple[bool, int]:
         """What stands in Spark's log before a batch begins: whether it has data, and its processing time."""
-        if not self._timed:
+        if not self._planned:
             return heartbeat, 0
         if batch not in self.planned:
             newest_ms = self.planned[max(self.planned)][1] if self.planned else 0
@@ -279,15 +296,15 @@ class World:
         """A task of a batch; with `quiet` it changes nothing that nobody draws."""
         partition = self._handed_out(executor, batch)
         calls: dict[int, Call] = {}
-        drawn = numbers.below(len(self.buckets)) if self._timed and heartbeat else -1
+        drawn = numbers.below(len(self.buckets)) if self.config.buckets > 1 and heartbeat else -1
         for at, (bucket, held) in enumerate(partition.items()):
             due = held.due_ms is not None and held.due_ms < now_ms
-            if self._timed and not (heartbeat or due):
+            if self._planned and not (heartbeat or due):
                 continue
             changes = {} if quiet else changes_of(numbers)
             if drawn >= 0:
                 changes[KEYS + batch % DRAWN] = batch if drawn == at else None
-            timeout_ms = now_ms + numbers.below(60) if self._timed and numbers.yes() else None
+            timeout_ms = now_ms + numbers.below(60) if self.config.timeouts and numbers.yes() else None
             calls[bucket] = Call(changes, timeout_ms)
         cleans = numbers.yes() if cleans is None else cleans
         return Attempt(executor, batch, partition, calls, cleans, heartbeat, self.switches, now_ms)
@@ -326,6 +343,7 @@ class World:
     def _restart(self, numbers: Numbers) -> None:
         """The query ends and starts again, at a batch that Spark still has; another application, or the same."""
         batches = self.spark.batches
+        self.start()
         self.spark.go_back(batches[0] if numbers.below(3) == 0 else batches[numbers.below(len(batches))])
         for executor in self.executors:
             executor.loaded.clear()
@@ -386,10 +404,15 @@ class World:
         damaged = any(files.where(name) in self.damaged for files in self._all(kept) for name in files.names())
         if damaged or not all(self._holds(kept, pointer) for pointer in self.reachable()):
             return
-        for files in self._all(lost):
-            for name in files.names():
-                files.remove(name)
-        self.false[lost].update(self.models)
+        self.raid(lost)
+
+    def raid(self, name: str) -> None:
+        """Somebody deletes all that lies in a backend."""
+        for files in self._all(name):
+            for file in files.names():
+                files.remove(file)
+        self.false[name].update(self.models)
+        self.noticed = {key: beats for key, beats in self.noticed.items() if key[-1] != name}
 
     # -- attempts ----------------------------------------------------------------------------------
 
@@ -400,27 +423,59 @@ class World:
         return partition
 
     def _one_bucket(self, numbers: Numbers) -> int:
-        return self.buckets[numbers.below(len(self.buckets))] if self._timed else FIRST_BUCKET
+        return self.buckets[numbers.below(len(self.buckets))] if self.config.buckets > 1 else FIRST_BUCKET
 
     def _all(self, name: str) -> list[Folder]:
         """A backend's folders."""
         return list(self.folders[name].values())
 
-    def _fault(self, numbers: Numbers) -> Fault:
-        kinds: list[Callable[[], None]] = [fails, dies, lambda: self._work(numbers)]
-        return Fault(numbers.below(8), kinds[numbers.below(3)], numbers.yes())
+    def _fault(self, numbers: Numbers, run: Run | None = None) -> Fault:
+        at, kind, after = numbers.below(8), numbers.below(5), numbers.yes()
+        if kind == 0:
+            return self.failing(at, run, after)
+        # Where files cannot be replaced, somebody would have to delete what was damaged on its way.
+        if kind < 3 and self.config.replaces:
+            return self.torn(at, run, dies if kind == 1 else lambda: None)
+        return Fault(at, dies if numbers.yes() else lambda: self._work(numbers), after)
+
+    def failing(self, at: int, run: Run | None, after: bool = False) -> Fault:
+        """An operation that fails, of a run."""
+
+        def happens() -> None:
+            if run is not None:
+                self.failures.make(run)
+            fails()
+
+        return Fault(at, happens, after)
+
+    def torn(self, at: int, run: Run | None, happens: Callable[[], None]) -> Fault:
+        """A file that is damaged on its way, of a run; then something happens."""
+
+        def torn(where: str) -> None:
+            self.damaged.add(where)
+            if run is not None:
+                self.failures.make(run)
+
+        return Fault(at, happens, True, torn)
 
     def _surely(self, attempt: Attempt, numbers: Numbers) -> Made:
-        # An upload that was made to fail before may surface now, and does not count for the next stage.
-        for _ in range(10 * len(self.buckets)):
+        """Until it succeeds, as whoever mends what failed before starts again."""
+        attempt = replace(attempt, run=attempt.run or self.stage())
+        for _ in range(STARTS_MAX):
             made = self._run(attempt, None, numbers)
             if made is not None:
                 return made
-        raise AssertionError("nothing was made to fail")
+            self.start()
+            attempt = replace(attempt, run=self.stage())
+        raise WrongStateError(f"batch {attempt.batch} fails again and again, and nothing fails any more")
 
     def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> Made | None:
         """A task from its partition to its new one; None when it failed."""
         executor = self.executors[attempt.executor]
+        run = attempt.run or self.stage()
+        attempt = replace(attempt, run=run)
+        noticed = dict(self.noticed)
+        ended, hidden = self.failures.ended(executor.machine, run), self.failures.hidden(executor.machine, attempt)
         # What is so old that Spark does not retain it may be cleaned up; it must not be anything else. And a query that was
         # started again with other backends has seen to it that these hold what Spark may hand out, not what it once did.
         excused = zombie and (
@@ -432,10 +487,10 @@ class World:
             left: list[Upload] = []
             for number, call in attempt.calls.items():
                 pointer = attempt.partition[number].pointer
-                if not attempt.heartbeat and self._timed and rests(pointer, attempt.now_ms):
+                if not attempt.heartbeat and self.config.timeouts and rests(pointer, attempt.now_ms):
                     made = pointer
                 else:
-                    made, committer = self._call(attempt, number, call, fault, numbers)
+                    made, committer = self._call(attempt, number, run, fault, numbers)
                     models[made.encode()] = changed(self.models[pointer.encode()], call.changes)
                     left += committer.left
                 partition[number] = Held(made, self._due_ms(made, attempt.now_ms))
@@ -445,12 +500,19 @@ class World:
         except DiedError:
             executor.die()
             return None
-        except StorageError:
+        except StorageError as error:
+            if fault is None or not fault.over:
+                self.failures.refuse_others(run, ended, error)
+                if isinstance(error, UploadFailedError):
+                    where = [(n, name, self.folders[name][n]) for n in self.buckets for name in self.configured]
+                    self.failures.tell(executor.machine, attempt, where)
             return None
         except (CorruptError, MissingCheckpointError) as error:
             if excused:
                 return None
             raise WrongStateError(f"batch {attempt.batch} cannot read {attempt.partition}: {error}") from error
+        if hidden and models:
+            raise WrongStateError(f"batch {attempt.batch} hides what another attempt at its task was told in {run}")
         self.models.update(models)
         executor.load(attempt.batch, partition)
         for number in attempt.calls:
@@ -458,21 +520,27 @@ class World:
             if made is before:
                 continue
             self.commits += 1
-            for name, standing in made.standings.items():
+            for name in made.standings:
                 # What was false stays so, until the backend gets everything anew.
-                if before.encode() in self.false[name] and standing.since != made.ref:
+                if before.encode() in self.false[name] and not _renewed(made, name):
                     self.false[name].add(made.encode())
+                since = noticed.get((*executor.machine.disk, number, name), -1)
+                self._check_noticed(executor.machine, name, before, made, since)
             if attempt.cleans:
                 self._submit_clean_up(executor, before, numbers)
         return Made(partition, frozenset(attempt.calls))
 
     def _call(
-        self, attempt: Attempt, number: int, call: Call, fault: Fault | None, numbers: Numbers
+        self, attempt: Attempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
     ) -> tuple[Pointer, Committer]:
         """A bucket's call, from its pointer to its new one."""
-        executor, pointer = self.executors[attempt.executor], attempt.partition[number].pointer
+        executor, pointer, call = (
+            self.executors[attempt.executor],
+            attempt.partition[number].pointer,
+            attempt.calls[number],
+        )
         places = self._places(number, fault)
-        bucket = self._bucket(executor.machine.store(number), places, pointer, attempt.batch, executor)
+        bucket = self._bucket(executor.machine.store(number), places, pointer, attempt.batch, executor, run)
         if self.looking:
             self._built.look(f"{self._name}/{number}", self.looking, bucket.committer, places, pointer)
         found, expected = bucket.read(scanned), self.models[pointer.encode()]
@@ -483,7 +551,7 @@ class World:
         return replace(made, batch=attempt.batch, earliest_timeout_ms=call.timeout_ms), bucket.committer
 
     def _due_ms(self, pointer: Pointer, now_ms: int) -> int | None:
-        if not self._timed:
+        if not self.config.timeouts:
             return None
         alone = self.config.checkpoint_v2
         after_ms = self._built.next_call_ms(pointer.earliest_timeout_ms, now_ms, alone=alone)
@@ -498,7 +566,13 @@ class World:
         return places
 
     def _bucket(
-        self, store: LocalStore, places: list[Place], pointer: Pointer, batch: int, executor: Executor | None
+        self,
+        store: LocalStore,
+        places: list[Place],
+        pointer: Pointer,
+        batch: int,
+        executor: Executor | None,
+        run: Run | None = None,
     ) -> Bucket:
         writer = Writer("query", "run", batch, "simulated")
         return self._built.bucket(
@@ -513,7 +587,7 @@ class World:
             options=CommitOptions(
                 self.config.journal, 1 << 40 if self.config.patient else 0, 1 << 40, self.config.inline_bytes_max
             ),
-            run=Run("run", next(self.stages)),
+            run=run or self.stage(),
         )
 
     def _submit_clean_up(self, executor: Executor, pointer: Pointer, numbers: Numbers) -> None:
@@ -549,12 +623,13 @@ class World:
                 )
             except LostFilesError:
                 committer.snapshots.lose(of, pointer.beats)
+                self.noticed[(*executor.machine.disk, number, of)] = pointer.beats
             finally:
                 gone = {entry.name for entry in entries} - set(here.names())
                 self.deleted += len(gone)
                 # Where nothing goes wrong any more, it is enough to look at the end.
                 if gone and not self._calm:
-                    self.check()
+                    self.check(number, of)
 
         executor.submit(f"clean-up {uuid.uuid4()}", work)
 
@@ -566,19 +641,28 @@ class World:
         found = [held.pointer for partition in partitions for held in partition.values()]
         return list({(pointer.bucket, pointer.ref): pointer for pointer in found}.values())
 
-    def check(self) -> None:
-        """Each of them gives its writer's state on an empty disk. (Attempts check what executors have.)"""
-        for batch, partition in self.spark.reachable(self.executors) if self._timed else ():
+    def check(self, bucket: int | None = None, backend: str | None = None) -> None:
+        """Each of them gives its writer's state on an empty disk. (Attempts check what executors have.)
+
+        Parameters
+        ----------
+        bucket, backend
+            Where something has changed, if not everywhere.
+        """
+        for batch, partition in self.spark.reachable(self.executors):
             self._check_drawn(partition, batch)
         for pointer in self.reachable():
+            if bucket not in (None, pointer.bucket):
+                continue
             # Each backend that says to hold everything, and where none does, all together.
             holding = [[name] for name in self.configured if self._holds(name, pointer)]
             for names in holding or [self.configured]:
-                self._check_with(pointer, names)
+                if backend is None or backend in names:
+                    self._check_with(pointer, names)
 
     def _check_drawn(self, partition: Partition, batch: int) -> None:
         """What attempts drew for the last batches with data is in one bucket each."""
-        if not self._timed:
+        if self.config.buckets == 1:
             return
         with_data = [b for b in range(batch + 1) if self.planned.get(b, (False, 0))[0]]
         models = {number: self.models[held.pointer.encode()] for number, held in partition.items()}
@@ -586,6 +670,16 @@ class World:
             having = [number for number, model in models.items() if model.get(KEYS + newest % DRAWN) == newest]
             if len(having) != 1:
                 raise WrongStateError(f"after batch {batch} the row of batch {newest} is in the buckets {having}")
+
+    def _check_noticed(self, machine: Machine, name: str, before: Pointer, made: Pointer, since: int) -> None:
+        """Who knows since a beat that a backend's files are gone must not hand on that it has them."""
+        if before.encode() not in self.false[name]:
+            self.noticed.pop((*machine.disk, made.bucket, name), None)
+            return
+        # What was noticed longer ago is noticed again.
+        fresh = since >= 0 and since >= before.beats - recent_beats(max(self.config.retained, before.retained))
+        if fresh and made.encode() in self.false[name] and is_complete(made.standings[name]):
+            raise WrongStateError(f"{made.ref} says that {name} has what is lost, as is known since beat {since}")
 
     def _check_with(self, pointer: Pointer, names: Sequence[str]) -> None:
         # A disk for each, as what one needs may be inline in another.
@@ -638,6 +732,15 @@ class World:
             raise WrongStateError(f"{len(runs)} runs are left in the local store")
 
 
+def _renewed(pointer: Pointer, name: str) -> bool:
+    """Whether a backend gets all of a pointer's state with it."""
+    if pointer.ref is None:
+        return True
+    return pointer.standings[name].since == pointer.ref or (
+        pointer.markers.get(name, {}).get(STATE) == file_name(pointer.ref, SNAPSHOT)
+    )
+
+
 @contextmanager
 def small(adopts: bool, built: Built) -> Iterator[None]:
     """Everything happens sooner, and one thing at a time, so that a history is the same again."""
@@ -646,6 +749,8 @@ def small(adopts: bool, built: Built) -> Iterator[None]:
         (bucket_module, "new_checkpoint_id", lambda: f"{ids.getrandbits(128):032x}"),
         (lineage_module, "DELTAS_MIN", 1),
         (lineage_module, "DELTAS_MAX", 2),
+        # So that both ways to compare files are gone.
+        (files_module, "_PIECE_BYTES", 1 << 10 if adopts else files_module._PIECE_BYTES),
         (checkpoint, "_ADOPTED_BYTES_MIN", 0 if adopts else checkpoint._ADOPTED_BYTES_MIN),
         (loading, "_in_order", _one_by_one),
         (cleanup, "classify", built.classify),
