@@ -444,7 +444,7 @@ MISTAKES = [
     Mistake(
         "two operators of one name",
         two_operators_of_one_name,
-        r"\[DUPLICATED_METRICS_NAME\] The metric name is not unique: spark_state_ext.mistaken",
+        r"UsageError: operator 'mistaken' is in this query already",
         client=True,
     ),
     Mistake(

@@ -141,7 +141,7 @@ def test_a_second_operator_in_one_query_is_refused(session: Any, operator: str, 
         start(apply(session, operator, tmp_path, once), tmp_path)
 
     text = refusal(twice)
-    # Two operators of one name also have one name in the progress, which Spark finds first.
-    same_name = "[DUPLICATED_METRICS_NAME] The metric name is not unique: spark_state_ext.tested"
+    # Both have one name here, which is refused when the second is planned.
+    same_name = "operator 'tested' is in this query already: operators of one query have different names"
     refused = "Multiple applyInPandasWithStates are not supported on a streaming DataFrames/Datasets"
     assert (refused if operator == "spark" else same_name) in text
