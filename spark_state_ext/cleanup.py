@@ -340,7 +340,8 @@ class FileHeaders:
         self._names = names
         listed = {parsed[0] for name in names if (parsed := parse_file_name(name))}
         known = self._origins.pop(files.identity, {})
-        self._known = {ref: origin for ref, origin in known.items() if ref in listed}
+        # A copy, as threads of a clean-up that failed may still be adding to it.
+        self._known = {ref: origin for ref, origin in known.copy().items() if ref in listed}
         self._origins[files.identity] = self._known
         if len(self._origins) > self._FOLDERS_MAX:
             self._origins.popitem(last=False)

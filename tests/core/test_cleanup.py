@@ -498,3 +498,20 @@ def test_what_is_known_of_one_store_is_not_believed_of_another(tmp_path: Path, m
     ]
     assert deleted[0] > 0
     assert deleted[1] == 0, "the deltas are the only way back there"
+
+
+class _Growing(dict[CheckpointRef, Origin]):
+    """Origins that another thread adds to while they are looked through."""
+
+    def items(self) -> Any:
+        for item in super().items():
+            self[ref(100)] = Origin(0, None)
+            yield item
+
+
+def test_a_clean_up_does_not_mind_threads_of_one_that_failed(tmp_path: Path) -> None:
+    files = Folder(str(tmp_path))
+    growing = _Growing({ref(1): Origin(1, None)})
+    FileHeaders._origins[files.identity] = growing
+    assert FileHeaders(files, deltas(1)).origins([ref(1)]) == [Origin(1, None)]
+    assert list(growing) == [ref(1)]
