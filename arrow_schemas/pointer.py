@@ -21,6 +21,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from arrow_schemas.ages import Ages
 from arrow_schemas.errors import CorruptPointerError, LineageError, VersionSkewError
 from arrow_schemas.lineage import DELTA, CheckpointRef, check_ascending, file_name
 
@@ -143,6 +144,8 @@ class Pointer:
         A run, and the number of partitions over which its calls found the buckets spread (`commit`). None: not known.
     made_by
         The Spark application that wrote this pointer. None: not known.
+    ages
+        When its checkpoints were made, where removed keys' bytes have to be gone within a time.
     """
 
     operator: str
@@ -168,6 +171,7 @@ class Pointer:
     inline: tuple[InlineDelta, ...] = ()
     spread: tuple[str, int] | None = None
     made_by: str | None = None
+    ages: Ages | None = None
 
     def __post_init__(self) -> None:
         refs = [entry.ref for entry in self.lineage]
@@ -235,6 +239,7 @@ class Pointer:
             "inline": [[d.ref.version, d.ref.id, len(d.data), d.made_ms, d.beat] for d in self.inline],
             "spread": None if self.spread is None else list(self.spread),
             "made_by": self.made_by,
+            **({} if self.ages is None else {"ages": self.ages.to_plain()}),
         }
 
     @staticmethod
@@ -372,4 +377,5 @@ def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer
         inline=_inline(fields["inline"], blobs),
         spread=_spread(fields.get("spread")),
         made_by=fields.get("made_by"),
+        ages=Ages.from_plain(fields["ages"]) if fields.get("ages") is not None else None,
     )

@@ -22,6 +22,7 @@ from arrow_schemas.pointer import V2, LineageEntry, Pointer
 from spark_state_ext.background import Inline, Runner
 from spark_state_ext.commit import CommitOptions, Place, is_complete, taken_over
 from spark_state_ext.committer import Committer
+from spark_state_ext.erasure import is_old, marked, snapshot_asked, with_change, with_snapshot
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
 from spark_state_ext.failures import Run
 from spark_state_ext.lineage import Chain, counted, presuming_snapshot, snapshot_due, snapshot_overdue
@@ -103,6 +104,8 @@ class Bucket:
         Whose call it is; None where nothing tells.
     clock_s
         The machine's monotonic clock.
+    batch_ms
+        The batch's time by Spark, milliseconds since 1970.
     """
 
     def __init__(
@@ -120,8 +123,10 @@ class Bucket:
         restore_from: str | None = None,
         run: Run | None = None,
         clock_s: Callable[[], float] = time.monotonic,
+        batch_ms: int = 0,
     ) -> None:
         self._store = store
+        self._batch_ms = batch_ms
         self._places = list(places)
         self.pointer = pointer
         self._writer = writer
@@ -137,7 +142,8 @@ class Bucket:
         known = taken_over(pointer, places)
         self._sources = Sources(restore_order(places, known, restore_from), pointer, restore_from)
         self._sizes: Sizes | None = None
-        self._loader = Loader(store, self._sources, pointer.operator, pointer.bucket, scratch)
+        kept_ms = pointer.ages.window_ms if pointer.ages is not None else None
+        self._loader = Loader(store, self._sources, pointer.operator, pointer.bucket, scratch, kept_ms)
 
     @property
     def store(self) -> LocalStore:
@@ -220,6 +226,7 @@ class Bucket:
         _CALLS.note(str(self._store.folder), rows.size_bytes)
         # Counted before anything is written, so that each file tells its beat.
         pointer = counted(self.committer.begin(self.pointer), heartbeat, self._batches_retained)
+        pointer = marked(pointer, self._batch_ms, self._options.erase_window_ms)
         behind = self.committer.snapshots.behind(pointer)
         if rows.rows == 0 and not behind and not self._renewal_due(pointer):
             return self._in_old_terms(pointer)
@@ -229,7 +236,7 @@ class Bucket:
         sealed = seal(self._header(ref, DELTA), self._store.schema, rows, self._scratch)
         try:
             entry = LineageEntry(ref, sealed.size_bytes, pointer.beats)
-            new = replace(pointer, lineage=(*pointer.lineage, entry), parent=parent)
+            new = self._changed(replace(pointer, lineage=(*pointer.lineage, entry), parent=parent), rows)
             handed_in = self.committer.hand_in(new, sealed, may_defer, room_bytes)
             self._sources.hold(sealed)
             self._reconciled(self.pointer, lambda view: self._store.apply(rows, ref, parent))
@@ -237,7 +244,8 @@ class Bucket:
             self._tidy(parent)
             state_bytes, self._sizes = self._reconciled(new, lambda view: (self._state_bytes(view), Sizes.of(view)))
             new = self.committer.finish(replace(new, rows=self._sizes.rows_max), handed_in)
-            return self._in_old_terms(self._with_snapshots(new, snapshot_due(new.lineage, state_bytes), behind))
+            due = snapshot_due(new.lineage, state_bytes)
+            return self._in_old_terms(self._with_snapshots_in_time(new, due, behind, changed=rows.rows > 0))
         finally:
             sealed.let_go()
 
@@ -254,7 +262,15 @@ class Bucket:
 
     def _renewal_due(self, pointer: Pointer) -> bool:
         """Whether the committed checkpoint is so old that its file might be taken for one that nobody follows."""
-        return bool(pointer.lineage) and pointer.lineage[-1].beat + self._batches_retained < pointer.beats
+        if not pointer.lineage:
+            return False
+        old = pointer.ages is not None and is_old(pointer.ages, self._batch_ms)
+        return old or pointer.lineage[-1].beat + self._batches_retained < pointer.beats
+
+    def _changed(self, new: Pointer, rows: SpillBuffer) -> Pointer:
+        if new.ages is None:
+            return new
+        return replace(new, ages=with_change(new.ages, self._batch_ms, rows.rows > 0))
 
     def _tidy(self, committed: CheckpointRef | None) -> None:
         """Compact and prune. The new checkpoint is safe already, so no failure here may fail the batch."""
@@ -277,6 +293,28 @@ class Bucket:
             _LOGGER.warning("the local store is not tidied: %s; the next commit tries again", error)
 
     # -- snapshots ---------------------------------------------------------------------------------
+
+    def _with_snapshots_in_time(self, new: Pointer, due: bool, behind: Sequence[str], changed: bool) -> Pointer:
+        """As `_with_snapshots`, where removed keys' bytes have to be gone within a time, too."""
+        ages = new.ages
+        arrived = False
+        # A bucket's first checkpoint has its whole state in its delta.
+        if ages is not None and len(new.lineage) > 1 and snapshot_asked(ages, self._batch_ms):
+            arrived = self._arrived(new)
+            if arrived and ages.snapshots_wanted == 1:
+                ages = replace(ages, snapshots_wanted=0)
+            else:
+                due = True
+        made = self._with_snapshots(new, due, behind)
+        if ages is not None and due and len(made.lineage) == 1 < len(new.lineage):
+            ages = with_snapshot(ages, self._batch_ms, changed, arrived)
+        return replace(made, ages=ages)
+
+    def _arrived(self, new: Pointer) -> bool:
+        """Whether the last snapshot that was presumed is there."""
+        presumed = new.lineage[0].ref
+        busy = self._runner.busy(self._snapshot_work(presumed))
+        return not busy and self.committer.snapshots.has_snapshot(new, presumed)
 
     def _with_snapshots(self, new: Pointer, due: bool, behind: Sequence[str]) -> Pointer:
         """The pointer with a snapshot of its checkpoint under way, where one is due or a backend has to catch up."""

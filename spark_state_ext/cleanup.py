@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple, Protocol
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, file_name, parse_file_name
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.checkpoint import read_header, verify_checkpoint
+from spark_state_ext.erasure import erased_before
 from spark_state_ext.errors import CorruptError, LostFilesError, MissingCheckpointError
 from spark_state_ext.folder import Entry, Listed, is_temporary
 from spark_state_ext.lineage import DELTAS_MAX, recent_beats
@@ -150,6 +151,8 @@ def classify(
         return Decision(doubt=f"the committed checkpoint {head} has no file here", lost=True)
     # Checkpoints with this beat or a later one may be named by a pointer that Spark may still hand out.
     recent = pointer.beats - recent_beats(max(batches_retained, pointer.retained))
+    erased = erased_before(pointer.ages)
+    recent = recent if erased is None else max(recent, erased)
     line = dict.fromkeys(_back_from(head, kinds, headers))
     settled = _settled_snapshots(line, recent, kinds, headers, damaged)
     if not settled and headers.of(list(line)[-1]).parent is not None:

@@ -67,6 +67,8 @@ class CommitOptions:
         Most inline bytes of a bucket, and of all buckets of a task.
     pointer_write
         `V1`, `V2` or `BOTH`.
+    erase_window_ms
+        Removed keys' bytes have to be gone within a time, of which this is a part (`erasure`): nothing goes inline.
     """
 
     journal: bool = True
@@ -75,6 +77,7 @@ class CommitOptions:
     inline_bytes_max: int = 256 << 10
     task_inline_bytes_max: int = 4 << 20
     pointer_write: str = V2
+    erase_window_ms: int | None = None
 
     @property
     def inline(self) -> bool:
@@ -106,7 +109,9 @@ def decide(size_bytes: int, inline_bytes: int, room_bytes: int, may_defer: bool,
     """
     if not options.inline:
         return How.WAITED
-    if inline_bytes + size_bytes <= options.inline_bytes_max and size_bytes <= room_bytes:
+    fits = inline_bytes + size_bytes <= options.inline_bytes_max and size_bytes <= room_bytes
+    # Spark keeps pointers for as long as it likes.
+    if fits and options.erase_window_ms is None:
         return How.INLINE
     return How.DEFERRED if may_defer else How.WAITED
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint, read_header
+from spark_state_ext.erasure import WINDOWS
 from spark_state_ext.errors import (
     CorruptError,
     CorruptFileError,
@@ -61,10 +62,21 @@ class Loader:
         Whose files these must be.
     scratch
         Local folder for temporary files.
+    kept_ms
+        How far back a query may go, where files that no such batch needs are deleted by time, milliseconds.
     """
 
-    def __init__(self, store: LocalStore, sources: Sources, operator: str, bucket: int, scratch: Path) -> None:
+    def __init__(
+        self,
+        store: LocalStore,
+        sources: Sources,
+        operator: str,
+        bucket: int,
+        scratch: Path,
+        kept_ms: int | None = None,
+    ) -> None:
         self._store = store
+        self._kept_ms = kept_ms
         self._sources = sources
         self._operator = operator
         self._bucket = bucket
@@ -231,13 +243,18 @@ class Loader:
             waiting.__cause__ = unreached
             return waiting
         mend = "Bring the file back, or go back to an older Spark checkpoint whose files are whole."
+        if self._kept_ms is not None:
+            mend = (
+                f"The job erases within {self._kept_ms * WINDOWS // 1000} s (erase_within_s), so it can go back to "
+                f"batches of the last {self._kept_ms // 1000} s only: go back to a later batch, or bring the file back."
+            )
         if self._sources.elsewhere:
             mend = (
                 f"The state lies in {', '.join(self._sources.elsewhere)}, which the job does not name among its "
                 "backends: name it, at least until every bucket has been copied. Where its files were moved, give the "
                 "new place its old name."
             )
-        elif causes is telling:
+        elif causes is telling and self._kept_ms is None:
             mend += (
                 " Where nothing lies there at all any more: if the job's root was changed, set it back; if it was "
                 "removed, start from a new checkpoint location."

@@ -291,8 +291,7 @@ class WorkerUploads:
             waiting = self._waiting.get(key)
             # One that was given up says nothing of the one that was begun in its place.
             mine = waiting is not None and upload in waiting
-            # What comes after a file that failed is not sent, so that a backend has no gaps; the next call sees to it.
-            dropped = list(waiting)[1:] if mine and waiting is not None and error is not None else []
+            dropped = _behind(upload, waiting) if mine and waiting is not None and error is not None else []
             if error is None:
                 sent, took_s, size = self._sent.get(key[0], (0, 0.0, 0))
                 took_s += time.monotonic() - upload.begun_s
@@ -311,11 +310,12 @@ class WorkerUploads:
             waiting = self._waiting.get(key)
             if waiting is not None and upload in waiting:
                 waiting.popleft()
-                if error is None:
-                    following = waiting[0] if waiting else None
-                else:
+                if error is not None:
                     # With what was added meanwhile.
-                    dropped = list(waiting)
+                    dropped = _behind(upload, waiting)
+                    for later in dropped:
+                        waiting.remove(later)
+                following = waiting[0] if waiting else None
                 if following is None:
                     del self._waiting[key]
             else:
@@ -337,6 +337,14 @@ class WorkerUploads:
         except Exception as error:
             # Whatever it is, who waits for the upload must not wait for ever; somebody will have another look at it.
             _LOGGER.warning("an upload could not be noted: %s", error)
+
+
+def _behind(failed: Upload, waiting: Iterable[Upload]) -> list[Upload]:
+    """What is not sent as it comes after a file that failed, so that a backend has no gaps; the next call sees to it.
+
+    A run that began since has begun anew what it builds on, so the failure says nothing of its files.
+    """
+    return [later for later in waiting if later is not failed and later.run.id == failed.run.id]
 
 
 def _key(upload: Upload) -> tuple[str, str]:

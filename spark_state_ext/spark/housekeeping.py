@@ -17,6 +17,7 @@ from spark_state_ext.background import Background
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.cleanup import clean_up_due
 from spark_state_ext.commit import Place, is_complete, taken_over
+from spark_state_ext.erasure import is_marked
 from spark_state_ext.errors import CleanUpFailedError, LostFilesError, OwnershipError, StateError, StorageError
 from spark_state_ext.folder import Folder
 from spark_state_ext.operator_folder import SPILL_FOLDER, STARTING_FOLDER
@@ -113,17 +114,18 @@ class CleanUps:
                     "Mend the cause, or plan with clean_up=False and delete nothing."
                 ) from failed
 
-    def in_turn(self, committed: Pointer, calls: int) -> None:
+    def in_turn(self, committed: Pointer, new: Pointer) -> None:
         """Have what no pointer leads to any more deleted, when it is this bucket's turn.
 
         Parameters
         ----------
         committed
             The input pointer.
-        calls
-            `Pointer.calls` of the new one.
+        new
+            The new one.
         """
-        if not clean_up_due(calls, committed.bucket, self._batches_retained):
+        due = clean_up_due(new.calls, committed.bucket, self._batches_retained)
+        if not due and not is_marked(committed, new):
             return
         background = Background.shared()
         known = taken_over(committed, self._places)

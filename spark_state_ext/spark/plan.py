@@ -32,6 +32,7 @@ from spark_state_ext.spark.columns import (
 from spark_state_ext.spark.combine import Combiner, Combining
 from spark_state_ext.spark.job import ARROW, PANDAS, ROWS, Job
 from spark_state_ext.spark.keeper import LeaseKeeper
+from spark_state_ext.spark.limits import check_sizes, check_times, erase_window_ms
 from spark_state_ext.spark.neighbours import tell_of_others
 from spark_state_ext.spark.observed import with_sizes, with_start
 from spark_state_ext.spark.output import OUTPUT_SCHEMA
@@ -50,10 +51,6 @@ _DRIVER = ("spark.driver.host", "spark.driver.port")
 # Not local-cluster, whose executors are processes of their own.
 _LOCAL_MASTER = re.compile(r"local(\[|$)")
 _OPERATOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-BUCKETS_MAX = 1 << 15
-MEMORY_BYTES_MIN = 1 << 20
-# Arrow cannot copy more than 2 GiB of a column at once.
-MEMORY_BYTES_MAX = 1 << 30
 _TIMEOUT_CONFS = (
     GroupStateTimeout.NoTimeout,
     GroupStateTimeout.ProcessingTimeTimeout,
@@ -109,6 +106,10 @@ class ArrowState:
         formats of their own, which this does not change.)
     clean_up
         Whether files that nothing needs any more are deleted.
+    erase_within_s
+        Within how many seconds the bytes of a removed key are gone from the checkpoint files; at least an hour. The
+        query can go back to batches of a sixth of that time only, nothing goes inline, and each bucket that changes
+        gets a full snapshot every sixth. None: they go after a number of batches (``docs/operating.md``, Erasing).
     ttl
         How long state lives that nobody writes; None: for ever. It may be set, changed and dropped from one start of a
         query to the next.
@@ -141,6 +142,7 @@ class ArrowState:
         pointer_write: str = V2,
         pointer_read: str = V2,
         clean_up: bool = True,
+        erase_within_s: int | None = None,
         ttl: Ttl | None = None,
     ) -> None:
         root = _path("root", root)
@@ -152,35 +154,11 @@ class ArrowState:
             )
         if not isinstance(storage_options, (Mapping, type(None))):
             raise UsageError(f"storage_options must be a mapping, such as a dict, not {storage_options!r}")
-        _check_whole(
-            buckets=buckets,
-            lease_ms=lease_ms,
-            memory_bytes_max=memory_bytes_max,
-            commit_delay_ms_max=commit_delay_ms_max,
-            commit_timeout_ms=commit_timeout_ms,
-            inline_bytes_max=inline_bytes_max,
-            task_inline_bytes_max=task_inline_bytes_max,
-        )
-        if not 1 <= buckets <= BUCKETS_MAX:
-            raise UsageError(f"buckets must be a whole number from 1 to {BUCKETS_MAX}, not {buckets!r}")
+        check_sizes(buckets, memory_bytes_max, inline_bytes_max, task_inline_bytes_max)
+        check_times(lease_ms, local_keep_s, commit_delay_ms_max, commit_timeout_ms)
         refuse_relative(root, "root")
         if local_dir is not None and not local_dir.startswith("/"):
             raise UsageError(f"local_dir must be an absolute path, not {local_dir!r}")
-        if lease_ms < 100:
-            raise UsageError(f"lease_ms must be at least 100, not {lease_ms}")
-        if not MEMORY_BYTES_MIN <= memory_bytes_max <= MEMORY_BYTES_MAX:
-            raise UsageError(
-                f"memory_bytes_max must be from {MEMORY_BYTES_MIN} to {MEMORY_BYTES_MAX}, not {memory_bytes_max}"
-            )
-        if not isinstance(local_keep_s, (int, float)) or not local_keep_s >= 0:
-            raise UsageError(f"local_keep_s must be a number of seconds, not negative: {local_keep_s!r}")
-        if not 0 <= commit_delay_ms_max <= commit_timeout_ms or commit_timeout_ms < 1:
-            raise UsageError(
-                "commit_delay_ms_max must be from 0 to commit_timeout_ms, and that at least 1, not "
-                f"{commit_delay_ms_max} and {commit_timeout_ms}"
-            )
-        if inline_bytes_max < 0 or task_inline_bytes_max < 0:
-            raise UsageError("inline_bytes_max and task_inline_bytes_max must not be negative")
         if ttl is not None and not isinstance(ttl, Ttl):
             raise UsageError(f"ttl must be a Ttl, such as Ttl(duration_ms=86_400_000), not {ttl!r}")
         if pointer_write not in (V1, V2, BOTH) or pointer_read not in (V1, V2):
@@ -190,6 +168,7 @@ class ArrowState:
             )
         if pointer_read == V1 and pointer_write == V2:
             raise UsageError("pointer_read='v1' cannot read what pointer_write='v2' writes: write 'v1' or 'both'")
+        window_ms = erase_window_ms(erase_within_s, pointer_write, V2, clean_up)
         journal, self.backends = configured(backends, root, storage_options or {}, restore_from)
         if pointer_write != V2 and [backend.name for backend in self.backends] != [Backend(root).name]:
             raise UsageError(
@@ -209,7 +188,8 @@ class ArrowState:
         self.local_keep_s = local_keep_s
         self.restore_from = Backend(root).name if restore_from == FSSPEC else restore_from
         self.commit = CommitOptions(
-            journal, commit_delay_ms_max, commit_timeout_ms, inline_bytes_max, task_inline_bytes_max, pointer_write
+            *(journal, commit_delay_ms_max, commit_timeout_ms, inline_bytes_max, task_inline_bytes_max, pointer_write),
+            window_ms,
         )
         self.pointer_read = pointer_read
         self.clean_up = clean_up
@@ -498,9 +478,3 @@ def _path(name: str, value: str | os.PathLike[str]) -> str:
     if not isinstance(path, str):
         raise UsageError(f"{name} must be a path or a URL as str or os.PathLike, not {value!r}")
     return path
-
-
-def _check_whole(**values: int) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f"{name} must be a whole number, not {value!r}")

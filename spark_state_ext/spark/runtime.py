@@ -227,7 +227,7 @@ class _BucketCall:
         if self._bucket_number == 0:
             drop_spill_files(self._operator_folder, self._task, pointer.calls, self._times.processing_ms)
         if self._job.clean_up:
-            self._clean_ups.in_turn(self._pointer, pointer.calls)
+            self._clean_ups.in_turn(self._pointer, pointer)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             pointer = replace(pointer, earliest_timeout_ms=self._work.earliest_timeout(rows))
         self._hand_over(pointer)
@@ -438,6 +438,7 @@ class _BucketCall:
             restore_from=self._job.restore_from,
             # Not what Spark calls the run: `foreachBatch` may set another job group.
             run=Run(self._job.plan_id, self._task.stage),
+            batch_ms=self._times.processing_ms,
         )
 
 

@@ -48,7 +48,7 @@ def test_a_clean_up_that_is_refused_is_told_by_the_next_commit(
     life.history(40)
     pointer, before = life.pointers[-1], life.files("a", "delta")
     monkeypatch.setattr(Folder, "remove", _denied)
-    _clean_ups(life).in_turn(pointer, DUE - pointer.bucket)
+    _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(30.0)
     with pytest.raises(CleanUpFailedError, match=r"backend a cannot be deleted: 403.*clean_up=False"):
         _clean_ups(life).raise_failed()
@@ -57,7 +57,7 @@ def test_a_clean_up_that_is_refused_is_told_by_the_next_commit(
     assert life.files("a", "delta") == before
     monkeypatch.undo()
     monkeypatch.setattr(Background, "_shared", background)
-    _clean_ups(life).in_turn(pointer, DUE - pointer.bucket)
+    _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(30.0)
     assert len(life.files("a", "delta")) < len(before)
     _clean_ups(life).raise_failed()
@@ -72,7 +72,7 @@ def test_a_clean_up_that_may_go_better_another_time_is_not_told(
     life.history(40)
     pointer = life.pointers[-1]
     monkeypatch.setattr(Folder, "remove", busy)
-    _clean_ups(life).in_turn(pointer, DUE - pointer.bucket)
+    _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(30.0)
     _clean_ups(life).raise_failed()
 
@@ -91,12 +91,12 @@ def test_lost_files_are_noticed_again_where_the_operator_file_cannot_be_brought_
     monkeypatch.setattr(CleanUps, "_is_crowded", lambda *args: True)
     args = (life.bucket(), life.places(), Leases(()), life.batches_retained, str(life.local))
     due = DUE - life.pointers[-1].bucket
-    CleanUps(*args, away).in_turn(life.pointers[-1], due)
+    CleanUps(*args, away).in_turn(life.pointers[-1], replace(life.pointers[-1], calls=due))
     assert "nothing is cleaned up in a: 503" in caplog.text
     life.batch({})
     assert "gets a fresh full backup" not in caplog.text
     brought: list[str] = []
-    CleanUps(*args, lambda: brought.append("back")).in_turn(life.pointers[-1], due)
+    CleanUps(*args, lambda: brought.append("back")).in_turn(life.pointers[-1], replace(life.pointers[-1], calls=due))
     assert brought == ["back"]
     life.batch({})
     assert "somebody has deleted files from a: it gets a fresh full backup" in caplog.text
@@ -111,7 +111,7 @@ def test_a_run_that_was_replaced_deletes_nothing(
     life.history(40)
     pointer, before = life.pointers[-1], life.files("a", "delta")
     monkeypatch.setattr(Leases, "check", lost)
-    _clean_ups(life).in_turn(pointer, DUE - pointer.bucket)
+    _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(30.0)
     assert life.files("a", "delta") == before
     _clean_ups(life).raise_failed()
@@ -134,7 +134,7 @@ def test_clean_ups_that_hang_take_no_threads_from_uploads_and_are_not_piled_up(
     background.finished = 1
     try:
         for _ in range(3):
-            _clean_ups(life).in_turn(pointer, DUE - pointer.bucket)
+            _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
             assert background.wait(30.0)
         # With one bucket, uploads have two threads.
         life.options = replace(life.options, commit_timeout_ms=10_000)
@@ -148,7 +148,7 @@ def test_clean_ups_that_hang_take_no_threads_from_uploads_and_are_not_piled_up(
     left = housekeeping.CleanUps._left[str(life.local), "a"]
     left.result(30.0)
     assert len(life.files("a", "delta")) < len(before)
-    _clean_ups(life).in_turn(pointer, DUE - pointer.bucket)
+    _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(30.0)
     assert (str(life.local), "a") not in housekeeping.CleanUps._left
 

@@ -75,6 +75,7 @@ class Life:
     background: Background = field(default_factory=Background)
     run: Run = field(default_factory=lambda: Run("a run", 1))
     clock_s: Callable[[], float] = time.monotonic
+    batch_ms: int = 0
     told: list[str] = field(default_factory=list)
     pointers: list[Pointer] = field(default_factory=lambda: [first_pointer()])
     models: list[Model] = field(default_factory=lambda: [{}])
@@ -116,6 +117,7 @@ class Life:
             restore_from=self.restore_from,
             run=self.run,
             clock_s=self.clock_s,
+            batch_ms=self.batch_ms,
         )
 
     def next_stage(self) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,6 +24,7 @@ from spark_state_ext.backends import STATE, Checkpoint, CleanUp, Markers
 from spark_state_ext.commit import CommitOptions
 from spark_state_ext.committer import await_all
 from spark_state_ext.errors import CommitTimeoutError, StorageError, UploadFailedError
+from spark_state_ext.failures import Run
 from spark_state_ext.pool import DaemonPool
 from spark_state_ext.sealed import SealedFile
 from spark_state_ext.store import LocalStore
@@ -156,6 +158,25 @@ def test_what_comes_after_a_failure_is_not_sent(store: LocalStore) -> None:
     later = _upload(store, manager, refs.next(6))
     uploads.submit([later])
     await_all([later], uploads, CommitOptions())
+
+
+def test_what_a_later_run_sends_does_not_mind_a_failure_of_the_run_before(store: LocalStore) -> None:
+    """The one before sent a sibling, which no pointer names."""
+    uploads, refs, gate = WorkerUploads(), Refs(), threading.Event()
+
+    def first_fails(name: str) -> None:
+        if name.startswith("marker of 1_"):
+            assert gate.wait(WAIT_S)
+            raise PermissionError("not yours")
+
+    manager = Manager(uploads.pool("a"), first_fails)
+    before = [replace(_upload(store, manager, refs.next(version)), run=Run("before", version)) for version in (1, 2)]
+    now = [replace(_upload(store, manager, refs.next(version)), run=Run("now", 7)) for version in (3, 4)]
+    _submit(store, uploads, [*before, *now])
+    gate.set()
+    await_all(now, uploads, CommitOptions())
+    with pytest.raises(StorageError, match="was not sent, as"):
+        before[1].done.result(WAIT_S)
 
 
 def test_one_backend_that_hangs_does_not_hold_up_another(store: LocalStore) -> None:

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 from sim_parts import Built, look
 
 from arrow_schemas import CheckpointRef, Pointer
+from arrow_schemas.ages import Ages
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
-from spark_state_ext import cleanup
+from spark_state_ext import bucket as bucket_module
+from spark_state_ext import cleanup, erasure
 from spark_state_ext.backends.files import FilesBackup
 from spark_state_ext.bucket import Bucket
 from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint
@@ -260,6 +262,24 @@ def newest_file_only(files: Readable, pointer: Pointer, through: CheckpointRef) 
     return has_checkpoint(files, through)
 
 
+def erased_at_once(ages: Ages | None) -> int | None:
+    """What was made before the newest pointer is taken for what nobody goes back to."""
+    return ages.marks[-1][1] if ages is not None and ages.marks else None
+
+
+def erased_with_the_window(ages: Ages | None) -> int | None:
+    """What was made before the window is taken for what no pointer of the window needs."""
+    if ages is None or not ages.marks:
+        return None
+    before = [beat for time_ms, beat in ages.marks if time_ms <= ages.marks[-1][0] - ages.window_ms]
+    return before[-1] if before else None
+
+
+def renewed_by_beats_only(ages: Ages, now_ms: int) -> bool:
+    """A checkpoint may be as old as it likes, if few batches came."""
+    return erasure.snapshot_asked(ages, now_ms)
+
+
 def committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) -> type[Bucket]:
     """A bucket with another committer or other snapshots."""
 
@@ -304,6 +324,9 @@ BROKEN = {
     "neighbours on different attempts": Built(next_call_ms=called_for_its_own),
     "a removed root unnoticed": Built(look=removed_root_unnoticed),
     "a look at what the pointer says only": Built(look=looking_by_the_pointer),
+    "erased at once": Built(patches=((cleanup, "erased_before", erased_at_once),)),
+    "erased with the window": Built(patches=((cleanup, "erased_before", erased_with_the_window),)),
+    "erased and not renewed": Built(patches=((bucket_module, "is_old", renewed_by_beats_only),)),
     "a look at the newest file only": Built(patches=((looks, "has_state", newest_file_only),)),
 }
 

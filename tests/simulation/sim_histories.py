@@ -33,6 +33,7 @@ def histories(kinds: Sequence[str] = STEPS, **fixed: Any) -> st.SearchStrategy[H
     drawn |= {"retained": st.integers(1, 3), "inline_bytes_max": st.sampled_from([0, 8_000, 1 << 20])}
     # Each bucket takes as long as the first, so that most partitions have one.
     drawn |= {"buckets": st.sampled_from([1, 1, 1, 1, 1, 1, 1, 1, 2, 3])}
+    drawn |= {"erase_window_ms": st.sampled_from([0, 0, 0, 40, 160])}
     drawn |= {name: st.just(value) for name, value in fixed.items()}
     step = st.tuples(
         st.sampled_from([STEPS.index(kind) for kind in kinds]), st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES)

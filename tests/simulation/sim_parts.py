@@ -117,6 +117,8 @@ class Config:
         In the store of the checkpoint files, a file takes another one's place in one step.
     same_run
         The query that starts again has the identity of the run before.
+    erase_window_ms
+        Removed rows have to be gone within a time, of which this is a part; 0: they need not.
     """
 
     checkpoint_v2: bool
@@ -133,6 +135,7 @@ class Config:
     timeouts: bool = False
     replaces: bool = True
     same_run: bool = False
+    erase_window_ms: int = 0
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,20 @@ class StateFiles:
         self._files: dict[int, Mapping[int, Held]] = {}
         self.batch = -1
         self.newest_ever = -1
+        # When batches were begun, and how far back one may go by time, milliseconds; 0: as far as there are files.
+        self.times_ms: dict[int, int] = {}
+        self._window_ms = config.erase_window_ms
+        self._newest_ms = 0
 
     @property
     def oldest(self) -> int:
-        """The oldest batch that Spark retains."""
-        return max(-1, self.newest_ever - self._retained)
+        """The oldest batch that Spark retains, and to which a query may go back."""
+        oldest = max(-1, self.newest_ever - self._retained)
+        if not self._window_ms:
+            return oldest
+        # The one that counted when the window began; not below one that was deleted.
+        until = [b for b, time_ms in self.times_ms.items() if time_ms <= self._newest_ms - self._window_ms]
+        return max([oldest, self._base_batch, *(b for b in until if b <= self.batch)])
 
     @property
     def batches(self) -> list[int]:
@@ -77,6 +86,7 @@ class StateFiles:
         self._write(batch, made)
         self.batch = batch
         self.newest_ever = max(self.newest_ever, batch)
+        self._newest_ms = max(self._newest_ms, self.times_ms.get(batch, 0))
         # Spark writes a snapshot now and then, and deletes what is older than the oldest batch.
         while self._base_batch < self.oldest - 1:
             self._base_batch += 1
@@ -92,6 +102,8 @@ class StateFiles:
         self.batch = batch
         for later in [b for b in self._files if b > batch]:
             del self._files[later]
+        for later in [b for b in self.times_ms if b > batch]:
+            del self.times_ms[later]
 
     def reachable(self, executors: Sequence[Executor]) -> list[tuple[int, Partition]]:
         """Every partition that Spark may still hand out, with its batch."""

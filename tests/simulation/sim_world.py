@@ -273,12 +273,15 @@ class World:
 
     def _plan(self, batch: int, heartbeat: bool, numbers: Numbers) -> tuple[bool, int]:
         """What stands in Spark's log before a batch begins: whether it has data, and its processing time."""
-        if not self._planned:
+        if not (self._planned or self.config.erase_window_ms):
             return heartbeat, 0
         if batch not in self.planned:
             newest_ms = self.planned[max(self.planned)][1] if self.planned else 0
             # Clocks are set back now and then.
             step_ms = -25 if numbers.below(16) == 0 else numbers.below(20)
+            if self.config.erase_window_ms and numbers.below(8) == 0:
+                # Nothing came for a while.
+                step_ms *= 20
             self.planned[batch] = heartbeat, newest_ms + step_ms
         return self.planned[batch]
 
@@ -314,6 +317,8 @@ class World:
             chosen = done[numbers.below(len(done))]
         else:
             chosen = done[-1] if self.config.last_wins else done[0]
+        if batch in self.planned:
+            self.spark.times_ms[batch] = self.planned[batch][1]
         self.spark.commit(batch, chosen)
 
     def _zombie(self, numbers: Numbers) -> None:
@@ -478,9 +483,7 @@ class World:
         ended, hidden = self.failures.ended(executor.machine, run), self.failures.hidden(executor.machine, attempt)
         # What is so old that Spark does not retain it may be cleaned up; it must not be anything else. And a query that was
         # started again with other backends has seen to it that these hold what Spark may hand out, not what it once did.
-        excused = zombie and (
-            attempt.batch <= self.spark.newest_ever - self.config.retained or attempt.switches != self.switches
-        )
+        excused = zombie and (attempt.batch <= self.spark.oldest or attempt.switches != self.switches)
         partition = dict(attempt.partition)
         models: dict[bytes, Model] = {}
         try:
@@ -522,7 +525,8 @@ class World:
             self.commits += 1
             for name in made.standings:
                 # What was false stays so, until the backend gets everything anew.
-                if before.encode() in self.false[name] and not _renewed(made, name):
+                renewed = made.ref != before.ref and _renewed(made, name)
+                if before.encode() in self.false[name] and not renewed:
                     self.false[name].add(made.encode())
                 since = noticed.get((*executor.machine.disk, number, name), -1)
                 self._check_noticed(executor.machine, name, before, made, since)
@@ -540,7 +544,8 @@ class World:
             attempt.calls[number],
         )
         places = self._places(number, fault)
-        bucket = self._bucket(executor.machine.store(number), places, pointer, attempt.batch, executor, run)
+        store = executor.machine.store(number)
+        bucket = self._bucket(store, places, pointer, attempt.batch, executor, run, attempt.now_ms)
         if self.looking:
             self._built.look(f"{self._name}/{number}", self.looking, bucket.committer, places, pointer)
         found, expected = bucket.read(scanned), self.models[pointer.encode()]
@@ -573,6 +578,7 @@ class World:
         batch: int,
         executor: Executor | None,
         run: Run | None = None,
+        now_ms: int = 0,
     ) -> Bucket:
         writer = Writer("query", "run", batch, "simulated")
         return self._built.bucket(
@@ -585,9 +591,14 @@ class World:
             self.config.retained,
             uploads=None if executor is None else executor.uploads,
             options=CommitOptions(
-                self.config.journal, 1 << 40 if self.config.patient else 0, 1 << 40, self.config.inline_bytes_max
+                self.config.journal,
+                1 << 40 if self.config.patient else 0,
+                1 << 40,
+                self.config.inline_bytes_max,
+                erase_window_ms=self.config.erase_window_ms or None,
             ),
             run=run or self.stage(),
+            batch_ms=now_ms,
         )
 
     def _submit_clean_up(self, executor: Executor, pointer: Pointer, numbers: Numbers) -> None:
