@@ -1,17 +1,19 @@
 """Mistakes that users make, and the first three lines of what each is told, on a classic session or over Connect.
 
-``python tests/spark/mistakes.py [--connect]`` prints them. Each mistake is a small job, made and run until it fails.
+``python tests/spark/mistakes.py [--connect] [--only NUMBER …]`` prints them, and fails where one is told nothing. Each
+mistake is a small job, made and run until it fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,10 @@ if __name__ == "__main__":
     _TESTS = Path(__file__).parents[1]
     sys.path[:0] = [str(folder) for folder in (_TESTS, _TESTS / "third_party", _TESTS.parent)]
     import conftest
+
+    if "--connect" in sys.argv:
+        # pyspark.sql.functions asks this variable which kind of Column to make, as tests/conftest.py says.
+        os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
 
 import pandas as pd
 from jobs import KEYED, ddl, eventually, keyed
@@ -475,7 +481,7 @@ def shown(mistake: Mistake, place: Place) -> str:
     except Exception as error:
         # Python shows the name of what is refused on the client. In what Spark raises the name is in the text.
         ours = type(error).__module__.startswith("spark_state_ext")
-        return f"{type(error).__module__}.{type(error).__qualname__}: {error}" if ours else str(error)
+        return f"{type(error).__module__}.{type(error).__qualname__}: {error}" if ours else str(error) or repr(error)
     return ""
 
 
@@ -484,10 +490,10 @@ def without_ids(text: str) -> str:
     return re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}", "…", text)
 
 
-def shown_all(session: Any, folder: Path) -> list[str]:
-    """Make all mistakes, some at a time, each in a folder of its own; what is shown of each, in their order. What
-    differs from run to run is left out."""
-    folders = [folder / f"mistake-{number}" for number in range(1, len(MISTAKES) + 1)]
+def shown_all(session: Any, folder: Path, mistakes: Sequence[Mistake] = MISTAKES) -> list[str]:
+    """Make mistakes, some at a time, each in a folder of its own; what is shown of each, in their order. What differs
+    from run to run is left out."""
+    folders = [folder / f"mistake-{number}" for number in range(1, len(mistakes) + 1)]
 
     def one(mistake: Mistake, place: Path) -> str:
         place.mkdir()
@@ -496,15 +502,15 @@ def shown_all(session: Any, folder: Path) -> list[str]:
 
     # Alone, as on Connect Spark starts a process for the sink, and gives it few seconds.
     alone = {
-        mistake.name: one(mistake, place) for mistake, place in zip(MISTAKES, folders, strict=True) if mistake.sink
+        mistake.name: one(mistake, place) for mistake, place in zip(mistakes, folders, strict=True) if mistake.sink
     }
     with ThreadPoolExecutor(_THREADS) as pool:
         others = {
             mistake.name: pool.submit(one, mistake, place)
-            for mistake, place in zip(MISTAKES, folders, strict=True)
+            for mistake, place in zip(mistakes, folders, strict=True)
             if not mistake.sink
         }
-    return [alone[it.name] if it.sink else others[it.name].result() for it in MISTAKES]
+    return [alone[it.name] if it.sink else others[it.name].result() for it in mistakes]
 
 
 @contextlib.contextmanager
@@ -535,13 +541,19 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connect", action="store_true", help="over Spark Connect")
     parser.add_argument("--lines", type=int, default=3, help="how many lines of each are printed")
+    parser.add_argument("--only", type=int, nargs="+", default=range(1, len(MISTAKES) + 1), help="their numbers")
     arguments = parser.parse_args()
+    mistakes = [MISTAKES[number - 1] for number in arguments.only]
     with tempfile.TemporaryDirectory() as base, _session(arguments.connect, Path(base)) as session:
-        for number, (mistake, text) in enumerate(zip(MISTAKES, shown_all(session, Path(base)), strict=True), 1):
-            print(f"{number}. {mistake.name}")
-            for line in text.split("\n")[: arguments.lines]:
-                print(f"    {line}")
-            print(flush=True)
+        texts = shown_all(session, Path(base), mistakes)
+    for number, mistake, text in zip(arguments.only, mistakes, texts, strict=True):
+        print(f"{number}. {mistake.name}")
+        for line in text.split("\n")[: arguments.lines]:
+            print(f"    {line}")
+        print(flush=True)
+    untold = [mistake.name for mistake, text in zip(mistakes, texts, strict=True) if not text.strip()]
+    if untold:
+        sys.exit(f"nothing was told of: {', '.join(untold)}")
 
 
 if __name__ == "__main__":

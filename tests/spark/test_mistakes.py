@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import mistakes
 import pytest
 from jobs import SPARK, configured, eventually
-from mistakes import MISTAKES, OUTPUT, STATE, Mistake, Place, shown_all, state_that_is_no_tuple, without_ids
+from mistakes import MISTAKES, OUTPUT, STATE, Mistake, Place, shown, shown_all, state_that_is_no_tuple, without_ids
 
 pytestmark = pytest.mark.spark
 
@@ -73,3 +76,28 @@ def test_the_exception_of_a_query_begins_alike(session: Any, tmp_path: Path) -> 
         assert wrong(mistake, without_ids(str(query.exception())), EXCEPTION) == ""
     finally:
         query.stop()
+
+
+@pytest.mark.parametrize(
+    "mode", [[], pytest.param(["--connect"], marks=pytest.mark.connect)], ids=["classic", "connect"]
+)
+def test_the_command_prints_what_is_told(mode: list[str]) -> None:
+    """Over Connect it printed nothing of a failing query, and ended as if all were well."""
+    if mode and SPARK < (4, 0):
+        pytest.skip("the pip package of PySpark 3.5 holds no Connect server")
+    numbers = [at for at, it in enumerate(MISTAKES, 1) if it.name in ("update(5)", "an unknown kind of backend")]
+    command = [sys.executable, str(mistakes.__file__), *mode, "--only", *map(str, numbers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.split("\n\n")
+    for number, text in zip(numbers, told, strict=False):
+        mistake = MISTAKES[number - 1]
+        assert text.startswith(f"{number}. {mistake.name}\n    ")
+        assert re.search(mistake.sentence, text)
+
+
+def test_a_mistake_that_says_nothing_is_shown_by_its_type(tmp_path: Path) -> None:
+    def silent(place: Place) -> None:
+        raise AssertionError
+
+    assert shown(Mistake("a silent one", silent, ""), Place(None, tmp_path)) == "AssertionError()"
