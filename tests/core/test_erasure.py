@@ -1,22 +1,30 @@
-"""Removed keys: after how many batches no checkpoint file holds them, and how a new root never gets to hold them.
+"""Removed keys: after how many batches, or within which time, no file holds them, and how a new root never does.
 
 The numbers are those of `docs/operating.md`, under "Erasing".
 """
 
 from __future__ import annotations
 
+import json
+import struct
+import zlib
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from core_support import KEYS, SCHEMA, Changes, Key, Row, canonical
+from core_support import KEYS, SCHEMA, Changes, Key, Row, canonical, first_pointer
 from life import RETAINED, Life
 
-from arrow_schemas.lineage import parse_file_name
+from arrow_schemas.ages import Ages
+from arrow_schemas.lineage import SNAPSHOT, parse_file_name
+from arrow_schemas.pointer import Pointer
 from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backends import CleanUp
 from spark_state_ext.checkpoint import read_checkpoint
 from spark_state_ext.commit import is_complete
+from spark_state_ext.erasure import WINDOWS, erased_before, is_marked, marked
+from spark_state_ext.errors import CorruptPointerError, MissingCheckpointError
 from spark_state_ext.folder import Readable
 from spark_state_ext.sealed import SealedFile, SealedFiles
 
@@ -87,6 +95,156 @@ def test_no_file_holds_a_removed_key_after_so_many_batches(life: Life, changes: 
     assert _in_files(life, "a") == []
     assert _in_pointer(life) == []
     assert life.restored(life.pointers[-1]) == life.models[-1]
+
+
+WINDOW_MS = 24_000
+BOUND_MS = WINDOWS * WINDOW_MS
+
+
+def _within(life: Life, gap_ms: int, changes: Changes, monkeypatch: pytest.MonkeyPatch) -> int:
+    """When no file holds a removed key any more: milliseconds, and the batches in which Spark might ask for anything."""
+    # Neither the number of batches nor sizes make anything happen.
+    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 1 << 30)
+    life.batches_retained = 1 << 20
+    life.options = replace(life.options, erase_window_ms=WINDOW_MS)
+
+    def batch(changes: Changes) -> None:
+        before = life.pointers[-1]
+        life.batch_ms += gap_ms
+        life.batch(changes)
+        life.settle()
+        if is_marked(before, life.pointers[-1]) and before.ref is not None:
+            life.manager("a").clean_up(CleanUp(before, before.ref, life.batches_retained, lambda: None)).result(30)
+
+    life.batch_ms = 1_000_000_000_000
+    batch({ERASED: Row(1, "here"), KEYS[1]: Row(2)})
+    for at in range(3 * WINDOW_MS // gap_ms):
+        batch({KEYS[2]: Row(at)})
+    removed_ms, first = life.batch_ms + gap_ms, len(life.pointers)
+    batch({ERASED: None})
+    while _in_files(life, "a"):
+        assert life.batch_ms - removed_ms < 4 * BOUND_MS
+        batch(changes)
+    assert _in_pointer(life) == []
+    # To each batch of the window one can go back.
+    within = max(first, len(life.pointers) - WINDOW_MS // gap_ms - 1)
+    for pointer, model in list(zip(life.pointers, life.models, strict=True))[within:]:
+        assert life.restored(pointer) == model
+    return life.batch_ms - removed_ms
+
+
+@pytest.mark.parametrize("changes", [{KEYS[0]: Row(7)}, {}], ids=["changed in every batch", "never changed again"])
+@pytest.mark.parametrize("part", [40, 24])
+def test_no_file_holds_a_removed_key_after_the_time_asked_for(
+    life: Life, changes: Changes, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _within(life, BOUND_MS // part, changes, monkeypatch) <= BOUND_MS
+
+
+@pytest.mark.parametrize("changes", [{KEYS[0]: Row(7)}, {}], ids=["changed in every batch", "never changed again"])
+def test_where_batches_come_seldom_the_sixth_one_erases(
+    life: Life, changes: Changes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gap_ms = 2 * WINDOW_MS
+    assert _within(life, gap_ms, changes, monkeypatch) <= 6 * gap_ms
+
+
+def test_a_bucket_without_removed_rows_gets_no_further_snapshots_by_time(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _within(life, WINDOW_MS // 4, {}, monkeypatch)
+    for _ in range(40):
+        life.batch_ms += WINDOW_MS // 4
+        life.batch({})
+        life.settle()
+    ages, snapshots = life.pointers[-1].ages, life.files("a", SNAPSHOT)
+    assert ages is not None
+    assert ages.snapshots_wanted == 0
+    for _ in range(8):
+        life.batch_ms += WINDOW_MS // 4
+        life.batch({})
+        life.settle()
+    assert life.files("a", SNAPSHOT) == snapshots
+
+
+def test_a_snapshot_that_never_came_is_made_again(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    life.options = replace(life.options, erase_window_ms=WINDOW_MS)
+    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 1 << 30)
+    life.batch({ERASED: Row(1, "here")})
+    life.batch({ERASED: None})
+    with monkeypatch.context() as lost:
+        lost.setattr(life.background, "submit", lambda name, work: True)
+        for _ in range(5):
+            life.batch_ms += WINDOW_MS // 2
+            life.batch({})
+    ages = life.pointers[-1].ages
+    assert ages is not None
+    assert ages.snapshots_wanted == 2, "the first one was sent again"
+    for _ in range(12):
+        life.batch_ms += WINDOW_MS // 2
+        life.batch({})
+        life.settle()
+    ages = life.pointers[-1].ages
+    assert ages is not None
+    assert ages.snapshots_wanted == 0
+    assert len(life.files("a", SNAPSHOT)) >= 2
+
+
+def test_who_goes_back_further_is_told_why_it_cannot_be(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    _within(life, WINDOW_MS // 4, {KEYS[0]: Row(7)}, monkeypatch)
+    asked = next(pointer for pointer in life.pointers if pointer.ages is not None and pointer.ref is not None)
+    with pytest.raises(MissingCheckpointError, match=r"erases within 144 s \(erase_within_s\).*of the last 24 s only"):
+        life.restored(asked)
+
+
+def test_another_window_begins_anew(life: Life) -> None:
+    life.options = replace(life.options, erase_window_ms=WINDOW_MS)
+    for _ in range(20):
+        life.batch_ms += WINDOW_MS // 4
+        life.batch({KEYS[0]: Row(7)})
+    ages = life.pointers[-1].ages
+    assert ages is not None
+    assert erased_before(ages) is not None
+    assert len(ages.marks) < 20
+    life.options = replace(life.options, erase_window_ms=2 * WINDOW_MS)
+    pointer = life.batch({})
+    assert pointer.ages is not None
+    assert pointer.ages.marks == ((life.batch_ms, pointer.beats),)
+    assert erased_before(pointer.ages) is None
+    life.options = replace(life.options, erase_window_ms=None)
+    assert life.batch({}).ages is None
+
+
+def test_nothing_goes_inline(life: Life) -> None:
+    life.options = replace(life.options, journal=True, erase_window_ms=WINDOW_MS)
+    assert life.batch().inline == ()
+
+
+def test_times_are_in_the_pointer_and_older_releases_pass_them_by() -> None:
+    ages = Ages(WINDOW_MS, 5, 4, 2, ((3, 1), (5, 2)))
+    pointer = replace(first_pointer(), ages=ages)
+    assert Pointer.decode(pointer.encode()) == pointer
+    assert b"ages" not in first_pointer().encode()
+    damaged = json.dumps([1, 2, 3]).encode()
+    plain = pointer.encode().replace(json.dumps(ages.to_plain(), separators=(",", ":")).encode(), damaged)
+    head, body = plain[:6], plain[10:-4]
+    text = body[: body.index(b"}", body.index(b'"ages"')) + 1]
+    sealed = head + struct.pack("<I", len(text)) + text
+    with pytest.raises(CorruptPointerError):
+        Pointer.decode(sealed + struct.pack("<I", zlib.crc32(sealed)))
+
+
+def test_a_clock_that_is_set_back_keeps_more() -> None:
+    pointer = first_pointer()
+    for beats in range(100):
+        pointer = marked(replace(pointer, beats=beats), beats * WINDOW_MS // 8, WINDOW_MS)
+    assert pointer.ages is not None
+    before = erased_before(pointer.ages)
+    assert before is not None
+    assert 99 - 8 - 5 - 1 <= before <= 99 - 8 - 4
+    back = marked(replace(pointer, beats=100), 90 * WINDOW_MS // 8, WINDOW_MS)
+    assert back.ages is not None
+    assert (erased_before(back.ages) or 0) < before
 
 
 def test_files_of_a_quiet_stream_stay(life: Life) -> None:

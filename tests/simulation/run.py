@@ -53,6 +53,7 @@ def run(count: int, from_seed: int) -> Counter[str]:
             histories_with_neighbours_and_timeouts=int(history.config.buckets > 1 and history.config.timeouts),
             histories_with_one_identity=int(history.config.same_run and world.begun > 1),
             histories_without_replacing_rename=int(not history.config.replaces),
+            histories_that_erase_in_time=int(history.config.erase_window_ms > 0),
         )
 
     check()

@@ -46,7 +46,8 @@ class Scene:
         world, batch = self.world, self.world.batch + 1
         partition = world._handed_out(executor, batch)
         calls = {FIRST_BUCKET: Call(changes)}
-        made = world._run(Attempt(executor, batch, partition, calls, False, heartbeat), None, _NUMBERS)
+        now_ms = world.planned.get(batch, (True, 0))[1]
+        made = world._run(Attempt(executor, batch, partition, calls, False, heartbeat, now_ms=now_ms), None, _NUMBERS)
         assert made is not None
         if cleans:
             self.clean(partition[FIRST_BUCKET].pointer)
@@ -177,6 +178,17 @@ def damaged_before_anything_leans_on_them(scene: Scene) -> None:
     scene.alone(4 * RETAINED, cleans=False)
     scene.damage_snapshots()
     scene.alone(1)
+
+
+def erased_when_a_quiet_lineage_ends(scene: Scene) -> None:
+    """What it renewed last is named by the pointer that counted when the window began."""
+    for together in (8, 9):
+        scene.begin(erase_window_ms=80, retained=40)
+        for at in range(30):
+            scene.world.planned[scene.world.batch + 1] = True, at * 10
+            busy = scene.task(0, {at % 6: at}, cleans=at > 6)
+            scene.commit(busy, *([scene.task(2, {1: 1} if at == 0 else {})] if at < together else []))
+            scene.world.check()
 
 
 def back_to_the_oldest_batch(scene: Scene) -> None:
@@ -366,6 +378,7 @@ SCENES: list[Callable[[Scene], None]] = [
     no_version_twice,
     damaged_before_anything_leans_on_them,
     back_to_the_oldest_batch,
+    erased_when_a_quiet_lineage_ends,
     uploads_that_lag,
     one_upload_hangs,
     dead_when_the_task_is_over,

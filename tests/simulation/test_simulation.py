@@ -31,6 +31,7 @@ DRAWN = (
     "histories_with_timeouts",
     "histories_with_one_identity",
     "histories_without_replacing_rename",
+    "histories_that_erase_in_time",
     "lease_histories_with_two_live_drivers",
     "lease_histories_with_one_identity",
 )
