@@ -216,6 +216,10 @@ def test_what_cannot_be_a_key_is_refused_when_planned(spark: Any, tmp_path: Path
         ({"operator": ".x"}, "the first a letter or digit, not '.x'"),
         ({"operator": "x" * 101}, "at most 100 letters"),
         ({"storage_options": "key"}, "storage_options must be a mapping"),
+        ({"erase_within_s": 3_599}, r"erase_within_s must be at least 3600 \(an hour\), not 3599"),
+        ({"erase_within_s": "1 day"}, "erase_within_s must be a whole number, not '1 day'"),
+        ({"erase_within_s": 86_400, "clean_up": False}, "erase_within_s needs clean_up=True"),
+        ({"erase_within_s": 86_400, "pointer_write": "both"}, "erase_within_s needs pointer_write='v2'"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], named: str) -> None:

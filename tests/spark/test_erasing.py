@@ -1,0 +1,58 @@
+"""Removed keys' bytes on real Spark: gone from the checkpoint files within a time, however many batches Spark retains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from api_jobs import ApiJob
+from jobs import CLASSIC, COUNTS, KEYED, keyed, table
+
+from spark_state_ext.spark import limits
+
+pytestmark = pytest.mark.spark
+
+JANE = "Jane Doe of Springfield"
+WITHIN_S = 6
+
+
+def forgetting(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
+    """Count rows, and forget a key with a negative value."""
+    values = [int(value) for pdf in pdfs for value in pdf["value"]]
+    if min(values) < 0:
+        state.remove()
+        return
+    n = (state.getOption or (0,))[0] + len(values)
+    state.update((n,))
+    yield pd.DataFrame({"key": [key[0]], "n": [n]})
+
+
+def _in_files(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*.arrow") if JANE.encode() in path.read_bytes()]
+
+
+@CLASSIC
+def test_a_removed_key_is_gone_from_the_files_within_the_time_asked_for(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nobody waits for an hour.
+    monkeypatch.setattr(limits, "ERASE_WITHIN_S_MIN", WITHIN_S)
+    job = ApiJob(session, "arrow", tmp_path, forgetting, api="pandas", output=COUNTS)
+    job.options = {"buckets": 1, "erase_within_s": WITHIN_S}
+    rows = job.run(keyed(JANE, "a"), keyed("a"))
+    assert rows == {0: [(JANE, 1), ("a", 1)], 1: [("a", 2)]}
+    assert _in_files(tmp_path), "what is looked for can be found"
+    job.run(table(KEYED, [(JANE, -1)]))
+    began_s, n = time.monotonic(), 2
+    while _in_files(tmp_path):
+        assert time.monotonic() - began_s < 20 * WITHIN_S
+        for batch in job.run(*[keyed("a")] * 5).values():
+            n += 1
+            assert batch == [("a", n)]
+    # Without local stores too.
+    job.options |= {"local_dir": str(tmp_path / "another")}
+    assert job.run(keyed("a", JANE)) == {n + 1: [(JANE, 1), ("a", n + 1)]}
