@@ -24,6 +24,8 @@ __all__ = [
 _LOGGER = logging.getLogger("spark_state_ext")
 # Beside the queries' folders: notes about first batches, and rows in transit of tasks that are not told their query.
 STARTING_FOLDER, SPILL_FOLDER = "starting", "spill"
+# What a query's folder may have before its state begins; the last was the lease of formats 1 to 3.
+_BEFORE_STATE = frozenset({SPILL_FOLDER, "lease", "lease.json"})
 _HOME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 # Each round ends with the file of one job written, and a job writes one.
 _ROUNDS_MAX = 5
@@ -134,9 +136,10 @@ def homes_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
 
 
 def others_beside(operator_files: Folder, query_id: str = "") -> list[str]:
-    """Ids of the other queries that have a folder in the folder ``<root>/<operator>``."""
+    """Ids of the other queries that have state in the folder ``<root>/<operator>``."""
     mine = {query_id, STARTING_FOLDER, SPILL_FOLDER}
-    return sorted(name for name in operator_files.names() if name not in mine)
+    others = [name for name in operator_files.names() if name not in mine]
+    return sorted(name for name in others if not _BEFORE_STATE.issuperset(operator_files.child(name).names()))
 
 
 def shown_ids(ids: list[str]) -> str:

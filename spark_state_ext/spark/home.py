@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.folder import Folder
-from spark_state_ext.operator_folder import STARTING_FOLDER, homes_of_batch, is_home, new_home
+from spark_state_ext.operator_folder import SPILL_FOLDER, STARTING_FOLDER, homes_of_batch, is_home, new_home
 
 __all__ = ["FirstHomes", "starting_is_stale"]
 
@@ -74,8 +74,8 @@ def _may_begin(operator: Folder, query_id: str, batch_ms: int) -> bool:
     """
     if not query_id:
         return False
-    # In this order: who begins notes it first.
-    return not operator.child(query_id).names() or query_id in homes_of_batch(operator, batch_ms)
+    # Packing tasks spill there before any call. In this order: who begins notes it first.
+    return {SPILL_FOLDER}.issuperset(operator.child(query_id).names()) or query_id in homes_of_batch(operator, batch_ms)
 
 
 def _agreed(notes: Folder, name: str, wanted: str) -> str:

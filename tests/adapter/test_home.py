@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.folder import Folder
 from spark_state_ext.operator_folder import homes_of_batch
 from spark_state_ext.spark.home import FirstHomes, starting_is_stale
+from spark_state_ext.spark.payload import spill_folder
 
 _BATCH_MS = 1_700_000_000_000
 _NONCE = b"n" * 16
@@ -53,6 +56,13 @@ def test_a_query_does_not_begin_in_the_folder_of_another(tmp_path: Path) -> None
     assert FirstHomes.of(files, "query", _BATCH_MS, b"m" * 16) == "query"
     another_ms = _BATCH_MS + 60_000
     assert FirstHomes.of(files, "query", another_ms, b"o" * 16) == f"t{another_ms}-{(b'o' * 16).hex()}"
+
+
+def test_a_query_whose_first_batch_spills_begins_in_its_own_folder(tmp_path: Path) -> None:
+    # The packing tasks write there before any call does.
+    files, query = Folder(str(tmp_path)), str(uuid.uuid4())
+    files.child(spill_folder(query, 0, time.time())).put("a.payloads", b"rows")
+    assert FirstHomes.of(files, query, _BATCH_MS, _NONCE) == query
 
 
 def test_calls_at_one_time_agree(tmp_path: Path) -> None:

@@ -164,3 +164,19 @@ def test_another_attempt_at_a_first_batch_is_no_other_query(tmp_path: Path) -> N
     third = operator_folder.new_home(batch_ms + 1, "c" * 32)
     with pytest.raises(ExistingStateError, match=f"where other queries have theirs: query, {first}"):
         operator_folder.admit(files, _wanted(query=third), True, batch_ms=batch_ms + 1)
+
+
+def test_a_folder_without_state_is_no_other_query(tmp_path: Path) -> None:
+    """A lease is taken before a strict start is refused; and rows may be in transit where no state began."""
+    files = Folder(str(tmp_path))
+    files.child("refused", "lease").put(f"{1:016d}.json", b"{}")
+    files.child("refused-long-ago").put("lease.json", b"{}")
+    files.child("spilled", "spill", "0-1700").put("rows.payloads", b"")
+    files.child("both", "lease").put(f"{1:016d}.json", b"{}")
+    files.child("both", "spill", "0-1700").put("rows.payloads", b"")
+    assert operator_folder.others_beside(files) == []
+    _again(files, _wanted(), strict=True)
+    # State that has lost its operator file is still state, also below the id of the query that begins.
+    files.child("spilled", "0").put(f"1_{'0' * 32}.delta.arrow", b"rows")
+    with pytest.raises(ExistingStateError, match="have theirs: query, spilled"):
+        _again(files, _wanted(query="new"), strict=True)
