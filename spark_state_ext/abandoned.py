@@ -20,6 +20,7 @@ from datetime import datetime, timezone
 from arrow_schemas.operator import OperatorFile, parse_operator_file_name
 from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.folder import Entry, Folder, refuse_relative
+from spark_state_ext.operator_folder import SPILL_FOLDER, STARTING_FOLDER, is_new_home
 from spark_state_ext.spark_checkpoint import query_id
 
 __all__ = ["Found", "Homes", "judge", "look", "main", "remove"]
@@ -30,7 +31,8 @@ _DAY_S = 86_400.0
 _RECENT_DAYS_MIN = 1.0
 _OLDER_THAN_DAYS = 30.0
 _METADATA = "metadata"
-_LEASE = "lease"
+# Records of the present format; and the one file of formats 1 to 3.
+_LEASE = ("lease/", "lease.json")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class Found:
 
 
 def judge(found: Found, homes: Homes, now_s: float, older_than_s: float) -> str:
-    """Whether a folder is `ABANDONED`, `NAMED` by a checkpoint, too `RECENT` to tell, or `UNKNOWN`: none of ours.
+    """Whether a folder is `ABANDONED`, `NAMED` by a checkpoint, too `RECENT` to tell, or `UNKNOWN`.
+
+    Unknown is what is none of ours, and what only pointers can name, where `homes` are not complete.
 
     Parameters
     ----------
@@ -92,11 +96,15 @@ def judge(found: Found, homes: Homes, now_s: float, older_than_s: float) -> str:
     """
     if found.home in homes.names:
         return NAMED
-    if not found.ours:
+    if not found.ours or _needs_spark(found, homes):
         return UNKNOWN
     idle_s = -1.0 if found.newest_s is None else now_s - found.newest_s
     least_s = _RECENT_DAYS_MIN * _DAY_S if homes.complete else max(older_than_s, _RECENT_DAYS_MIN * _DAY_S)
     return ABANDONED if idle_s > least_s else RECENT
+
+
+def _needs_spark(found: Found, homes: Homes) -> bool:
+    return not homes.complete and is_new_home(found.home)
 
 
 def look(root: Folder, operators: Collection[str] = ()) -> list[Found]:
@@ -119,14 +127,14 @@ def look(root: Folder, operators: Collection[str] = ()) -> list[Found]:
         _found(root, operator, entry.name)
         for operator in sorted(names)
         for entry in root.child(operator).entries()
-        if entry.folder
+        if entry.folder and entry.name not in (STARTING_FOLDER, SPILL_FOLDER)
     ]
 
 
 def _found(root: Folder, operator: str, home: str) -> Found:
     folder = root.child(operator, home)
     files = folder.tree()
-    leases = [entry for entry in files if "/" not in entry.name and entry.name.startswith(_LEASE)]
+    leases = [entry for entry in files if entry.name.startswith(_LEASE)]
     return Found(
         operator,
         home,
@@ -245,10 +253,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _line(found: Found, verdict: str) -> str:
+def _line(found: Found, verdict: str, homes: Homes) -> str:
+    reason = ' reason="needs --spark"' if verdict == UNKNOWN and found.ours and _needs_spark(found, homes) else ""
     return (
         f"{verdict} operator={found.operator} query={found.home} files={found.files} bytes={found.size_bytes} "
-        f"newest={_shown(found.newest_s)} lease={_shown(found.lease_s)}"
+        f"newest={_shown(found.newest_s)} lease={_shown(found.lease_s)}{reason}"
     )
 
 
@@ -277,7 +286,7 @@ def main(
             (it, judge(it, homes, clock_s(), options.older_than * _DAY_S)) for it in look(root, options.operator)
         ]
         for found, verdict in verdicts:
-            print(_line(found, verdict))
+            print(_line(found, verdict, homes))
         abandoned = [found for found, verdict in verdicts if verdict == ABANDONED]
         size_bytes = sum(found.size_bytes for found in abandoned)
         print(f"folders={len(verdicts)} abandoned={len(abandoned)} bytes={size_bytes}")

@@ -16,6 +16,7 @@ __all__ = [
     "admit",
     "homes_of_batch",
     "is_home",
+    "is_new_home",
     "new_home",
     "others_beside",
     "shown_ids",
@@ -27,6 +28,7 @@ STARTING_FOLDER, SPILL_FOLDER = "starting", "spill"
 # What a query's folder may have before its state begins; the last was the lease of formats 1 to 3.
 _BEFORE_STATE = frozenset({SPILL_FOLDER, "lease", "lease.json"})
 _HOME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_NEW_HOME = re.compile(r"t\d{1,15}-[0-9a-f]{32}")
 # Each round ends with the file of one job written, and a job writes one.
 _ROUNDS_MAX = 5
 _admitted: dict[tuple[str, bytes], OperatorFile] = {}
@@ -118,6 +120,11 @@ def _admitted_by(
 def new_home(batch_ms: int, nonce: str) -> str:
     """Name of a query folder where tasks are not told their query."""
     return f"t{batch_ms}-{nonce}"
+
+
+def is_new_home(name: str) -> bool:
+    """Whether a query's folder has a name of `new_home`, which no checkpoint's ``metadata`` tells."""
+    return _NEW_HOME.fullmatch(name) is not None
 
 
 def homes_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:

@@ -14,6 +14,7 @@ from arrow_schemas.operator import OperatorFile, operator_file_name
 from spark_state_ext.abandoned import ABANDONED, NAMED, RECENT, UNKNOWN, Found, Homes, judge, look, main, remove
 from spark_state_ext.errors import LiveRunError
 from spark_state_ext.folder import Folder
+from spark_state_ext.operator_folder import new_home
 
 _DAY_S = 86_400.0
 _SCHEMA = json.dumps({"type": "struct", "fields": [{"name": "k", "type": "long", "nullable": True, "metadata": {}}]})
@@ -25,7 +26,8 @@ def _query(root: Path, home: str, days: float = 100.0, operator: str = "count") 
     (folder / "0").mkdir(parents=True)
     file = OperatorFile(operator, home, 1, _SCHEMA, _SCHEMA)
     (folder / operator_file_name(0)).write_bytes(file.encode())
-    (folder / "lease.json").write_text("{}")
+    (folder / "lease").mkdir()
+    (folder / "lease" / f"{1:016d}.json").write_text("{}")
     (folder / "0" / f"1_{'0' * 32}.delta.arrow").write_bytes(b"rows")
     _age(folder, days)
     return folder
@@ -65,6 +67,22 @@ def test_each_folder_is_judged(found: Found, names: set[str], complete: bool, ve
     assert judge(found, Homes(frozenset(names), complete), 100 * _DAY_S, 30 * _DAY_S) == verdict
 
 
+def test_a_folder_that_only_pointers_can_name_is_left_without_spark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Queries whose first tasks were not told their id have such folders, of checkpoints that were given, too."""
+    home = new_home(1_700_000_000_000, "a" * 32)
+    folder = _query(tmp_path / "root", home)
+    command = [str(tmp_path / "root"), "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used"), "--remove"]
+    assert main(command) == 0
+    assert folder.exists()
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith(f"unknown operator=count query={home} ")
+    assert line.endswith(' reason="needs --spark"')
+    (found,) = look(Folder(str(tmp_path / "root")))
+    assert judge(found, Homes(frozenset(), complete=True), time.time(), 0.0) == ABANDONED
+
+
 def test_what_is_abandoned_goes_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "root"
     gone, other = _query(root, "gone"), _query(root, "gone", operator="sum")
@@ -72,6 +90,10 @@ def test_what_is_abandoned_goes_and_nothing_else(tmp_path: Path, capsys: pytest.
     (root / "count" / "notes").mkdir()
     (root / "count" / "notes" / "mine.txt").write_text("mine")
     (root / "elsewhere").mkdir()
+    # Beside the queries' folders, and none of them.
+    for beside in ("starting", "spill/t1700000000"):
+        (root / "count" / beside).mkdir(parents=True)
+        (root / "count" / beside / "file").write_text("used")
     # An operator file that was copied here names another folder.
     kept.append(root / "count" / "copied")
     kept[-1].mkdir()
@@ -107,10 +129,11 @@ def test_a_folder_that_somebody_writes_to_meanwhile_is_left(tmp_path: Path) -> N
     folder = _query(tmp_path, "gone")
     root = Folder(str(tmp_path))
     (found,) = look(root)
-    (folder / "lease.json").write_text("renewed")
+    assert found.lease_s is not None
+    (folder / "lease" / f"{2:016d}.json").write_text("renewed")
     with pytest.raises(LiveRunError, match="somebody uses it"):
         remove(root, found)
-    assert len(list(folder.rglob("*.*"))) == 3
+    assert len(list(folder.rglob("*.*"))) == 4
 
 
 def test_a_removal_that_was_stopped_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +149,7 @@ def test_a_removal_that_was_stopped_is_taken_up_again(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Folder, "remove", stopped)
         remove(root, found)
-    assert removed == ["lease.json"]
+    assert removed == [operator_file_name(0)]
     (left,) = look(root)
     assert left.ours, "what tells whose folder it is goes last"
     remove(root, left)
