@@ -21,9 +21,9 @@ from arrow_schemas.operator import OperatorFile, parse_operator_file_name
 from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.folder import Entry, Folder, refuse_relative
 from spark_state_ext.operator_folder import SPILL_FOLDER, STARTING_FOLDER, is_new_home
-from spark_state_ext.spark_checkpoint import query_id
+from spark_state_ext.spark_checkpoint import STATE, query_id
 
-__all__ = ["Found", "Homes", "judge", "look", "main", "remove"]
+__all__ = ["Found", "Homes", "judge", "look", "main", "refuse_operators_without_metadata", "remove"]
 
 ABANDONED, NAMED, RECENT, UNKNOWN = "abandoned", "named", "recent", "unknown"
 _DAY_S = 86_400.0
@@ -212,6 +212,27 @@ def homes_by_metadata(checkpoints: Iterable[Folder]) -> Homes:
     return Homes(frozenset(names), complete=False)
 
 
+def refuse_operators_without_metadata(checkpoint: Folder) -> None:
+    """Refuse a checkpoint with state that Spark's reader would pass over, without an error.
+
+    Spark 4 finds operators by ``state/<operator>/_metadata``, which Spark 3.5 does not write.
+
+    Raises
+    ------
+    UsageError
+        When there is an operator without it.
+    StorageError
+        When the checkpoint cannot be listed.
+    """
+    states = checkpoint.child(STATE)
+    for operator in (name for name in states.names() if name.isdecimal()):
+        if "metadata" not in states.child(operator, "_metadata").names():
+            raise UsageError(
+                f"{states.root}/{operator} has no metadata of its operator, as Spark 3.5 writes none, so Spark "
+                "cannot tell which folders it names: start the query once with Spark 4, or leave --spark out."
+            )
+
+
 def _homes_with_spark(locations: Sequence[str]) -> frozenset[str]:
     # PySpark is not needed for the rest.
     from spark_state_ext.spark.homes import homes_of, session
@@ -280,6 +301,8 @@ def main(
             refuse_relative(location, "a root or checkpoint")
         homes = homes_by_metadata(Folder(location, options.checkpoint_options) for location in options.checkpoint)
         if options.spark:
+            for location in options.checkpoint:
+                refuse_operators_without_metadata(Folder(location, options.checkpoint_options))
             homes = Homes(homes.names | _homes_with_spark(options.checkpoint), complete=True)
         root = Folder(options.root, options.storage_options)
         verdicts = [

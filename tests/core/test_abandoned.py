@@ -11,8 +11,20 @@ from typing import Any
 import pytest
 
 from arrow_schemas.operator import OperatorFile, operator_file_name
-from spark_state_ext.abandoned import ABANDONED, NAMED, RECENT, UNKNOWN, Found, Homes, judge, look, main, remove
-from spark_state_ext.errors import LiveRunError
+from spark_state_ext.abandoned import (
+    ABANDONED,
+    NAMED,
+    RECENT,
+    UNKNOWN,
+    Found,
+    Homes,
+    judge,
+    look,
+    main,
+    refuse_operators_without_metadata,
+    remove,
+)
+from spark_state_ext.errors import LiveRunError, UsageError
 from spark_state_ext.folder import Folder
 from spark_state_ext.operator_folder import new_home
 
@@ -166,6 +178,18 @@ def test_a_location_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pyt
         with pytest.raises(SystemExit) as refused:
             main([str(tmp_path / "root"), *wrong])
         assert refused.value.code == 2
+
+
+def test_state_that_spark_cannot_list_is_refused(tmp_path: Path) -> None:
+    """Spark 3.5 writes no metadata of operators; Spark 4's reader then gives no rows, and no error."""
+    checkpoint = Folder(_checkpoint(tmp_path / "checkpoint", "used"))
+    refuse_operators_without_metadata(checkpoint)
+    checkpoint.child("state", "0", "_metadata").put("metadata", b"v1")
+    (tmp_path / "checkpoint" / "state" / "_notes").mkdir()
+    refuse_operators_without_metadata(checkpoint)
+    checkpoint.child("state", "1", "0").put("1.delta", b"state")
+    with pytest.raises(UsageError, match=r"state/1 .*start the query once with Spark 4"):
+        refuse_operators_without_metadata(checkpoint)
 
 
 def test_folders_of_an_object_store_are_found_and_removed(s3: Any, tmp_path: Path) -> None:
