@@ -297,16 +297,18 @@ class Bucket:
     def _with_snapshots_in_time(self, new: Pointer, due: bool, behind: Sequence[str], changed: bool) -> Pointer:
         """As `_with_snapshots`, where removed keys' bytes have to be gone within a time, too."""
         ages = new.ages
+        if ages is None:
+            return self._with_snapshots(new, due, behind)
         arrived = False
         # A bucket's first checkpoint has its whole state in its delta.
-        if ages is not None and len(new.lineage) > 1 and snapshot_asked(ages, self._batch_ms):
+        if len(new.lineage) > 1 and snapshot_asked(ages, self._batch_ms):
             arrived = self._arrived(new)
             if arrived and ages.snapshots_wanted == 1:
                 ages = replace(ages, snapshots_wanted=0)
             else:
                 due = True
         made = self._with_snapshots(new, due, behind)
-        if ages is not None and due and len(made.lineage) == 1 < len(new.lineage):
+        if due and len(made.lineage) == 1 < len(new.lineage):
             ages = with_snapshot(ages, self._batch_ms, changed, arrived)
         return replace(made, ages=ages)
 
