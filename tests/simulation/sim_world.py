@@ -145,6 +145,8 @@ class World:
         self.spark = StateFiles(config, first)
         # The model of every pointer.
         self.models: dict[bytes, Model] = {held.pointer.encode(): {} for held in first.values()}
+        # Of no state at all, which nobody can lose: a late attempt at the first batch sends all there is.
+        self.empty = set(self.models)
         # Of batches that Spark has planned: whether they have data, and their processing time, milliseconds.
         self.planned: dict[int, tuple[bool, int]] = {}
         self.sleeping: list[Attempt] = []
@@ -416,7 +418,7 @@ class World:
         for files in self._all(name):
             for file in files.names():
                 files.remove(file)
-        self.false[name].update(self.models)
+        self.false[name].update(self.models.keys() - self.empty)
         self.noticed = {key: beats for key, beats in self.noticed.items() if key[-1] != name}
 
     # -- attempts ----------------------------------------------------------------------------------
