@@ -27,6 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 from spark_state_ext import publishing
 from spark_state_ext.advice import advice_on
 from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, StoreFullError, UsageError
+from spark_state_ext.listing import listed_whole
 from spark_state_ext.store.descriptors import too_many, used_up
 
 __all__ = ["Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_relative", "taken"]
@@ -333,10 +334,10 @@ class Folder:
             return sorted(_entry(info) for info in found)
 
     def tree(self) -> list[Entry]:
-        """All files here and in the folders below, by their path from here."""
+        """All files here and in the folders below, by their path from here; one that cannot be listed is an error."""
         with self._translated(f"listing {self.root}"):
             self._fs.invalidate_cache(self._path)
-            found = self._fs.find(self._path, detail=True)
+            found = listed_whole(self._fs, self._path)
             files = ((posixpath.relpath(path, self._path), _entry(info)) for path, info in found.items())
             return sorted(replace(entry, name=path) for path, entry in files if not entry.folder)
 

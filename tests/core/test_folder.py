@@ -264,3 +264,26 @@ def test_a_store_that_cannot_be_reached_says_what_to_look_at() -> None:
     files = Folder("s3://bucket/root", options)
     with pytest.raises(StorageError, match="The store did not answer: see to the network, and to the endpoint"):
         files.names()
+
+
+def test_a_tree_has_what_lies_below(files: Folder) -> None:
+    assert files.tree() == []
+    for name in ("a", "sub/b", "sub/deep/c"):
+        files.put(name, b"1")
+    assert [(entry.name, entry.size_bytes) for entry in files.tree()] == [("a", 1), ("sub/b", 1), ("sub/deep/c", 1)]
+    assert [entry.name for entry in files.child("sub").tree()] == ["b", "deep/c"]
+
+
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(str(tmp_path))
+    folder.put("sub/deep/c", b"1")
+    listed = LocalFileSystem.ls
+
+    def ls(self: LocalFileSystem, path: str, **kwargs: object) -> object:
+        if path.endswith("deep"):
+            raise OSError(errno.EIO, "Input/output error", path)
+        return listed(self, path, **kwargs)
+
+    monkeypatch.setattr(LocalFileSystem, "ls", ls)
+    with pytest.raises(StorageError, match=r"listing .*Input/output error"):
+        folder.tree()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from uuid import UUID
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.errors import CorruptFileError, LiveRunError, MissingCheckpointError, UsageError
 from spark_state_ext.folder import Entry, Folder
@@ -200,3 +202,22 @@ def test_each_refusal_has_an_exit_code_and_a_typed_line(tmp_path: Path, capsys: 
     with pytest.raises(SystemExit) as wrong:
         main([str(tmp_path), "--to-batch", "1", "--delete"])
     assert wrong.value.code == 2
+
+
+def test_nothing_is_rolled_back_where_a_folder_cannot_be_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions that stay there would be taken for right, and counts lost."""
+    checkpoint = _made(tmp_path)
+    before, listed = checkpoint.tree(), LocalFileSystem.ls
+
+    def ls(self: LocalFileSystem, path: str, **kwargs: object) -> object:
+        if path.endswith("state/0/1"):
+            raise OSError(errno.EIO, "Input/output error", path)
+        return listed(self, path, **kwargs)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(LocalFileSystem, "ls", ls)
+        assert main([str(tmp_path), "--to-batch", "1", "--apply", "--idle-s", "0"]) == 1
+    assert capsys.readouterr().err.startswith("spark_state_ext.rollback: StorageError: listing")
+    assert checkpoint.tree() == before
