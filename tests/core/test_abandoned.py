@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,36 @@ def test_a_location_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pyt
         with pytest.raises(SystemExit) as refused:
             main([str(tmp_path / "root"), *wrong])
         assert refused.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("root", "more", "message"),
+    [
+        ("none", [], r"there is no folder \S+/none, or it is empty"),
+        ("empty", [], r"there is no folder \S+/empty, or it is empty"),
+        ("root", ["--operator", "cuont"], r"\S+/root has no operator 'cuont'; it has: count, sum\b"),
+        ("root", ["--operator", "count", "--operator", "../x"], r"has no operator '../x'; it has: count, sum\b"),
+        ("files", [], r"\S+/files has no operators"),
+        # The folder of an operator, and of a query.
+        ("root/count", [], r"give the root, not a folder in it: \S+/root/count/a has an operator file"),
+        ("root/count", ["--operator", "count"], r"give the root, not a folder in it: "),
+        ("root/count/a", [], r"give the root, not a folder in it: \S+/root/count/a has an operator file"),
+    ],
+)
+def test_a_folder_that_is_no_root_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], root: str, more: list[str], message: str
+) -> None:
+    """Else there would be nothing that is abandoned, which is wrong; or buckets would be listed as queries."""
+    _query(tmp_path / "root", "a")
+    _query(tmp_path / "root", "b", operator="sum")
+    for folder in ("empty", "files"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "files" / "notes.txt").write_text("mine")
+    command = [str(tmp_path / root), "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used"), *more]
+    assert main(command) == 1
+    said = capsys.readouterr()
+    assert re.match("spark_state_ext.abandoned: UsageError: .*" + message, said.err)
+    assert not said.out
 
 
 def test_state_that_spark_cannot_list_is_refused(tmp_path: Path) -> None:
