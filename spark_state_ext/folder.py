@@ -337,7 +337,7 @@ class Folder:
         """All files here and in the folders below, by their path from here; one that cannot be listed is an error."""
         with self._translated(f"listing {self.root}"):
             self._fs.invalidate_cache(self._path)
-            found = listed_whole(self._fs, self._path)
+            found = listed_whole(self._fs, self._path, self._atomic_put)
             files = ((posixpath.relpath(path, self._path), _entry(info)) for path, info in found.items())
             return sorted(replace(entry, name=path) for path, entry in files if not entry.folder)
 

@@ -32,6 +32,8 @@ __all__ = ["LEASE_MS_MIN", "Clock", "Lease", "LeaseState"]
 _LOGGER = logging.getLogger("spark_state_ext")
 LEASE_MS_MIN = 100
 _POLL_S = 0.2
+# Of which all but two hang.
+_THREADS_MAX = 8
 _STOP_ONE = ". Stop one of the two, and give a copied checkpoint a root of its own."
 _NOT_DONE = "; what this run had left to do in the background is not done."
 
@@ -53,6 +55,14 @@ class Clock:
     monotonic_s: Callable[[], float] = time.monotonic
     wall_s: Callable[[], float] = time.time
     sleep_s: Callable[[float], None] = time.sleep
+
+
+@dataclass(eq=False)
+class _Beside:
+    """Something that a thread is at since a time."""
+
+    begun_s: float
+    over: bool = False
 
 
 class LeaseState(enum.Enum):
@@ -98,8 +108,7 @@ class Lease:
         # When it was known last that the run holds it.
         self._known_at_s = -math.inf
         self._holding = threading.Lock()
-        self._renewing = False
-        self._looking = False
+        self._renewing = self._looking = _Beside(0.0, over=True)
         # Each its own threads: a store that hangs does not keep the others' leases from being renewed.
         self._beside = DaemonPool("leases")
         self._beside.threads_max = 2  # to look while a renewal hangs
@@ -155,13 +164,16 @@ class Lease:
         now_s = self._clock.monotonic_s()
         if now_s < max(self._renew_at_s, self._not_before_s):
             return
-        if not self._looking and now_s >= self._known_at_s + 2 * self._third_s:
-            self._looking = True
-            self._do_beside(self._look_beside, self._third_s)
+        if now_s >= self._known_at_s + 2 * self._third_s and self._may_begin(self._looking, now_s):
+            self._looking = _Beside(now_s)
+            self._do_beside(self._look_beside, self._looking, self._third_s)
             self._stop_if_lost(_STOP_ONE)
-        if not self._renewing:
-            self._renewing = True
-            self._do_beside(self._renew_beside, 0.0)
+        if self._may_begin(self._renewing, now_s):
+            if not self._renewing.over:
+                # The one that hangs has it.
+                self._holding = threading.Lock()
+            self._renewing = _Beside(now_s)
+            self._do_beside(self._renew_beside, self._renewing, 0.0)
 
     def check(self) -> None:
         """See that nobody has taken the lease over; for work after the run's last task, which must not renew it.
@@ -248,11 +260,27 @@ class Lease:
 
     # -- keeping it --------------------------------------------------------------------------------
 
-    def _do_beside(self, work: Callable[[], None], timeout_s: float) -> None:
+    def _may_begin(self, before: _Beside, now_s: float) -> bool:
+        """Whether there is none under way. One that takes as long as the lease lasts hangs, and does not count."""
+        if before.over:
+            return True
+        if now_s < before.begun_s + self._lease_ms / 1000 or self._beside.threads_max >= _THREADS_MAX:
+            return False
+        _LOGGER.warning("the store of the lease of %s does not answer: another request is made", self._log.root)
+        self._beside.threads_max += 1
+        return True
+
+    def _do_beside(self, work: Callable[[], None], which: _Beside, timeout_s: float) -> None:
+        def done() -> None:
+            try:
+                work()
+            finally:
+                which.over = True
+
         try:
-            wait([self._beside.submit(work)], timeout_s)
+            wait([self._beside.submit(done)], timeout_s)
         except StorageError as error:  # no thread
-            self._looking = self._renewing = False
+            which.over = True
             self._not_answered(error)
 
     def _look_beside(self) -> None:
@@ -263,8 +291,6 @@ class Lease:
         except StateError as error:
             # That a store does not answer is no reason to stop a run that holds it. (Clean-up looks itself.)
             self._not_answered(error)
-        finally:
-            self._looking = False
 
     def _look(self, and_so: str) -> Found | None:
         begun_s, before = self._clock.monotonic_s(), self._newest
@@ -295,8 +321,6 @@ class Lease:
             pass  # kept as the successor
         except StateError as error:
             self._not_answered(error)
-        finally:
-            self._renewing = False
 
     def _is_due(self) -> bool:
         return self._clock.monotonic_s() >= self._renew_at_s

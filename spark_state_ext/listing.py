@@ -10,18 +10,25 @@ from fsspec.spec import AbstractFileSystem
 __all__ = ["listed_whole"]
 
 
-def listed_whole(fs: AbstractFileSystem, path: str) -> dict[str, Any]:
+def listed_whole(fs: AbstractFileSystem, path: str, is_object_store: bool) -> dict[str, Any]:
     """All files below a path, with what the file system tells of them.
 
     fsspec's own ``find`` takes a folder that cannot be listed for an empty one (``walk`` omits what fails, and hands
     ``on_error`` to its first folder only). That of an object store lists everything in one go, or fails.
+
+    Parameters
+    ----------
+    fs, path
+        Where.
+    is_object_store
+        Whether the file system is known to be one.
 
     Raises
     ------
     OSError
         When a folder cannot be listed.
     """
-    if _lists_at_once(fs):
+    if is_object_store and _lists_at_once(fs):
         found: dict[str, Any] = fs.find(path, detail=True)
         return found
     found, folders = {}, [path]

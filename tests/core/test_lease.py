@@ -209,7 +209,7 @@ def _until(condition: Callable[[], bool]) -> None:
 def _renewed(lease: Lease) -> None:
     """Hold it, and wait for what is begun beside."""
     lease.hold()
-    _until(lambda: not lease._renewing)
+    _until(lambda: lease._renewing.over)
 
 
 def _lease(root: Path, me: RunIdentity, clock: Virtual) -> Lease:
@@ -484,12 +484,43 @@ def test_a_run_that_was_replaced_stops_while_its_renewal_hangs(tmp_path: Path, c
         first.hold()
     # And when its write arrives after all, nothing is changed by it.
     hang.go_on.set()
-    _until(lambda: not first._renewing)
+    _until(lambda: first._renewing.over)
     assert _newest(tmp_path).owner == _OTHER
     second.check()
     clock.now_s += 1.1 * _THIRD_S
     _renewed(second)
     assert second.state is LeaseState.HELD
+
+
+def test_requests_that_never_return_end_neither_renewing_nor_noticing(tmp_path: Path) -> None:
+    """One renewal and one look: each is begun anew by another thread when it has taken as long as the lease lasts."""
+    never, hung = threading.Event(), [2]
+    first = Lease(Folder(str(tmp_path)), RunIdentity("one", "plan of one"), 300)
+    first.hold()
+    newest = first._log.newest
+
+    def hangs() -> Found | None:
+        if hung[0]:
+            hung[0] -= 1
+            assert never.wait(60.0)
+        return newest()
+
+    first._log.newest = hangs  # type: ignore[method-assign]
+    number, deadline_s = newest(), time.monotonic() + 30
+    assert number is not None
+    while (found := newest()) is None or found.number < number.number + 2:
+        assert time.monotonic() < deadline_s
+        first.hold()
+        time.sleep(0.02)
+    assert hung == [0]
+    hung[0] = 2
+    second = Lease(Folder(str(tmp_path)), RunIdentity("two", "plan of two"), 300)
+    second.hold()
+    with pytest.raises(LiveRunError, match="was taken over by"):
+        while time.monotonic() < deadline_s + 30:
+            first.hold()
+            time.sleep(0.02)
+    never.set()
 
 
 def test_a_write_that_arrives_when_its_number_is_free_again_changes_nothing(tmp_path: Path, clock: Virtual) -> None:
@@ -503,7 +534,7 @@ def test_a_write_that_arrives_when_its_number_is_free_again_changes_nothing(tmp_
         clock.now_s += 1.1 * _THIRD_S
         _renewed(second)
     hang.go_on.set()
-    _until(lambda: not first._renewing)
+    _until(lambda: first._renewing.over)
     assert _newest(tmp_path).owner == _OTHER
     with pytest.raises(LiveRunError):
         first.hold()
@@ -557,7 +588,7 @@ def test_a_store_that_hangs_does_not_keep_other_leases_from_being_renewed(tmp_pa
     _renewed(second)
     assert _newest(tmp_path / "well").renewed_ms > before
     hang.go_on.set()
-    _until(lambda: not first._renewing)
+    _until(lambda: first._renewing.over)
 
 
 def test_a_folder_that_was_removed_is_taken_again(tmp_path: Path, clock: Virtual) -> None:
@@ -688,4 +719,4 @@ def test_a_call_after_a_long_pause_notices_itself_that_the_query_folder_was_remo
     clock.now_s += 2.1 * _THIRD_S
     lease.hold()
     assert lease.times_removed == 1
-    _until(lambda: not lease._renewing)
+    _until(lambda: lease._renewing.over)

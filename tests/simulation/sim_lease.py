@@ -88,6 +88,8 @@ class Beside:
 
     def __init__(self) -> None:
         self.hangs = False
+        # As for threads, of which there is one more for each request that hangs.
+        self.threads_max = 2
         self.waiting: list[Callable[[], None]] = []
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
