@@ -14,7 +14,8 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from spark_state_ext.folder import Folder
 from spark_state_ext.lease_log import LeaseLog
 from spark_state_ext.lease_record import Found
 from spark_state_ext.operator_folder import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.pool import DaemonPool
 
 __all__ = ["Kept", "LeaseKeeper"]
 
@@ -32,6 +34,8 @@ _POLL_S_MIN = 0.05
 _SELDOM_S = 10.0
 # Where no query has been active for so long, the session is asked seldom.
 _QUIET_S = 60.0
+# A session that gives no answer for so long is not asked any more.
+_LOST_S = 60.0
 
 
 @dataclass(eq=False)
@@ -61,6 +65,40 @@ class Kept:
     _not_before_s: float = -math.inf
     _list_at_s: float = -math.inf
     _untold: list[str] = field(default_factory=list)
+    # A store that hangs keeps no other one's leases from being renewed.
+    _pool: DaemonPool = field(default_factory=lambda: DaemonPool("leases"))
+    _under_way: Future[None] | None = None
+    _begun_s: float = -math.inf
+
+    def begin(self, active: Sequence[str], now_s: float) -> None:
+        """As `poll`, in a thread of its own; nothing while the call before is under way."""
+        if self._under_way is not None and not self._under_way.done():
+            if now_s > self._begun_s + _SELDOM_S:
+                self._say(
+                    "the leases below %s are not looked after: its store has not answered for %d s. Look at the "
+                    "store. While a query has no batches for lease_ms, another run may take its state over",
+                    self.folder.root,
+                    _SELDOM_S,
+                )
+            return
+        self._begun_s = now_s
+        try:
+            self._under_way = self._pool.submit(self._poll, active, now_s)
+        except StateError as error:
+            self.put_off(error, now_s)
+
+    def end(self) -> None:
+        """Have the thread end."""
+        self._pool.close()
+
+    def _poll(self, active: Sequence[str], now_s: float) -> None:
+        try:
+            self.poll(active, now_s, int(time.time() * 1000))
+        except StateError as error:
+            self.put_off(error, now_s)
+        except Exception:
+            # A fault of ours, which nobody else would tell of; the other leases are looked after all the same.
+            _LOGGER.exception("the leases below %s are not looked after", self.folder.root)
 
     def poll(self, active: Iterable[str], now_s: float, now_ms: int) -> None:
         """Renew what belongs to active queries, and release what belongs to queries that were.
@@ -71,21 +109,44 @@ class Kept:
             Ids of the session's active queries.
         now_s, now_ms
             A monotonic clock, and the time.
+
+        Raises
+        ------
+        StateError
+            When it could be done for none of them.
         """
         if now_s < self._not_before_s:
             return
-        active = set(active)
-        for home in active:
-            self._renew(home, now_ms)
-        for home in self._active - active:
-            self._release(home, now_ms)
-        self._active = {home for home in active if self._seen.get(home) is not None}
+        active, ended = set(active), self._active - set(active)
+        failed = self._each(active, lambda home: self._renew(home, now_ms))
+        failed |= self._each(ended, lambda home: self._release(home, now_ms))
+        # What could not be released is tried again.
+        self._active = {home for home in active if self._seen.get(home) is not None} | (ended & failed.keys())
+        untold = bool(active - self._active - failed.keys())
         if now_s >= self._list_at_s:
             self._list_at_s = now_s + _SELDOM_S
-            self._untold = self._find_untold() if active - self._active else []
+            self._untold = self._find_untold() if untold else []
         # Which of the queries these belong to, nobody can tell; so they are not released.
-        for home in self._untold if active - self._active else ():
-            self._renew(home, now_ms)
+        homes = self._untold if untold else []
+        failed |= self._each(homes, lambda home: self._renew(home, now_ms))
+        if failed and len(failed) == len(active | ended | set(homes)):
+            raise next(iter(failed.values()))
+
+    def _each(self, homes: Iterable[str], work: Callable[[str], None]) -> dict[str, StateError]:
+        """Do `work` for each query folder; one that is damaged keeps no other one from it."""
+        failed: dict[str, StateError] = {}
+        for home in homes:
+            try:
+                work(home)
+            except StateError as error:
+                failed[home] = error
+                self._say(
+                    "the lease below %s cannot be looked after by this process: %s. While its query has no batches "
+                    "for lease_ms, another run may take its state over",
+                    self.folder.where(home),
+                    error,
+                )
+        return failed
 
     def put_off(self, error: StateError, now_s: float) -> None:
         """The root does not answer here: it is asked seldom, and said once."""
@@ -120,13 +181,18 @@ class Kept:
 
     def _find_untold(self) -> list[str]:
         """Query folders of this application whose tasks were not told their query."""
+        ours: list[str] = []
+
+        def look(name: str) -> None:
+            found = LeaseLog(self.folder.child(name)).newest()
+            if found is not None:
+                owner = found.record.owner
+                if owner.application == self.application and owner.plan in self.plans:
+                    ours.append(name)
+
         names = [name for name in self.folder.names() if name not in (SPILL_FOLDER, STARTING_FOLDER)]
-        found = {name: LeaseLog(self.folder.child(name)).newest() for name in names if name.startswith("t")}
-        return [
-            name
-            for name, it in found.items()
-            if it is not None and it.record.owner.application == self.application and it.record.owner.plan in self.plans
-        ]
+        self._each((name for name in names if name.startswith("t")), look)
+        return ours
 
     def _say(self, text: str, *told: object) -> None:
         said = text % told
@@ -143,6 +209,13 @@ class _Session:
     kept: dict[str, Kept] = field(default_factory=dict)
     asked_at_s: float = 0.0
     active_at_s: float = 0.0
+    # Since when it has given errors in place of answers.
+    failing_since_s: float | None = None
+
+    def end(self) -> None:
+        """Have its threads end."""
+        for kept in self.kept.values():
+            kept.end()
 
 
 class LeaseKeeper:
@@ -199,7 +272,9 @@ class LeaseKeeper:
     def _loop(self) -> None:
         while True:
             with self._lock:
-                self._sessions = [it for it in self._sessions if it.session() is not None]
+                for it in [it for it in self._sessions if it.session() is None]:
+                    self._sessions.remove(it)
+                    it.end()
                 sessions = list(self._sessions)
                 lease_ms = min((kept.lease_ms for it in sessions for kept in it.kept.values()), default=None)
                 if lease_ms is None:
@@ -219,18 +294,32 @@ class LeaseKeeper:
         try:
             active = [] if session is None else [query.id for query in session.streams.active]
         except Exception as error:
-            # Stopped, in one of many ways. Nobody knows what became of its queries, so nothing is released.
-            _LOGGER.info("the session's queries are no longer known: %s", error)
-            with self._lock:
-                self._sessions.remove(it)
+            self._failed(it, session, error, now_s)
             return
+        it.failing_since_s = None
         if active:
             it.active_at_s = now_s
         for kept in list(it.kept.values()):
-            try:
-                kept.poll(active, now_s, int(time.time() * 1000))
-            except StateError as error:
-                kept.put_off(error, now_s)
-            except Exception:
-                # A fault of ours, which nobody else would tell of; the other leases are looked after all the same.
-                _LOGGER.exception("the leases below %s are not looked after", kept.folder.root)
+            kept.begin(active, now_s)
+
+    def _failed(self, it: _Session, session: Any, error: Exception, now_s: float) -> None:
+        """Nobody knows what became of the queries, so nothing is released; one failed request says little."""
+        if it.failing_since_s is None:
+            it.failing_since_s = now_s
+        # Only sessions of Connect tell whether they were stopped.
+        stopped = getattr(session, "is_stopped", False) is True
+        if not stopped and now_s < it.failing_since_s + _LOST_S:
+            return
+        if stopped:
+            _LOGGER.info("the session was stopped; its queries are no longer known: %s", error)
+        else:
+            _LOGGER.warning(
+                "this process no longer renews the leases of the session's queries: the session has given errors for "
+                "%d s, the last of them: %s. While a query has no batches for lease_ms, another run may take its state "
+                "over. To have its lease renewed, start the query again from a session that answers",
+                _LOST_S,
+                error,
+            )
+        with self._lock:
+            self._sessions.remove(it)
+        it.end()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from spark_state_ext.errors import LiveRunError, StorageError
 from spark_state_ext.folder import Folder
 from spark_state_ext.lease import Clock, Lease
-from spark_state_ext.lease_log import LeaseLog
+from spark_state_ext.lease_log import LEASE_FOLDER, LeaseLog
 from spark_state_ext.lease_record import Found, RunIdentity
-from spark_state_ext.spark.keeper import Kept
+from spark_state_ext.spark.keeper import Kept, LeaseKeeper
 
 _APP, _PLAN = "app-1 driver:7001", "plan"
 _ME = RunIdentity(_APP, _PLAN, "query")
@@ -116,3 +120,100 @@ def test_a_root_that_the_driver_cannot_reach_is_said_once(
             kept.put_off(StorageError("403"), float(at))
     assert len(caplog.records) == 1
     assert "cannot be looked after by this process: 403" in caplog.records[0].getMessage()
+
+
+def _damage(folder: Folder, home: str) -> None:
+    lease = folder.child(home).child(LEASE_FOLDER)
+    for name in lease.names():
+        lease.put(name, b"damaged")
+
+
+def test_a_damaged_lease_keeps_no_other_one_from_being_renewed_and_released(
+    folder: Folder, kept: Kept, caplog: pytest.LogCaptureFixture
+) -> None:
+    homes = ["query-1", "query-2", "query-3"]
+    for home in homes:
+        _task(folder, home)
+    kept.poll(homes, 0.0, 0)
+    _damage(folder, "query-2")
+    for at in range(1, 4):
+        kept.poll(homes, float(at), at)
+    assert [_newest(folder, home).number for home in ("query-1", "query-3")] == [4, 4]
+    kept.poll([], 4.0, 4)
+    assert all(_newest(folder, home).record.released for home in ("query-1", "query-3"))
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(said) == 1 and "query-2" in said[0]
+
+
+class _Session:
+    """Its list of active queries fails when told to."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.asked = 0
+
+    @property
+    def streams(self) -> SimpleNamespace:
+        self.asked += 1
+        if self.fails:
+            raise ConnectionError("UNAVAILABLE: one request failed")
+        return SimpleNamespace(active=[SimpleNamespace(id="query")])
+
+
+def _eventually(holds: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def keeper() -> Iterator[LeaseKeeper]:
+    keeper = LeaseKeeper()
+    yield keeper
+    keeper.stop()
+
+
+def test_a_session_that_fails_for_a_moment_is_asked_again(folder: Folder, keeper: LeaseKeeper) -> None:
+    _task(folder, "query")
+    session = _Session()
+    session.fails = True
+    keeper.keep(session, [folder], _APP, _PLAN, 300)
+    _eventually(lambda: session.asked > 2)
+    session.fails = False
+    _eventually(lambda: _newest(folder, "query").number > 2)
+
+
+def test_a_session_that_fails_for_long_is_given_up_and_that_is_said(
+    folder: Folder, keeper: LeaseKeeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spark_state_ext.spark.keeper._LOST_S", 0.5)
+    session = _Session()
+    session.fails = True
+    keeper.keep(session, [folder], _APP, _PLAN, 300)
+    _eventually(lambda: keeper._thread is None)
+    assert session.asked > 2
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING and "no longer renews the leases" in record.getMessage()
+
+
+def test_a_store_that_hangs_keeps_no_other_one_from_being_asked(
+    folder: Folder, keeper: LeaseKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = Folder(str(tmp_path / "hangs")).child("counts")
+    _task(folder, "query")
+    never, newest = threading.Event(), LeaseLog.newest
+
+    def silent(self: LeaseLog) -> Found | None:
+        if self.root.startswith(hangs.root):
+            never.wait()
+        return newest(self)
+
+    monkeypatch.setattr(LeaseLog, "newest", silent)
+    session = _Session()
+    try:
+        keeper.keep(session, [hangs, folder], _APP, _PLAN, 300)
+        _eventually(lambda: _newest(folder, "query").number > 2)
+        assert not never.is_set()
+    finally:
+        never.set()
