@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from arrow_schemas.operator import parse_operator_file_name
 from spark_state_ext.errors import (
     CorruptFileError,
     LiveRunError,
@@ -45,6 +46,9 @@ __all__ = ["Rollback", "carry_out", "check_idle", "main", "plan_rollback"]
 _PARALLEL_MAX = 8
 _IDLE_S = 60.0
 _NAMED_MAX = 3
+_METADATA = "metadata"
+# Folders of each folder, to tell the root of an ArrowState.
+_LOOKED_AT_MAX = 10
 
 
 @dataclass(frozen=True)
@@ -198,11 +202,19 @@ def check_idle(plan: Rollback, now_s: float, idle_s: float, where: str) -> None:
     LiveRunError
         When the checkpoint was written less than `idle_s` ago.
     """
-    if plan.newest_s is not None and now_s - plan.newest_s < idle_s:
+    written = _written_ago_s(plan, now_s, idle_s)
+    if written is not None:
         raise LiveRunError(
-            f"{where} was written {max(0.0, now_s - plan.newest_s):.0f} s ago, so its query may be running: stop it. "
+            f"{where} was written {written:.0f} s ago, so its query may be running: stop it. "
             "Where it is stopped, wait, or say --idle-s 0."
         )
+
+
+def _written_ago_s(plan: Rollback, now_s: float, idle_s: float) -> float | None:
+    """How long ago the checkpoint was written; None where that is long enough, or the file system does not tell."""
+    if plan.newest_s is None or now_s - plan.newest_s >= idle_s:
+        return None
+    return max(0.0, now_s - plan.newest_s)
 
 
 def carry_out(checkpoint: Folder, plan: Rollback, aside: str | None) -> int:
@@ -242,6 +254,7 @@ def planned(checkpoint: Folder, to_batch: int) -> Rollback:
     StateError
         As `plan_rollback`; `StorageError` where it cannot be listed or read.
     """
+    _refuse_other_folder(checkpoint)
     entries = checkpoint.tree()
     logs = [file for file in (parse_path(entry.name) for entry in entries) if file is not None and file.kind == COMMITS]
     ids = {
@@ -252,11 +265,40 @@ def planned(checkpoint: Folder, to_batch: int) -> Rollback:
     return plan_rollback(entries, to_batch, ids, checkpoint.root)
 
 
+def _refuse_other_folder(checkpoint: Folder) -> None:
+    """Refuse what is no checkpoint at all, before its files are called unknown."""
+    if not {_METADATA, COMMITS}.isdisjoint(checkpoint.names()):
+        return
+    ours = "; it looks like the root of an ArrowState, or a folder in it" if _has_operator(checkpoint) else ""
+    raise UsageError(
+        f"{checkpoint.root} is no Spark checkpoint location: it has neither 'metadata' nor commits/{ours}. Give "
+        "checkpointLocation."
+    )
+
+
+def _has_operator(folder: Folder, below: int = 2) -> bool:
+    """Whether there is an operator file, here or in the first few folders."""
+    entries = folder.entries()
+    if any(parse_operator_file_name(entry.name) is not None for entry in entries):
+        return True
+    folders = [entry.name for entry in entries if entry.folder][: _LOOKED_AT_MAX if below else 0]
+    return any(_has_operator(folder.child(name), below - 1) for name in folders)
+
+
 def _print(plan: Rollback) -> None:
     for file in plan.files:
         print(f"{file.kind} {'version' if file.kind == STATE else 'batch'}={file.number} path={file.path}")
     counts = {kind: sum(file.kind == kind for file in plan.files) for kind in (STATE, COMMITS, OFFSETS)}
     print(f"files={len(plan.files)} " + " ".join(f"{kind}={count}" for kind, count in counts.items()))
+
+
+def _what_next(written_s: float | None, idle_s: float) -> str:
+    if written_s is None:
+        return "nothing was changed: --apply does it"
+    return (
+        f"nothing was changed. --apply would refuse now (not yet: written {written_s:.0f} s ago): stop the query, "
+        f"and wait until {idle_s:g} s have passed, or say --idle-s 0"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -292,11 +334,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         checkpoint = Folder(options.checkpoint, options.storage_options)
         plan = planned(checkpoint, options.to_batch)
-        _print(plan)
         if not options.apply:
-            print("nothing was changed: --apply does it")
+            _print(plan)
+            print(_what_next(_written_ago_s(plan, time.time(), options.idle_s), options.idle_s))
             return 0
         check_idle(plan, time.time(), options.idle_s, checkpoint.root)
+        _print(plan)
         aside = f"{ROLLED_BACK}to-{plan.to_batch}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
         done = carry_out(checkpoint, plan, None if options.delete else aside)
     except StateError as error:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from uuid import UUID
@@ -202,6 +205,53 @@ def test_each_refusal_has_an_exit_code_and_a_typed_line(tmp_path: Path, capsys: 
     with pytest.raises(SystemExit) as wrong:
         main([str(tmp_path), "--to-batch", "1", "--delete"])
     assert wrong.value.code == 2
+
+
+@pytest.mark.parametrize("given", ["", "count", f"count/{_ID}"])
+def test_the_root_of_an_arrow_state_is_no_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    """It was said to hold files that this command does not know, which one should move elsewhere: that loses state."""
+    state = Folder(str(tmp_path)).child("count", _ID)
+    state.put("operator_0.json", b"{}")
+    state.child("0").put(f"1_{'0' * 32}.delta.arrow", b"rows")
+    root = str(tmp_path / given)
+    assert main([root, "--to-batch", "1"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"spark_state_ext.rollback: UsageError: {root} is no Spark checkpoint location: ")
+    assert "it looks like the root of an ArrowState, or a folder in it" in said
+    assert "Give checkpointLocation" in said
+    assert "Move them" not in said
+
+
+def test_any_other_folder_is_no_checkpoint_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _made(tmp_path / "query")
+    assert main([str(tmp_path), "--to-batch", "1"]) == 1
+    said = capsys.readouterr().err
+    assert "UsageError" in said
+    assert "it has neither 'metadata' nor commits/. Give checkpointLocation" in said
+    assert "ArrowState" not in said
+
+
+def test_a_checkpoint_that_was_just_written_is_refused_before_its_files_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = _made(tmp_path)
+    for entry in checkpoint.tree():
+        os.utime(tmp_path / entry.name, (time.time() - 33,) * 2)
+    command = [str(tmp_path), "--to-batch", "1"]
+    assert main([*command, "--apply"]) == 1
+    said = capsys.readouterr()
+    assert "LiveRunError" in said.err
+    assert not said.out
+    assert main(command) == 0
+    *listed, last = capsys.readouterr().out.splitlines()
+    assert len(listed) == 9
+    assert re.match(
+        r"nothing was changed\. --apply would refuse now \(not yet: written 3\d s ago\): stop the query", last
+    )
+    assert main([*command, "--idle-s", "0"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing was changed: --apply does it"
 
 
 def test_nothing_is_rolled_back_where_a_folder_cannot_be_listed(
