@@ -218,11 +218,16 @@ def refuse_elsewhere(job: Job, root: Folder, pointer: Pointer, scratch: Path) ->
         moved = any(has_checkpoint(place, ref) for place in there for ref in confirmed if ref is not None)
     if not moved:
         old = ", ".join(pointer.standings)
+        names = ", ".join(backend.name for backend in job.backends)
+        if Backend(job.root).name in pointer.standings:
+            # The root is right, and was left out.
+            where, mend = names, f"add 'fsspec' to backends, which stands for the root {job.root}"
+        else:
+            where, mend = str(files.root), f"set the root back to {old}"
         raise StateElsewhereError(
-            f"operator {job.operator!r} has its state in {old}, and the job names "
-            f"{', '.join(backend.name for backend in job.backends)}, where it is not (looked for under {files.root}): "
-            f"set the root back to {old}. To move the state, keep both places for a while with backends=[…], or copy "
-            "all files of the old place first. Nothing was written and no state is lost."
+            f"operator {job.operator!r} has its state in {old}, and the job names {names}, where it is not (looked for "
+            f"in {where}): {mend}. To move the state, keep both places for a while with backends=[…], or copy all "
+            "files of the old place first. Nothing was written and no state is lost."
         )
 
 

@@ -69,6 +69,16 @@ def test_a_root_that_has_nothing_is_refused(tmp_path: Path, through: CheckpointR
     _refuse(_job(a), pointer, tmp_path)
 
 
+def test_a_root_that_was_left_out_of_the_backends_is_to_be_added(tmp_path: Path) -> None:
+    """The root is right: to set it back would change nothing."""
+    a, b = _root(tmp_path / "a", file_name(NEWEST, DELTA)), tmp_path / "b"
+    with pytest.raises(StateElsewhereError, match="add 'fsspec' to backends, which stands for the root") as raised:
+        _refuse(_job(a, Backend(str(b))), _pointer((a, Standing(NEWEST))), tmp_path)
+    assert f"has its state in {a}, and the job names {b}, where it is not" in str(raised.value)
+    assert "set the root back" not in str(raised.value)
+    assert f"looked for under {a}" not in str(raised.value)
+
+
 @pytest.mark.parametrize("kind", [DELTA, SNAPSHOT])
 def test_a_root_that_was_copied_is_taken(tmp_path: Path, kind: str) -> None:
     a = _root(tmp_path / "a", file_name(NEWEST, kind))
