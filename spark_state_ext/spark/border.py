@@ -22,7 +22,7 @@ import pyspark
 import arrow_schemas
 import spark_state_ext
 from spark_state_ext import errors
-from spark_state_ext.errors import StateValueError
+from spark_state_ext.errors import StateValueError, UserFunctionError
 
 __all__ = ["bordered", "told"]
 
@@ -34,6 +34,8 @@ T = TypeVar("T")
 _HIDE = "SPARK_HIDE_TRACEBACK"
 # Frames of compiled libraries, such as pandas, name files that are nowhere.
 _COMPILED = (".pyx", ".pxi", ".pxd")
+# Raised when no line of the function is left, or before the first, as for a function of too few parameters.
+_OVER = (StateValueError, UserFunctionError)
 _RAISED = "Where it was raised:"
 
 
@@ -83,11 +85,11 @@ def told(error: BaseException, function: Callable[..., Any] | None = None) -> Ex
     -------
     Exception
         Its text has, in this order: the first line of the error's; the user's own line of code that it came from, if
-        there is one (for a value that was refused when the function was over, where that begins); the rest of the
+        there is one (else, for what the function gave or how it was called, where it begins); the rest of the
         error's text; and its traceback, with those of its causes.
     """
     sentence, *more = _message_of(error).split("\n")
-    own = _own_line(error, function) or (_first_line(function) if isinstance(error, StateValueError) else [])
+    own = _own_line(error, function) or (_first_line(function) if isinstance(error, _OVER) else [])
     lines = [sentence, *own, *more, "", _RAISED]
     # What cannot be sent would end the worker without a word.
     text = "\n".join([*lines, *_traceback(error)]).encode("utf-8", "backslashreplace").decode()

@@ -7,13 +7,11 @@ and names of columns are Python objects, which are compared otherwise than array
 
 from __future__ import annotations
 
-import inspect
 import re
 from importlib import metadata
 from typing import Any
 
 import pyspark
-from pyspark.errors import PySparkTypeError
 
 __all__ = [
     "NUMBERS_JOIN",
@@ -22,7 +20,6 @@ __all__ = [
     "STATE_BINARY",
     "labels_of",
     "same_labels",
-    "udf_return_type_error",
 ]
 
 _found = re.match(r"(\d+)\.(\d+)", pyspark.__version__)
@@ -51,17 +48,3 @@ def same_labels(columns: Any, labels: Any) -> bool:
         return bool(columns.array.equals(labels) if PANDAS_MAJOR >= 3 else columns.tolist() == labels)
     except (TypeError, ValueError):  # labels of several levels, or one whose comparison has no answer, such as NA
         return False
-
-
-_NAMES = inspect.signature(PySparkTypeError.__init__).parameters
-
-
-def udf_return_type_error(actual: object, expected: str) -> PySparkTypeError:
-    """Spark's own error for a function that returned the wrong kind of thing."""
-    error_class, parameters = "UDF_RETURN_TYPE", {"expected": expected, "actual": type(actual).__name__}
-    arguments: dict[str, Any]
-    if "errorClass" in _NAMES:
-        arguments = {"errorClass": error_class, "messageParameters": parameters}
-    else:
-        arguments = {"error_class": error_class, "message_parameters": parameters}
-    return PySparkTypeError(**arguments)

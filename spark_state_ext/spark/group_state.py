@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from pyspark.sql.streaming.state import GroupState
 from pyspark.sql.types import StructType, TimestampType
 
 from spark_state_ext.errors import StateValueError
+from spark_state_ext.spark.results import short
 
 __all__ = ["NO_TIMEOUT", "Clock", "KeyState", "watermark_of"]
 
@@ -18,6 +20,8 @@ __all__ = ["NO_TIMEOUT", "Clock", "KeyState", "watermark_of"]
 NO_TIMEOUT = -1
 _LONG_MAX = 2**63 - 1
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
+# Spark's own would take them apart: a dict into its keys, text into letters.
+_NO_TUPLES = (Mapping, str, bytes, bytearray, Set)
 _KNOWN = _PLAIN | {np.float64, np.int64, np.float32, np.int32, np.bool_}
 
 
@@ -122,7 +126,7 @@ class KeyState(GroupState):
             value = tuple([v.tolist() if isinstance(v, np.generic) else v for v in newValue])
         else:
             self._make()
-            if newValue is not None and not hasattr(newValue, "__iter__"):
+            if newValue is not None and (isinstance(newValue, _NO_TUPLES) or not hasattr(newValue, "__iter__")):
                 raise self._refused(newValue)
             super().update(newValue)
             before = self.value
@@ -136,7 +140,7 @@ class KeyState(GroupState):
 
     def _refused(self, value: Any) -> StateValueError:
         return StateValueError(
-            f"update() was given {value!r} and the state has the columns {', '.join(self.clock.schema.names)}: "
+            f"update() was given {short(value)} and the state has the columns {', '.join(self.clock.schema.names)}: "
             "give a tuple of one value each"
         )
 

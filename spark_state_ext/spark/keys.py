@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import copy
 import math
-import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import GeneratorType
@@ -27,7 +26,6 @@ from spark_state_ext.spark.compat import (
     SPARK_VERSION,
     labels_of,
     same_labels,
-    udf_return_type_error,
 )
 from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
 from spark_state_ext.spark.groups import CallContext, Groups
@@ -38,6 +36,7 @@ from spark_state_ext.spark.pandas_values import (
     table_to_frame,
 )
 from spark_state_ext.spark.per_key import Call, Changes, PerKeyCaller, reraise
+from spark_state_ext.spark.results import checked_result, short
 from spark_state_ext.spark.state_values import changeable
 
 __all__ = ["KeyCaller", "as_frames"]
@@ -135,7 +134,7 @@ class KeyCaller(PerKeyCaller):
             try:
                 result = function(key, pdfs, state)
                 # A generator it is nearly always, and need not be looked at.
-                for item in result if type(result) is GeneratorType else _checked(result):
+                for item in result if type(result) is GeneratorType else checked_result(result):
                     if type(item) is pd.DataFrame and len(item):
                         keep(item)
                         keep_key(key)
@@ -299,10 +298,10 @@ class _Outputs:
             yield from self._joined()
 
     def check(self, frame: pd.DataFrame, key: tuple[Any, ...]) -> None:
-        """Refuse a column that the output does not have. Spark would pass over it, and store NULL for the one that was
-        meant; it takes columns by their places where none has a name."""
+        """Refuse a column that the output does not have, or that has no name. Spark would pass over it, and store NULL
+        for the one that was meant: it joins a frame with the output's columns to it, and so never goes by places."""
         wrong = [label for label in frame.columns if label not in self._names] if self._strict else []
-        if wrong and any(isinstance(label, str) for label in frame.columns):
+        if wrong:
             self.wrong_key = key
             raise StateValueError(
                 f"the function gave a frame with the columns {', '.join(map(str, frame.columns))}; the output schema "
@@ -325,7 +324,7 @@ class _Outputs:
             self._rows += [self._row(row) for row in item]
         elif not isinstance(item, Mapping):
             raise ResultTypeError(
-                f"the function gave {reprlib.repr(item)} ({type(item).__name__}) for a row: return, or yield, one "
+                f"the function gave {short(item)} ({type(item).__name__}) for a row: return, or yield, one "
                 f"tuple of {', '.join(self._names)} for each output row (one row alone as [row]), lists of such "
                 "tuples, dicts of columns, or pandas.DataFrames"
             )
@@ -384,7 +383,7 @@ class _Outputs:
                         self.wrong_key = self._key_of(self._row_owners[bisect.bisect_right(self._row_starts, at) - 1])
                         raise ResultTypeError(
                             f"output column {field.name!r} of type {field.dataType.simpleString()} cannot hold "
-                            f"{reprlib.repr(value)} ({type(value).__name__}), in the row {reprlib.repr(rows[at])}"
+                            f"{short(value)} ({type(value).__name__}), in the row {short(rows[at])}"
                         )
 
     def _add_whole(self, frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
@@ -398,7 +397,9 @@ class _Outputs:
 
     def _row(self, row: Any) -> tuple[Any, ...]:
         if not isinstance(row, tuple) or len(row) != len(self._names):
-            raise ResultTypeError(f"the function gave {row!r} for a row; expected a tuple of {', '.join(self._names)}")
+            raise ResultTypeError(
+                f"the function gave {short(row)} for a row; expected a tuple of {', '.join(self._names)}"
+            )
         return self._copy(row) if self._copied else row
 
     def _copy(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -447,20 +448,6 @@ def _become_floats(values: Sequence[Any], kinds: set[type]) -> bool:
     )
 
 
-def _checked(result: Any) -> Iterable[Any]:
-    """What the user's function returned, if Spark would take it; and, which Spark would not, a dict of columns."""
-    items: Iterable[Any]
-    if isinstance(result, pd.DataFrame):
-        raise udf_return_type_error(result, "iterable of pandas.DataFrame")
-    if isinstance(result, Mapping):
-        return (result,)
-    try:
-        items = iter(result)
-    except TypeError:
-        raise udf_return_type_error(result, "iterable") from None
-    return items
-
-
 def as_frames(result: Any, output_type: StructType) -> Iterator[pd.DataFrame]:
     """What a user's function returned, all of it as frames; rows that come one after the other are in one.
 
@@ -477,7 +464,7 @@ def as_frames(result: Any, output_type: StructType) -> Iterator[pd.DataFrame]:
         When it is something that `KeyCaller` does not take either.
     """
     outputs = _Outputs(output_type.names, frozenset(changeable(output_type)))
-    for item in _checked(result):
+    for item in checked_result(result):
         if isinstance(item, pd.DataFrame):
             yield from outputs.rest()
             yield item

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import re
-import reprlib
 import unicodedata
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ from spark_state_ext.spark.group_state import NO_TIMEOUT, KeyState
 from spark_state_ext.spark.groups import CallContext, Groups, note_place
 from spark_state_ext.spark.output import Outbox
 from spark_state_ext.spark.per_key import Call, Changes, PerKeyCaller, reraise, shown_key
+from spark_state_ext.spark.results import short
 from spark_state_ext.spark.state_values import column_to_values, row_keeper, values_to_column
 
 __all__ = ["RowCaller", "row_class"]
@@ -184,8 +184,8 @@ class RowCaller(PerKeyCaller):
                 at = next(at for at, row in enumerate(rows) if type(row) is kind)
                 whose(at)
                 raise ResultTypeError(
-                    f"the function gave {rows[at]!r} ({kind.__name__}) for a row: return, or yield, one tuple for each "
-                    "output row"
+                    f"the function gave {short(rows[at])} ({kind.__name__}) for a row: return, or yield, one tuple "
+                    "for each output row"
                 )
         try:
             by_column = list(zip(*rows, strict=True))
@@ -194,7 +194,7 @@ class RowCaller(PerKeyCaller):
         if len(by_column) != len(fields):
             at = next(at for at, row in enumerate(rows) if len(row) != len(fields))
             whose(at)
-            raise ResultTypeError(f"the function gave {rows[at]!r} for a row; expected a tuple of {names}")
+            raise ResultTypeError(f"the function gave {short(rows[at])} for a row; expected a tuple of {names}")
         columns = [
             values_to_column(values, spark.dataType, field.type, f"output column {field.name!r}", whose)
             for values, spark, field in zip(by_column, self._output_type.fields, fields, strict=True)
@@ -211,7 +211,7 @@ def _iterable(given: Any) -> Iterable[Any]:
     """What the function returned, if it holds rows."""
     if not hasattr(given, "__iter__"):
         raise ResultTypeError(
-            f"the function gave {reprlib.repr(given)} ({type(given).__name__}): return, or yield, one tuple for each "
+            f"the function gave {short(given)} ({type(given).__name__}): return, or yield, one tuple for each "
             "output row, or return None"
         )
     rows: Iterable[Any] = given

@@ -15,12 +15,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyspark.errors import PySparkTypeError
 from pyspark.sql.streaming.state import GroupState
 from pyspark.sql.types import ArrayType, BooleanType, LongType, StructField, StructType
 
 from arrow_schemas import RowSchema, key_fields, state_fields
 from spark_state_ext.errors import ResultTypeError, StateValueError, UserFunctionError
+from spark_state_ext.spark.border import told
 from spark_state_ext.spark.compat import NUMBERS_JOIN
 from spark_state_ext.spark.group_state import Clock, KeyState
 from spark_state_ext.spark.groups import CallContext, Groups, Result
@@ -553,11 +553,43 @@ def test_values_of_rows_that_spark_would_convert_go_to_it() -> None:
     assert list(frame["n"]) == [2, "3", None]
 
 
-@pytest.mark.parametrize("result", [None, 5, pd.DataFrame({"k": [1], "n": [2]})], ids=["None", "5", "a frame"])
-def test_what_spark_refuses_too_has_sparks_error_and_the_key(result: Any) -> None:
-    with pytest.raises(UserFunctionError, match=r"key \(41,\) \(bucket 3, batch 7\): .*should be iterable") as raised:
-        called(caller(lambda key, pdfs, state: result), grouped([41], [0]))
-    assert isinstance(raised.value.__cause__, PySparkTypeError)
+def _beginning(function: Any) -> str:
+    return f'  File "{__file__}", line {function.__code__.co_firstlineno}, in {function.__name__}'
+
+
+def _away_from_tests(error: BaseException) -> BaseException:
+    """Without the frames of these tests, which are not there in Spark's worker."""
+    if error.__cause__ is not None:
+        error.__cause__.with_traceback(None)
+    return error.with_traceback(None)
+
+
+RETURNED: list[tuple[Any, str]] = [
+    (None, r"returned None: yield rows or frames, or return a list of them \(\[\] for none\)"),
+    (5, r"returned 5 \(int\): yield rows or frames, or return a list of them \(\[\] for none\)"),
+    (pd.DataFrame({"k": [1], "n": [2]}), r"returned a DataFrame: yield it, or return \[frame\]"),
+]
+
+
+@pytest.mark.parametrize(("result", "text"), RETURNED, ids=["None", "5", "a frame"])
+def test_what_cannot_be_gone_through_is_refused_with_its_key_and_where_the_function_begins(
+    result: Any, text: str
+) -> None:
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Any:
+        return result
+
+    with pytest.raises(ResultTypeError, match=rf"the function {text} \(key \(41,\), bucket 3, batch 7\)") as raised:
+        called(caller(function), grouped([41], [0]))
+    assert _beginning(function) in str(told(_away_from_tests(raised.value), function))
+
+
+def test_a_function_of_other_parameters_is_shown_where_it_begins() -> None:
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame]) -> Any:
+        return []
+
+    with pytest.raises(UserFunctionError, match="2 positional arguments but 3 were given") as raised:
+        called(caller(function), grouped([41], [0]))
+    assert _beginning(function) in str(told(_away_from_tests(raised.value), function))
 
 
 def test_a_misnamed_column_is_refused_with_its_key() -> None:
@@ -573,15 +605,49 @@ def test_a_misnamed_column_is_refused_with_its_key() -> None:
         with pytest.raises(StateValueError, match=rf"no 'N'.*strict_output=False.*key \({wrong},\)"):
             called(one, groups)
         assert sum(map(len, called(caller(function), groups))) == 25 * 20 + 25
-    # Without names, columns go by their places.
-    one = KeyCaller(
-        lambda key, pdfs, state: [pd.DataFrame([[1, 2]])],
-        SCHEMA,
-        STATE,
-        ["k", "v"],
-        ["k", "n"],
-        "UTC",
-        9,
-        strict_output=True,
-    )
-    assert len(called(one, grouped([1], [0]))) == 1
+
+
+@pytest.mark.parametrize("labels", [[0, 1], [("k", ""), ("n", "")]], ids=["no names", "tuples"])
+def test_a_frame_whose_columns_have_no_names_is_refused_with_its_key(labels: list[Any]) -> None:
+    """Spark adds a frame with the output's names to it, and so has NULL in all of them."""
+
+    def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Iterator[pd.DataFrame]:
+        frame = pd.DataFrame([[key[0], 1]])
+        frame.columns = pd.Index(labels)
+        yield frame
+
+    one = KeyCaller(function, SCHEMA, STATE, ["k", "v"], ["k", "n"], "UTC", 9, strict_output=True)
+    with pytest.raises(StateValueError, match=r"the output schema has k, n and no .*strict_output=False.*key \(1,\)"):
+        called(one, grouped([1], [0]))
+    assert len(called(caller(function), grouped([1], [0]))) == 1
+
+
+@pytest.mark.parametrize("value", [{"n": 1}, "h", b"h", {5}, frozenset({5})], ids=repr)
+def test_what_would_be_taken_apart_is_refused_where_it_is_given(value: Any) -> None:
+    """Spark's own stores the name of the column, the letter, the byte's number and the set's item."""
+    state = KeyState((1,), Clock(0, 0, "NoTimeout", False, False, STATE))
+    with pytest.raises(StateValueError, match="the state has the columns n: give a tuple of one value each"):
+        state.update(value)
+    assert state.get == (1,), "the state before stays"
+
+
+LONG = pd.Series(["a\nb"] * 50)
+LINES: list[Any] = [LONG, [(1, 2, LONG)], [(1, "x" * 5_000, 3)]]
+
+
+@pytest.mark.parametrize("result", LINES, ids=["items", "a row", "a long row"])
+def test_a_value_in_an_errors_text_is_short_and_in_its_first_line(result: Any) -> None:
+    with pytest.raises(ResultTypeError) as raised:
+        called(caller(lambda key, pdfs, state: [result]), grouped([41], [0]))
+    first, *_ = str(raised.value).split("\n")
+    assert "(key (41,), bucket 3, batch 7)" in first
+    assert len(first) < 500
+
+
+def test_a_state_in_an_errors_text_is_short_and_in_its_first_line() -> None:
+    state = KeyState((1,), Clock(0, 0, "NoTimeout", False, False, STATE))
+    for value in ((1, LONG), ("x" * 5_000, 2)):
+        with pytest.raises(StateValueError, match="give a tuple of one value each") as raised:
+            state.update(value)
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 500
