@@ -142,7 +142,8 @@ def test_a_damaged_lease_keeps_no_other_one_from_being_renewed_and_released(
     kept.poll([], 4.0, 4)
     assert all(_newest(folder, home).record.released for home in ("query-1", "query-3"))
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(said) == 1 and "query-2" in said[0]
+    assert len(said) == 1
+    assert "query-2" in said[0]
 
 
 class _Session:
@@ -194,7 +195,8 @@ def test_a_session_that_fails_for_long_is_given_up_and_that_is_said(
     _eventually(lambda: keeper._thread is None)
     assert session.asked > 2
     [record] = caplog.records
-    assert record.levelno == logging.WARNING and "no longer renews the leases" in record.getMessage()
+    assert record.levelno == logging.WARNING
+    assert "no longer renews the leases" in record.getMessage()
 
 
 def test_a_store_that_hangs_keeps_no_other_one_from_being_asked(
