@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -35,6 +36,9 @@ _METADATA = "metadata"
 _NAMED_MAX = 10
 # Records of the present format; and the one file of formats 1 to 3.
 _LEASE = ("lease/", "lease.json")
+# Rows in transit, too.
+_BEFORE_STATE = (*_LEASE, f"{SPILL_FOLDER}/")
+_SPARK_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Found:
     operator, home
         Where it lies.
     ours
-        It has an operator file that names it.
+        It has an operator file that names it; or a query's name, and only what a run leaves before its state begins.
     files, size_bytes
         What is in it.
     newest_s
@@ -164,7 +168,7 @@ def _found(root: Folder, operator: str, home: str) -> Found:
     return Found(
         operator,
         home,
-        any(_names(folder, entry.name, operator, home) for entry in files),
+        any(_names(folder, entry.name, operator, home) for entry in files) or _never_began(home, files),
         len(files),
         sum(entry.size_bytes for entry in files),
         _newest_s(files),
@@ -181,6 +185,12 @@ def _names(folder: Folder, name: str, operator: str, home: str) -> bool:
     except (CorruptError, MissingCheckpointError):
         return False
     return (file.operator, file.query_id) == (operator, home)
+
+
+def _never_began(home: str, files: Collection[Entry]) -> bool:
+    """Whether a folder has what a run leaves before its state begins, and nothing else."""
+    named_by_us = is_new_home(home) or _SPARK_ID.fullmatch(home) is not None
+    return named_by_us and bool(files) and all(entry.name.startswith(_BEFORE_STATE) for entry in files)
 
 
 def _newest_s(entries: Iterable[Entry]) -> float | None:

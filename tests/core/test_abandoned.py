@@ -8,6 +8,7 @@ import re
 import time
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -136,6 +137,28 @@ def test_what_is_abandoned_goes_and_nothing_else(tmp_path: Path, capsys: pytest.
     assert not other.exists()
     assert not (root / "count" / "recent").exists()
     assert (root / "count" / "used").exists()
+
+
+@pytest.mark.parametrize("file", ["lease/0000000000000001.json", "lease.json", "spill/3-1700000000/part.arrow"])
+def test_a_folder_whose_state_never_began_is_judged_like_others(tmp_path: Path, file: str) -> None:
+    """A run that failed early leaves its lease, or rows in transit, and no operator file."""
+    gone, used, recent = (str(UUID(int=number)) for number in range(3))
+    for home in (gone, used, recent, "notes"):
+        path = tmp_path / "root" / "count" / home / file
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    other = tmp_path / "root" / "count" / str(UUID(int=9)) / "mine.txt"
+    other.parent.mkdir()
+    other.write_text("mine")
+    _age(tmp_path / "root", 100)
+    _age(tmp_path / "root" / "count" / recent, 2)
+    root = Folder(str(tmp_path / "root"))
+    homes = Homes(frozenset([used]), complete=False)
+    found = {it.home: judge(it, homes, time.time(), 30 * _DAY_S) for it in look(root)}
+    assert found == {gone: ABANDONED, used: NAMED, recent: RECENT, "notes": UNKNOWN, other.parent.name: UNKNOWN}
+    command = [root.root, "--checkpoint", _checkpoint(tmp_path / "checkpoint", used), "--remove"]
+    assert main(command) == 0
+    assert {it.home for it in look(root)} == found.keys() - {gone}
 
 
 def test_a_folder_that_somebody_writes_to_meanwhile_is_left(tmp_path: Path) -> None:
