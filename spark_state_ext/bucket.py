@@ -140,7 +140,9 @@ class Bucket:
             store, places, self._uploads, self._options, batches_retained, self._runner, scratch, clock_s, run
         )
         known = taken_over(pointer, places)
-        self._sources = Sources(restore_order(places, known, restore_from), pointer, restore_from)
+        # Longer than a backend that fails is tried again, so that its error is told.
+        silent_s = self._options.commit_timeout_ms / 1000 * 1.1
+        self._sources = Sources(restore_order(places, known, restore_from), pointer, restore_from, silent_s)
         self._sizes: Sizes | None = None
         kept_ms = pointer.ages.window_ms if pointer.ages is not None else None
         self._loader = Loader(store, self._sources, pointer.operator, pointer.bucket, scratch, kept_ms)

@@ -2,17 +2,20 @@
 
 A file has the same name everywhere, and wherever it comes from it is checked the same, so a lineage may be put
 together from several backends. What a backend lacks or gives damaged is asked of the next one; where the job prefers
-it, or it had confirmed that it has the file, that is an error to be told. A backend that does not answer is asked once;
-after that only for what no other one has.
+it, or it had confirmed that it has the file, that is an error to be told. A backend that fails is asked once; after
+that only for what no other one has. One that gives neither an answer nor an error for long is not asked again.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 import pyarrow as pa
@@ -30,6 +33,7 @@ from spark_state_ext.errors import (
     StoreFullError,
 )
 from spark_state_ext.folder import Readable
+from spark_state_ext.pool import DaemonPool
 from spark_state_ext.sealed import SealedFile, SealedFiles
 
 __all__ = ["Sources", "restore_order"]
@@ -60,10 +64,14 @@ class _Answering:
         return self._noticed(lambda: self._files.get_range(name, start, end))
 
     def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
-        self._noticed(lambda: self._files.get_file(name, local_path))
+        self.size(name)  # so that nothing is written for a reader that nobody waits for any more
+        self._files.get_file(name, local_path)
 
     def open_local(self, name: str) -> pa.NativeFile | None:
-        return self._files.open_local(name)
+        found = self._files.open_local(name)
+        if found is not None:
+            self._answered()
+        return found
 
     def _noticed(self, work: Callable[[], T]) -> T:
         found = work()
@@ -105,10 +113,13 @@ class _Unopened:
 class _Source:
     """One backend, as far as it is known whether it answers."""
 
-    def __init__(self, name: str, files: Readable, standing: Standing | None) -> None:
+    def __init__(self, name: str, files: Readable, standing: Standing | None, silent_s: float) -> None:
         self.name = name
         self.files = files
         self.standing = standing
+        self._silent_s = silent_s
+        self._silent: StorageError | None = None
+        self._lock = threading.Lock()
         # Why it was given up; None while it was not.
         self.away: StorageError | None = None
         self._first = threading.Lock()
@@ -126,15 +137,55 @@ class _Source:
                 raise_if_closed()
         return self.away is not None
 
-    def read(self, work: Callable[[Readable], T]) -> T:
+    def read(self, work: Callable[[Readable], T], raise_if_closed: Callable[[], None]) -> T:
         """Run `work` on its files."""
         try:
-            return work(self.files if self._known.is_set() else _Answering(self.files, self._known.set))
+            if self._silent is not None:
+                raise self._silent
+            return work(self.files) if self._known.is_set() else self._first_read(work, raise_if_closed)
         except StorageError as error:
             if not isinstance(error, StoreFullError):  # that is of the local disk
                 self.away = error
             raise
         finally:
+            self._known.set()
+
+    def _first_read(self, work: Callable[[Readable], T], raise_if_closed: Callable[[], None]) -> T:
+        """Run `work` in a thread that is left alone when the backend gives neither an answer nor an error."""
+        given_up = threading.Event()
+        pool = DaemonPool("first read")
+        future: Future[T] = pool.submit(work, _Answering(self.files, lambda: self._answered(given_up)))
+        until_s = time.monotonic() + self._silent_s
+        try:
+            while not wait([future], min(_LOOK_S, max(until_s - time.monotonic(), 0.01))).done:
+                if self._is_awaited(until_s, given_up, raise_if_closed):
+                    break
+            return future.result()
+        finally:
+            pool.close()
+
+    def _is_awaited(self, until_s: float, given_up: threading.Event, raise_if_closed: Callable[[], None]) -> bool:
+        """Whether the backend has answered, so that its reader may write files, and ends when it is told to."""
+        with self._lock:
+            if self._silent is None and not self._known.is_set() and time.monotonic() >= until_s:
+                self._silent = StorageError(
+                    f"the backend {self.name} has neither answered nor failed for {self._silent_s:.1f} s "
+                    "(commit_timeout_ms and a tenth). Look at its store, then start the query again"
+                )
+            try:
+                if self._silent is not None:
+                    raise self._silent
+                if not self._known.is_set():
+                    raise_if_closed()
+            except StateError:
+                given_up.set()
+                raise
+            return self._known.is_set()
+
+    def _answered(self, given_up: threading.Event) -> None:
+        with self._lock:
+            if given_up.is_set():
+                raise InterruptedRestoreError(f"the backend {self.name} answered too late")
             self._known.set()
 
     def not_asked(self, name: str) -> StorageError:
@@ -174,9 +225,14 @@ class Sources:
         Whose inline deltas come first.
     preferred
         The backend that the job wants its state from; None when it does not say.
+    silent_s
+        A backend that gives neither an answer nor an error for so long is given up.
     """
 
-    def __init__(self, places: Sequence[Place], pointer: Pointer, preferred: str | None = None) -> None:
+    def __init__(
+        self, places: Sequence[Place], pointer: Pointer, preferred: str | None = None, silent_s: float = math.inf
+    ) -> None:
+        self._silent_s = silent_s
         self._inline = SealedFiles((SealedFile.of(it.name, it.data) for it in pointer.inline), "in Spark's state")
         self._places = list(places)
         self._sources: list[_Source] | None = None
@@ -225,7 +281,7 @@ class Sources:
             if source.name in away and does_without:
                 continue
             try:
-                found = source.read(work)
+                found = source.read(work, self.raise_if_closed)
             except (CorruptError, MissingCheckpointError, StorageError) as error:
                 failures[source.name] = error
                 if several and source.away is error:
@@ -322,11 +378,11 @@ class Sources:
         try:
             if self._pointer.ref is not None:
                 place.restore.init(Checkpoint(self._pointer.ref, self._pointer.markers))
-            return _Source(place.name, place.restore.restore(), standing)
+            return _Source(place.name, place.restore.restore(), standing, self._silent_s)
         except StorageError as error:
             if len(self._places) == 1:
                 raise
-            return _Source(place.name, _Unopened(place.name, error), standing)
+            return _Source(place.name, _Unopened(place.name, error), standing, self._silent_s)
 
     def _note_gaps(self, ref: CheckpointRef, kind: str, failures: Mapping[str, StateError]) -> None:
         """What backends failed to give that another one gave, where it was theirs to give."""

@@ -28,7 +28,7 @@ from spark_state_ext import retry
 from spark_state_ext.backends import Checkpoint
 from spark_state_ext.backends.files import FilesRestore
 from spark_state_ext.bucket import Bucket
-from spark_state_ext.commit import Place
+from spark_state_ext.commit import CommitOptions, Place
 from spark_state_ext.errors import CorruptStoreError, InterruptedRestoreError, LiveRunError, StorageError
 from spark_state_ext.folder import Folder
 from spark_state_ext.pool import DaemonPool, side_by_side
@@ -59,7 +59,13 @@ class Restores:
     def asked(self, name: str) -> list[str]:
         return self.log(name).read_text().splitlines() if self.log(name).exists() else []
 
-    def bucket(self, *places: Place, prefer: str | None = None, pointer: Pointer | None = None) -> Bucket:
+    def bucket(
+        self,
+        *places: Place,
+        prefer: str | None = None,
+        pointer: Pointer | None = None,
+        options: CommitOptions | None = None,
+    ) -> Bucket:
         store = LocalStore(self.folder / f"disk-{time.monotonic_ns()}", SCHEMA)
         self._exits.callback(store.close)
         return Bucket(
@@ -69,6 +75,7 @@ class Restores:
             WRITER,
             self.folder,
             self.life.background,
+            options=options,
             restore_from=prefer,
         )
 
@@ -255,6 +262,27 @@ def test_what_only_a_backend_has_that_did_not_answer_is_asked_of_it(restores: Re
     with pytest.raises(StorageError, match="refused"):
         bucket.read(scanned)
     assert sum(name in line for line in restores.asked("b")) in (1, 2)
+
+
+def test_a_backend_that_is_silent_is_done_without(restores: Restores) -> None:
+    """It gives no error either, as a network drive whose server is gone."""
+    options = CommitOptions(commit_delay_ms_max=0, commit_timeout_ms=500)
+    bucket = restores.bucket(restores.place("b", takes_s=TAKES_S), restores.place("a"), prefer="b", options=options)
+    assert _in_thread(lambda: bucket.read(scanned)).result(ENDS_S) == restores.life.models[-1]
+    assert len(restores.asked("b")) == 1
+
+
+def test_a_sole_backend_that_is_silent_ends_the_restore(restores: Restores) -> None:
+    options = CommitOptions(commit_delay_ms_max=0, commit_timeout_ms=500)
+    bucket = restores.bucket(restores.place("b", takes_s=TAKES_S), options=options)
+    with pytest.raises(StorageError, match="the backend b has neither answered nor failed"):
+        _in_thread(lambda: bucket.read(scanned)).result(ENDS_S)
+
+
+def test_a_backend_that_is_slow_over_a_file_but_answers_is_waited_for(restores: Restores) -> None:
+    options = CommitOptions(commit_delay_ms_max=0, commit_timeout_ms=700)
+    bucket = restores.bucket(restores.place("a", takes_s=0.4), options=options)
+    assert bucket.read(scanned) == restores.life.models[-1]
 
 
 def test_a_backend_that_cannot_even_be_opened_is_done_without(restores: Restores) -> None:
