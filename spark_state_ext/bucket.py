@@ -332,6 +332,8 @@ class Bucket:
         try:
             return self._with_snapshot(new, due, behind, again)
         except StateError as error:
+            if self._sources.is_closed:  # by a load that failed: the next call needs other restore managers
+                raise
             # The deltas are durable and hold everything. The snapshot stays due, so the next commit tries again.
             _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", new.ref, error)
             return new

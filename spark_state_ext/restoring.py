@@ -355,6 +355,11 @@ class Sources:
         for place in self._places:
             place.restore.close()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed.is_set()
+
     def raise_if_closed(self) -> None:
         """End a read or a wait.
 

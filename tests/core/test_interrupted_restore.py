@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_support import SCHEMA, WRITER, scanned
+from core_support import KEYS, SCHEMA, WRITER, Row, buffer_of, scanned
 from life import WAIT_S, Life
 from stalling_disk import STORE
 
@@ -233,6 +233,37 @@ def test_side_by_side_results_are_in_order_and_the_first_error_is_raised() -> No
     with pytest.raises(ZeroDivisionError):
         side_by_side("p", 4, lambda n: 1 // (n - 30), range(50))
     assert side_by_side("p", 4, int, []) == []
+
+
+def test_a_load_that_fails_for_a_snapshot_fails_the_commit(restores: Restores, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has closed the restore managers, so whoever uses them has to begin anew."""
+    life = restores.life
+    monkeypatch.setattr("spark_state_ext.bucket.snapshot_due", lambda *_: True)
+    pin = LocalStore.pin
+
+    def damaged(self: LocalStore, *args: Any) -> Any:
+        monkeypatch.setattr(LocalStore, "pin", pin)
+        raise CorruptStoreError("a page is damaged")
+
+    monkeypatch.setattr(LocalStore, "pin", damaged)
+    bucket = life.bucket()
+    for place in bucket._places:
+        monkeypatch.setattr(place.restore, "restore", lambda: _Failing())
+    with pytest.raises(StorageError, match="503"):
+        bucket.commit(buffer_of({KEYS[0]: Row(1)}, life.local))
+    # The next attempt has others.
+    life.batch()
+    assert life.bucket().read(scanned) == life.models[-1]
+
+
+class _Failing:
+    """Files none of which can be read now."""
+
+    def where(self, name: str) -> str:
+        return name
+
+    def __getattr__(self, name: str) -> Any:
+        raise StorageError("503")
 
 
 # -- a backend that does not answer ----------------------------------------------------------------
