@@ -119,7 +119,7 @@ class BatchCaller:
         except StateError as error:
             note_place(error, context)
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # `sys.exit` too
             raise UserFunctionError(f"the function failed for {batch!r}: {said(error)}").with_traceback(
                 error.__traceback__
             ) from error

@@ -150,7 +150,7 @@ class KeyCaller(PerKeyCaller):
                     note_position(position)
                     note_value(state.value)
                     note_timeout(state.timeout_ms)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # `sys.exit` too
                 reraise(error, outputs.wrong_key or key, context, timed_out)
             after_key()
         try:

@@ -188,7 +188,7 @@ class PerKeyCaller(abc.ABC):
         return Changed(positions, rows)
 
 
-def reraise(error: Exception, key: tuple[Any, ...], context: CallContext, timed_out: bool) -> NoReturn:
+def reraise(error: Exception | SystemExit, key: tuple[Any, ...], context: CallContext, timed_out: bool) -> NoReturn:
     """Raise what a user's function raised as one of our errors: with the key, and its traceback for Spark to show."""
     if isinstance(error, StateValueError):
         note_place(error, f"key {shown_key(key)}", context)

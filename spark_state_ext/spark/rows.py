@@ -140,7 +140,7 @@ class RowCaller(PerKeyCaller):
                     note_position(position)
                     note_value(state.value)
                     note_timeout(state.timeout_ms)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # `sys.exit` too
                 reraise(error, tuple(key), context, timed_out)
             if len(output) >= _ROWS_MAX:
                 yield from outbox.add(self._table(output, owners, ends, context))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -390,6 +391,14 @@ def test_an_exception_names_what_was_called(late: bool) -> None:
         run(generating if late else function, grouped(1, 2), {}, {9: None})
     assert isinstance(raised.value.__cause__, KeyError)
     assert "function" in [entry.name for entry in raised.traceback], "Spark shows no cause"
+
+
+def test_an_exit_is_an_error_of_the_function() -> None:
+    def function(batch: StateBatch) -> Any:
+        sys.exit(3)
+
+    with pytest.raises(UserFunctionError, match=r"the function failed for StateBatch\(.*: SystemExit: 3"):
+        run(function, grouped(1, 2), {}, {9: None})
 
 
 def test_an_error_of_the_batch_is_told_with_bucket_and_line() -> None:

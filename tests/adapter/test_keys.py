@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -126,6 +127,16 @@ def test_an_exception_names_key_bucket_and_batch() -> None:
     assert raised.traceback[-1].name == "function", (
         "Spark shows no cause, so the line must be in the error's own traceback"
     )
+
+
+def test_an_exit_is_an_error_of_the_function_with_its_key() -> None:
+    """Spark's worker would end by it, behind a traceback without the key."""
+
+    def function(key: Any, rows: Any, state: Any) -> Any:
+        sys.exit(3)
+
+    with pytest.raises(UserFunctionError, match=r"key \(41,\) \(bucket 3, batch 7\): SystemExit: 3"):
+        called(caller(function), grouped([41], [0]))
 
 
 def test_an_exception_without_a_text_is_named_by_its_type() -> None:

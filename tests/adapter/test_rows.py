@@ -7,6 +7,7 @@ import datetime as dt
 import decimal
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -585,6 +586,16 @@ def test_an_exception_names_key_bucket_and_batch(late: bool) -> None:
         run(generating if late else function, numbers((41, 0)))
     assert isinstance(raised.value.__cause__, KeyError)
     assert "function" in [entry.name for entry in raised.traceback]
+
+
+def test_an_exit_is_an_error_of_the_function_with_its_key() -> None:
+    """Spark's worker would end by it, behind a traceback without the key."""
+
+    def function(key: Any, rows: Any, state: Any) -> Any:
+        sys.exit(3)
+
+    with pytest.raises(UserFunctionError, match=r"key \(41,\) \(bucket 3, batch 7\): SystemExit: 3"):
+        run(function, numbers((41, 0)))
 
 
 def test_a_null_where_none_may_be_is_named_with_its_key() -> None:
