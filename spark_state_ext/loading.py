@@ -256,15 +256,15 @@ class Loader:
             )
         elif causes is telling and self._kept_ms is None:
             mend += (
-                " Where nothing lies there at all any more: if the job's root was changed, set it back; if it was "
-                "removed, start from a new checkpoint location."
+                " If the whole folder is gone: set root back if you changed it; otherwise start from a new checkpoint "
+                "location."
             )
-        error: Failure = type(causes[0])(
-            what
-            + "; ".join(str(failure) for failure in telling)
-            + (f"; and no snapshot stands in for it ({tried} looked for)" if tried else "")
-            + f". {mend}"
-        )
+        missing = ""
+        if tried:
+            missing = " The file that could replace it does not exist either."
+        if tried > 1:
+            missing = f" None of the {tried} files that could replace it exists either."
+        error: Failure = type(causes[0])(what + "; ".join(str(failure) for failure in telling) + f".{missing} {mend}")
         error.__cause__ = causes[0]
         return error
 

@@ -337,6 +337,15 @@ def test_one_place_for_another_at_once(life: Life) -> None:
     assert life.restored(pointer, "b") == life.models[-1]
 
 
+def test_files_that_are_all_gone_are_told_with_what_to_do(life: Life) -> None:
+    life.history(3)
+    for name in life.folder("a").names():
+        life.folder("a").remove(name)
+    text = r"None of the \d+ files that could replace it exists? either\. .*If the whole folder is gone: set root back"
+    with pytest.raises(MissingCheckpointError, match=text):
+        life.restored(life.pointers[-1], "a")
+
+
 def test_a_state_that_lies_elsewhere_says_where(life: Life) -> None:
     life.history(3)
     with pytest.raises(MissingCheckpointError, match="The state lies in a, which the job does not name"):
