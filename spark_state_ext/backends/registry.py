@@ -141,7 +141,9 @@ def configured(
     if restore_from == FSSPEC:
         restore_from = Backend(root).name
     if restore_from is not None and restore_from not in names:
-        raise UsageError(f"restore_from must be one of {', '.join(names)}, not {restore_from!r}")
+        raise UsageError(
+            f"restore_from must be a name of one of the backends ({', '.join(names)}), not {restore_from!r}"
+        )
     return journal, found
 
 

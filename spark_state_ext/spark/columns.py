@@ -21,6 +21,7 @@ __all__ = [
     "event_time_of",
     "packable",
     "place_of",
+    "refuse_equal_names",
     "refuse_session_windows",
     "resolve_keys",
     "struct_of",
@@ -45,6 +46,20 @@ def struct_of(given: StructType | str, spark: Any, name: str) -> StructType:
     if not isinstance(parsed, StructType):
         raise UsageError(f"{name} must be a struct of named columns, not {given!r}")
     return parsed
+
+
+def refuse_equal_names(columns: StructType, what: str, case_sensitive: bool) -> None:
+    """Raise a UsageError where two columns have one name, as this session tells names apart."""
+    seen: set[str] = set()
+    for name in columns.names:
+        folded = name if case_sensitive else name.lower()
+        if folded in seen:
+            how = "" if columns.names.count(name) > 1 else ", or set spark.sql.caseSensitive, as their cases differ"
+            raise UsageError(
+                f"two {what} columns have one name, {folded!r}: {', '.join(columns.names)}; call one of them "
+                f"otherwise{how}"
+            )
+        seen.add(folded)
 
 
 def resolve_keys(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from spark_state_ext.erasure import WINDOWS
 from spark_state_ext.errors import UsageError
 
-__all__ = ["check_sizes", "check_times", "erase_window_ms"]
+__all__ = ["check_flags", "check_sizes", "check_times", "erase_window_ms"]
 
 BUCKETS_MAX = 1 << 15
 MEMORY_BYTES_MIN = 1 << 20
@@ -13,6 +13,19 @@ MEMORY_BYTES_MIN = 1 << 20
 MEMORY_BYTES_MAX = 1 << 30
 # Below that, a file's snapshots would cost more than the state.
 ERASE_WITHIN_S_MIN = 3_600
+
+
+def check_flags(**values: bool) -> None:
+    """Refuse what is neither True nor False, such as text, which would all be true; arguments by their names.
+
+    Raises
+    ------
+    UsageError
+        When one is something else.
+    """
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"{name} must be True or False, not {value!r}")
 
 
 def check_sizes(buckets: int, memory_bytes_max: int, inline_bytes_max: int, task_inline_bytes_max: int) -> None:

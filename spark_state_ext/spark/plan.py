@@ -26,13 +26,14 @@ from spark_state_ext.spark.columns import (
     KeyLike,
     event_time_of,
     packable,
+    refuse_equal_names,
     resolve_keys,
     struct_of,
 )
 from spark_state_ext.spark.combine import Combiner, Combining
 from spark_state_ext.spark.job import ARROW, PANDAS, ROWS, Job
 from spark_state_ext.spark.keeper import LeaseKeeper
-from spark_state_ext.spark.limits import check_sizes, check_times, erase_window_ms
+from spark_state_ext.spark.limits import check_flags, check_sizes, check_times, erase_window_ms
 from spark_state_ext.spark.neighbours import tell_of_others
 from spark_state_ext.spark.observed import with_sizes, with_start
 from spark_state_ext.spark.output import OUTPUT_SCHEMA
@@ -154,6 +155,7 @@ class ArrowState:
             )
         if not isinstance(storage_options, (Mapping, type(None))):
             raise UsageError(f"storage_options must be a mapping, such as a dict, not {storage_options!r}")
+        check_flags(strict=strict, strict_output=strict_output, clean_up=clean_up)
         check_sizes(buckets, memory_bytes_max, inline_bytes_max, task_inline_bytes_max)
         check_times(lease_ms, local_keep_s, commit_delay_ms_max, commit_timeout_ms)
         refuse_relative(root, "root")
@@ -378,10 +380,9 @@ class ArrowState:
         key_type, positions, extra_keys = resolve_keys(df, input_type, key_list)
         key_fields(key_type.json())
         state_fields(state_type.json())
+        refuse_equal_names(state_type, "state", spark.conf.get("spark.sql.caseSensitive", "false") == "true")
+        refuse_equal_names(output_type, "output", case_sensitive=True)
         if api != PANDAS:
-            for names, what in ((state_type.names, "state"), (output_type.names, "output")):
-                if len(set(names)) != len(names):
-                    raise UsageError(f"two {what} columns have one name: {', '.join(names)}; columns go by name")
             state_fields(output_type.json(), "output")
             state_fields(input_type.json(), "input")
         if not state_type.fields:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_state_ext.errors import UsageError
+from spark_state_ext.spark.limits import check_flags
 from spark_state_ext.spark.tuning import Change, untune
 from spark_state_ext.spark.tuning import tune as _tune
 
@@ -66,12 +67,16 @@ def enable(spark: SparkSession, state: ArrowState, *, tune: bool = False) -> dic
     Raises
     ------
     UsageError
-        When `state` is no `ArrowState`.
+        When `spark` is no session, `state` no `ArrowState`, or `tune` no bool.
     """
     from spark_state_ext.spark.plan import ArrowState  # which imports this module
 
+    # By what is used of it: Connect's sessions are of another class.
+    if isinstance(spark, type) or not (callable(getattr(spark, "range", None)) and hasattr(spark, "conf")):
+        raise UsageError(f"enable(spark, state) takes a Spark session and then an ArrowState; the session is {spark!r}")
     if not isinstance(state, ArrowState):
         raise UsageError(f"enable(spark, state) takes a Spark session and then an ArrowState, not {state!r}")
+    check_flags(tune=tune)
     with _lock:
         frame = spark.range(0)
         _patch_frame(type(frame))

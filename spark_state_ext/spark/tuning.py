@@ -44,8 +44,11 @@ def tune(spark: SparkSession) -> dict[str, Change]:
             _LOGGER.info("%s is not set: this Spark does not know it", name)
             continue
         before = spark.conf.get(name)
-        # All that was ever set; defaults are not among them.
-        if name in dict(spark.conf.getAll):
+        # All that was ever set; defaults are not among them. Clients of PySpark 3.5 cannot list it.
+        chosen = getattr(spark.conf, "getAll", None)
+        if chosen is None:
+            _LOGGER.info("%s stays %s: this PySpark cannot tell whether somebody has chosen it", name, before)
+        elif name in dict(chosen):
             _LOGGER.info("%s stays %s, which somebody has chosen", name, before)
         else:
             spark.conf.set(name, value)

@@ -337,6 +337,13 @@ def test_plans_that_are_refused(session: Any, tmp_path: Path) -> None:
             apply(events, "key", count_arrow, COUNTS, "n long", "append", "LunchTimeout")
         with pytest.raises(UsageError, match="__expires_ms"):
             apply(events, "key", count_arrow, COUNTS, "n long, __expires_ms long")
+    for output, kept, text in (
+        (COUNTS, "n long, n long", "two state columns have one name, 'n'"),
+        (COUNTS, "n long, N long", "two state columns have one name, 'n'.*spark.sql.caseSensitive"),
+        ("k string, k long", "n long", "two output columns have one name, 'k'"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            state.apply_in_pandas_with_state(events, "key", count_arrow, output, kept, "update", "NoTimeout")
     expiring = ArrowState(str(tmp_path / "root"), "tested", ttl=Ttl(1, clock="event"))
     with pytest.raises(UnsupportedPlanError, match="needs an input with a watermark"):
         expiring.apply_in_arrow_with_state(events, "key", count_arrow, COUNTS, "n long")
