@@ -32,8 +32,8 @@ __all__ = ["LEASE_MS_MIN", "Clock", "Lease", "LeaseState"]
 _LOGGER = logging.getLogger("spark_state_ext")
 LEASE_MS_MIN = 100
 _POLL_S = 0.2
-# Of which all but two hang.
-_THREADS_MAX = 8
+# To look while a renewal hangs. More are made for requests that hang, from so many on ever more seldom.
+_THREADS, _HUNG_OFTEN = 2, 6
 _STOP_ONE = ". Stop one of the two, and give a copied checkpoint a root of its own."
 _NOT_DONE = "; what this run had left to do in the background is not done."
 
@@ -63,6 +63,7 @@ class _Beside:
 
     begun_s: float
     over: bool = False
+    hangs: bool = False
 
 
 class LeaseState(enum.Enum):
@@ -111,7 +112,7 @@ class Lease:
         self._renewing = self._looking = _Beside(0.0, over=True)
         # Each its own threads: a store that hangs does not keep the others' leases from being renewed.
         self._beside = DaemonPool("leases")
-        self._beside.threads_max = 2  # to look while a renewal hangs
+        self._beside.threads_max = _THREADS
         self._successor: RunIdentity | None = None
         self._times_removed = 0
 
@@ -264,9 +265,11 @@ class Lease:
         """Whether there is none under way. One that takes as long as the lease lasts hangs, and does not count."""
         if before.over:
             return True
-        if now_s < before.begun_s + self._lease_ms / 1000 or self._beside.threads_max >= _THREADS_MAX:
+        hung = self._beside.threads_max - _THREADS
+        if now_s < before.begun_s + self._lease_ms / 1000 * 2 ** max(0, hung - _HUNG_OFTEN):
             return False
         _LOGGER.warning("the store of the lease of %s does not answer: another request is made", self._log.root)
+        before.hangs = True
         self._beside.threads_max += 1
         return True
 
@@ -276,6 +279,8 @@ class Lease:
                 work()
             finally:
                 which.over = True
+                if which.hangs:
+                    self._beside.threads_max -= 1
 
         try:
             wait([self._beside.submit(done)], timeout_s)

@@ -492,10 +492,11 @@ def test_a_run_that_was_replaced_stops_while_its_renewal_hangs(tmp_path: Path, c
     assert second.state is LeaseState.HELD
 
 
-def test_requests_that_never_return_end_neither_renewing_nor_noticing(tmp_path: Path) -> None:
-    """One renewal and one look: each is begun anew by another thread when it has taken as long as the lease lasts."""
-    never, hung = threading.Event(), [2]
-    first = Lease(Folder(str(tmp_path)), RunIdentity("one", "plan of one"), 300)
+@pytest.mark.parametrize("requests", [2, 9])
+def test_requests_that_never_return_end_neither_renewing_nor_noticing(tmp_path: Path, requests: int) -> None:
+    """Renewals and looks: each is begun anew by another thread when it has taken as long as the lease lasts."""
+    never, hung = threading.Event(), [requests]
+    first = Lease(Folder(str(tmp_path)), RunIdentity("one", "plan of one"), 100)
     first.hold()
     newest = first._log.newest
 
@@ -514,13 +515,14 @@ def test_requests_that_never_return_end_neither_renewing_nor_noticing(tmp_path: 
         time.sleep(0.02)
     assert hung == [0]
     hung[0] = 2
-    second = Lease(Folder(str(tmp_path)), RunIdentity("two", "plan of two"), 300)
+    second = Lease(Folder(str(tmp_path)), RunIdentity("two", "plan of two"), 100)
     second.hold()
     with pytest.raises(LiveRunError, match="was taken over by"):
         while time.monotonic() < deadline_s + 30:
             first.hold()
             time.sleep(0.02)
     never.set()
+    _until(lambda: first._beside.threads_max == 2)
 
 
 def test_a_write_that_arrives_when_its_number_is_free_again_changes_nothing(tmp_path: Path, clock: Virtual) -> None:
