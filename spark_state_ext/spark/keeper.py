@@ -32,6 +32,8 @@ _LOGGER = logging.getLogger("spark_state_ext")
 _POLL_S_MIN = 0.05
 # How often folders are listed for leases of tasks that are not told their query, and roots that did not answer asked.
 _SELDOM_S = 10.0
+# So many requests may hang before further ones are made more and more seldom.
+_HUNG_OFTEN = 6
 # Where no query has been active for so long, the session is asked seldom.
 _QUIET_S = 60.0
 # A session that gives no answer for so long is not asked any more.
@@ -71,16 +73,18 @@ class Kept:
     _begun_s: float = -math.inf
 
     def begin(self, active: Sequence[str], now_s: float) -> None:
-        """As `poll`, in a thread of its own; nothing while the call before is under way."""
+        """As `poll`, in a thread of its own; nothing while the call before is under way, unless that hangs."""
         if self._under_way is not None and not self._under_way.done():
-            if now_s > self._begun_s + _SELDOM_S:
-                self._say(
-                    "the leases below %s are not looked after: its store has not answered for %d s. Look at the "
-                    "store. While a query has no batches for lease_ms, another run may take its state over",
-                    self.folder.root,
-                    _SELDOM_S,
-                )
-            return
+            # Ever more seldom, as each that hangs keeps a thread.
+            if now_s <= self._begun_s + _SELDOM_S * 2 ** max(0, self._pool.threads_max - _HUNG_OFTEN):
+                return
+            self._say(
+                "the leases below %s are not looked after: its store has not answered for %d s. Look at the "
+                "store. While a query has no batches for lease_ms, another run may take its state over",
+                self.folder.root,
+                _SELDOM_S,
+            )
+            self._pool.threads_max += 1
         self._begun_s = now_s
         try:
             self._under_way = self._pool.submit(self._poll, active, now_s)

@@ -17,6 +17,7 @@ from spark_state_ext.folder import Folder
 from spark_state_ext.lease import Clock, Lease
 from spark_state_ext.lease_log import LEASE_FOLDER, LeaseLog
 from spark_state_ext.lease_record import Found, RunIdentity
+from spark_state_ext.spark import keeper as keeper_module
 from spark_state_ext.spark.keeper import Kept, LeaseKeeper
 
 _APP, _PLAN = "app-1 driver:7001", "plan"
@@ -217,5 +218,28 @@ def test_a_store_that_hangs_keeps_no_other_one_from_being_asked(
         keeper.keep(session, [hangs, folder], _APP, _PLAN, 300)
         _eventually(lambda: _newest(folder, "query").number > 2)
         assert not never.is_set()
+    finally:
+        never.set()
+
+
+def test_a_request_that_never_returns_does_not_end_renewing(
+    folder: Folder, keeper: LeaseKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "_SELDOM_S", 0.3)
+    _task(folder, "query")
+    never, newest, hung = threading.Event(), LeaseLog.newest, [2]
+
+    def silent(self: LeaseLog) -> Found | None:
+        if hung[0]:
+            hung[0] -= 1
+            never.wait()
+        return newest(self)
+
+    monkeypatch.setattr(LeaseLog, "newest", silent)
+    session = _Session()
+    try:
+        keeper.keep(session, [folder], _APP, _PLAN, 300)
+        _eventually(lambda: hung == [0])
+        _eventually(lambda: newest(LeaseLog(folder.child("query"))).number > 2)  # type: ignore[union-attr]
     finally:
         never.set()
