@@ -34,7 +34,9 @@ LEASE_MS_MIN = 100
 _POLL_S = 0.2
 # To look while a renewal hangs. More are made for requests that hang, from so many on ever more seldom.
 _THREADS, _HUNG_OFTEN = 2, 6
-_STOP_ONE = ". Stop one of the two, and give a copied checkpoint a root of its own."
+_STOP_ONE = ". Stop one of the two."
+_COPY_TOO = " A copied checkpoint that is to run on its own needs a copy of the state too: copy {} to the same place "
+_COPY_TOO += "below another root, and name that root."
 _NOT_DONE = "; what this run had left to do in the background is not done."
 
 
@@ -199,12 +201,12 @@ class Lease:
             decision = decide(found, self._me, watch, begun_s, self._lease_ms, over)
             if decision is Decision.REPLACED:
                 assert found is not None, "a record says so"
-                raise self._lost_to(found.record.owner, _STOP_ONE)
+                raise self._lost_to(found.record.owner, _STOP_ONE + _COPY_TOO.format(self._log.root))
             if decision is Decision.LIVE:
                 assert found is not None, "somebody has renewed it"
                 raise LiveRunError(
                     f"the state at {self._log.root} is being written by {found.record.owner}, and {self._me} must not "
-                    "write it too. Stop the other run, or give this one a root of its own."
+                    "write it too. Stop the other run." + _COPY_TOO.format(self._log.root)
                 )
             if decision is Decision.WATCH:
                 assert found is not None, "there is something to watch"

@@ -308,7 +308,7 @@ def test_a_process_that_ends_is_not_a_run_that_ends(tmp_path: Path, clock: Virtu
     )
     assert executor.stdout == "held\n"
     clock.meanwhile = lambda: _renewed(elsewhere)
-    with pytest.raises(LiveRunError):
+    with pytest.raises(LiveRunError, match=f"needs a copy of the state too: copy {tmp_path} to the same place"):
         _lease(tmp_path, _OTHER, clock).hold()
     _renewed(elsewhere)
 

@@ -257,6 +257,19 @@ def test_a_root_that_was_copied_as_a_whole_may_have_another_name(spark: Any, tmp
         assert run(spark, tmp_path, root=tmp_path / "moved") == [("1", 2 * start), ("2", start)]
 
 
+def test_a_copied_checkpoint_with_a_copied_query_folder_runs_on_its_own(spark: Any, tmp_path: Path) -> None:
+    """As the text of `LiveRunError` advises."""
+    for _ in range(3):
+        run(spark, tmp_path)
+    shutil.copytree(tmp_path / "checkpoint", tmp_path / "copied checkpoint")
+    [home] = [it for it in (tmp_path / "root" / "guarded").iterdir() if (it / "lease").is_dir()]
+    shutil.copytree(home, tmp_path / "copied" / "guarded" / home.name)
+    before = sorted(it for it in home.rglob("*") if it.suffix == ".arrow")
+    copied = {"root": tmp_path / "copied", "checkpoint": tmp_path / "copied checkpoint"}
+    assert run(spark, tmp_path, **copied) == [("1", 8), ("2", 4)]
+    assert before == sorted(it for it in home.rglob("*") if it.suffix == ".arrow"), "the first one's are left alone"
+
+
 @pytest.mark.parametrize("clean_up", [True, False])
 def test_a_root_that_was_removed_while_local_stores_are_warm_is_filled_by_the_first_batch(
     spark: Any, tmp_path: Path, clean_up: bool
