@@ -22,6 +22,9 @@ def test_the_client_names_queries_that_have_state_where_somebody_reads_it(
 ) -> None:
     for name in ("one", "two", "starting"):
         (tmp_path / "count" / name).mkdir(parents=True)
+        (tmp_path / "count" / name / "operator_0.json").write_text("{}")
+    # Of one that holds only a lease, nobody has state.
+    (tmp_path / "count" / "three" / "lease").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "spark_state_ext"):
         assert tell_of_others(str(tmp_path), {}, "count") is None
     with caplog.at_level(logging.INFO, "spark_state_ext"):

@@ -282,9 +282,7 @@ def test_event_time_timeouts_and_late_rows(session: Any, operator: str, given: s
 
 
 @pytest.mark.parametrize("wrong", ["frame", "none", "columns", "raises"])
-def test_a_wrong_result_fails_the_query_with_sparks_error(
-    session: Any, operator: str, wrong: str, tmp_path: Path
-) -> None:
+def test_a_wrong_result_fails_the_query_and_says_so(session: Any, operator: str, wrong: str, tmp_path: Path) -> None:
     def bad(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
         if wrong == "frame":
             return pd.DataFrame({"key": ["x"], "n": [1], "rows": [1]})
@@ -295,8 +293,9 @@ def test_a_wrong_result_fails_the_query_with_sparks_error(
         raise KeyError("no such aircraft")
 
     expected = {
-        "frame": ("iterable of pandas.DataFrame",),
-        "none": ("iterable",),
+        # First Spark's text, then ours.
+        "frame": ("iterable of pandas.DataFrame", "the function returned a DataFrame: yield it"),
+        "none": ("iterable", "the function returned None: yield rows or frames"),
         "columns": ("RESULT_COLUMN_SCHEMA_MISMATCH", "RESULT_LENGTH_MISMATCH", "do not match", "doesn't match"),
         "raises": ("no such aircraft",),
     }[wrong]
