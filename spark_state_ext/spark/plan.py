@@ -380,7 +380,8 @@ class ArrowState:
         key_type, positions, extra_keys = resolve_keys(df, input_type, key_list)
         key_fields(key_type.json())
         state_fields(state_type.json())
-        refuse_equal_names(state_type, "state", spark.conf.get("spark.sql.caseSensitive", "false") == "true")
+        case_sensitive = spark.conf.get("spark.sql.caseSensitive", "false") == "true"
+        refuse_equal_names(state_type, "state", case_sensitive)
         refuse_equal_names(output_type, "output", case_sensitive=True)
         if api != PANDAS:
             state_fields(output_type.json(), "output")
@@ -438,7 +439,7 @@ class ArrowState:
             ttl=self.ttl,
             function=function,
             strict_output=self.strict_output,
-            case_sensitive=spark.conf.get("spark.sql.caseSensitive", "false") == "true",
+            case_sensitive=case_sensitive,
             storage_options=self.storage_options,
         ).to_plain()
         tell_of_others(self.root, self.storage_options, self.operator)

@@ -30,10 +30,10 @@ def test_enable_takes_a_session_and_a_flag(tmp_path: Path) -> None:
     state = ArrowState(str(tmp_path), "tested")
     for session in (None, "x", ArrowState):
         with pytest.raises(UsageError, match=r"enable\(spark, state\) takes a Spark session and then an ArrowState"):
-            enable(session, state)  # type: ignore[arg-type]
+            enable(session, state)  # type: ignore[arg-type]  # no session
     like_a_session: Any = SimpleNamespace(range=print, conf={})
     with pytest.raises(UsageError, match="tune must be True or False, not 'x'"):
-        enable(like_a_session, state, tune="x")  # type: ignore[arg-type]
+        enable(like_a_session, state, tune="x")  # type: ignore[arg-type]  # no bool
 
 
 def test_columns_of_one_name_are_refused() -> None:

@@ -506,7 +506,7 @@ def test_requests_that_never_return_end_neither_renewing_nor_noticing(tmp_path: 
             assert never.wait(60.0)
         return newest()
 
-    first._log.newest = hangs  # type: ignore[method-assign]
+    first._log.newest = hangs  # type: ignore[method-assign]  # as a store that is silent does
     number, deadline_s = newest(), time.monotonic() + 30
     assert number is not None
     while (found := newest()) is None or found.number < number.number + 2:
