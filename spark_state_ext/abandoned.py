@@ -22,7 +22,7 @@ from arrow_schemas.operator import OperatorFile, parse_operator_file_name
 from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.folder import Entry, Folder, refuse_relative
 from spark_state_ext.operator_folder import SPILL_FOLDER, STARTING_FOLDER, is_new_home
-from spark_state_ext.spark_checkpoint import STATE, query_id
+from spark_state_ext.spark_checkpoint import METADATA, STATE, query_id
 
 __all__ = ["Found", "Homes", "judge", "look", "main", "refuse_operators_without_metadata", "remove"]
 
@@ -31,7 +31,6 @@ _DAY_S = 86_400.0
 # However sure it is: a lease is renewed far more often.
 _RECENT_DAYS_MIN = 1.0
 _OLDER_THAN_DAYS = 30.0
-_METADATA = "metadata"
 # Operators in a message.
 _NAMED_MAX = 10
 # Records of the present format; and the one file of formats 1 to 3.
@@ -239,7 +238,7 @@ def homes_by_metadata(checkpoints: Iterable[Folder]) -> Homes:
     names = set()
     for checkpoint in checkpoints:
         try:
-            names.add(query_id(checkpoint.get(_METADATA), checkpoint.where(_METADATA)))
+            names.add(query_id(checkpoint.get(METADATA), checkpoint.where(METADATA)))
         except MissingCheckpointError as error:
             raise UsageError(
                 f"{checkpoint.root} is no Spark checkpoint location: it has no file 'metadata'. Give the location as "

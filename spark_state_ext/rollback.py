@@ -32,6 +32,7 @@ from spark_state_ext.folder import Entry, Folder
 from spark_state_ext.pool import side_by_side
 from spark_state_ext.spark_checkpoint import (
     COMMITS,
+    METADATA,
     OFFSETS,
     ROLLED_BACK,
     STATE,
@@ -46,7 +47,6 @@ __all__ = ["Rollback", "carry_out", "check_idle", "main", "plan_rollback"]
 _PARALLEL_MAX = 8
 _IDLE_S = 60.0
 _NAMED_MAX = 3
-_METADATA = "metadata"
 # Folders of each folder, to tell the root of an ArrowState.
 _LOOKED_AT_MAX = 10
 
@@ -267,7 +267,7 @@ def planned(checkpoint: Folder, to_batch: int) -> Rollback:
 
 def _refuse_other_folder(checkpoint: Folder) -> None:
     """Refuse what is no checkpoint at all, before its files are called unknown."""
-    if not {_METADATA, COMMITS}.isdisjoint(checkpoint.names()):
+    if not {METADATA, COMMITS}.isdisjoint(checkpoint.names()):
         return
     ours = "; it looks like the root of an ArrowState, or a folder in it" if _has_operator(checkpoint) else ""
     raise UsageError(

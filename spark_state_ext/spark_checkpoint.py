@@ -17,6 +17,7 @@ from spark_state_ext.errors import CorruptFileError
 
 __all__ = [
     "COMMITS",
+    "METADATA",
     "OFFSETS",
     "ROLLED_BACK",
     "STATE",
@@ -29,6 +30,8 @@ __all__ = [
 
 # Kinds of files; the first two are also the names of their folders.
 OFFSETS, COMMITS, STATE, OTHER = "offsets", "commits", "state", "other"
+# The file with the query's id.
+METADATA = "metadata"
 # Folders with what `spark_state_ext.rollback` put aside.
 ROLLED_BACK = "rolled-back-"
 
@@ -87,7 +90,7 @@ def parse_path(path: str) -> SparkFile | None:
     top = path.partition("/")[0]
     if top.startswith(ROLLED_BACK) or name.endswith("_$folder$") or _TEMPORARY.fullmatch(plain):
         return SparkFile(path, OTHER)
-    if (top == "sources" and folder) or (not folder and plain == "metadata"):
+    if (top == "sources" and folder) or (not folder and plain == METADATA):
         return SparkFile(path, OTHER)
     if folder in (OFFSETS, COMMITS) and _BATCH.fullmatch(plain):
         return SparkFile(path, folder, int(plain), checksum=plain != name)
