@@ -21,7 +21,7 @@ class Ages:
     snapshot_ms
         When the last snapshot was begun, or waiting for one.
     snapshots_wanted
-        How far the bucket is from having no removed rows in its files (`spark_state_ext.erasure`); 0: it has none.
+        How far the bucket is from having no removed rows in its files (`files.erasure`); 0: it has none.
     marks
         Times, ascending, and the beats that the pointer had then.
     """

@@ -8,6 +8,10 @@ nothing but the bucket's number.
 
 from __future__ import annotations
 
+import numpy as np
+
+from arrow_schemas.equality import HashArray, IndexArray
+
 __all__ = ["bucket_label", "label_bucket"]
 
 _MASK = 0xFFFFFFFF
@@ -44,3 +48,9 @@ def label_bucket(label: int) -> int:
 
 def _rotate(value: int, bits: int) -> int:
     return (value << bits | value >> (32 - bits)) & _MASK
+
+
+def buckets_of(hashes: HashArray, buckets: int) -> IndexArray:
+    """Bucket of each hash: its high 32 bits scaled to the number of buckets, so a bucket is a range of hashes."""
+    found: IndexArray = (((hashes >> np.uint64(32)) * np.uint64(buckets)) >> np.uint64(32)).astype(np.int64)
+    return found

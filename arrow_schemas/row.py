@@ -3,7 +3,7 @@
 A run is a set of rows sorted by ``key_hash``, at most one row a key. Columns, in order:
 
 ==================  ==================  ============================================================
-``key_hash``        uint64              hash of the key, see `spark_state_ext.spark.pack`
+``key_hash``        uint64              hash of the key, see `spark_state_ext.spark.shuffle.pack`
 ``key.<name>``      the key's type      one column a grouping column
 ``state.<name>``    the state's type    one column a state column, NULL where ``defined`` is false
 ``timeout_ms``      int64, may be NULL  when the key times out, milliseconds since 1970

@@ -35,7 +35,7 @@ from benchmarks.counting import (
 from benchmarks.floor import Floor, FloorTime
 from benchmarks.options import add_buckets, add_seed, add_spark
 from benchmarks.report import BenchmarkError, Report
-from spark_state_ext import metrics
+from spark_state_ext.worker import metrics
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

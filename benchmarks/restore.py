@@ -28,9 +28,9 @@ from benchmarks.options import add_memory, add_seed
 from benchmarks.report import BenchmarkError, Report
 from benchmarks.spark import CHANGELOG, session
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.checkpoint import write_checkpoint
-from spark_state_ext.folder import Folder
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.files.checkpoint import write_checkpoint
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.version import __version__
 

@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "core")]
 
 from object_store import s3_server  # noqa: E402
 
-from spark_state_ext.folder import Folder  # noqa: E402
+from spark_state_ext.files.folder import Folder  # noqa: E402
 
 # As the backend compares.
 PIECE_BYTES = 8 << 20

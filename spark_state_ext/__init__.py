@@ -11,13 +11,13 @@ from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
     from spark_state_ext.backends.registry import Backend
+    from spark_state_ext.functions.state_batch import StateBatch
+    from spark_state_ext.functions.ttl import Ttl
     from spark_state_ext.operators.agg import Agg
-    from spark_state_ext.spark.chain import Step, chain
-    from spark_state_ext.spark.operators import aggregate, deduplicate, sessionize, top_k
-    from spark_state_ext.spark.plan import ArrowState
-    from spark_state_ext.spark.session import disable, enable
-    from spark_state_ext.state_batch import StateBatch
-    from spark_state_ext.ttl import Ttl
+    from spark_state_ext.spark.client.chain import Step, chain
+    from spark_state_ext.spark.client.operators import aggregate, deduplicate, sessionize, top_k
+    from spark_state_ext.spark.client.session import disable, enable
+    from spark_state_ext.spark.client.state import ArrowState
 
 __all__ = [
     "Agg",
@@ -38,18 +38,18 @@ __all__ = [
 
 _LAZY = {
     "Agg": "spark_state_ext.operators.agg",
-    "ArrowState": "spark_state_ext.spark.plan",
+    "ArrowState": "spark_state_ext.spark.client.state",
     "Backend": "spark_state_ext.backends.registry",
-    "StateBatch": "spark_state_ext.state_batch",
-    "Step": "spark_state_ext.spark.chain",
-    "Ttl": "spark_state_ext.ttl",
-    "aggregate": "spark_state_ext.spark.operators",
-    "chain": "spark_state_ext.spark.chain",
-    "deduplicate": "spark_state_ext.spark.operators",
-    "disable": "spark_state_ext.spark.session",
-    "enable": "spark_state_ext.spark.session",
-    "sessionize": "spark_state_ext.spark.operators",
-    "top_k": "spark_state_ext.spark.operators",
+    "StateBatch": "spark_state_ext.functions.state_batch",
+    "Step": "spark_state_ext.spark.client.chain",
+    "Ttl": "spark_state_ext.functions.ttl",
+    "aggregate": "spark_state_ext.spark.client.operators",
+    "chain": "spark_state_ext.spark.client.chain",
+    "deduplicate": "spark_state_ext.spark.client.operators",
+    "disable": "spark_state_ext.spark.client.session",
+    "enable": "spark_state_ext.spark.client.session",
+    "sessionize": "spark_state_ext.spark.client.operators",
+    "top_k": "spark_state_ext.spark.client.operators",
 }
 
 

@@ -20,11 +20,12 @@ import spark_state_ext
 from arrow_schemas.lineage import DELTA, FILE_FORMATS, SNAPSHOT
 from arrow_schemas.operator import OPERATOR_FORMAT
 from arrow_schemas.pointer import POINTER_FORMAT
-from spark_state_ext import Agg, ArrowState, disable, enable, errors, metrics
+from spark_state_ext import Agg, ArrowState, disable, enable, errors
 from spark_state_ext.backends import BackendAdmin, BackendContext, BackendFactory, BackupManager, RestoreManager
-from spark_state_ext.lease_record import LEASE_FORMAT
-from spark_state_ext.spark import operators
+from spark_state_ext.ownership.lease_record import LEASE_FORMAT
+from spark_state_ext.spark.client import operators
 from spark_state_ext.store.local import _STORE_FORMAT
+from spark_state_ext.worker import metrics
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

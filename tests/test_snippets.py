@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from spark_state_ext import ArrowState, disable
-from spark_state_ext.folder import Folder
+from spark_state_ext.files.folder import Folder
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

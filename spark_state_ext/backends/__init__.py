@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.folder import Readable
-from spark_state_ext.sealed import SealedFile
+from spark_state_ext.files.folder import Readable
+from spark_state_ext.files.sealed import SealedFile
 
 __all__ = [
     "STATE",
@@ -178,7 +178,7 @@ class BackupManager(Protocol):
         Parameters
         ----------
         request
-            What to go by, as for `spark_state_ext.cleanup.clean_up`.
+            What to go by, as for `spark_state_ext.files.retention.clean_up`.
 
         Returns
         -------

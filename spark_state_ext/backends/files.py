@@ -21,9 +21,7 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, parse_file_name
 from spark_state_ext.backends import BackendContext, BackupManager, Checkpoint, CleanUp, Markers, RestoreManager
-from spark_state_ext.checkpoint import verify_checkpoint
-from spark_state_ext.cleanup import clean_up, is_crowded
-from spark_state_ext.commit import Place
+from spark_state_ext.backends.replication import Place
 from spark_state_ext.errors import (
     ChangedJobError,
     CorruptError,
@@ -33,10 +31,12 @@ from spark_state_ext.errors import (
     StorageError,
     UsageError,
 )
-from spark_state_ext.folder import Folder, Readable, taken
-from spark_state_ext.pool import CallerExecutor
-from spark_state_ext.retry import retried
-from spark_state_ext.sealed import SealedFile
+from spark_state_ext.files.checkpoint import verify_checkpoint
+from spark_state_ext.files.folder import Folder, Readable, taken
+from spark_state_ext.files.retention import clean_up, is_crowded
+from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.worker.retry import retried
+from spark_state_ext.worker.threads import CallerExecutor
 
 __all__ = ["FilesAdmin", "FilesBackend", "FilesBackup", "FilesRestore", "sole_place"]
 

@@ -14,7 +14,7 @@ from spark_state_ext.backends import BackendFactory
 from spark_state_ext.backends.files import FilesBackend
 from spark_state_ext.backends.storage_options import refuse_misspelt
 from spark_state_ext.errors import ExecutorPackageError, UsageError
-from spark_state_ext.folder import Folder, refuse_relative
+from spark_state_ext.files.folder import Folder, refuse_relative
 
 __all__ = ["CHANGELOG", "ENTRY_POINTS", "FSSPEC", "Backend", "configured", "factory_of", "refuse_unusable"]
 

@@ -13,10 +13,10 @@ import pyarrow as pa
 from arrow_schemas.columns import flat, shown_row
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.errors import StateValueError
+from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.operators.arrays import KeyedRows, Segments, bools, interleaved
 from spark_state_ext.operators.deadlines import due_ms, key_times_us, passed
 from spark_state_ext.operators.functions import Buffers, Kernel, OverflowAt
-from spark_state_ext.state_batch import StateBatch
 
 __all__ = ["Aggregates", "Aggregation", "Bound", "KeyAt", "PartialAggregation", "nth_key"]
 

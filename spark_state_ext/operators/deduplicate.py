@@ -9,9 +9,9 @@ import pyarrow as pa
 
 from arrow_schemas.columns import event_times_us, flat
 from arrow_schemas.equality import IndexArray
+from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.operators.arrays import bools
 from spark_state_ext.operators.deadlines import due_ms, key_times_us, passed
-from spark_state_ext.state_batch import StateBatch
 
 __all__ = ["EXPIRES_US", "Deduplication"]
 

@@ -17,11 +17,11 @@ import pyarrow.compute as pc
 
 from arrow_schemas.columns import child_of, flat
 from arrow_schemas.equality import BoolArray, IndexArray
+from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.operators.aggregate import Aggregates, KeyAt, nth_key
 from spark_state_ext.operators.arrays import Segments, bools, interleaved, numbers, order_within
 from spark_state_ext.operators.deadlines import due_ms, passed
 from spark_state_ext.operators.functions import Buffers
-from spark_state_ext.state_batch import StateBatch
 
 __all__ = ["END", "SESSIONS", "SESSION_WINDOW", "START", "Sessions"]
 

@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 
 from arrow_schemas.columns import child_of, flat
 from arrow_schemas.equality import BoolArray, IndexArray
+from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.operators.arrays import KeyedRows, Segments, before, interleaved, numbers, order_within, sort_codes
-from spark_state_ext.state_batch import StateBatch
 
 __all__ = ["TOP", "TopK"]
 

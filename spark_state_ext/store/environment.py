@@ -37,19 +37,12 @@ from spark_state_ext.errors import (
     StoreFullError,
     TooManyOpenFilesError,
 )
-from spark_state_ext.store import descriptors
 from spark_state_ext.store.forks import check_process, keep_for_ever
 from spark_state_ext.store.gate import Gate
-from spark_state_ext.store.local_disk import (
-    DATA_FILE,
-    boot_id,
-    make_private,
-    refuse_full,
-    set_aside,
-    storage_error,
-    translated,
-)
+from spark_state_ext.store.local_disk import DATA_FILE, make_private, refuse_full, set_aside, storage_error, translated
 from spark_state_ext.store.transaction import DATABASES, Reader, Writing
+from spark_state_ext.worker import descriptors
+from spark_state_ext.worker.boot import boot_id
 
 __all__ = ["MAP_BYTES_MIN", "Environment"]
 

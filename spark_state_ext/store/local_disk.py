@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import shutil
 import uuid
@@ -14,32 +13,15 @@ from pathlib import Path
 import lmdb
 
 from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullError
-from spark_state_ext.store import descriptors
+from spark_state_ext.worker import descriptors
 
-__all__ = ["DATA_FILE", "boot_id", "make_private", "refuse_full", "set_aside", "storage_error", "translated"]
+__all__ = ["DATA_FILE", "make_private", "refuse_full", "set_aside", "storage_error", "translated"]
 
 DATA_FILE, _LOCK_FILE = "data.mdb", "lock.mdb"
 # With less than this a disk counts as full.
 _FREE_BYTES_MIN = 1 << 20
 # What LMDB's lock file takes with its readers, and as much again for its first pages of data.
 _OPENED_BYTES = 1 << 16
-_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
-
-
-def boot_id() -> str:
-    """Identifies this boot of the machine; a constant where the system does not tell."""
-    try:
-        return _boot_id()
-    except OSError as error:
-        # Another name would have the store of this boot taken for one of an earlier boot, and removed.
-        if descriptors.used_up(error):
-            raise descriptors.too_many(f"{_BOOT_ID_FILE} cannot be read") from error
-        return "unknown-boot"
-
-
-@functools.lru_cache(maxsize=1)
-def _boot_id() -> str:
-    return _BOOT_ID_FILE.read_text().strip().replace("-", "")[:16]
 
 
 def set_aside(folder: Path) -> None:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from spark_state_ext.store.local_disk import boot_id
+from spark_state_ext.worker.boot import boot_id
 
 __all__ = ["note_use", "reclaim"]
 

@@ -29,16 +29,17 @@ import pytest
 from arrow_schemas import Pointer, RowSchema, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name, new_checkpoint_id
 from spark_state_ext.backends import STATE, BackendContext, BackendFactory, Checkpoint, CleanUp
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.commit import CommitOptions, Place
+from spark_state_ext.backends.replication import Place
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.commit.uploads import WorkerUploads
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import InterruptedRestoreError, MissingCheckpointError, StateError
-from spark_state_ext.folder import Readable
-from spark_state_ext.pool import DaemonPool
-from spark_state_ext.sealed import SealedFile
-from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.files.folder import Readable
+from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
-from spark_state_ext.uploads import WorkerUploads
+from spark_state_ext.worker.spill import SpillBuffer
+from spark_state_ext.worker.threads import DaemonPool
 
 __all__ = ["BackendContract"]
 

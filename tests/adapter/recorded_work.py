@@ -22,19 +22,19 @@ from pyspark.sql.types import (
 )
 
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.commit import CommitOptions
-from spark_state_ext.folder import Folder
-from spark_state_ext.metrics import CallMetrics
-from spark_state_ext.spark.job import ARROW, PANDAS, ROWS, Job
-from spark_state_ext.spark.key_work import KeyWork, Times
-from spark_state_ext.spark.observed import NUMBERS_COLUMN
-from spark_state_ext.spark.output import unpack
-from spark_state_ext.spark.payload import HASH_COLUMN
-from spark_state_ext.spill import HashSorter, SpillBuffer
-from spark_state_ext.state_batch import StateBatch
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.job import ARROW, PANDAS, ROWS, Job
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.functions.state_batch import StateBatch
+from spark_state_ext.functions.ttl import EXPIRES_COLUMN, Ttl
+from spark_state_ext.spark.executor.key_work import KeyWork, Times
+from spark_state_ext.spark.shuffle.observed import NUMBERS_COLUMN
+from spark_state_ext.spark.shuffle.output import unpack
+from spark_state_ext.spark.shuffle.payload import HASH_COLUMN
 from spark_state_ext.store import LocalStore
-from spark_state_ext.ttl import EXPIRES_COLUMN, Ttl
+from spark_state_ext.worker.metrics import CallMetrics
+from spark_state_ext.worker.spill import HashSorter, SpillBuffer
 
 APIS = [ARROW, ROWS, PANDAS]
 EVENT_TIME, PROCESSING_TIME = "EventTimeTimeout", "ProcessingTimeTimeout"

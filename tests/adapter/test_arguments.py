@@ -11,8 +11,8 @@ from pyspark.sql.types import LongType, StructField, StructType
 
 from spark_state_ext import ArrowState, enable
 from spark_state_ext.errors import UsageError
-from spark_state_ext.spark.columns import refuse_equal_names
-from spark_state_ext.spark.tuning import tune
+from spark_state_ext.spark.client.columns import refuse_equal_names
+from spark_state_ext.spark.client.tuning import tune
 
 
 def _columns(*names: str) -> StructType:

@@ -24,12 +24,12 @@ from pyspark.sql.types import (
 
 from arrow_schemas import RowSchema, key_fields, state_fields
 from spark_state_ext.errors import ResultTypeError, StateValueError, UsageError, UserFunctionError
-from spark_state_ext.spark import output as output_module
-from spark_state_ext.spark.batches import BatchCaller
-from spark_state_ext.spark.groups import CallContext, Changed, Groups, Result
-from spark_state_ext.spark.observed import NUMBERS_COLUMN
-from spark_state_ext.spark.output import unpack
-from spark_state_ext.state_batch import StateBatch
+from spark_state_ext.functions.state_batch import StateBatch
+from spark_state_ext.spark.callers.batches import BatchCaller
+from spark_state_ext.spark.callers.groups import CallContext, Changed, Groups, Result
+from spark_state_ext.spark.shuffle import output as output_module
+from spark_state_ext.spark.shuffle.observed import NUMBERS_COLUMN
+from spark_state_ext.spark.shuffle.output import unpack
 from spark_state_ext.store import Lookup
 
 KEYS = StructType([StructField("k", LongType()), StructField("x", DoubleType())])

@@ -27,10 +27,10 @@ from spark_state_ext.errors import (
     UploadFailedError,
     UserFunctionError,
 )
-from spark_state_ext.retry import retried
-from spark_state_ext.spark.border import told
-from spark_state_ext.spark.group_state import Clock, KeyState
-from spark_state_ext.spark.keys import as_frames
+from spark_state_ext.spark.callers.group_state import Clock, KeyState
+from spark_state_ext.spark.callers.keys import as_frames
+from spark_state_ext.spark.executor.border import told
+from spark_state_ext.worker.retry import retried
 
 CLOCK = Clock(0, 0, "NoTimeout", False, False, StructType([StructField("n", LongType())]))
 
@@ -181,7 +181,7 @@ def test_spark_is_given_no_frames(tmp_path: Path) -> None:
             import io, os, traceback
             from pyspark.util import handle_worker_exception
             from spark_state_ext.errors import StorageError
-            from spark_state_ext.spark.border import bordered
+            from spark_state_ext.spark.executor.border import bordered
 
             def work():
                 yield 1
@@ -218,6 +218,6 @@ def _numbers() -> Iterator[int]:
 
 
 def test_what_goes_well_passes() -> None:
-    from spark_state_ext.spark.border import bordered
+    from spark_state_ext.spark.executor.border import bordered
 
     assert list(bordered(None, _numbers)) == [1, 2]

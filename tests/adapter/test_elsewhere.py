@@ -14,11 +14,11 @@ from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from arrow_schemas.pointer import Standing
 from spark_state_ext.backends.registry import Backend
+from spark_state_ext.engine import places
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.places import refuse_elsewhere
 from spark_state_ext.errors import ChangedJobError, StateElsewhereError, StorageError
-from spark_state_ext.folder import Folder
-from spark_state_ext.spark import places
-from spark_state_ext.spark.job import Job
-from spark_state_ext.spark.places import refuse_elsewhere
+from spark_state_ext.files.folder import Folder
 
 HOME = "home"
 FIRST, NEWEST = CheckpointRef(4, "a" * 32), CheckpointRef(7, "b" * 32)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from spark_state_ext.engine.first_home import FirstHomes, starting_is_stale
+from spark_state_ext.engine.in_transit import spill_folder
 from spark_state_ext.errors import CorruptFileError
-from spark_state_ext.folder import Folder
-from spark_state_ext.operator_folder import homes_of_batch
-from spark_state_ext.spark.home import FirstHomes, starting_is_stale
-from spark_state_ext.spark.payload import spill_folder
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.operator_catalog import homes_of_batch
 
 _BATCH_MS = 1_700_000_000_000
 _NONCE = b"n" * 16

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from life import Life
 
-from spark_state_ext.background import Background
+from spark_state_ext.engine import housekeeping
+from spark_state_ext.engine.housekeeping import CleanUps, drop_spill_files
+from spark_state_ext.engine.in_transit import spill_folder
+from spark_state_ext.engine.places import Leases
+from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CleanUpFailedError, LiveRunError, StorageError
-from spark_state_ext.folder import Entry, Folder
-from spark_state_ext.operator_folder import STARTING_FOLDER
-from spark_state_ext.spark import housekeeping
-from spark_state_ext.spark.housekeeping import CleanUps, drop_spill_files
-from spark_state_ext.spark.payload import spill_folder
-from spark_state_ext.spark.places import Leases
-from spark_state_ext.spark.task import TaskInfo
+from spark_state_ext.files.folder import Entry, Folder
+from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.worker.background import Background
 
 DUE = 10
 

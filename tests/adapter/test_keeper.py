@@ -13,12 +13,12 @@ from types import SimpleNamespace
 import pytest
 
 from spark_state_ext.errors import LiveRunError, StorageError
-from spark_state_ext.folder import Folder
-from spark_state_ext.lease import Clock, Lease
-from spark_state_ext.lease_log import LEASE_FOLDER, LeaseLog
-from spark_state_ext.lease_record import Found, RunIdentity
-from spark_state_ext.spark import keeper as keeper_module
-from spark_state_ext.spark.keeper import Kept, LeaseKeeper
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease import Clock, Lease
+from spark_state_ext.ownership.lease_log import LEASE_FOLDER, LeaseLog
+from spark_state_ext.ownership.lease_record import Found, RunIdentity
+from spark_state_ext.spark.client import lease_keeper as keeper_module
+from spark_state_ext.spark.client.lease_keeper import Kept, LeaseKeeper
 
 _APP, _PLAN = "app-1 driver:7001", "plan"
 _ME = RunIdentity(_APP, _PLAN, "query")
@@ -189,7 +189,7 @@ def test_a_session_that_fails_for_a_moment_is_asked_again(folder: Folder, keeper
 def test_a_session_that_fails_for_long_is_given_up_and_that_is_said(
     folder: Folder, keeper: LeaseKeeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_state_ext.spark.keeper._LOST_S", 0.5)
+    monkeypatch.setattr("spark_state_ext.spark.client.lease_keeper._LOST_S", 0.5)
     session = _Session()
     session.fails = True
     keeper.keep(session, [folder], _APP, _PLAN, 300)

@@ -27,10 +27,10 @@ from recorded_work import (
     spread,
 )
 
+from spark_state_ext.engine.job import ARROW
 from spark_state_ext.errors import UsageError
-from spark_state_ext.spark.job import ARROW
-from spark_state_ext.state_batch import StateBatch
-from spark_state_ext.ttl import Ttl
+from spark_state_ext.functions.state_batch import StateBatch
+from spark_state_ext.functions.ttl import Ttl
 
 
 def history(seed: int, batches: int, keys: int = 24) -> Iterator[tuple[list[tuple[Key, int, int]], int, int]]:

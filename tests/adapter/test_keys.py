@@ -21,13 +21,13 @@ from pyspark.sql.types import ArrayType, BooleanType, LongType, StructField, Str
 
 from arrow_schemas import RowSchema, key_fields, state_fields
 from spark_state_ext.errors import ResultTypeError, StateValueError, UserFunctionError
-from spark_state_ext.spark.border import told
+from spark_state_ext.spark.callers.group_state import Clock, KeyState
+from spark_state_ext.spark.callers.groups import CallContext, Groups, Result
+from spark_state_ext.spark.callers.keys import KeyCaller
 from spark_state_ext.spark.compat import NUMBERS_JOIN
-from spark_state_ext.spark.group_state import Clock, KeyState
-from spark_state_ext.spark.groups import CallContext, Groups, Result
-from spark_state_ext.spark.keys import KeyCaller
-from spark_state_ext.spark.task import settle
+from spark_state_ext.spark.executor.border import told
 from spark_state_ext.store import Lookup
+from spark_state_ext.worker.memory import settle
 
 STATE = StructType([StructField("n", LongType())])
 KEYS = StructType([StructField("k", LongType())])

@@ -13,16 +13,16 @@ from life import Life
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT
 from arrow_schemas.pointer import Standing
-from spark_state_ext import lineage
+from spark_state_ext.commit import cadence
+from spark_state_ext.engine import probes
+from spark_state_ext.engine.housekeeping import CleanUps
+from spark_state_ext.engine.places import Leases
+from spark_state_ext.engine.probes import Looks
 from spark_state_ext.errors import LiveRunError, StorageError
-from spark_state_ext.folder import Folder
-from spark_state_ext.lease import Lease
-from spark_state_ext.lease_record import RunIdentity
-from spark_state_ext.pool import DaemonPool
-from spark_state_ext.spark import looks
-from spark_state_ext.spark.housekeeping import CleanUps
-from spark_state_ext.spark.looks import Looks
-from spark_state_ext.spark.places import Leases
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease import Lease
+from spark_state_ext.ownership.lease_record import RunIdentity
+from spark_state_ext.worker.threads import DaemonPool
 
 WAIT_S = 30.0
 
@@ -100,8 +100,8 @@ def test_snapshots_that_never_came_are_passed_by(
     life: Life, lost: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pointer begins with one that it presumes; the deltas before lead to the state, while they are there."""
-    monkeypatch.setattr(lineage, "DELTAS_MIN", 2)
-    monkeypatch.setattr(lineage, "DELTAS_MAX", 3)
+    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
+    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
     life.history(12)
     assert life.pointers[-1].lineage[0].ref.version > 4
     for name in life.folder("a").names():
@@ -252,7 +252,7 @@ def test_nobody_waits_long_for_a_look(
 
     life.history(5)
     monkeypatch.setattr(Folder, "size", hangs)
-    monkeypatch.setattr(looks, "_WAIT_S_MAX", 0.05)
+    monkeypatch.setattr(probes, "_WAIT_S_MAX", 0.05)
     clean_ups = CleanUps(life.bucket(), life.places(), Leases(()), life.batches_retained, str(life.local))
     clean_ups.look(life.pointers[-1], "run")
     assert began.wait(WAIT_S)

@@ -8,14 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from arrow_schemas.labels import label_bucket
+from arrow_schemas.labels import buckets_of, label_bucket
 from spark_state_ext.backends.registry import Backend
-from spark_state_ext.commit import CommitOptions
-from spark_state_ext.spark import pack as packing
-from spark_state_ext.spark.job import Job
-from spark_state_ext.spark.pack import buckets_of, pack
-from spark_state_ext.spark.payload import decode
-from spark_state_ext.spark.task import operator_folder
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.engine.folders import operator_folder
+from spark_state_ext.engine.job import Job
+from spark_state_ext.spark.shuffle import pack as packing
+from spark_state_ext.spark.shuffle.pack import pack
+from spark_state_ext.spark.shuffle.payload import decode
 
 BUCKETS = 3
 

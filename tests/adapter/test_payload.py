@@ -6,17 +6,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from arrow_schemas.labels import buckets_of
+from spark_state_ext.engine.in_transit import spill_folder, spill_is_stale
 from spark_state_ext.errors import CorruptFileError
-from spark_state_ext.spark.pack import buckets_of, inline_share
-from spark_state_ext.spark.payload import (
+from spark_state_ext.spark.shuffle.pack import inline_share
+from spark_state_ext.spark.shuffle.payload import (
     NO_ROW_LIMIT,
     decode,
     encode,
     heartbeat,
     heartbeat_nonce,
     payload_bytes_max,
-    spill_folder,
-    spill_is_stale,
     spilled,
 )
 

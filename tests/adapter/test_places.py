@@ -16,15 +16,15 @@ from arrow_schemas.row import RowSchema
 from spark_state_ext.backends import STATE, BackendContext, Markers
 from spark_state_ext.backends.files import FilesBackend, FilesBackup
 from spark_state_ext.backends.registry import Backend
-from spark_state_ext.background import Background
-from spark_state_ext.commit import Place
+from spark_state_ext.backends.replication import Place
+from spark_state_ext.commit.uploads import Upload, WorkerUploads
+from spark_state_ext.engine import places
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.places import forget_places, places_of
 from spark_state_ext.errors import InterruptedRestoreError
-from spark_state_ext.sealed import SealedFile
-from spark_state_ext.spark import places
-from spark_state_ext.spark.job import Job
-from spark_state_ext.spark.places import forget_places, places_of
+from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
-from spark_state_ext.uploads import Upload, WorkerUploads
+from spark_state_ext.worker.background import Background
 
 WAIT_S = 30.0
 

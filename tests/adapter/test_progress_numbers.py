@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from spark_state_ext.metrics import CallMetrics
-from spark_state_ext.spark.neighbours import tell_of_others
-from spark_state_ext.spark.observed import NUMBERS_COLUMN, number_rows
-from spark_state_ext.spark.output import OUTPUT_COLUMN, unpack
-from spark_state_ext.spark.shim import bucket_entry
+from spark_state_ext.spark.client.neighbours import tell_of_others
+from spark_state_ext.spark.client.shim import bucket_entry
+from spark_state_ext.spark.shuffle.observed import NUMBERS_COLUMN, number_rows
+from spark_state_ext.spark.shuffle.output import OUTPUT_COLUMN, unpack
+from spark_state_ext.worker.metrics import CallMetrics
 
 
 def test_the_client_names_queries_that_have_state_where_somebody_reads_it(

@@ -40,13 +40,13 @@ from pyspark.sql.types import (
 
 from arrow_schemas import RowSchema, key_fields, state_fields
 from spark_state_ext.errors import ResultTypeError, StateError, StateValueError, UserFunctionError
-from spark_state_ext.spark import rows as rows_module
+from spark_state_ext.spark.callers import rows as rows_module
+from spark_state_ext.spark.callers.groups import CallContext, Groups, Result
+from spark_state_ext.spark.callers.rows import RowCaller, row_class
+from spark_state_ext.spark.callers.state_values import values_to_column
 from spark_state_ext.spark.compat import STATE_BINARY
-from spark_state_ext.spark.groups import CallContext, Groups, Result
-from spark_state_ext.spark.observed import NUMBERS_COLUMN
-from spark_state_ext.spark.output import unpack
-from spark_state_ext.spark.rows import RowCaller, row_class
-from spark_state_ext.spark.state_values import values_to_column
+from spark_state_ext.spark.shuffle.observed import NUMBERS_COLUMN
+from spark_state_ext.spark.shuffle.output import unpack
 from spark_state_ext.store import Lookup
 
 Function = Callable[[Any, list[Any], GroupState], Any]

@@ -10,23 +10,25 @@ import pytest
 from recorded_work import job
 
 from arrow_schemas import RowSchema
-from spark_state_ext.spark import runtime, task
-from spark_state_ext.store import LocalStore, descriptors
+from spark_state_ext.engine import folders
+from spark_state_ext.spark.executor import call
+from spark_state_ext.store import LocalStore
+from spark_state_ext.worker import descriptors
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 
 
 def test_only_the_stores_used_last_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "stores_max", lambda: 2)
-    monkeypatch.setattr(runtime, "_stores", {})
+    monkeypatch.setattr(call, "_stores", {})
 
     def opened(name: str) -> LocalStore:
-        return runtime._store(str(tmp_path / name), SCHEMA)
+        return call._store(str(tmp_path / name), SCHEMA)
 
     first, second = opened("a"), opened("b")
     assert opened("a") is first
     assert opened("c") is not second
-    assert list(runtime._stores) == [str(tmp_path / "a"), str(tmp_path / "c")]
+    assert list(call._stores) == [str(tmp_path / "a"), str(tmp_path / "c")]
     # Closed and opened again, it works.
     assert opened("b") is not second
     assert opened("b").runs() == []
@@ -39,7 +41,7 @@ def test_containers_that_share_a_folder_have_stores_of_their_own(
     the_job = replace(job("pandas", "NoTimeout", None, 1 << 20), local_dir=str(tmp_path))
     found = []
     for container in ("pid:[4026531836]", "pid:[4026532617]", "pid:[4026531836]"):
-        monkeypatch.setattr(task, "namespace", lambda container=container: container)
-        found.append(task.local_folder(the_job, "home", 1, 3))
+        monkeypatch.setattr(folders, "namespace", lambda container=container: container)
+        found.append(folders.local_folder(the_job, "home", 1, 3))
     assert found[0] == found[2] != found[1]
     assert {folder.relative_to(folder.parents[3]).parts[1:] for folder in found} == {("home", "s1", "3")}

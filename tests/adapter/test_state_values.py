@@ -37,8 +37,8 @@ from pyspark.sql.types import (
 
 from arrow_schemas.spark_types import state_fields
 from spark_state_ext.errors import StateValueError
+from spark_state_ext.spark.callers.state_values import column_to_values, row_keeper, values_to_column
 from spark_state_ext.spark.compat import SPARK_VERSION
-from spark_state_ext.spark.state_values import column_to_values, row_keeper, values_to_column
 
 WHEN = dt.datetime(2013, 3, 10, 2, 30, 1, 123456)  # noqa: DTZ001  # Spark's state values are naive
 POINT = StructType([StructField("x", IntegerType()), StructField("at", TimestampType())])
@@ -237,7 +237,7 @@ def test_a_time_that_could_not_be_read_again_is_refused() -> None:
     script = (
         "import datetime as dt, os, time\nos.environ['TZ'] = 'Asia/Tokyo'\ntime.tzset()\n"
         "import pyarrow as pa\nfrom pyspark.sql.types import TimestampType\n"
-        "from spark_state_ext.spark.state_values import values_to_column\n"
+        "from spark_state_ext.spark.callers.state_values import values_to_column\n"
         "late = dt.datetime.max.replace(tzinfo=dt.timezone.utc)\n"
         "try:\n    values_to_column([None, late], TimestampType(), pa.timestamp('us', 'UTC'), 'v')\n"
         "except Exception as error:\n    print(type(error).__name__, error)\n"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from arrow_schemas import Pointer
-from spark_state_ext.commit import CommitOptions
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.engine import deferral
+from spark_state_ext.engine.deferral import Spread, TaskEnd
 from spark_state_ext.errors import StorageError
-from spark_state_ext.folder import Folder
-from spark_state_ext.spark import task_end
-from spark_state_ext.spark.task_end import Spread, TaskEnd
+from spark_state_ext.files.folder import Folder
 
 BUCKETS = 7
 RUN = "run-1"
@@ -81,7 +81,7 @@ class _Waits:
 
 def test_the_last_call_waits_for_what_the_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[list[str]] = []
-    monkeypatch.setattr(task_end, "await_all", lambda left, *args, **kwargs: waited.append(list(left)))
+    monkeypatch.setattr(deferral, "await_all", lambda left, *args, **kwargs: waited.append(list(left)))
     uploads: Any = _Waits()
     expected = frozenset({1, 3, 5})
     end = TaskEnd.of(4711)
@@ -112,7 +112,7 @@ def test_what_was_left_and_failed_fails_the_last_call(monkeypatch: pytest.Monkey
     def fails(*args: Any, **kwargs: Any) -> None:
         raise StorageError("the upload of bucket 1 failed")
 
-    monkeypatch.setattr(task_end, "await_all", fails)
+    monkeypatch.setattr(deferral, "await_all", fails)
     uploads: Any = _Waits()
     end = TaskEnd()
     left: Any = ["a"]

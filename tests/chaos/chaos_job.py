@@ -27,15 +27,16 @@ from arrow_schemas import Pointer, RowSchema, Writer
 from benchmarks.slow import ObjectDisk
 from spark_state_ext.backends import BackendContext, CleanUp
 from spark_state_ext.backends.files import FilesBackend, sole_place
-from spark_state_ext.background import Background
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.commit import CommitOptions, Place, is_complete
+from spark_state_ext.backends.replication import Place, is_complete
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.commit.uploads import WorkerUploads
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StateError
-from spark_state_ext.folder import Folder
-from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
-from spark_state_ext.uploads import WorkerUploads
+from spark_state_ext.worker.background import Background
+from spark_state_ext.worker.spill import SpillBuffer
 
 SCALE = 1 / 30
 MINUTE_S = 60 * SCALE

@@ -30,13 +30,13 @@ from object_store import azure_server, azurite, s3_server
 
 from arrow_schemas import Pointer
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.cleanup import clean_up
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import LiveRunError
-from spark_state_ext.folder import Folder
-from spark_state_ext.lease import Lease
-from spark_state_ext.lease_record import RunIdentity
-from spark_state_ext.spark.keeper import Kept
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.retention import clean_up
+from spark_state_ext.ownership.lease import Lease
+from spark_state_ext.ownership.lease_record import RunIdentity
+from spark_state_ext.spark.client.lease_keeper import Kept
 from spark_state_ext.store import LocalStore
 
 QUERY, RETAINED = "query", 2

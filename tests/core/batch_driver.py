@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 from core_support import canonical
 
-from arrow_schemas.tables import conformed
-from spark_state_ext.outcome import NO_TIMEOUT
-from spark_state_ext.state_batch import StateBatch
+from spark_state_ext.functions.outcome import NO_TIMEOUT
+from spark_state_ext.functions.state_batch import StateBatch
+from spark_state_ext.functions.tables import conformed
 
 __all__ = ["Driver", "Stored", "made", "outcome_of"]
 

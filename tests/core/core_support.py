@@ -20,11 +20,11 @@ from arrow_schemas import CheckpointRef, Pointer, RowSchema, Writer
 from arrow_schemas.equality import HashArray
 from arrow_schemas.row import DELETED, TIMEOUT_MS
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.folder import Folder
-from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import hashes_of, sorted_run
+from spark_state_ext.worker.spill import SpillBuffer
 
 SCHEMA = RowSchema(
     keys=(pa.field("name", pa.string()), pa.field("x", pa.float64())),

@@ -15,14 +15,15 @@ from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, parse_file_name
 from spark_state_ext.backends import BackendContext, Checkpoint, CleanUp, Markers
 from spark_state_ext.backends.files import FilesBackup, FilesRestore
-from spark_state_ext.background import Background
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.commit import CommitOptions, Place
-from spark_state_ext.failures import Run
-from spark_state_ext.folder import Folder
-from spark_state_ext.sealed import SealedFile
+from spark_state_ext.backends.replication import Place
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.commit.failures import Run
+from spark_state_ext.commit.uploads import WorkerUploads
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
-from spark_state_ext.uploads import WorkerUploads
+from spark_state_ext.worker.background import Background
 
 RETAINED = 2
 WAIT_S = 30.0

@@ -11,8 +11,8 @@ from stalling_disk import STORE
 
 from arrow_schemas import Pointer
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.folder import Folder
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 
 

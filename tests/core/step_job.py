@@ -28,12 +28,12 @@ from core_support import KEYS, SCHEMA, Changes, Model, Row, buffer_of, changed, 
 from fsspec.implementations.local import LocalFileSystem
 
 from arrow_schemas import Pointer, Writer
-from spark_state_ext import cleanup
-from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import Bucket
+from spark_state_ext.commit import cadence
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
-from spark_state_ext.folder import Folder
+from spark_state_ext.files import retention
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
 
@@ -188,7 +188,7 @@ def run(folder: Path, protocol: str) -> None:
 def clean_up(files: Folder, pointer: Pointer, folder: Path) -> None:
     """As in the background: what fails waits for another time."""
     try:
-        cleanup.clean_up(files, pointer, RETAINED, folder, lambda: None)
+        retention.clean_up(files, pointer, RETAINED, folder, lambda: None)
     except StorageError as error:
         logging.getLogger("spark_state_ext").info("clean-up waits: %s", error)
 
@@ -212,7 +212,8 @@ def in_a_child(work: Callable[[], None]) -> int:
 def main(base: Path, protocol: str, fate: str, when: str, share: int, shares: int) -> None:
     """Every n of this share, until the job has fewer steps."""
     # Snapshots and clean-up within five batches.
-    lineage_module.DELTAS_MIN = lineage_module.DELTAS_MAX = 1
+    cadence.DELTAS_MIN = 1
+    cadence.DELTAS_MAX = 1
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     _count(os, "fsync")
     _count(os, "replace")

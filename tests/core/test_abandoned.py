@@ -13,7 +13,7 @@ from uuid import UUID
 import pytest
 
 from arrow_schemas.operator import OperatorFile, operator_file_name
-from spark_state_ext.abandoned import (
+from spark_state_ext.cli.abandoned import (
     ABANDONED,
     NAMED,
     RECENT,
@@ -27,8 +27,8 @@ from spark_state_ext.abandoned import (
     remove,
 )
 from spark_state_ext.errors import LiveRunError, UsageError
-from spark_state_ext.folder import Folder
-from spark_state_ext.operator_folder import new_home
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.operator_catalog import new_home
 
 _DAY_S = 86_400.0
 _SCHEMA = json.dumps({"type": "struct", "fields": [{"name": "k", "type": "long", "nullable": True, "metadata": {}}]})
@@ -230,7 +230,7 @@ def test_a_folder_that_is_no_root_is_refused(
     command = [str(tmp_path / root), "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used"), *more]
     assert main(command) == 1
     said = capsys.readouterr()
-    assert re.match("spark_state_ext.abandoned: UsageError: .*" + message, said.err)
+    assert re.match("spark_state_ext abandoned: UsageError: .*" + message, said.err)
     assert not said.out
 
 

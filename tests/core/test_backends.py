@@ -15,10 +15,10 @@ from spark_state_ext.backends import STATE, BackendContext, BackendFactory
 from spark_state_ext.backends.files import FilesBackend, FilesBackup
 from spark_state_ext.backends.registry import factory_of
 from spark_state_ext.errors import ExecutorPackageError, StorageError, UsageError
-from spark_state_ext.folder import Folder, refuse_relative
-from spark_state_ext.pool import CallerExecutor
-from spark_state_ext.sealed import SealedFile
+from spark_state_ext.files.folder import Folder, refuse_relative
+from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.testing.backends import BackendContract
+from spark_state_ext.worker.threads import CallerExecutor
 
 
 class FilesContract(BackendContract):

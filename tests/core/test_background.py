@@ -13,14 +13,14 @@ from core_support import KEYS, SCHEMA, WRITER, Model, Row, buffer_of, changed, f
 
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
-from spark_state_ext import background as background_module
-from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.background import Background
-from spark_state_ext.bucket import Bucket
+from spark_state_ext.commit import cadence
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
-from spark_state_ext.folder import Folder
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
+from spark_state_ext.worker import background as background_module
+from spark_state_ext.worker.background import Background
 
 WAIT_S = 20
 
@@ -144,8 +144,8 @@ class Slow(Folder):
 
 def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches go on, merge and prune while a snapshot is being written; what arrives late is what was pinned."""
-    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 3)
-    monkeypatch.setattr(lineage_module, "DELTAS_MAX", 3)
+    monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
+    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
     gate, background = threading.Event(), Background()
     files = Slow(str(tmp_path / "root"), gate)
     store = LocalStore(tmp_path / "store", SCHEMA, chunk_rows=4)
@@ -197,8 +197,8 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing in the background ever ends, the third snapshot is written by the call itself."""
-    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 2)
-    monkeypatch.setattr(lineage_module, "DELTAS_MAX", 2)
+    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
+    monkeypatch.setattr(cadence, "DELTAS_MAX", 2)
 
     files = Folder(str(tmp_path / "root"))
     store = LocalStore(tmp_path / "store", SCHEMA)
@@ -226,8 +226,8 @@ def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the lineage has become twice as long as it should be."""
-    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 2)
-    monkeypatch.setattr(lineage_module, "DELTAS_MAX", 3)
+    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
+    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
 
     files = Folder(str(tmp_path / "root"))
     store = LocalStore(tmp_path / "store", SCHEMA)

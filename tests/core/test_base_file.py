@@ -20,15 +20,15 @@ from core_support import WRITER
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, RowSchema
 from arrow_schemas.blocks import BLOCK_BYTES
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
-from spark_state_ext import checkpoint as checkpoint_module
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.checkpoint import write_checkpoint
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError
-from spark_state_ext.folder import Folder
-from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.files import checkpoint as checkpoint_module
+from spark_state_ext.files.checkpoint import write_checkpoint
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.worker.spill import SpillBuffer
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 WIDER = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()), pa.field("m", pa.string())))
@@ -179,7 +179,7 @@ _ADOPTS = """
 import os, sys
 from pathlib import Path
 from test_base_file import POINTER, SCHEMA, bucket_on
-from spark_state_ext.folder import Folder
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore, local
 from spark_state_ext.store.shared import SharedEnvironment
 

@@ -29,18 +29,18 @@ from core_support import (
 
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
-from spark_state_ext import bucket as bucket_module
-from spark_state_ext import lineage as lineage_module
-from spark_state_ext import memory
-from spark_state_ext import sealed as sealed_module
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import BATCHES_RETAINED, Bucket
-from spark_state_ext.checkpoint import read_header
+from spark_state_ext.commit import cadence
+from spark_state_ext.engine import bucket as bucket_module
+from spark_state_ext.engine.bucket import BATCHES_RETAINED, Bucket
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, StorageError
-from spark_state_ext.folder import Folder
-from spark_state_ext.sealed import seal
-from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.files import sealed as sealed_module
+from spark_state_ext.files.checkpoint import read_header
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed import seal
 from spark_state_ext.store import LocalStore
+from spark_state_ext.worker import memory
+from spark_state_ext.worker.spill import SpillBuffer
 
 
 class Place:
@@ -105,8 +105,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots after few deltas."""
-    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 3)
-    monkeypatch.setattr(lineage_module, "DELTAS_MAX", 3)
+    monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
+    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
 
 
 def test_the_first_commits(place: Place) -> None:

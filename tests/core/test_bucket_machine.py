@@ -34,9 +34,9 @@ from hypothesis.stateful import (
 
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
-from spark_state_ext import lineage as lineage_module
+from spark_state_ext.commit import cadence
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
-from spark_state_ext.folder import Folder
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 
 _MACHINES = st.sampled_from(["a", "b"])
@@ -179,8 +179,8 @@ class BucketMachine(RuleBasedStateMachine):
 
 
 def test_bucket_against_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 2)
-    monkeypatch.setattr(lineage_module, "DELTAS_MAX", 4)
+    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
+    monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
     run_state_machine_as_test(
         BucketMachine,
         settings=settings(

@@ -14,10 +14,10 @@ from core_support import KEYS, SCHEMA, WRITER, Changes, Refs, Row, run_of
 
 from arrow_schemas import CheckpointRef, LineageHeader, RowSchema
 from arrow_schemas.lineage import BODY_PLACEHOLDER, DELTA, SNAPSHOT, file_name
-from spark_state_ext import checkpoint
-from spark_state_ext.checkpoint import read_checkpoint, read_header, write_checkpoint
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
-from spark_state_ext.folder import Folder
+from spark_state_ext.files import checkpoint
+from spark_state_ext.files.checkpoint import read_checkpoint, read_header, write_checkpoint
+from spark_state_ext.files.folder import Folder
 
 _CHANGES: Changes = {KEYS[0]: Row(1, "one", 5), KEYS[7]: Row(2), KEYS[9]: None}
 

@@ -19,13 +19,13 @@ from object_store import S3
 
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
-from spark_state_ext import cleanup as cleanup_module
-from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.cleanup import Decision, FileHeaders, Origin, classify, clean_up, clean_up_due, is_crowded
+from spark_state_ext.commit import cadence
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, LiveRunError
-from spark_state_ext.folder import Entry, Folder
+from spark_state_ext.files import retention as cleanup_module
+from spark_state_ext.files.folder import Entry, Folder
+from spark_state_ext.files.retention import Decision, FileHeaders, Origin, classify, clean_up, clean_up_due, is_crowded
 from spark_state_ext.store import LocalStore
 
 RETAINED = 3
@@ -350,8 +350,8 @@ class Scene:
 
 @pytest.fixture(params=["disk", "objects", "s3"])
 def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 3)
-    monkeypatch.setattr(lineage_module, "DELTAS_MAX", 3)
+    monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
+    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
     monkeypatch.setattr(cleanup_module, "_whole", type(cleanup_module._whole)())
     if request.param == "s3":
         s3: S3 = request.getfixturevalue("s3")

@@ -12,18 +12,9 @@ from arrow_schemas import CheckpointRef, LineageEntry, Pointer
 from arrow_schemas.lineage import SNAPSHOT, file_name
 from arrow_schemas.pointer import BOTH, V1, InlineDelta, Standing
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.commit import (
-    CommitOptions,
-    How,
-    Place,
-    assured,
-    decide,
-    is_complete,
-    pending,
-    settled,
-    taken_over,
-)
-from spark_state_ext.folder import Folder
+from spark_state_ext.backends.replication import Place, is_complete, taken_over
+from spark_state_ext.commit.decisions import CommitOptions, How, assured, decide, pending, settled
+from spark_state_ext.files.folder import Folder
 
 _REFS = [Refs().next(1), *(CheckpointRef(version, f"{version:032x}") for version in range(2, 7))]
 SAID = {"state": "there"}

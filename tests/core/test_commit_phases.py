@@ -14,7 +14,8 @@ from life import RETAINED, WAIT_S, Life
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import Standing
 from spark_state_ext.backends import CleanUp
-from spark_state_ext.commit import CommitOptions
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.errors import (
     CommitTimeoutError,
     LostFilesError,
@@ -23,7 +24,6 @@ from spark_state_ext.errors import (
     UploadFailedError,
 )
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.uploads import WorkerUploads
 
 # -- order -----------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ class Blocked:
             raise ModuleNotFoundError(f"{name} is blocked", name=name)
 
 sys.meta_path.insert(0, Blocked())
-import arrow_schemas, spark_state_ext, spark_state_ext.store, spark_state_ext.bucket, spark_state_ext.lease
-import spark_state_ext.operator_folder, spark_state_ext.errors
+import arrow_schemas, spark_state_ext, spark_state_ext.store, spark_state_ext.engine.bucket, spark_state_ext.ownership.lease
+import spark_state_ext.files.operator_catalog, spark_state_ext.errors
 assert not any(name.split(".")[0] in ("pyspark", "py4j", "pandas") for name in sys.modules)
 try:
     spark_state_ext.ArrowState

@@ -20,7 +20,7 @@ from object_store import S3, Azure
 from shares import ByNameNode, Share
 
 from spark_state_ext.errors import StorageError
-from spark_state_ext.folder import Folder
+from spark_state_ext.files.folder import Folder
 
 Named = Callable[[str], Folder]
 ROUNDS, CALLERS = 10, 8
@@ -100,7 +100,7 @@ def test_one_of_several_callers_makes_it(exclusive: Folder) -> None:
 
 def test_one_of_several_processes_makes_it(tmp_path: Path) -> None:
     program = (
-        "import sys; from spark_state_ext.folder import Folder; files = Folder(sys.argv[1]);"
+        "import sys; from spark_state_ext.files.folder import Folder; files = Folder(sys.argv[1]);"
         "print('ready', flush=True); sys.stdin.read();"
         "print([at for at in range(200) if files.create(str(at), sys.argv[2].encode())])"
     )

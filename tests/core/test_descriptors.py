@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from core_support import SCHEMA
 
-from spark_state_ext.store import LocalStore, descriptors
+from spark_state_ext.store import LocalStore
+from spark_state_ext.worker import descriptors
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="what a process has open, as Linux tells it")
 
@@ -202,8 +203,8 @@ def test_what_others_hold_is_said_with_the_limit(tmp_path: Path) -> None:
 
 
 _FIRST = """
-from spark_state_ext.folder import Folder
-from spark_state_ext.spill import local_errors
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.worker.spill import local_errors
 from spark_state_ext.store.local_disk import boot_id, storage_error
 written(1).close()
 (name,) = os.listdir(folder / "1")

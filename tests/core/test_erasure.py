@@ -19,14 +19,14 @@ from life import RETAINED, Life
 from arrow_schemas.ages import Ages
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from arrow_schemas.pointer import Pointer
-from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backends import CleanUp
-from spark_state_ext.checkpoint import read_checkpoint
-from spark_state_ext.commit import is_complete
-from spark_state_ext.erasure import WINDOWS, erased_before, is_marked, marked
+from spark_state_ext.backends.replication import is_complete
+from spark_state_ext.commit import cadence
 from spark_state_ext.errors import CorruptPointerError, MissingCheckpointError
-from spark_state_ext.folder import Readable
-from spark_state_ext.sealed import SealedFile, SealedFiles
+from spark_state_ext.files.checkpoint import read_checkpoint
+from spark_state_ext.files.erasure import WINDOWS, erased_before, is_marked, marked
+from spark_state_ext.files.folder import Readable
+from spark_state_ext.files.sealed import SealedFile, SealedFiles
 
 ERASED: Key = ("Jane Doe", 1.0)
 DELTAS_MAX = 5
@@ -34,8 +34,8 @@ DELTAS_MAX = 5
 
 @pytest.fixture(autouse=True)
 def _few_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 2)
-    monkeypatch.setattr(lineage_module, "DELTAS_MAX", DELTAS_MAX)
+    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
+    monkeypatch.setattr(cadence, "DELTAS_MAX", DELTAS_MAX)
 
 
 def _holds(life: Life, files: Readable, names: Iterable[str]) -> list[str]:
@@ -104,7 +104,7 @@ BOUND_MS = WINDOWS * WINDOW_MS
 def _within(life: Life, gap_ms: int, changes: Changes, monkeypatch: pytest.MonkeyPatch) -> int:
     """When no file holds a removed key any more: milliseconds, and the batches in which Spark might ask for anything."""
     # Neither the number of batches nor sizes make anything happen.
-    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 1 << 30)
+    monkeypatch.setattr(cadence, "DELTAS_MIN", 1 << 30)
     life.batches_retained = 1 << 20
     life.options = replace(life.options, erase_window_ms=WINDOW_MS)
 
@@ -169,7 +169,7 @@ def test_a_bucket_without_removed_rows_gets_no_further_snapshots_by_time(
 
 def test_a_snapshot_that_never_came_is_made_again(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
     life.options = replace(life.options, erase_window_ms=WINDOW_MS)
-    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 1 << 30)
+    monkeypatch.setattr(cadence, "DELTAS_MIN", 1 << 30)
     life.batch({ERASED: Row(1, "here")})
     life.batch({ERASED: None})
     with monkeypatch.context() as lost:

@@ -26,12 +26,12 @@ from core_support import KEYS, SCHEMA, WRITER, Refs, Row, run_of
 from arrow_schemas import LineageEntry, LineageHeader, OperatorFile, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from arrow_schemas.pointer import InlineDelta, Standing
-from spark_state_ext import checkpoint
-from spark_state_ext.checkpoint import read_checkpoint, read_header, verify_checkpoint, write_checkpoint
 from spark_state_ext.errors import StateError
-from spark_state_ext.folder import Folder
-from spark_state_ext.lease_record import LeaseRecord, RunIdentity
-from spark_state_ext.spark import payload
+from spark_state_ext.files import checkpoint
+from spark_state_ext.files.checkpoint import read_checkpoint, read_header, verify_checkpoint, write_checkpoint
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease_record import LeaseRecord, RunIdentity
+from spark_state_ext.spark.shuffle import payload
 
 _FLIPS = (0x01, 0xFF)
 _SHOWN_MAX = 20

@@ -14,13 +14,14 @@ from core_support import SCHEMA
 from life import Life
 
 from arrow_schemas.lineage import DELTA
-from spark_state_ext import process
-from spark_state_ext.commit import CommitOptions
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.commit.failures import Clocks, Ended, Run, counts
+from spark_state_ext.commit.ledger import FAILED, RUNNING, Note, note_name
+from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.errors import CommitTimeoutError, StateError, UploadFailedError
-from spark_state_ext.failures import Clocks, Ended, Run, counts
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import reclaim
-from spark_state_ext.uploads import FAILED, RUNNING, Note, WorkerUploads, note_name
+from spark_state_ext.worker import process
 
 BUCKETS = 4
 REFUSED = PermissionError(13, "credentials expired")

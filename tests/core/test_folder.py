@@ -15,10 +15,10 @@ from core_support import small_disk
 from fsspec.implementations.local import LocalFileSystem
 from object_store import S3
 
-from spark_state_ext.advice import advice_on
 from spark_state_ext.errors import MissingCheckpointError, StorageError, StoreFullError, UsageError
-from spark_state_ext.folder import Folder
-from spark_state_ext.retry import is_retriable
+from spark_state_ext.files.advice import advice_on
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.worker.retry import is_retriable
 
 
 @pytest.fixture(params=["path", "file", "memory", "s3"])
@@ -76,7 +76,7 @@ def test_what_another_process_wrote_since_a_listing_is_there(s3: S3, tmp_path: P
     files.put("a", b"1")
     assert files.names() == ["a"]
     program = (
-        "import sys; from spark_state_ext.folder import Folder; "
+        "import sys; from spark_state_ext.files.folder import Folder; "
         f"files = Folder({files.root!r}, {s3.options!r}); files.put('b', b'22'); files.remove('a')"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

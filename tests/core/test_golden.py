@@ -14,9 +14,9 @@ from arrow_schemas import OperatorFile, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import POINTER_FORMAT
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.checkpoint import read_checkpoint, read_header
-from spark_state_ext.folder import Folder
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.files.checkpoint import read_checkpoint, read_header
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 
 _GOLDEN = Path(__file__).parent.parent / "golden"

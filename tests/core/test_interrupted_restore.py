@@ -24,16 +24,17 @@ from stalling_disk import STORE
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, file_name
 from arrow_schemas.pointer import BOTH, V1
-from spark_state_ext import retry
 from spark_state_ext.backends import Checkpoint
 from spark_state_ext.backends.files import FilesRestore
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.commit import CommitOptions, Place
+from spark_state_ext.backends.replication import Place
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptStoreError, InterruptedRestoreError, LiveRunError, StorageError
-from spark_state_ext.folder import Folder
-from spark_state_ext.pool import DaemonPool, side_by_side
-from spark_state_ext.retry import retried
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
+from spark_state_ext.worker import retry
+from spark_state_ext.worker.retry import retried
+from spark_state_ext.worker.threads import DaemonPool, side_by_side
 
 # What each request takes, and after which time at most all must be over: the speed of the machine does not matter.
 TAKES_S = 600.0
@@ -238,7 +239,7 @@ def test_side_by_side_results_are_in_order_and_the_first_error_is_raised() -> No
 def test_a_load_that_fails_for_a_snapshot_fails_the_commit(restores: Restores, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has closed the restore managers, so whoever uses them has to begin anew."""
     life = restores.life
-    monkeypatch.setattr("spark_state_ext.bucket.snapshot_due", lambda *_: True)
+    monkeypatch.setattr("spark_state_ext.engine.bucket.snapshot_due", lambda *_: True)
     pin = LocalStore.pin
 
     def damaged(self: LocalStore, *args: Any) -> Any:

@@ -27,11 +27,11 @@ from core_support import (
 )
 
 from arrow_schemas import Pointer
-from spark_state_ext import lineage as lineage_module
-from spark_state_ext import loading as loading_module
-from spark_state_ext import sealed as sealed_module
+from spark_state_ext.commit import cadence
 from spark_state_ext.errors import StorageError
-from spark_state_ext.folder import Folder
+from spark_state_ext.files import sealed as sealed_module
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.restore import loader as loading_module
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
 
@@ -163,8 +163,8 @@ def test_every_fault_of_a_call(
     # One file after the other, so that the n-th operation is the same one every time.
     monkeypatch.setattr(loading_module, "_PARALLEL_MAX", 1)
     if scenario == "snapshot":
-        monkeypatch.setattr(lineage_module, "DELTAS_MIN", 5)
-        monkeypatch.setattr(lineage_module, "DELTAS_MAX", 5)
+        monkeypatch.setattr(cadence, "DELTAS_MIN", 5)
+        monkeypatch.setattr(cadence, "DELTAS_MAX", 5)
     if scenario == "large":
         monkeypatch.setattr(sealed_module, "MEMORY_BYTES_MAX", 1)
     failures: list[str] = []

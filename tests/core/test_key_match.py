@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrow_schemas.row import normal_array
-from spark_state_ext import key_match
-from spark_state_ext.key_match import key_positions
+from spark_state_ext.functions import key_match
+from spark_state_ext.functions.key_match import key_positions
 
 NAN, OTHER_NAN = float("nan"), struct.unpack("<d", struct.pack("<Q", 0xFFF8_0000_0000_0123))[0]
 POINT = pa.struct([("x", pa.float64()), ("tags", pa.list_(pa.string()))])

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_state_ext.errors import StateValueError
-from spark_state_ext.state_batch import StateBatch
+from spark_state_ext.functions.state_batch import StateBatch
 
 NAN = float("nan")
 STATE = pa.schema([("n", pa.int64())])

@@ -18,12 +18,12 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from test_create import folder_of
 
-from spark_state_ext import process
 from spark_state_ext.errors import CorruptFileError, LiveRunError, UsageError, VersionSkewError
-from spark_state_ext.folder import Folder
-from spark_state_ext.lease import Clock, Lease, LeaseState
-from spark_state_ext.lease_log import LeaseLog
-from spark_state_ext.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease import Clock, Lease, LeaseState
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
+from spark_state_ext.worker import process
 
 _ME = RunIdentity("application", "plan", "query", "host")
 _OTHER = RunIdentity("other application", "other plan", "query", "other host")
@@ -133,7 +133,7 @@ def _local(pid: int | None = None) -> RunIdentity:
     """A run whose driver is this process, as in local mode."""
     pid = os.getpid() if pid is None else pid
     here = replace(_ME, host=os.uname().nodename, pid=pid, pid_start=process.start_of(pid))
-    from spark_state_ext.store.local_disk import boot_id
+    from spark_state_ext.worker.boot import boot_id
 
     return replace(here, boot=boot_id(), pid_namespace=process.namespace())
 
@@ -315,9 +315,9 @@ def test_a_process_that_ends_is_not_a_run_that_ends(tmp_path: Path, clock: Virtu
 
 _EXECUTOR = """
 import sys
-from spark_state_ext.folder import Folder
-from spark_state_ext.lease import Lease
-from spark_state_ext.lease_record import RunIdentity
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease import Lease
+from spark_state_ext.ownership.lease_record import RunIdentity
 Lease(Folder(sys.argv[1]), RunIdentity.here("application", "plan", "query"), 30_000).hold()
 print("held")
 """

@@ -17,11 +17,13 @@ from core_support import KEYS, SCHEMA, WRITER, Changes, Model, Row, changed, fir
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.checkpoint import write_checkpoint
+from spark_state_ext.commit.cadence import presuming_snapshot
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, CorruptPointerError, LineageError, MissingCheckpointError
-from spark_state_ext.folder import Folder
-from spark_state_ext.lineage import Chain, Fetch, counted, plan_load, presuming_snapshot
+from spark_state_ext.files.checkpoint import write_checkpoint
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.horizon import counted
+from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
 from spark_state_ext.store import LocalStore
 
 

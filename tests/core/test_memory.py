@@ -9,13 +9,13 @@ import textwrap
 
 import pytest
 
-from spark_state_ext import memory
+from spark_state_ext.worker import memory
 
 _GNU_MEMORY = """
     import ctypes
     from pathlib import Path
 
-    from spark_state_ext.memory import give_back
+    from spark_state_ext.worker.memory import give_back
 
     def anonymous_kib():
         lines = Path("/proc/self/status").read_text().splitlines()

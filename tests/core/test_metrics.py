@@ -11,8 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from spark_state_ext import metrics
-from spark_state_ext.metrics import CallMetrics, MetricsLog, by_batch, main, read
+from spark_state_ext.cli.metrics import main
+from spark_state_ext.worker import metrics
+from spark_state_ext.worker.metrics import CallMetrics, MetricsLog, by_batch, read
 
 
 def _call(batch: int, bucket: int, **values: Any) -> CallMetrics:
@@ -109,7 +110,7 @@ def test_the_command_tells_where_there_is_nothing(tmp_path: Path, capsys: pytest
         for arguments in ([], ["--calls"]):
             assert main([str(tmp_path / name), *arguments]) == 2
             out, err = capsys.readouterr()
-            assert (out, err) == ("", f"spark_state_ext.metrics: {text}")
+            assert (out, err) == ("", f"spark_state_ext metrics: {text}")
     # Its process was killed before it had written a batch.
     assert main([str(tmp_path)]) == 0
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from arrow_schemas import OperatorFile
-from spark_state_ext import operator_folder
 from spark_state_ext.errors import (
     BucketCountChangedError,
     CorruptFileError,
@@ -19,13 +18,14 @@ from spark_state_ext.errors import (
     FunctionChangedError,
     SchemaChangedError,
 )
-from spark_state_ext.folder import Folder
+from spark_state_ext.files import operator_catalog
+from spark_state_ext.files.folder import Folder
 
 
 @pytest.fixture(autouse=True)
 def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each test ran in a process of its own."""
-    monkeypatch.setattr(operator_folder, "_admitted", {})
+    monkeypatch.setattr(operator_catalog, "_admitted", {})
 
 
 def _wanted(count: str = "integer", buckets: int = 4, query: str = "query") -> OperatorFile:
@@ -38,8 +38,8 @@ def _wanted(count: str = "integer", buckets: int = 4, query: str = "query") -> O
 
 
 def _again(files: Folder, wanted: OperatorFile, strict: bool = False) -> OperatorFile:
-    operator_folder._admitted.clear()
-    return operator_folder.admit(files, wanted, strict)
+    operator_catalog._admitted.clear()
+    return operator_catalog.admit(files, wanted, strict)
 
 
 def test_first_start_restart_and_evolution(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_many_tasks_at_once(tmp_path: Path) -> None:
     files = Folder(str(tmp_path))
 
     def admit() -> None:
-        found.append(operator_folder._admit(files, _wanted(), False, None))
+        found.append(operator_catalog._admit(files, _wanted(), False, None))
 
     threads = [threading.Thread(target=admit) for _ in range(8)]
     for thread in threads:
@@ -146,24 +146,24 @@ def test_a_refusal_is_not_remembered(tmp_path: Path) -> None:
     _again(files, _wanted())
     wrong = _wanted(buckets=5)
     with pytest.raises(BucketCountChangedError):
-        operator_folder.admit(files, wrong, False)
+        operator_catalog.admit(files, wrong, False)
     with pytest.raises(BucketCountChangedError):
-        operator_folder.admit(files, wrong, False)
+        operator_catalog.admit(files, wrong, False)
 
 
 def test_another_attempt_at_a_first_batch_is_no_other_query(tmp_path: Path) -> None:
     """Where tasks are not told their query each attempt begins in a folder of its own; `strict` must let it begin."""
     files, batch_ms = Folder(str(tmp_path)), 1_700_000_000_000
-    first = operator_folder.new_home(batch_ms, "a" * 32)
+    first = operator_catalog.new_home(batch_ms, "a" * 32)
     for home in (first, "query"):
         files.child("starting").put(f"{batch_ms}-{home[:1] * 32}", home.encode())
-        operator_folder.admit(files, _wanted(query=home), True, batch_ms=batch_ms)
+        operator_catalog.admit(files, _wanted(query=home), True, batch_ms=batch_ms)
     files.child("spill", "t1700").put("rows.payloads", b"")
-    second = operator_folder.new_home(batch_ms, "b" * 32)
-    operator_folder.admit(files, _wanted(query=second), True, batch_ms=batch_ms)
-    third = operator_folder.new_home(batch_ms + 1, "c" * 32)
+    second = operator_catalog.new_home(batch_ms, "b" * 32)
+    operator_catalog.admit(files, _wanted(query=second), True, batch_ms=batch_ms)
+    third = operator_catalog.new_home(batch_ms + 1, "c" * 32)
     with pytest.raises(ExistingStateError, match=f"where other queries have theirs: query, {first}"):
-        operator_folder.admit(files, _wanted(query=third), True, batch_ms=batch_ms + 1)
+        operator_catalog.admit(files, _wanted(query=third), True, batch_ms=batch_ms + 1)
 
 
 def test_a_folder_without_state_is_no_other_query(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_folder_without_state_is_no_other_query(tmp_path: Path) -> None:
     files.child("spilled", "spill", "0-1700").put("rows.payloads", b"")
     files.child("both", "lease").put(f"{1:016d}.json", b"{}")
     files.child("both", "spill", "0-1700").put("rows.payloads", b"")
-    assert operator_folder.others_beside(files) == []
+    assert operator_catalog.others_beside(files) == []
     _again(files, _wanted(), strict=True)
     # State that has lost its operator file is still state, also below the id of the query that begins.
     files.child("spilled", "0").put(f"1_{'0' * 32}.delta.arrow", b"rows")

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from arrow_schemas import CheckpointRef, Pointer, RowSchema
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
-from spark_state_ext import checkpoint as checkpoint_module
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.background import Background
-from spark_state_ext.bucket import Bucket
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StoreFullError
-from spark_state_ext.folder import Folder
-from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.files import checkpoint as checkpoint_module
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.merging import choose_merge
 from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.worker.background import Background
+from spark_state_ext.worker.spill import SpillBuffer
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 KEYS, CHANGED, ROW_BYTES = 20_000, 500, 26

@@ -11,14 +11,16 @@ from life import WAIT_S, Life
 
 from arrow_schemas.lineage import SNAPSHOT
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.background import Background
-from spark_state_ext.commit import CommitOptions, is_complete
+from spark_state_ext.backends.replication import is_complete
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.commit.failures import NO_RUN, Refused, Run
+from spark_state_ext.commit.ledger import Note
+from spark_state_ext.commit.snapshots import Tally
+from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.errors import UploadFailedError
-from spark_state_ext.failures import NO_RUN, Refused, Run
-from spark_state_ext.sealed import SealedFile
-from spark_state_ext.snapshots import Tally
+from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
-from spark_state_ext.uploads import Note, WorkerUploads
+from spark_state_ext.worker.background import Background
 
 BATCH_S = 30.0
 TIMEOUT_S = CommitOptions().commit_timeout_ms / 1000

@@ -19,8 +19,8 @@ from botocore.exceptions import (  # type: ignore[import-untyped]
 )
 
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError, StoreFullError
-from spark_state_ext.folder import Folder
-from spark_state_ext.retry import is_retriable
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.worker.retry import is_retriable
 
 
 @contextmanager

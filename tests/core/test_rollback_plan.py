@@ -14,10 +14,10 @@ from uuid import UUID
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
+from spark_state_ext.cli.rollback import carry_out, check_idle, main, plan_rollback, planned
+from spark_state_ext.cli.spark_checkpoint import COMMITS, OFFSETS, STATE, parse_path, state_ids
 from spark_state_ext.errors import CorruptFileError, LiveRunError, MissingCheckpointError, UsageError
-from spark_state_ext.folder import Entry, Folder
-from spark_state_ext.rollback import carry_out, check_idle, main, plan_rollback, planned
-from spark_state_ext.spark_checkpoint import COMMITS, OFFSETS, STATE, parse_path, state_ids
+from spark_state_ext.files.folder import Entry, Folder
 
 _ID = str(UUID(int=7))
 _LOGS = [f"{log}/{batch}" for log in (OFFSETS, COMMITS) for batch in range(4)]
@@ -199,7 +199,7 @@ def test_a_command_that_was_stopped_is_finished_by_the_next(tmp_path: Path, step
 def test_each_refusal_has_an_exit_code_and_a_typed_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _made(tmp_path)
     assert main([str(tmp_path), "--to-batch", "9"]) == 1
-    assert capsys.readouterr().err.startswith("spark_state_ext.rollback: UsageError: batch 9 is not among")
+    assert capsys.readouterr().err.startswith("spark_state_ext rollback: UsageError: batch 9 is not among")
     assert main([str(tmp_path / "nothing"), "--to-batch", "1"]) == 1
     assert "no Spark checkpoint location" in capsys.readouterr().err
     with pytest.raises(SystemExit) as wrong:
@@ -218,7 +218,7 @@ def test_the_root_of_an_arrow_state_is_no_checkpoint(
     root = str(tmp_path / given)
     assert main([root, "--to-batch", "1"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"spark_state_ext.rollback: UsageError: {root} is no Spark checkpoint location: ")
+    assert said.startswith(f"spark_state_ext rollback: UsageError: {root} is no Spark checkpoint location: ")
     assert "it looks like the root of an ArrowState, or a folder in it" in said
     assert "Give checkpointLocation" in said
     assert "Move them" not in said
@@ -269,5 +269,5 @@ def test_nothing_is_rolled_back_where_a_folder_cannot_be_listed(
     with monkeypatch.context() as failing:
         failing.setattr(LocalFileSystem, "ls", ls)
         assert main([str(tmp_path), "--to-batch", "1", "--apply", "--idle-s", "0"]) == 1
-    assert capsys.readouterr().err.startswith("spark_state_ext.rollback: StorageError: listing")
+    assert capsys.readouterr().err.startswith("spark_state_ext rollback: StorageError: listing")
     assert checkpoint.tree() == before

@@ -17,14 +17,15 @@ from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, file_name, new_checkpoint_id
 from spark_state_ext.backends import STATE, BackendContext
 from spark_state_ext.backends.files import FilesBackup, FilesRestore
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.commit import CommitOptions, Place
+from spark_state_ext.backends.replication import Place
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.commit.uploads import WorkerUploads
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
-from spark_state_ext.folder import Folder
-from spark_state_ext.pool import CallerExecutor
-from spark_state_ext.sealed import SealedFile, seal
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed import SealedFile, seal
 from spark_state_ext.store import LocalStore
-from spark_state_ext.uploads import WorkerUploads
+from spark_state_ext.worker.threads import CallerExecutor
 
 LARGE_BYTES = 20 << 20
 Publish = Callable[[Folder, SealedFile], None]

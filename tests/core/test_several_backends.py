@@ -19,12 +19,13 @@ from life import WAIT_S, Life
 from arrow_schemas import CheckpointRef, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT
 from arrow_schemas.pointer import BOTH, V1, V2, Standing
-from spark_state_ext import bucket as bucket_module
-from spark_state_ext import lineage as lineage_module
-from spark_state_ext import sealed
-from spark_state_ext import snapshots as snapshots_module
 from spark_state_ext.backends import Markers
-from spark_state_ext.commit import is_complete
+from spark_state_ext.backends.replication import is_complete
+from spark_state_ext.commit import cadence
+from spark_state_ext.commit import snapshots as snapshots_module
+from spark_state_ext.commit.ledger import FAILED, RUNNING, Note, note_name
+from spark_state_ext.commit.snapshots import check_name
+from spark_state_ext.engine import bucket as bucket_module
 from spark_state_ext.errors import (
     CorruptError,
     MissingCheckpointError,
@@ -32,11 +33,10 @@ from spark_state_ext.errors import (
     StorageError,
     StoreFullError,
 )
-from spark_state_ext.folder import Folder
-from spark_state_ext.sealed import SealedFile
-from spark_state_ext.snapshots import check_name
+from spark_state_ext.files import sealed
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
-from spark_state_ext.uploads import FAILED, RUNNING, Note, note_name
 
 # -- several backends ------------------------------------------------------------------------------
 
@@ -395,8 +395,8 @@ def _old_release(data: bytes) -> Pointer:
 
 def test_the_five_steps_of_the_reference(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
     """Write both, read the old; read the new; stop writing the old. And back again, up to the last step."""
-    monkeypatch.setattr(lineage_module, "DELTAS_MIN", 3)
-    monkeypatch.setattr(lineage_module, "DELTAS_MAX", 4)
+    monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
+    monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
     stages: list[tuple[str, Callable[[bytes], Pointer], int]] = [
         (V1, _old_release, 8),  # as it always was
         (BOTH, _old_release, 8),  # 1, 2: both are written, the old one is read

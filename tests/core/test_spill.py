@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spark_state_ext.errors import StorageError, StoreFullError
-from spark_state_ext.spill import HashSorter, SpillBuffer
+from spark_state_ext.worker.spill import HashSorter, SpillBuffer
 
 _HASHES = st.one_of(
     st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**63 - 1, 2**63, 2**64 - 1]), st.integers(2**53, 2**53 + 3)
@@ -104,7 +104,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 import numpy as np, pyarrow as pa
-from spark_state_ext.spill import HashSorter, SpillBuffer
+from spark_state_ext.worker.spill import HashSorter, SpillBuffer
 rng = np.random.default_rng(0)
 sorter, buffer = HashSorter(Path(sys.argv[1]), "hash", 8 << 20), SpillBuffer(Path(sys.argv[1]), 8 << 20)
 for _ in range(100):

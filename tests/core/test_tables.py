@@ -17,7 +17,7 @@ import pytest
 
 from arrow_schemas.columns import aggregated
 from arrow_schemas.errors import StateValueError
-from arrow_schemas.tables import as_table, cast_column, conformed, is_table, refuse_nulls
+from spark_state_ext.functions.tables import as_table, cast_column, conformed, is_table, refuse_nulls
 
 TABLE = pa.table({"k": ["a", "b"], "n": [1, None]})
 FIELDS = [pa.field("k", pa.string()), pa.field("n", pa.int64())]

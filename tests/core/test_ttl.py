@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from arrow_schemas import RowSchema
 from arrow_schemas.row import EXPIRES_MS, KEY_HASH
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import Bucket
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import UsageError
-from spark_state_ext.folder import Folder
-from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.functions.ttl import EXPIRES_COLUMN, Expiry, Ttl
 from spark_state_ext.store import LocalStore, Lookup, View
 from spark_state_ext.store.runs import sorted_run
-from spark_state_ext.ttl import EXPIRES_COLUMN, Expiry, Ttl
+from spark_state_ext.worker.spill import SpillBuffer
 
 SHOWN = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()), pa.field("tags", pa.list_(pa.string()))))
 STORED = RowSchema(SHOWN.keys, (*SHOWN.state, pa.field(EXPIRES_MS, pa.int64())))

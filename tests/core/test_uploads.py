@@ -19,17 +19,18 @@ import pytest
 from core_support import SCHEMA, Refs
 
 from arrow_schemas import CheckpointRef
-from spark_state_ext import process
 from spark_state_ext.backends import STATE, Checkpoint, CleanUp, Markers
-from spark_state_ext.commit import CommitOptions
-from spark_state_ext.committer import await_all
+from spark_state_ext.commit.committer import await_all
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.commit.failures import Run
+from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, Note, note_name
+from spark_state_ext.commit.uploads import THREADS_MAX, Upload, WorkerUploads
 from spark_state_ext.errors import CommitTimeoutError, StorageError, UploadFailedError
-from spark_state_ext.failures import Run
-from spark_state_ext.pool import DaemonPool
-from spark_state_ext.sealed import SealedFile
+from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
-from spark_state_ext.uploads import DONE, FAILED, RUNNING, THREADS_MAX, Note, Upload, WorkerUploads, note_name
+from spark_state_ext.worker import process
+from spark_state_ext.worker.threads import DaemonPool
 
 WAIT_S = 30.0
 
@@ -244,7 +245,7 @@ def test_a_note_tells_whether_its_process_lives(store: LocalStore) -> None:
 
 def test_threads_end_when_there_is_no_work_and_do_not_keep_a_process(tmp_path: Path) -> None:
     script = (
-        "import time\nfrom spark_state_ext.pool import DaemonPool\npool = DaemonPool('p')\n"
+        "import time\nfrom spark_state_ext.worker.threads import DaemonPool\npool = DaemonPool('p')\n"
         "pool.submit(time.sleep, 3600)\nprint('over')\n"
     )
     done = subprocess.run(

@@ -38,11 +38,11 @@ from arrow_schemas.lineage import (
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import BOTH, V1, V2, InlineDelta, LineageEntry, Pointer, Standing
 from arrow_schemas.row import RowSchema
-from spark_state_ext.checkpoint import read_checkpoint, read_header, write_checkpoint
 from spark_state_ext.errors import StateError
-from spark_state_ext.folder import Folder
-from spark_state_ext.lease_record import LeaseRecord, RunIdentity
-from spark_state_ext.spark import payload
+from spark_state_ext.files.checkpoint import read_checkpoint, read_header, write_checkpoint
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease_record import LeaseRecord, RunIdentity
+from spark_state_ext.spark.shuffle import payload
 from spark_state_ext.store.runs import Chunk, Run
 
 __all__ = ["PLANTED", "TARGETS", "Target"]

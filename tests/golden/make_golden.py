@@ -19,8 +19,8 @@ import pyarrow as pa
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, LineageHeader, file_name
 from arrow_schemas.pointer import InlineDelta, Standing
-from spark_state_ext.checkpoint import write_checkpoint
-from spark_state_ext.folder import Folder
+from spark_state_ext.files.checkpoint import write_checkpoint
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.runs import sorted_run
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from spark_state_ext.functions.outcome import NO_TIMEOUT
+from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.operators.arrays import KeyedRows
-from spark_state_ext.outcome import NO_TIMEOUT
-from spark_state_ext.spark.combine import Combine
-from spark_state_ext.state_batch import StateBatch
+from spark_state_ext.spark.shuffle.combine import Combine
 
 __all__ = ["MemoryBucket", "plain", "us"]
 

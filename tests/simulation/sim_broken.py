@@ -12,29 +12,31 @@ from sim_parts import Built, look
 from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.ages import Ages
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
-from spark_state_ext import bucket as bucket_module
-from spark_state_ext import cleanup, erasure
 from spark_state_ext.backends.files import FilesBackup
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.checkpoint import CheckpointFile, read_checkpoint
-from spark_state_ext.cleanup import Decision, Headers
-from spark_state_ext.commit import How, assured, is_complete, settled
-from spark_state_ext.committer import Committer, HandedIn
+from spark_state_ext.backends.replication import is_complete
+from spark_state_ext.commit.committer import Committer, HandedIn
+from spark_state_ext.commit.decisions import How, assured, settled
+from spark_state_ext.commit.ledger import DONE, note_name, notes_of
+from spark_state_ext.commit.snapshots import Snapshots
+from spark_state_ext.commit.uploads import Upload
+from spark_state_ext.engine import bucket as bucket_module
+from spark_state_ext.engine import probes, together
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, MissingRunError
-from spark_state_ext.folder import Entry, Folder, Readable
-from spark_state_ext.lineage import Chain, Fetch
-from spark_state_ext.loading import Failure, Loader
-from spark_state_ext.presence import has_checkpoint
-from spark_state_ext.snapshots import Snapshots
-from spark_state_ext.spark import looks, together
-from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.files import erasure, retention
+from spark_state_ext.files.checkpoint import CheckpointFile, read_checkpoint
+from spark_state_ext.files.existence import has_checkpoint
+from spark_state_ext.files.folder import Entry, Folder, Readable
+from spark_state_ext.files.retention import Decision, Headers
+from spark_state_ext.restore.load_plan import Chain, Fetch
+from spark_state_ext.restore.loader import Failure, Loader
 from spark_state_ext.store import View
-from spark_state_ext.uploads import DONE, Upload, note_name, notes_of
+from spark_state_ext.worker.spill import SpillBuffer
 
 T = TypeVar("T")
 
 # The world puts others in its place.
-_CLASSIFY = cleanup.classify
+_CLASSIFY = retention.classify
 
 
 class IdentityFromBatch(Bucket):
@@ -105,7 +107,7 @@ def _beside(entries: Iterable[Entry], pointer: Pointer, headers: Headers) -> tup
     refs = [(parse_file_name(entry.name) or (None,))[0] for entry in entries]
     known = dict.fromkeys(ref for ref in refs if ref is not None)
     kinds = {ref: {""} for ref in known}
-    mine = set(cleanup._back_from(pointer.ref, kinds, headers)) if pointer.ref in kinds else set()
+    mine = set(retention._back_from(pointer.ref, kinds, headers)) if pointer.ref in kinds else set()
     line = [entry for entry, ref in zip(entries, refs, strict=True) if ref in mine]
     return line, [entry for entry, ref in zip(entries, refs, strict=True) if ref not in mine]
 
@@ -324,10 +326,10 @@ BROKEN = {
     "neighbours on different attempts": Built(next_call_ms=called_for_its_own),
     "a removed root unnoticed": Built(look=removed_root_unnoticed),
     "a look at what the pointer says only": Built(look=looking_by_the_pointer),
-    "erased at once": Built(patches=((cleanup, "erased_before", erased_at_once),)),
-    "erased with the window": Built(patches=((cleanup, "erased_before", erased_with_the_window),)),
+    "erased at once": Built(patches=((retention, "erased_before", erased_at_once),)),
+    "erased with the window": Built(patches=((retention, "erased_before", erased_with_the_window),)),
     "erased and not renewed": Built(patches=((bucket_module, "is_old", renewed_by_beats_only),)),
-    "a look at the newest file only": Built(patches=((looks, "has_state", newest_file_only),)),
+    "a look at the newest file only": Built(patches=((probes, "has_state", newest_file_only),)),
 }
 
 __all__ = ["BROKEN", "committing"]

@@ -10,13 +10,13 @@ from sim_parts import Built
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.pointer import Pointer
-from spark_state_ext import committer as committer_module
 from spark_state_ext.backends.files import FilesBackup
-from spark_state_ext.committer import Committer
+from spark_state_ext.commit import committer as committer_module
+from spark_state_ext.commit.committer import Committer
+from spark_state_ext.commit.ledger import DONE, Note, note_name
+from spark_state_ext.commit.snapshots import _LOST, Snapshots
 from spark_state_ext.errors import MissingCheckpointError, UploadFailedError
-from spark_state_ext.sealed import SealedFile
-from spark_state_ext.snapshots import _LOST, Snapshots
-from spark_state_ext.uploads import DONE, Note, note_name
+from spark_state_ext.files.sealed import SealedFile
 
 __all__ = ["BROKEN_UPLOADS"]
 

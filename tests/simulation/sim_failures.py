@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from sim_parts import Attempt, Machine, WrongStateError
 
 from arrow_schemas.pointer import InlineDelta, Pointer
-from spark_state_ext.commit import pending
-from spark_state_ext.failures import Ended, Run, counts
-from spark_state_ext.folder import Folder
+from spark_state_ext.commit.decisions import pending
+from spark_state_ext.commit.failures import Ended, Run, counts
+from spark_state_ext.files.folder import Folder
 
 __all__ = ["Failures"]
 

@@ -21,12 +21,12 @@ from typing import Any
 import fsspec
 from sim_parts import Numbers, Step
 
-from spark_state_ext import lease as lease_module
 from spark_state_ext.errors import LiveRunError, StorageError
-from spark_state_ext.folder import Folder
-from spark_state_ext.lease import Clock, Lease
-from spark_state_ext.lease_log import LeaseLog
-from spark_state_ext.lease_record import Found, RunIdentity
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership import lease as lease_module
+from spark_state_ext.ownership.lease import Clock, Lease
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import Found, RunIdentity
 
 __all__ = ["LEASE_STEPS", "LeaseWorld", "WrongLeaseError", "simulate_lease"]
 

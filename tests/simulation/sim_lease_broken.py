@@ -7,10 +7,10 @@ from typing import Any
 
 from sim_lease import LeaseWorld
 
-from spark_state_ext import lease as lease_module
-from spark_state_ext.lease import Lease
-from spark_state_ext.lease_log import LeaseLog
-from spark_state_ext.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
+from spark_state_ext.ownership import lease as lease_module
+from spark_state_ext.ownership.lease import Lease
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
 
 __all__ = ["BROKEN_LEASES"]
 

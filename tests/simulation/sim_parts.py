@@ -16,19 +16,19 @@ import pyarrow as pa
 from sim_stores import DiedError
 
 from arrow_schemas import Pointer, RowSchema
-from spark_state_ext import cleanup
-from spark_state_ext.background import Work
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.cleanup import Decision
-from spark_state_ext.commit import Place
-from spark_state_ext.committer import Committer
-from spark_state_ext.failures import Run
-from spark_state_ext.spark import together
-from spark_state_ext.spark.looks import Looks
-from spark_state_ext.spill import SpillBuffer
+from spark_state_ext.backends.replication import Place
+from spark_state_ext.commit.committer import Committer
+from spark_state_ext.commit.failures import Run
+from spark_state_ext.commit.uploads import Upload, WorkerUploads
+from spark_state_ext.engine import together
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.probes import Looks
+from spark_state_ext.files import retention
+from spark_state_ext.files.retention import Decision
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
-from spark_state_ext.uploads import Upload, WorkerUploads
+from spark_state_ext.worker.background import Work
+from spark_state_ext.worker.spill import SpillBuffer
 
 __all__ = [
     "KEYS",
@@ -173,7 +173,7 @@ class Built:
     """
 
     bucket: type[Bucket] = Bucket
-    classify: Callable[..., Decision] = cleanup.classify
+    classify: Callable[..., Decision] = retention.classify
     next_call_ms: Callable[..., int | None] = together.next_call_ms
     look: Callable[[str, str, Committer, Sequence[Place], Pointer], None] = look
     patches: tuple[tuple[Any, str, Any], ...] = ()

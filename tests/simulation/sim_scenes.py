@@ -14,8 +14,8 @@ from sim_stores import Fault, dies
 from sim_world import DRAWN, FIRST_BUCKET, NOW_S, World, small
 
 from arrow_schemas import Pointer
-from spark_state_ext import cleanup
-from spark_state_ext.failures import Run
+from spark_state_ext.commit.failures import Run
+from spark_state_ext.files import retention
 
 __all__ = ["SCENES", "Scene", "played"]
 
@@ -108,7 +108,7 @@ class Scene:
     def clean(self, pointer: Pointer) -> None:
         """A clean-up, and what every pointer gives after it."""
         retained = self.world.config.retained
-        cleanup.clean_up(self.world.files, pointer, retained, self.world.folder, lambda: None, NOW_S)
+        retention.clean_up(self.world.files, pointer, retained, self.world.folder, lambda: None, NOW_S)
         self.world.check()
 
     def alone(self, batches: int, cleans: bool = True) -> None:

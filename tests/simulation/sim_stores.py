@@ -11,7 +11,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from spark_state_ext.errors import StorageError
-from spark_state_ext.folder import Folder
+from spark_state_ext.files.folder import Folder
 
 __all__ = ["DiedError", "Fault", "FaultyFolder", "Share", "dies", "fails", "opened"]
 

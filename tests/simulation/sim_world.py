@@ -51,15 +51,18 @@ from sim_stores import DiedError, Fault, FaultyFolder, dies, fails, opened
 from arrow_schemas import CheckpointRef, Pointer, Writer
 from arrow_schemas.lineage import SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import Standing
-from spark_state_ext import bucket as bucket_module
-from spark_state_ext import checkpoint, cleanup, loading
-from spark_state_ext import lineage as lineage_module
 from spark_state_ext.backends import STATE
 from spark_state_ext.backends import files as files_module
 from spark_state_ext.backends.files import sole_place
-from spark_state_ext.bucket import Bucket
-from spark_state_ext.commit import CommitOptions, Place, is_complete
-from spark_state_ext.committer import Committer
+from spark_state_ext.backends.replication import Place, is_complete
+from spark_state_ext.commit import cadence
+from spark_state_ext.commit.committer import Committer
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.commit.failures import Run
+from spark_state_ext.commit.uploads import Upload
+from spark_state_ext.engine import bucket as bucket_module
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.together import rests
 from spark_state_ext.errors import (
     CorruptError,
     LiveRunError,
@@ -69,12 +72,12 @@ from spark_state_ext.errors import (
     StorageError,
     UploadFailedError,
 )
-from spark_state_ext.failures import Run
-from spark_state_ext.folder import Folder
-from spark_state_ext.lineage import Fetch, recent_beats
-from spark_state_ext.spark.together import rests
+from spark_state_ext.files import checkpoint, retention
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.horizon import recent_beats
+from spark_state_ext.restore import loader
+from spark_state_ext.restore.load_plan import Fetch
 from spark_state_ext.store import LocalStore
-from spark_state_ext.uploads import Upload
 
 EXECUTORS = 3
 # Clocks play no part here: every file is old enough to go, as far as that is concerned.
@@ -376,7 +379,7 @@ class World:
             return
         files = self.folders[self.configured[numbers.below(len(self.configured))]][self._one_bucket(numbers)]
         snapshots = [n for n in files.names() if (parse_file_name(n) or (None, ""))[1] == SNAPSHOT]
-        believed = {name for name in snapshots if f"{files.identity} {name}" in cleanup._whole}
+        believed = {name for name in snapshots if f"{files.identity} {name}" in retention._whole}
         if self.damaged & {files.where(name) for name in believed}:
             snapshots = [name for name in snapshots if name not in believed]
         if not snapshots:
@@ -631,7 +634,7 @@ class World:
 
         def work() -> None:
             try:
-                cleanup.clean_up(
+                retention.clean_up(
                     files, pointer, self.config.retained, self.folder, still_ours, NOW_S, entries, head=head
                 )
             except LostFilesError:
@@ -760,13 +763,13 @@ def small(adopts: bool, built: Built) -> Iterator[None]:
     ids = random.Random(49374)
     values = (
         (bucket_module, "new_checkpoint_id", lambda: f"{ids.getrandbits(128):032x}"),
-        (lineage_module, "DELTAS_MIN", 1),
-        (lineage_module, "DELTAS_MAX", 2),
+        (cadence, "DELTAS_MIN", 1),
+        (cadence, "DELTAS_MAX", 2),
         # So that both ways to compare files are gone.
         (files_module, "_PIECE_BYTES", 1 << 10 if adopts else files_module._PIECE_BYTES),
         (checkpoint, "_ADOPTED_BYTES_MIN", 0 if adopts else checkpoint._ADOPTED_BYTES_MIN),
-        (loading, "_in_order", _one_by_one),
-        (cleanup, "classify", built.classify),
+        (loader, "_in_order", _one_by_one),
+        (retention, "classify", built.classify),
         *built.patches,
     )
     before = [(module, name, getattr(module, name)) for module, name, _ in values]

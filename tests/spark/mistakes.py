@@ -35,9 +35,9 @@ from watched_store import STORE
 
 from spark_state_ext import ArrowState, Backend, disable, enable
 from spark_state_ext.errors import LiveRunError
-from spark_state_ext.folder import Folder
-from spark_state_ext.lease import Lease
-from spark_state_ext.lease_record import RunIdentity
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease import Lease
+from spark_state_ext.ownership.lease_record import RunIdentity
 
 __all__ = ["MISTAKES", "Mistake", "Place", "shown", "shown_all", "without_ids"]
 

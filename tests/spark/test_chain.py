@@ -17,9 +17,9 @@ from pyspark.sql.types import ArrayType, LongType, StringType, StructField, Stru
 
 from spark_state_ext import ArrowState, Step, chain
 from spark_state_ext.errors import StateValueError, UsageError
-from spark_state_ext.spark import chain as chained
-from spark_state_ext.spark.chain import Chain
-from spark_state_ext.spark.group_state import Clock, KeyState
+from spark_state_ext.spark.callers.group_state import Clock, KeyState
+from spark_state_ext.spark.client import chain as chained
+from spark_state_ext.spark.client.chain import Chain
 
 pytestmark = pytest.mark.spark
 

@@ -25,10 +25,10 @@ from streams import WAIT_S, finish, read, write_batches
 
 from arrow_schemas.lineage import parse_file_name
 from spark_state_ext import Agg, ArrowState, StateBatch, aggregate, enable
-from spark_state_ext.checkpoint import read_header
 from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
-from spark_state_ext.folder import Folder
-from spark_state_ext.lease_log import LeaseLog
+from spark_state_ext.files.checkpoint import read_header
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease_log import LeaseLog
 
 pytestmark = pytest.mark.spark
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jobs import COUNTS, SPARK, Job, count, keyed
 
-from spark_state_ext.abandoned import main
+from spark_state_ext.cli.abandoned import main
 
 pytestmark = [
     pytest.mark.spark,

@@ -12,10 +12,10 @@ from streams import WAIT_S, read, write_batches
 from test_guards import STATE, arrow_state, count_rows
 
 from spark_state_ext.errors import LiveRunError
-from spark_state_ext.folder import Folder
-from spark_state_ext.lease import Lease
-from spark_state_ext.lease_log import LeaseLog
-from spark_state_ext.lease_record import RunIdentity
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease import Lease
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import RunIdentity
 
 
 def test_an_idle_run_keeps_its_lease_until_it_ends(session: Any, tmp_path: Path) -> None:

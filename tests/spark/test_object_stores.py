@@ -12,9 +12,9 @@ import pytest
 from jobs import COUNTS, Job, count, eventually, keyed
 
 from spark_state_ext import Backend
-from spark_state_ext.folder import Folder
-from spark_state_ext.metrics import by_batch
-from spark_state_ext.metrics import read as read_metrics
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.worker.metrics import by_batch
+from spark_state_ext.worker.metrics import read as read_metrics
 
 pytestmark = pytest.mark.spark
 

@@ -11,7 +11,7 @@ import pytest
 from api_jobs import COUNTERS, EVERYWHERE, ApiJob, count_rows
 from jobs import CLASSIC, keyed
 
-from spark_state_ext import metrics
+from spark_state_ext.worker import metrics
 
 pytestmark = pytest.mark.spark
 

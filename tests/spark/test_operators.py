@@ -21,7 +21,7 @@ from streams import finish, read, write_batches
 
 from spark_state_ext import Agg, ArrowState, Ttl, aggregate, deduplicate, sessionize, top_k
 from spark_state_ext.errors import StateError, UnsupportedPlanError, UnsupportedTypeError, UsageError
-from spark_state_ext.metrics import read as read_metrics
+from spark_state_ext.worker.metrics import read as read_metrics
 
 pytestmark = [pytest.mark.spark]
 

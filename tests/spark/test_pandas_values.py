@@ -29,7 +29,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F
 
 from spark_state_ext.errors import UnsupportedTypeError
-from spark_state_ext.spark.pandas_values import (
+from spark_state_ext.spark.callers.pandas_values import (
     column_to_series,
     dtype_depends_on_nulls,
     empty_frame,

@@ -14,9 +14,9 @@ from jobs import COUNTS, SPARK, Job, count, keyed
 from pyspark.errors import StreamingQueryException
 from streams import finish
 
-from spark_state_ext.folder import Folder
-from spark_state_ext.rollback import carry_out, main, planned
-from spark_state_ext.spark_checkpoint import ROLLED_BACK
+from spark_state_ext.cli.rollback import carry_out, main, planned
+from spark_state_ext.cli.spark_checkpoint import ROLLED_BACK
+from spark_state_ext.files.folder import Folder
 
 pytestmark = pytest.mark.spark
 

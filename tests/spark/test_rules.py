@@ -21,8 +21,8 @@ from arrow_schemas import RowSchema
 from arrow_schemas.labels import bucket_label
 from spark_state_ext import ArrowState
 from spark_state_ext.errors import VersionSkewError
-from spark_state_ext.spark.runtime import run_bucket
-from spark_state_ext.spark.task import TaskInfo
+from spark_state_ext.spark.executor.call import run_bucket
+from spark_state_ext.spark.task import current_task
 from spark_state_ext.store import LocalStore
 
 pytestmark = pytest.mark.spark
@@ -127,7 +127,7 @@ def test_triggers_without_micro_batches_are_refused(spark: Any, tmp_path: Path, 
 
 def retained_by_spark(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
     planned = SimpleNamespace(plan_id="plan", batches_retained=3)
-    yield pd.DataFrame({"k": [key[0]], "n": [TaskInfo.current(planned).batches_retained]})  # type: ignore[arg-type] # a part of a job
+    yield pd.DataFrame({"k": [key[0]], "n": [current_task(planned).batches_retained]})  # type: ignore[arg-type] # a part of a job
 
 
 @pytest.mark.parametrize("fixture", ["spark", pytest.param("connect", marks=pytest.mark.connect)])

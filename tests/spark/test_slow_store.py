@@ -13,9 +13,9 @@ from jobs import COUNTS, Job, count, emitted, eventually, keyed
 from streams import finish
 from watched_store import STORE
 
-from spark_state_ext.metrics import read as read_metrics
 from spark_state_ext.store.environment import Environment
 from spark_state_ext.store.notes import every
+from spark_state_ext.worker.metrics import read as read_metrics
 
 pytestmark = pytest.mark.spark
 

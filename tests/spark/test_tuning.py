@@ -11,7 +11,7 @@ import pytest
 from streams import read, write_batches
 
 from spark_state_ext import ArrowState, disable, enable
-from spark_state_ext.spark import tuning
+from spark_state_ext.spark.client import tuning
 from spark_state_ext.spark.compat import SPARK_VERSION
 
 LIMIT = "spark.sql.execution.arrow.maxBytesPerBatch"

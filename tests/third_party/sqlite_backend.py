@@ -16,10 +16,10 @@ from typing import Any
 
 from arrow_schemas import CheckpointRef
 from spark_state_ext.backends import BackendContext, Checkpoint, CleanUp, Markers
-from spark_state_ext.cleanup import clean_up
 from spark_state_ext.errors import ChangedJobError, InterruptedRestoreError, MissingCheckpointError, StorageError
-from spark_state_ext.folder import Entry
-from spark_state_ext.sealed import SealedFile
+from spark_state_ext.files.folder import Entry
+from spark_state_ext.files.retention import clean_up
+from spark_state_ext.files.sealed import SealedFile
 
 __all__ = ["SqliteBackend"]
 

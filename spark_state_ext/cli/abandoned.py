@@ -1,0 +1,360 @@
+"""Folders of queries that no checkpoint names any more: found, and removed.
+
+``python -m spark_state_ext abandoned ROOT --checkpoint LOCATION …`` (`docs/operating.md`). A query's state lies in
+``<root>/<operator>/<home>``. Its home is the query's id, which the Spark checkpoint has in the file ``metadata``; but
+where the query's first tasks were not told their query, it has another name, which only the pointers in Spark's own
+state tell. Spark's reader of state gets at these (``--spark``); without it, nothing is taken for abandoned that was
+written within a long time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from arrow_schemas.operator import OperatorFile, parse_operator_file_name
+from spark_state_ext.cli.spark_checkpoint import METADATA, STATE, query_id
+from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, StateError, UsageError
+from spark_state_ext.files.folder import Entry, Folder, refuse_relative
+from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, is_new_home
+
+__all__ = ["Found", "Homes", "judge", "look", "main", "refuse_operators_without_metadata", "remove"]
+
+ABANDONED, NAMED, RECENT, UNKNOWN = "abandoned", "named", "recent", "unknown"
+_DAY_S = 86_400.0
+# However sure it is: a lease is renewed far more often.
+_RECENT_DAYS_MIN = 1.0
+_OLDER_THAN_DAYS = 30.0
+# Operators in a message.
+_NAMED_MAX = 10
+# Records of the present format; and the one file of formats 1 to 3.
+_LEASE = ("lease/", "lease.json")
+# Rows in transit, too.
+_BEFORE_STATE = (*_LEASE, f"{SPILL_FOLDER}/")
+_SPARK_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Folders that checkpoints name.
+
+    Parameters
+    ----------
+    names
+        The folders.
+    complete
+        There are no others that these checkpoints could name: their pointers were read.
+    """
+
+    names: frozenset[str]
+    complete: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder below ``<root>/<operator>``.
+
+    Parameters
+    ----------
+    operator, home
+        Where it lies.
+    ours
+        It has an operator file that names it; or a query's name, and only what a run leaves before its state begins.
+    files, size_bytes
+        What is in it.
+    newest_s
+        When the newest file in it was written, seconds since 1970; None where the file system does not tell.
+    lease_s
+        When a run last renewed its lease on it, the same.
+    """
+
+    operator: str
+    home: str
+    ours: bool
+    files: int
+    size_bytes: int
+    newest_s: float | None
+    lease_s: float | None
+
+
+def judge(found: Found, homes: Homes, now_s: float, older_than_s: float) -> str:
+    """Whether a folder is `ABANDONED`, `NAMED` by a checkpoint, too `RECENT` to tell, or `UNKNOWN`.
+
+    Unknown is what is none of ours, and what only pointers can name, where `homes` are not complete.
+
+    Parameters
+    ----------
+    found
+        The folder.
+    homes
+        What checkpoints name.
+    now_s
+        The time, seconds since 1970.
+    older_than_s
+        For how long nobody has written to it, where `homes` are not complete; else a day will do.
+    """
+    if found.home in homes.names:
+        return NAMED
+    if not found.ours or _needs_spark(found, homes):
+        return UNKNOWN
+    idle_s = -1.0 if found.newest_s is None else now_s - found.newest_s
+    least_s = _RECENT_DAYS_MIN * _DAY_S if homes.complete else max(older_than_s, _RECENT_DAYS_MIN * _DAY_S)
+    return ABANDONED if idle_s > least_s else RECENT
+
+
+def _needs_spark(found: Found, homes: Homes) -> bool:
+    return not homes.complete and is_new_home(found.home)
+
+
+def look(root: Folder, operators: Collection[str] = ()) -> list[Found]:
+    """The folders of queries below a root.
+
+    Parameters
+    ----------
+    root
+        The root.
+    operators
+        Names of operators; by default all.
+
+    Raises
+    ------
+    UsageError
+        When this is no root, or has no such operator.
+    StorageError
+        When something cannot be listed or read.
+    """
+    return [
+        _found(root, operator, entry.name)
+        for operator, entries in sorted(_operators(root, operators).items())
+        for entry in entries
+        if entry.folder and entry.name not in (STARTING_FOLDER, SPILL_FOLDER)
+    ]
+
+
+def _operators(root: Folder, wanted: Collection[str]) -> dict[str, list[Entry]]:
+    """What lies in the folders of the operators."""
+    here = root.entries()
+    if not here:
+        raise UsageError(f"there is no folder {root.root}, or it is empty: give the root, as ArrowState has it")
+    there = [entry.name for entry in here if entry.folder]
+    missing = sorted(set(wanted).difference(there))
+    # Where one is missing, all are looked at, as the folder of an operator has none.
+    listed = {name: root.child(name).entries() for name in there if missing or not wanted or name in wanted}
+    for where, entries in [(root.root, here), *((root.child(name).root, found) for name, found in listed.items())]:
+        if any(not entry.folder and parse_operator_file_name(entry.name) is not None for entry in entries):
+            raise UsageError(
+                f"give the root, not a folder in it: {where} has an operator file, so {root.root} is the folder of "
+                "an operator or of a query"
+            )
+    if not there:
+        raise UsageError(f"{root.root} has no operators, as it has no folders: give the root, as ArrowState has it")
+    if missing:
+        shown = ", ".join(there[:_NAMED_MAX]) + (", …" if len(there) > _NAMED_MAX else "")
+        raise UsageError(f"{root.root} has no operator {missing[0]!r}; it has: {shown}")
+    return listed
+
+
+def _found(root: Folder, operator: str, home: str) -> Found:
+    folder = root.child(operator, home)
+    files = folder.tree()
+    leases = [entry for entry in files if entry.name.startswith(_LEASE)]
+    return Found(
+        operator,
+        home,
+        any(_names(folder, entry.name, operator, home) for entry in files) or _never_began(home, files),
+        len(files),
+        sum(entry.size_bytes for entry in files),
+        _newest_s(files),
+        _newest_s(leases),
+    )
+
+
+def _names(folder: Folder, name: str, operator: str, home: str) -> bool:
+    """Whether a file is an operator file of the folder that it lies in."""
+    if parse_operator_file_name(name) is None:
+        return False
+    try:
+        file = OperatorFile.decode(folder.get(name), folder.where(name))
+    except (CorruptError, MissingCheckpointError):
+        return False
+    return (file.operator, file.query_id) == (operator, home)
+
+
+def _never_began(home: str, files: Collection[Entry]) -> bool:
+    """Whether a folder has what a run leaves before its state begins, and nothing else."""
+    named_by_us = is_new_home(home) or _SPARK_ID.fullmatch(home) is not None
+    return named_by_us and bool(files) and all(entry.name.startswith(_BEFORE_STATE) for entry in files)
+
+
+def _newest_s(entries: Iterable[Entry]) -> float | None:
+    """The latest time; None when one of the files has none, or there is no file."""
+    times = [entry.modified_s for entry in entries]
+    return None if not times or None in times else max(time_s for time_s in times if time_s is not None)
+
+
+def remove(root: Folder, found: Found) -> None:
+    """Remove a folder, what makes it ours last, so that a removal that was stopped can be taken up again.
+
+    Raises
+    ------
+    LiveRunError
+        When somebody has written to it since it was looked at.
+    StorageError
+        When removing failed.
+    """
+    now = _found(root, found.operator, found.home)
+    if now != found:
+        raise LiveRunError(
+            f"{root.root}/{found.operator}/{found.home} has changed while this command ran, so somebody uses it: "
+            "nothing of it was removed. Find out which query that is, and give its checkpoint, too."
+        )
+    folder = root.child(found.operator, found.home)
+    entries = folder.entries()
+    entries.sort(key=lambda entry: parse_operator_file_name(entry.name) is not None)
+    for entry in entries:
+        if entry.folder:
+            folder.remove_tree(entry.name)
+        else:
+            folder.remove(entry.name)
+    root.child(found.operator).remove_tree(found.home)
+
+
+def homes_by_metadata(checkpoints: Iterable[Folder]) -> Homes:
+    """What the file ``metadata`` of each checkpoint names.
+
+    Raises
+    ------
+    UsageError
+        When a location is no checkpoint: the state of its query would look abandoned.
+    CorruptFileError
+        When a file cannot be read.
+    """
+    names = set()
+    for checkpoint in checkpoints:
+        try:
+            names.add(query_id(checkpoint.get(METADATA), checkpoint.where(METADATA)))
+        except MissingCheckpointError as error:
+            raise UsageError(
+                f"{checkpoint.root} is no Spark checkpoint location: it has no file 'metadata'. Give the location as "
+                "in the option checkpointLocation."
+            ) from error
+    return Homes(frozenset(names), complete=False)
+
+
+def refuse_operators_without_metadata(checkpoint: Folder) -> None:
+    """Refuse a checkpoint with state that Spark's reader would pass over, without an error.
+
+    Spark 4 finds operators by ``state/<operator>/_metadata``, which Spark 3.5 does not write.
+
+    Raises
+    ------
+    UsageError
+        When there is an operator without it.
+    StorageError
+        When the checkpoint cannot be listed.
+    """
+    states = checkpoint.child(STATE)
+    for operator in (name for name in states.names() if name.isdecimal()):
+        if "metadata" not in states.child(operator, "_metadata").names():
+            raise UsageError(
+                f"{states.root}/{operator} has no metadata of its operator, as Spark 3.5 writes none, so Spark "
+                "cannot tell which folders it names: start the query once with Spark 4, or leave --spark out."
+            )
+
+
+def _homes_with_spark(locations: Sequence[str]) -> frozenset[str]:
+    # PySpark is not needed for the rest.
+    from spark_state_ext.cli.homes import homes_of, session
+
+    spark = session()
+    return frozenset().union(*(homes_of(spark, location) for location in locations))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spark_state_ext abandoned",
+        description="List the folders of queries that no Spark checkpoint names. Without --remove nothing is changed.",
+    )
+    parser.add_argument("root", help="as given to ArrowState: an absolute path or a URL")
+    parser.add_argument(
+        *("--checkpoint", "-c"),
+        action="extend",
+        nargs="+",
+        required=True,
+        metavar="LOCATION",
+        help="every checkpointLocation that is in use, on this root",
+    )
+    parser.add_argument("--operator", action="append", default=[], metavar="NAME", help="look at this one only")
+    parser.add_argument(
+        "--spark", action="store_true", help="read the checkpoints' state with Spark 4, which tells all that they name"
+    )
+    parser.add_argument(
+        "--older-than",
+        type=float,
+        default=_OLDER_THAN_DAYS,
+        metavar="DAYS",
+        help="without --spark: nobody has written there for so long (default: %(default)s; at least 1)",
+    )
+    parser.add_argument("--remove", action="store_true", help="remove what is abandoned")
+    parser.add_argument(
+        "--storage-options", type=json.loads, default={}, metavar="JSON", help="of the root, for fsspec"
+    )
+    parser.add_argument("--checkpoint-options", type=json.loads, default={}, metavar="JSON", help="of the checkpoints")
+    return parser
+
+
+def _line(found: Found, verdict: str, homes: Homes) -> str:
+    reason = ' reason="needs --spark"' if verdict == UNKNOWN and found.ours and _needs_spark(found, homes) else ""
+    return (
+        f"{verdict} operator={found.operator} query={found.home} files={found.files} bytes={found.size_bytes} "
+        f"newest={_shown(found.newest_s)} lease={_shown(found.lease_s)}{reason}"
+    )
+
+
+def _shown(time_s: float | None) -> str:
+    return "-" if time_s is None else datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    clock_s: Callable[[], float] = time.time,
+) -> int:
+    """The command; 0 when it could do what it was told, 1 when it was refused or failed, 2 for wrong arguments."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.older_than < _RECENT_DAYS_MIN:
+        parser.error(f"--older-than must be at least {_RECENT_DAYS_MIN:g}")
+    try:
+        for location in [options.root, *options.checkpoint]:
+            refuse_relative(location, "a root or checkpoint")
+        homes = homes_by_metadata(Folder(location, options.checkpoint_options) for location in options.checkpoint)
+        if options.spark:
+            for location in options.checkpoint:
+                refuse_operators_without_metadata(Folder(location, options.checkpoint_options))
+            homes = Homes(homes.names | _homes_with_spark(options.checkpoint), complete=True)
+        root = Folder(options.root, options.storage_options)
+        verdicts = [
+            (it, judge(it, homes, clock_s(), options.older_than * _DAY_S)) for it in look(root, options.operator)
+        ]
+        for found, verdict in verdicts:
+            print(_line(found, verdict, homes))
+        abandoned = [found for found, verdict in verdicts if verdict == ABANDONED]
+        size_bytes = sum(found.size_bytes for found in abandoned)
+        print(f"folders={len(verdicts)} abandoned={len(abandoned)} bytes={size_bytes}")
+        if not options.remove:
+            print("nothing was removed: --remove removes what is abandoned")
+            return 0
+        for found in abandoned:
+            remove(root, found)
+            print(f"removed operator={found.operator} query={found.home}")
+    except StateError as error:
+        print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0

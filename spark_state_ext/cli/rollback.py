@@ -1,0 +1,349 @@
+"""Going back: make an older batch the last one of a Spark checkpoint, so that its query goes on from there.
+
+``python -m spark_state_ext rollback CHECKPOINT --to-batch N`` (`docs/operating.md`). To remove offsets and commits is
+not enough: the state that later batches wrote stays, and some of Spark's file managers do not overwrite it, so that
+the query would go on with it and lose what it counts anew, in silence.
+
+State goes first, the newest version first, then commits, then offsets. A query that is started after the command was
+stopped in the middle finds no state for the batch that it wants, and fails; or only the offsets of the next batch are
+left, which it then runs again as it was planned. The command can be run again at any time, and finishes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import posixpath
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from arrow_schemas.operator import parse_operator_file_name
+from spark_state_ext.cli.spark_checkpoint import (
+    COMMITS,
+    METADATA,
+    OFFSETS,
+    ROLLED_BACK,
+    STATE,
+    SparkFile,
+    missing_version,
+    parse_path,
+    state_ids,
+)
+from spark_state_ext.errors import (
+    CorruptFileError,
+    LiveRunError,
+    MissingCheckpointError,
+    StateError,
+    UsageError,
+)
+from spark_state_ext.files.folder import Entry, Folder
+from spark_state_ext.worker.threads import side_by_side
+
+__all__ = ["Rollback", "carry_out", "check_idle", "main", "plan_rollback"]
+
+_PARALLEL_MAX = 8
+_IDLE_S = 60.0
+_NAMED_MAX = 3
+# Folders of each folder, to tell the root of an ArrowState.
+_LOOKED_AT_MAX = 10
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """What to take out of a checkpoint.
+
+    Parameters
+    ----------
+    to_batch
+        The batch that becomes the last one.
+    steps
+        Files, in the order in which they go; those of one step in any order.
+    newest_s
+        When anything of the checkpoint was last written, seconds since 1970; None where the file system does not tell.
+    """
+
+    to_batch: int
+    steps: tuple[tuple[SparkFile, ...], ...]
+    newest_s: float | None
+
+    @property
+    def files(self) -> list[SparkFile]:
+        """All files, in order."""
+        return [file for step in self.steps for file in step]
+
+
+def plan_rollback(
+    entries: Iterable[Entry], to_batch: int, ids: Mapping[int, Mapping[str, frozenset[str]]], where: str
+) -> Rollback:
+    """Decide what must go for a batch to be the last one.
+
+    Parameters
+    ----------
+    entries
+        All files below the checkpoint location, named by their path there.
+    to_batch
+        The batch.
+    ids
+        What each commit log up to that batch tells (`state_ids`).
+    where
+        The location, for messages.
+
+    Raises
+    ------
+    UsageError
+        When this is no checkpoint, or the batch is not among its committed ones.
+    MissingCheckpointError
+        When state that the batch left, or the offsets before it, are not there any more.
+    CorruptFileError
+        When something lies there that Spark is not known to write.
+    """
+    entries = list(entries)
+    parsed = {entry.name: parse_path(entry.name) for entry in entries}
+    unknown = sorted(name for name, file in parsed.items() if file is None)
+    if unknown:
+        raise CorruptFileError(
+            f"{where} holds {len(unknown)} files that this command does not know ({', '.join(unknown[:_NAMED_MAX])}), "
+            "so it cannot tell what belongs to which batch. Move them elsewhere if they are yours; a query with "
+            "transformWithState cannot be rolled back by it."
+        )
+    files = [file for file in parsed.values() if file is not None]
+    _check_logs(files, to_batch, where)
+    _check_state(files, to_batch, ids, where)
+    state = [file for file in files if file.kind == STATE and file.number > to_batch + 1]
+    logs = [[file for file in files if file.kind == kind and file.number > to_batch] for kind in (COMMITS, OFFSETS)]
+    steps = [step for group in (state, *logs) for step in _newest_first(group)]
+    times = [
+        entry.modified_s for entry in entries if entry.modified_s is not None and not entry.name.startswith(ROLLED_BACK)
+    ]
+    return Rollback(to_batch, tuple(steps), max(times, default=None))
+
+
+def _newest_first(files: Iterable[SparkFile]) -> list[tuple[SparkFile, ...]]:
+    by_number: dict[int, list[SparkFile]] = {}
+    for file in files:
+        by_number.setdefault(file.number, []).append(file)
+    return [tuple(sorted(by_number[number], key=lambda file: file.path)) for number in sorted(by_number, reverse=True)]
+
+
+def _check_logs(files: Sequence[SparkFile], to_batch: int, where: str) -> None:
+    there = {kind: {it.number for it in files if it.kind == kind and not it.checksum} for kind in (OFFSETS, COMMITS)}
+    if not there[COMMITS]:
+        raise UsageError(
+            f"{where} is no Spark checkpoint location with committed batches: there is nothing in commits/"
+        )
+    if to_batch not in there[COMMITS]:
+        raise UsageError(
+            f"batch {to_batch} is not among the committed batches of {where}, which are {min(there[COMMITS])} to "
+            f"{max(there[COMMITS])}: choose one of these"
+        )
+    # Spark reads the one before, too, when it starts.
+    for batch in range(max(0, to_batch - 1), to_batch + 1):
+        if batch not in there[OFFSETS]:
+            raise MissingCheckpointError(
+                f"{where}/offsets/{batch} is gone, without which no query starts after batch {to_batch}: choose a "
+                "later batch"
+            )
+
+
+def _check_state(
+    files: Sequence[SparkFile], to_batch: int, ids: Mapping[int, Mapping[str, frozenset[str]]], where: str
+) -> None:
+    stores: dict[str, list[SparkFile]] = {}
+    for file in files:
+        if file.kind == STATE:
+            stores.setdefault(file.store, []).append(file)
+    version, missing = to_batch + 1, []
+    for store in sorted(_partitions(stores, ids.get(to_batch, {})) | stores.keys()):
+        partition = "/".join(store.split("/")[:3])
+        # Batch b commits version b + 1.
+        known = {batch + 1: told[partition] for batch, told in ids.items() if partition in told}
+        lacking = missing_version(stores.get(store, ()), version, known)
+        if lacking is not None:
+            missing.append(f"version {lacking} in {store}")
+    if missing:
+        raise MissingCheckpointError(
+            f"the state that batch {to_batch} of {where} left cannot be loaded any more: {len(missing)} of "
+            f"{len(stores)} stores lack files ({'; '.join(missing[:_NAMED_MAX])}). Spark keeps "
+            "spark.sql.streaming.minBatchesToRetain batches: choose a later one."
+        )
+
+
+def _partitions(stores: Iterable[str], committed: Mapping[str, frozenset[str]]) -> set[str]:
+    """Stores that must be there: what the commit log names, and no gaps among an operator's partitions."""
+    found = set()
+    counts: dict[str, int] = {}
+    named = set()
+    for store in stores:
+        _, operator, partition, *name = store.split("/")
+        counts[operator] = max(counts.get(operator, 0), int(partition) + 1)
+        named.update([operator] if name else [])
+    for store in committed:
+        _, operator, partition = store.split("/")
+        counts[operator] = max(counts.get(operator, 0), int(partition) + 1)
+    for operator, count in counts.items():
+        if operator in named:
+            names = {
+                store.split("/")[3] for store in stores if store.split("/")[1] == operator and store.count("/") == 3
+            }
+            found |= {f"state/{operator}/{partition}/{name}" for partition in range(count) for name in names}
+        else:
+            found |= {f"state/{operator}/{partition}" for partition in range(count)}
+    return found
+
+
+def check_idle(plan: Rollback, now_s: float, idle_s: float, where: str) -> None:
+    """Refuse while somebody writes.
+
+    Raises
+    ------
+    LiveRunError
+        When the checkpoint was written less than `idle_s` ago.
+    """
+    written = _written_ago_s(plan, now_s, idle_s)
+    if written is not None:
+        raise LiveRunError(
+            f"{where} was written {written:.0f} s ago, so its query may be running: stop it. "
+            "Where it is stopped, wait, or say --idle-s 0."
+        )
+
+
+def _written_ago_s(plan: Rollback, now_s: float, idle_s: float) -> float | None:
+    """How long ago the checkpoint was written; None where that is long enough, or the file system does not tell."""
+    if plan.newest_s is None or now_s - plan.newest_s >= idle_s:
+        return None
+    return max(0.0, now_s - plan.newest_s)
+
+
+def carry_out(checkpoint: Folder, plan: Rollback, aside: str | None) -> int:
+    """Take the files out; returns how many there were.
+
+    Parameters
+    ----------
+    checkpoint
+        The checkpoint location.
+    plan
+        What to take out.
+    aside
+        Folder below the location to move them to, under their paths. None: delete them.
+
+    Raises
+    ------
+    StorageError
+        When moving or deleting failed; the command can be run again.
+    """
+    done = 0
+    for step in plan.steps:
+        work = checkpoint.remove if aside is None else partial(_put_aside, checkpoint, aside)
+        # One step after the other.
+        done += len(side_by_side("rollback", _PARALLEL_MAX, work, [file.path for file in step]))
+    return done
+
+
+def _put_aside(checkpoint: Folder, aside: str, path: str) -> None:
+    checkpoint.move(path, posixpath.join(aside, path))
+
+
+def planned(checkpoint: Folder, to_batch: int) -> Rollback:
+    """`plan_rollback` of what lies in a checkpoint location.
+
+    Raises
+    ------
+    StateError
+        As `plan_rollback`; `StorageError` where it cannot be listed or read.
+    """
+    _refuse_other_folder(checkpoint)
+    entries = checkpoint.tree()
+    logs = [file for file in (parse_path(entry.name) for entry in entries) if file is not None and file.kind == COMMITS]
+    ids = {
+        file.number: state_ids(checkpoint.get(file.path), checkpoint.where(file.path))
+        for file in logs
+        if file.number <= to_batch and not file.checksum
+    }
+    return plan_rollback(entries, to_batch, ids, checkpoint.root)
+
+
+def _refuse_other_folder(checkpoint: Folder) -> None:
+    """Refuse what is no checkpoint at all, before its files are called unknown."""
+    if not {METADATA, COMMITS}.isdisjoint(checkpoint.names()):
+        return
+    ours = "; it looks like the root of an ArrowState, or a folder in it" if _has_operator(checkpoint) else ""
+    raise UsageError(
+        f"{checkpoint.root} is no Spark checkpoint location: it has neither 'metadata' nor commits/{ours}. Give "
+        "checkpointLocation."
+    )
+
+
+def _has_operator(folder: Folder, below: int = 2) -> bool:
+    """Whether there is an operator file, here or in the first few folders."""
+    entries = folder.entries()
+    if any(parse_operator_file_name(entry.name) is not None for entry in entries):
+        return True
+    folders = [entry.name for entry in entries if entry.folder][: _LOOKED_AT_MAX if below else 0]
+    return any(_has_operator(folder.child(name), below - 1) for name in folders)
+
+
+def _print(plan: Rollback) -> None:
+    for file in plan.files:
+        print(f"{file.kind} {'version' if file.kind == STATE else 'batch'}={file.number} path={file.path}")
+    counts = {kind: sum(file.kind == kind for file in plan.files) for kind in (STATE, COMMITS, OFFSETS)}
+    print(f"files={len(plan.files)} " + " ".join(f"{kind}={count}" for kind, count in counts.items()))
+
+
+def _what_next(written_s: float | None, idle_s: float) -> str:
+    if written_s is None:
+        return "nothing was changed: --apply does it"
+    return (
+        f"nothing was changed. --apply would refuse now (not yet: written {written_s:.0f} s ago): stop the query, "
+        f"and wait until {idle_s:g} s have passed, or say --idle-s 0"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spark_state_ext rollback",
+        description="Make an older batch the last one of a Spark checkpoint. Stop the query first. Without --apply "
+        "nothing is changed.",
+    )
+    parser.add_argument("checkpoint", help="Spark's checkpointLocation: an absolute path or a URL")
+    parser.add_argument("--to-batch", type=int, required=True, metavar="N", help="the last batch that is kept")
+    parser.add_argument(
+        "--apply", action="store_true", help=f"move the files to {ROLLED_BACK}… in the checkpoint location"
+    )
+    parser.add_argument("--delete", action="store_true", help="with --apply: delete them")
+    parser.add_argument(
+        "--idle-s",
+        type=float,
+        default=_IDLE_S,
+        help="refuse where anything was written this recently (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--storage-options", type=json.loads, default={}, metavar="JSON", help="of fsspec's file system"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0 when it could be done (or has been), 1 when it was refused or failed, 2 for wrong arguments."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.delete and not options.apply:
+        parser.error("--delete goes with --apply")
+    try:
+        checkpoint = Folder(options.checkpoint, options.storage_options)
+        plan = planned(checkpoint, options.to_batch)
+        if not options.apply:
+            _print(plan)
+            print(_what_next(_written_ago_s(plan, time.time(), options.idle_s), options.idle_s))
+            return 0
+        check_idle(plan, time.time(), options.idle_s, checkpoint.root)
+        _print(plan)
+        aside = f"{ROLLED_BACK}to-{plan.to_batch}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+        done = carry_out(checkpoint, plan, None if options.delete else aside)
+    except StateError as error:
+        print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print(f"deleted={done}" if options.delete else f"moved={done} to={checkpoint.where(aside)}")
+    return 0

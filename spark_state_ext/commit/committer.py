@@ -1,0 +1,442 @@
+"""The committer: takes a bucket's commit through its phases (`commit`), with uploads beside it and notes about them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
+from arrow_schemas.pointer import InlineDelta, Pointer
+from spark_state_ext.backends import STATE, Checkpoint, Markers
+from spark_state_ext.backends.replication import Place, taken_over, version_of
+from spark_state_ext.commit.decisions import CommitOptions, How, assured, decide, lags, pending, settled
+from spark_state_ext.commit.failures import NO_RUN, Clocks, Ended, Run, counts
+from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, Note, note_name, notes_of
+from spark_state_ext.commit.snapshots import Snapshots, check_name
+from spark_state_ext.commit.uploads import Upload, Uploads
+from spark_state_ext.errors import CommitTimeoutError, StateError, UploadFailedError
+from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.store import LocalStore
+from spark_state_ext.worker.background import Runner
+
+__all__ = ["Committer", "HandedIn", "await_all"]
+
+# How often to look for what another process of this machine has uploaded.
+_POLL_S = 0.02
+_SLICE_S = 1.0
+# Names of the note about clocks, and in it of what a task sends itself, which has another name in each attempt.
+_CLOCKS, _OWN = "clocks", "own"
+
+
+@dataclass(frozen=True)
+class HandedIn:
+    """A delta on its way.
+
+    Parameters
+    ----------
+    how
+        What becomes of it.
+    sealed
+        The file.
+    uploads
+        Of it, to each backend that keeps up.
+    before
+        Uploads of earlier deltas which these come after, where they are to be waited for.
+    """
+
+    how: How
+    sealed: SealedFile
+    uploads: tuple[Upload, ...]
+    before: tuple[Upload, ...]
+
+
+class Committer:
+    """The commit of one bucket in one call.
+
+    Parameters
+    ----------
+    store
+        The bucket's local store, where notes are.
+    places
+        The configured backends, in the order of configuration.
+    uploads
+        Gets to uploads beside batches.
+    options
+        Limits.
+    batches_retained
+        Spark's ``minBatchesToRetain``.
+    runner, scratch
+        As for `Snapshots`.
+    clock_s
+        The machine's monotonic clock.
+    run
+        Whose call it is: failures of others do not count.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        places: Sequence[Place],
+        uploads: Uploads,
+        options: CommitOptions,
+        batches_retained: int,
+        runner: Runner,
+        scratch: Path,
+        clock_s: Callable[[], float] = time.monotonic,
+        run: Run | None = None,
+    ) -> None:
+        self._run = run or NO_RUN
+        self._ended = Ended(store.folder)
+        self._batches_retained = batches_retained
+        self._store = store
+        self._places = {place.name: place for place in places}
+        self._uploads = uploads
+        self._options = options
+        self._clock_s = clock_s
+        self._stale: list[str] = []
+        # Called about once a second while something is waited for.
+        self.while_waiting: Callable[[], None] = lambda: None
+        # What the last call of the task has to wait for.
+        self.left: list[Upload] = []
+        self.waited_s = 0.0
+        self.snapshots = Snapshots(
+            store, self._places, uploads, options, batches_retained, runner, scratch, clock_s, self._run, self._counts
+        )
+
+    # -- what went before --------------------------------------------------------------------------
+
+    def begin(self, pointer: Pointer) -> Pointer:
+        """Settle what earlier commits left under way, and wait for it where it takes too long.
+
+        Parameters
+        ----------
+        pointer
+            The input pointer.
+
+        Returns
+        -------
+        Pointer
+            With what has been confirmed since it was made.
+
+        Raises
+        ------
+        UploadFailedError
+            When an upload of an earlier commit failed for good, or a backend refuses full snapshots for long.
+        CommitTimeoutError
+            When one takes longer than ``commit_timeout_ms``.
+        """
+        for place in self._places.values():
+            place.backup.init(None if pointer.ref is None else Checkpoint(pointer.ref, pointer.markers))
+        pointer = self._looked_at(taken_over(pointer, list(self._places.values())))
+        self._raise_refused()
+        self._resume(pointer)
+        if not pending(pointer):
+            return pointer
+        since_s = self._since_s(pointer)
+        late = self._clock_s() - since_s > self._options.commit_delay_ms_max / 1000
+        if late or lags(pointer, self._batches_retained) or not self._options.inline:
+            pointer = self._wait(pointer, since_s)
+        return pointer
+
+    def _looked_at(self, pointer: Pointer) -> Pointer:
+        pointer = self.snapshots.without_lost(pointer)
+        notes = notes_of(self._store)
+        self._raise_failed(pointer, notes)
+        awaited = _awaited(pointer)
+        checked = {check_name(name, file) for name, file in awaited}
+        oldest = pointer.inline[0].ref if pointer.inline else pointer.ref
+        names = checked | set(awaited.values())
+        if pointer.lineage:
+            # When the next snapshot is due, that of the one before is asked for.
+            presumed = file_name(pointer.lineage[0].ref, SNAPSHOT)
+            names |= {note_name(name, presumed) for name in self._places}
+        self._stale = [name for name in notes if _version_in(name) < version_of(oldest) and name not in names]
+        return settled(pointer, _done(awaited, notes))
+
+    def known(self, pointer: Pointer) -> Pointer:
+        """An input pointer with what this machine knows to have been confirmed since; nothing is noted or begun."""
+        pointer = taken_over(pointer, list(self._places.values()))
+        return settled(pointer, _done(_awaited(pointer), notes_of(self._store)))
+
+    def _raise_failed(self, pointer: Pointer, notes: Mapping[str, Note]) -> None:
+        for name, delta in pending(pointer):
+            note = notes.get(note_name(name, delta.name))
+            if note is not None and note.state == FAILED and self._counts(note.run):
+                # The note stays: another attempt at this task must not take the failure for mended.
+                self._ended.tell(self._run)
+                raise UploadFailedError(
+                    f"the upload of {delta.name} to the backend {name} failed: {note.error}. It is in Spark's own "
+                    "state and not lost. Mend the cause and start again, or leave that backend out."
+                )
+
+    def _raise_refused(self) -> None:
+        for name, refused in self.snapshots.refusals().items():
+            if not refused.for_long(self._options.commit_timeout_ms / 1000):
+                continue
+            # The note stays, as in `_raise_failed`.
+            self._ended.tell(self._run)
+            raise UploadFailedError(
+                f"the backend {name} has refused full snapshots for {refused.last_s - refused.since_s:.0f} s, "
+                f"{refused.attempts} times, the last time: {refused.error}. No state is lost. Mend the cause and start "
+                "again, or leave that backend out."
+            )
+
+    def _counts(self, noted: Run) -> bool:
+        """As `counts`, for this call."""
+        return noted == self._run or counts(noted, self._run, self._ended_at)
+
+    @cached_property
+    def _ended_at(self) -> int | None:
+        return self._ended.of(self._run)
+
+    def _resume(self, pointer: Pointer, mine: bool = False) -> list[Upload]:
+        """Begin anew what no living process has under way for this run; with `mine`, what this one does not.
+
+        Returns
+        -------
+        list of Upload
+            Those of this process.
+        """
+        if not pointer.inline:
+            return []
+        notes = notes_of(self._store)
+        own: list[Upload] = []
+        begun: list[Upload] = []
+        for name, delta in pending(pointer):
+            upload = self._uploads.find(self._store, name, delta.name)
+            if upload is not None and not self._counts(upload.run):
+                # It may hang since before the cause was mended.
+                self._uploads.give_up([upload])
+                upload = None
+            note = notes.get(note_name(name, delta.name))
+            if upload is None:
+                if note is not None and (note.state == DONE or (self._elsewhere(note) and not mine)):
+                    continue
+                since_s = self._begun_s(note_name(name, delta.name), notes)
+                upload = self._upload(name, delta.ref, SealedFile.of(delta.name, delta.data), since_s)
+                begun.append(upload)
+            own.append(upload)
+        self._submit(begun)
+        return own
+
+    def _elsewhere(self, note: Note) -> bool:
+        """Whether another process is at it, for this run."""
+        return note.owner != self._uploads.owner and self._is_running(note)
+
+    def _is_running(self, note: Note) -> bool:
+        alive = note.owner == self._uploads.owner or self._uploads.is_alive(note.owner)
+        return note.state == RUNNING and alive and self._counts(note.run)
+
+    def _begun_s(self, name: str, notes: Mapping[str, Note]) -> float:
+        """Since when an upload has been under way, as far as this machine knows; now, where nobody is at it.
+
+        A process that ends takes its uploads with it. Another attempt at its task goes on with their clocks; a later
+        batch does not, as nobody may have tried for hours.
+        """
+        note = notes.get(name)
+        found = [self._kept.get(name)]
+        if note is not None and (self._is_running(note) or (note.state == RUNNING and note.run == self._run)):
+            found.append(note.since_s)
+        return min((since_s for since_s in found if since_s is not None), default=self._clock_s())
+
+    @cached_property
+    def _kept(self) -> Mapping[str, float]:
+        """Clocks that earlier attempts at this task left."""
+        return Clocks.kept(self._store.notes().get(_CLOCKS), self._run)
+
+    def _clocks(self, pointer: Pointer, **own: float) -> dict[str, bytes]:
+        """The note for further attempts at this task; none where nothing is under way."""
+        names = [note_name(name, delta.name) for name, delta in pending(pointer)]
+        if not self._run.id or not (names or own):
+            return {}
+        notes = notes_of(self._store)
+        since_s = {**own, **{name: self._begun_s(name, notes) for name in names}}
+        return {_CLOCKS: Clocks(self._run, since_s).encode()}
+
+    def _since_s(self, pointer: Pointer) -> float:
+        """Since when the oldest upload has been under way."""
+        notes = notes_of(self._store)
+        found = [self._begun_s(note_name(name, delta.name), notes) for name, delta in pending(pointer)]
+        return min(found, default=self._clock_s())
+
+    def _wait(self, pointer: Pointer, since_s: float) -> Pointer:
+        """Wait until nothing of a pointer is under way."""
+        began_s = self._clock_s()
+        self._store.note(self._clocks(pointer))
+        try:
+            while True:
+                pointer = self._looked_at(pointer)
+                if not pending(pointer):
+                    return pointer
+                left_s = since_s + self._options.commit_timeout_ms / 1000 - self._clock_s()
+                own = self._own(pointer)
+                if left_s <= 0:
+                    self._uploads.give_up(own)
+                    waiting = [(name, delta.name) for name, delta in pending(pointer)]
+                    # Who tries again, here or in another process, begins anew; an attempt at this task is late.
+                    self._store.note({}, [note_name(*it) for it in waiting])
+                    self._ended.tell(self._run)
+                    raise _timed_out(waiting, self._clock_s() - since_s, self._options)
+                foreign = len(own) < len(pending(pointer))
+                self._uploads.pause(own, min(left_s, _POLL_S if foreign else _SLICE_S))
+                self.while_waiting()
+                self._resume(pointer)
+        finally:
+            self.waited_s += self._clock_s() - began_s
+
+    def _own(self, pointer: Pointer) -> list[Upload]:
+        """Uploads that a pointer waits for and this process has under way."""
+        found = [self._uploads.find(self._store, name, delta.name) for name, delta in pending(pointer)]
+        return [upload for upload in found if upload is not None]
+
+    # -- the new checkpoint ------------------------------------------------------------------------
+
+    def hand_in(self, pointer: Pointer, sealed: SealedFile, may_defer: bool, room_bytes: int) -> HandedIn:
+        """Have the delta of a new checkpoint uploaded to every backend that keeps up; `finish` comes next.
+
+        Parameters
+        ----------
+        pointer
+            With the new checkpoint as its last.
+        sealed
+            Its delta.
+        may_defer, room_bytes
+            As for `decide`.
+        """
+        assert pointer.ref is not None, "a delta has a checkpoint"
+        inline_bytes = sum(len(delta.data) for delta in pointer.inline)
+        how = decide(sealed.size_bytes, inline_bytes, room_bytes, may_defer, self._options)
+        # What is waited for must be in one queue, in order.
+        before = [] if how == How.INLINE else self._resume(pointer, mine=True)
+        own = {} if how == How.INLINE else {_OWN: self._kept.get(_OWN, self._clock_s())}
+        since_s = own.get(_OWN, self._clock_s())
+        uploads = [self._upload(name, pointer.ref, sealed, since_s) for name in pointer.standings]
+        for _ in uploads:
+            sealed.take()
+        try:
+            self._submit(uploads, self._clocks(pointer, **own))
+        except BaseException:
+            for _ in uploads:
+                sealed.let_go()
+            raise
+        for upload in uploads:
+            upload.done.add_done_callback(lambda _: sealed.let_go())
+        return HandedIn(how, sealed, tuple(uploads), tuple(before))
+
+    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Pointer:
+        """The pointer to hand over; waits for uploads where it must.
+
+        Raises
+        ------
+        StorageError
+            When an upload that is waited for failed: what the backend raised.
+        CommitTimeoutError
+            When it takes longer than ``commit_timeout_ms``.
+        """
+        assert pointer.ref is not None, "a delta has a checkpoint"
+        sealed, uploads = handed_in.sealed, [*handed_in.before, *handed_in.uploads]
+        if handed_in.how == How.INLINE:
+            data = sealed.get_range(0, sealed.size_bytes)
+            delta = InlineDelta(pointer.ref, data, int(time.time() * 1000), pointer.beats)
+            return replace(pointer, inline=(*pointer.inline, delta))
+        if handed_in.how == How.DEFERRED:
+            self.left += uploads
+        else:
+            self.await_all(uploads)
+        return assured(pointer, {upload.backend: upload.markers for upload in handed_in.uploads})
+
+    def await_all(self, uploads: Sequence[Upload]) -> None:
+        """Wait until uploads are confirmed.
+
+        Raises
+        ------
+        StorageError
+            When one failed: what the backend raised.
+        CommitTimeoutError
+            When it takes longer than ``commit_timeout_ms``.
+        """
+        self.waited_s += await_all(uploads, self._uploads, self._options, self._clock_s, self.while_waiting)
+
+    # -- uploads -------------------------------------------------------------------------------------
+
+    def _upload(self, name: str, ref: CheckpointRef, sealed: SealedFile, since_s: float) -> Upload:
+        manager = self._places[name].backup
+        markers = manager.snapshot(ref, {STATE: sealed})
+        return Upload(self._store, name, manager, ref, sealed.name, markers, since_s, sealed.size_bytes, self._run)
+
+    def _submit(self, uploads: Sequence[Upload], also: Mapping[str, bytes] | None = None) -> None:
+        if not uploads:
+            return
+        notes = dict(also or {})
+        for upload in uploads:
+            notes |= upload.note(RUNNING, self._uploads.owner)
+        self._store.note(notes, self._stale)
+        self._stale = []
+        self._uploads.submit(uploads)
+
+
+def await_all(
+    uploads: Sequence[Upload],
+    runner: Uploads,
+    options: CommitOptions,
+    clock_s: Callable[[], float] = time.monotonic,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> float:
+    """Wait until uploads are confirmed, as `Committer.await_all`; returns how long, in seconds."""
+    began_s = clock_s()
+    while True:
+        for upload in uploads:
+            error = upload.done.exception() if upload.done.done() else None
+            if error is not None:
+                Ended(upload.store.folder).tell(upload.run)
+            if isinstance(error, StateError):
+                raise error
+            if error is not None:
+                raise UploadFailedError(
+                    f"the upload of {upload.file} to the backend {upload.backend} failed: {error!r}"
+                ) from error
+        waiting = [upload for upload in uploads if not upload.done.done()]
+        if not waiting:
+            return clock_s() - began_s
+        under_way_s = clock_s() - min(upload.since_s for upload in waiting)
+        if under_way_s * 1000 >= options.commit_timeout_ms:
+            runner.give_up(waiting)
+            for upload in waiting:
+                upload.store.note({}, [note_name(upload.backend, upload.file)])
+                Ended(upload.store.folder).tell(upload.run)
+            raise _timed_out(((it.backend, it.file) for it in waiting), under_way_s, options)
+        runner.pause(waiting, min(_SLICE_S, options.commit_timeout_ms / 1000 - under_way_s))
+        while_waiting()
+
+
+def _timed_out(waiting: Iterable[tuple[str, str]], under_way_s: float, options: CommitOptions) -> CommitTimeoutError:
+    by_backend: dict[str, list[str]] = {}
+    for name, file in waiting:
+        by_backend.setdefault(name, []).append(file)
+    what = "; ".join(f"{name}: {', '.join(files[:3])}" for name, files in by_backend.items())
+    return CommitTimeoutError(
+        f"a backend has not confirmed in {under_way_s:.1f} s what it was sent ({what}); commit_timeout_ms is "
+        f"{options.commit_timeout_ms}. See to the backend, or leave it out, and start again: no state is lost."
+    )
+
+
+def _awaited(pointer: Pointer) -> dict[tuple[str, str], str]:
+    """Names of the notes about what a pointer's backends have not confirmed, by backend and file."""
+    files = [(name, delta.name) for name, delta in pending(pointer)]
+    files += [(name, file_name(it.since, SNAPSHOT)) for name, it in pointer.standings.items() if it.since]
+    return {(name, file): note_name(name, file) for name, file in files}
+
+
+def _done(awaited: Mapping[tuple[str, str], str], notes: Mapping[str, Note]) -> dict[tuple[str, str], Markers]:
+    """What backends said of those files that they have confirmed, by the notes."""
+    found = {key: notes.get(name) for key, name in awaited.items()}
+    return {key: note.markers for key, note in found.items() if note is not None and note.state == DONE}
+
+
+def _version_in(note: str) -> int:
+    """The version in the file name that a note is about."""
+    parsed = parse_file_name(note.rpartition(" ")[2])
+    return 0 if parsed is None else parsed[0].version

@@ -1,0 +1,156 @@
+"""Commit phases of a bucket: what a pointer may claim, how long a commit goes on, waits, and gives up.
+
+A delta is sealed first. By the time Spark commits the pointer that names it, it is inline in that pointer, or every
+backend has confirmed it: within the call, or before the last call of the task ends (`docs/design/003`). The phases and
+their limits are those of Samza's asynchronous commit (SAMZA-2591): snapshot exclusive with processing, upload beside
+it; a commit that finds the one before still uploading goes on for a while, then waits, then fails.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from arrow_schemas.lineage import SNAPSHOT, file_name
+from arrow_schemas.pointer import V2, InlineDelta, Pointer, Standing
+from spark_state_ext.backends import Markers
+from spark_state_ext.backends.replication import version_of
+
+__all__ = [
+    "CommitOptions",
+    "How",
+    "assured",
+    "decide",
+    "lags",
+    "pending",
+    "settled",
+]
+
+
+@dataclass(frozen=True)
+class CommitOptions:
+    """How commits are made.
+
+    Parameters
+    ----------
+    journal
+        The changelog is configured: deltas may go inline.
+    commit_delay_ms_max
+        How long an upload may be under way while commits go on, milliseconds.
+    commit_timeout_ms
+        How long it may be under way at all.
+    inline_bytes_max, task_inline_bytes_max
+        Most inline bytes of a bucket, and of all buckets of a task.
+    pointer_write
+        `V1`, `V2` or `BOTH`.
+    erase_window_ms
+        Removed keys' bytes have to be gone within a time, of which this is a part (`erasure`): nothing goes inline.
+    """
+
+    journal: bool = True
+    commit_delay_ms_max: int = 60_000
+    commit_timeout_ms: int = 600_000
+    inline_bytes_max: int = 256 << 10
+    task_inline_bytes_max: int = 4 << 20
+    pointer_write: str = V2
+    erase_window_ms: int | None = None
+
+    @property
+    def inline(self) -> bool:
+        """Whether deltas may go inline."""
+        return self.journal and self.pointer_write == V2
+
+
+class How(enum.Enum):
+    """What becomes of a new delta."""
+
+    INLINE = "goes into the pointer"
+    DEFERRED = "is confirmed before the task ends"
+    WAITED = "is confirmed within the call"
+
+
+def decide(size_bytes: int, inline_bytes: int, room_bytes: int, may_defer: bool, options: CommitOptions) -> How:
+    """What becomes of a new delta.
+
+    Parameters
+    ----------
+    size_bytes
+        Its size.
+    inline_bytes
+        What is inline in this bucket already.
+    room_bytes
+        What may still go inline in this task.
+    may_defer
+        Whether it is certain that a later call of the task will wait.
+    """
+    if not options.inline:
+        return How.WAITED
+    fits = inline_bytes + size_bytes <= options.inline_bytes_max and size_bytes <= room_bytes
+    # Spark keeps pointers for as long as it likes.
+    if fits and options.erase_window_ms is None:
+        return How.INLINE
+    return How.DEFERRED if may_defer else How.WAITED
+
+
+def settled(pointer: Pointer, done: Mapping[tuple[str, str], Markers]) -> Pointer:
+    """The pointer with what backends have confirmed since it was made.
+
+    Parameters
+    ----------
+    pointer
+        Whose standings are of configured backends only.
+    done
+        What backends said of files that they have confirmed, by backend and file.
+    """
+    standings: dict[str, Standing] = {}
+    markers = {name: dict(said) for name, said in pointer.markers.items()}
+    for name, standing in pointer.standings.items():
+        through, since = standing.through, standing.since
+        for delta in pointer.inline:
+            if delta.ref.version <= version_of(through):
+                continue
+            said = done.get((name, delta.name))
+            if said is None:
+                break
+            through, markers[name] = delta.ref, dict(said)
+        if since is not None and (name, file_name(since, SNAPSHOT)) in done:
+            since = None
+        standings[name] = Standing(through, since)
+    # While nobody has anything, what is inline is all there is.
+    floor = min((version_of(standing.through) for standing in standings.values()), default=0)
+    inline = tuple(delta for delta in pointer.inline if delta.ref.version > floor)
+    return replace(pointer, standings=standings, markers=markers, inline=inline)
+
+
+def assured(pointer: Pointer, markers: Mapping[str, Markers]) -> Pointer:
+    """The pointer as it is when every backend with a standing has confirmed its checkpoint."""
+    standings = {name: Standing(pointer.ref, it.since) for name, it in pointer.standings.items()}
+    said = {name: dict(markers.get(name, pointer.markers.get(name, {}))) for name in standings}
+    return replace(pointer, standings=standings, markers=said, inline=())
+
+
+def lags(pointer: Pointer, batches_retained: int) -> bool:
+    """Whether a delta that not every backend has would, with the call that begins, be too old for clean-up to rely on.
+
+    What a pointer that Spark may hand out needs of a backend's files ends below its oldest inline delta. Clean-up keeps
+    that for so many beats.
+
+    Parameters
+    ----------
+    pointer
+        The input pointer.
+    batches_retained
+        Spark's ``minBatchesToRetain``.
+    """
+    return any(delta.beat + batches_retained <= pointer.beats for _, delta in pending(pointer))
+
+
+def pending(pointer: Pointer) -> list[tuple[str, InlineDelta]]:
+    """Backends and the inline deltas that they have not confirmed, for each backend oldest first."""
+    return [
+        (name, delta)
+        for name, standing in pointer.standings.items()
+        for delta in pointer.inline
+        if delta.ref.version > version_of(standing.through)
+    ]

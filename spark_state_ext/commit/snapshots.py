@@ -1,0 +1,457 @@
+"""Full snapshots of a bucket in its backends: who needs one, and what became of it.
+
+A pointer says since which snapshot a backend has caught up, or that it waits for one (`Standing.since`). Notes in the
+local store tell the processes of this machine how it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
+from arrow_schemas.pointer import Pointer, Standing
+from spark_state_ext.backends import STATE, Markers
+from spark_state_ext.backends.replication import Place, is_complete
+from spark_state_ext.commit.decisions import CommitOptions, settled
+from spark_state_ext.commit.failures import NO_RUN, Refused, Run
+from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, Note, note_name, notes_of
+from spark_state_ext.commit.uploads import Uploads
+from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, UploadFailedError
+from spark_state_ext.files.checkpoint import verify_checkpoint
+from spark_state_ext.files.horizon import recent_beats
+from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.store import LocalStore
+from spark_state_ext.worker.background import HUNG_S, Runner
+
+__all__ = ["Snapshots", "Tally", "check_name"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# Checkpoints until a full snapshot that nobody here knows of is taken for lost.
+_PATIENCE_VERSIONS = 10
+# In the place of a file's name, in notes about a backend that lacks some, and about the full backups that it got since.
+_LOST, _ANSWERED = "lost", "answered"
+# And about one that refuses full snapshots.
+_REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What became of a bucket's snapshots, for metrics.
+
+    Parameters
+    ----------
+    confirmed, took_s, size_bytes
+        How many were confirmed, a backend each; in how many seconds, queues included; and their bytes.
+    failures
+        How many were not made, or were refused.
+    """
+
+    confirmed: int = 0
+    took_s: float = 0.0
+    size_bytes: int = 0
+    failures: int = 0
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _of: ClassVar[dict[str, Tally]] = {}
+
+    @classmethod
+    def add(cls, store: LocalStore, more: Tally) -> None:
+        """Count what a bucket's process has seen.
+
+        Parameters
+        ----------
+        store
+            The bucket's local store.
+        more
+            What is added.
+        """
+        with cls._lock:
+            it = cls._of.get(str(store.folder), Tally())
+            cls._of[str(store.folder)] = Tally(
+                it.confirmed + more.confirmed,
+                it.took_s + more.took_s,
+                it.size_bytes + more.size_bytes,
+                it.failures + more.failures,
+            )
+
+    @classmethod
+    def take(cls, store: LocalStore) -> Tally:
+        """What was counted in this process since this was asked last.
+
+        Parameters
+        ----------
+        store
+            The bucket's local store.
+        """
+        with cls._lock:
+            return cls._of.pop(str(store.folder), Tally())
+
+
+class Snapshots:
+    """The snapshots of one bucket, in one call.
+
+    Parameters
+    ----------
+    store
+        The bucket's local store, where notes are.
+    places
+        The configured backends, by name, in the order of configuration.
+    uploads
+        Tells which processes live.
+    options
+        Limits.
+    batches_retained
+        Spark's ``minBatchesToRetain``.
+    runner
+        Reads back what another machine has sent.
+    scratch
+        Local folder for temporary files.
+    clock_s
+        The machine's monotonic clock.
+    run
+        Whose call it is.
+    counts
+        Whether what another call of that run, or of another one, was refused counts for this one.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        places: Mapping[str, Place],
+        uploads: Uploads,
+        options: CommitOptions,
+        batches_retained: int,
+        runner: Runner,
+        scratch: Path,
+        clock_s: Callable[[], float] = time.monotonic,
+        run: Run = NO_RUN,
+        counts: Callable[[Run], bool] = lambda run: True,
+    ) -> None:
+        self._run = run
+        self._counts = counts
+        self._store = store
+        self._places = places
+        self._uploads = uploads
+        self._options = options
+        self._batches_retained = batches_retained
+        self._runner = runner
+        self._scratch = scratch
+        self._clock_s = clock_s
+        # Backends that were found to lack files, and get a full backup by this commit.
+        self.lost: set[str] = set()
+
+    # -- files that somebody has deleted -----------------------------------------------------------
+
+    def lose(self, name: str, beats: int) -> None:
+        """Note that a backend cannot give back what it had confirmed, as a clean-up found.
+
+        Parameters
+        ----------
+        name
+            The backend.
+        beats
+            `Pointer.beats` of the clean-up's pointer.
+        """
+        # What was sent in full before may be among it.
+        self._store.note({note_name(name, _LOST): str(beats).encode()}, [note_name(name, _ANSWERED)])
+
+    def without_lost(self, pointer: Pointer) -> Pointer:
+        """The pointer without the standings of backends from which somebody has deleted files: these are `behind`.
+
+        Parameters
+        ----------
+        pointer
+            The input pointer.
+        """
+        notes = self._store.notes()
+        standings = dict(pointer.standings)
+        mine = {str(entry.ref) for entry in pointer.lineage}
+        for name in pointer.standings:
+            lost, answered = note_name(name, _LOST), note_name(name, _ANSWERED)
+            if lost not in notes:
+                continue
+            # What a clean-up that came late missed may have been deleted rightly.
+            old = int(notes[lost]) < pointer.beats - recent_beats(max(self._batches_retained, pointer.retained))
+            # Forgotten when a pointer that has the answer is committed. The commit that gave it may have failed since,
+            # or the pointer of another attempt counts, which knows nothing of it.
+            if old or mine & set(json.loads(notes.get(answered, b"[]"))):
+                self._store.note({}, [lost, answered])
+                continue
+            if name not in self.lost:
+                _LOGGER.error("somebody has deleted files from %s: it gets a fresh full backup", name)
+            del standings[name]
+            self.lost.add(name)
+        return replace(pointer, standings=standings)
+
+    # -- who needs one -----------------------------------------------------------------------------
+
+    def behind(self, pointer: Pointer) -> list[str]:
+        """Backends that need a full snapshot of the next checkpoint: they have nothing, or the one they got is lost.
+
+        Where no backend holds everything, it is all of them.
+        """
+        if pointer.ref is None:
+            return []
+        if not any(is_complete(standing) for standing in pointer.standings.values()):
+            return list(self._places)
+        notes = notes_of(self._store)
+        return [
+            name
+            for name in self._places
+            if name not in pointer.standings or self._stalled(pointer, name, pointer.standings[name], notes)
+        ]
+
+    def _stalled(self, pointer: Pointer, name: str, standing: Standing, notes: Mapping[str, Note]) -> bool:
+        """Whether the full snapshot that a backend waits for will not come."""
+        if standing.since is None:
+            return False
+        file = file_name(standing.since, SNAPSHOT)
+        note = notes.get(note_name(name, file))
+        if note is not None and note.state == RUNNING:
+            return not self._is_at_it(note)
+        if note is not None:
+            return note.state == FAILED
+        check = notes.get(check_name(name, file))
+        if check is not None and self._is_at_it(check):
+            return False
+        try:
+            there = self._has(name, file)
+        except StorageError as error:
+            # Others hold the state, so nothing depends on this one.
+            _LOGGER.warning("the backend %s does not tell whether it has caught up: %s", name, error)
+            there = False
+        if there and self._begin_check(name, standing.since):
+            return False
+        # Another machine may be at it.
+        return pointer.version >= standing.since.version + _PATIENCE_VERSIONS
+
+    def _is_at_it(self, note: Note) -> bool:
+        """Whether the process that noted that it begins lives, and is not taken for hanging."""
+        # One that is long over may not have been noted.
+        if self._clock_s() - note.since_s > HUNG_S:
+            return False
+        return note.owner == self._uploads.owner or self._uploads.is_alive(note.owner)
+
+    def caught_up(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
+        """The pointer of which backends get a full snapshot.
+
+        Parameters
+        ----------
+        pointer
+            Whose last checkpoint it is of.
+        names
+            The backends.
+        known
+            They have confirmed it.
+        """
+        if not names:
+            return pointer
+        assert pointer.ref is not None, "there is a state to catch up with"
+        since = None if known else pointer.ref
+        file = file_name(pointer.ref, SNAPSHOT)
+        notes = self._answers(pointer.ref, names)
+        if not known:
+            note = Note(RUNNING, self._uploads.owner, self._clock_s()).encode()
+            notes |= {note_name(name, file): note for name in names}
+        if notes:
+            self._store.note(notes)
+        standings = {**pointer.standings, **{name: Standing(pointer.ref, since) for name in names}}
+        markers = {**pointer.markers, **{name: {STATE: file} for name in names}}
+        return settled(replace(pointer, standings=standings, markers=markers), {})
+
+    def _answers(self, ref: CheckpointRef, names: Sequence[str]) -> dict[str, bytes]:
+        """Notes that backends which had lost files get a full backup with a checkpoint."""
+        notes = self._store.notes()
+        answered = [note_name(name, _ANSWERED) for name in names if note_name(name, _LOST) in notes]
+        return {name: json.dumps([*json.loads(notes.get(name, b"[]")), str(ref)]).encode() for name in answered}
+
+    # -- what becomes of it -------------------------------------------------------------------------
+
+    def send(self, ref: CheckpointRef, sealed: SealedFile, names: Sequence[str]) -> None:
+        """Have backends keep a snapshot, side by side.
+
+        Raises
+        ------
+        StorageError
+            When one of them failed, or took longer than ``commit_timeout_ms``; the others have it.
+        """
+        failure: Exception | None = None
+        futures: dict[str, Future[Markers]] = {}
+        ended_s: dict[str, float] = {}
+        began_s = self._clock_s()
+        for name in names:
+            manager = self._places[name].backup
+            try:
+                futures[name] = manager.upload(ref, manager.snapshot(ref, {STATE: sealed}))
+            except Exception as raised:
+                futures[name] = Future()
+                futures[name].set_exception(raised)
+            # One that takes long goes on when nobody waits for it any more.
+            sealed.take()
+            futures[name].add_done_callback(partial(self._over, sealed, ended_s, name))
+        for name, future in futures.items():
+            try:
+                future.result(self._options.commit_timeout_ms / 1000)
+            except Exception as raised:
+                failure = raised
+                what = str(raised) or repr(raised)
+                if not future.done():
+                    what = f"it took longer than commit_timeout_ms, {self._options.commit_timeout_ms}"
+                    future.add_done_callback(partial(self._late, ref, name, sealed.size_bytes, began_s))
+                self._tell(ref, [name], Note(FAILED, self._uploads.owner, self._clock_s(), error=what))
+                self._refused(name, began_s, what)
+            else:
+                took_s = ended_s.get(name, self._clock_s()) - began_s
+                self._confirmed(ref, name, sealed.size_bytes, took_s)
+        if isinstance(failure, StateError):
+            raise failure
+        if failure is not None:
+            raise UploadFailedError(f"{sealed.name} could not be kept: {failure!r}") from failure
+
+    def _over(self, sealed: SealedFile, ended_s: dict[str, float], name: str, _: Future[Markers]) -> None:
+        ended_s[name] = self._clock_s()
+        sealed.let_go()
+
+    def _late(self, ref: CheckpointRef, name: str, size_bytes: int, began_s: float, done: Future[Markers]) -> None:
+        """An upload has ended for which nobody waits any more."""
+        if done.exception() is None:
+            self._confirmed(ref, name, size_bytes, self._clock_s() - began_s)
+
+    def _confirmed(self, ref: CheckpointRef, name: str, size_bytes: int, took_s: float) -> None:
+        Tally.add(self._store, Tally(1, took_s, size_bytes))
+        self._tell(ref, [name], Note(DONE, self._uploads.owner, self._clock_s()))
+        if note_name(name, _REFUSED) in self._store.notes():
+            self._note_refused(name, None)
+
+    # -- backends that refuse them ------------------------------------------------------------------
+
+    def _refused(self, name: str, began_s: float, error: str) -> None:
+        Tally.add(self._store, Tally(failures=1))
+        before = self.refusals().get(name)
+        last_s = self._clock_s()
+        if before is None:
+            self._note_refused(name, Refused(self._run, began_s, last_s, error=error))
+        else:
+            attempts, since_s = before.attempts + 1, min(before.since_s, began_s)
+            self._note_refused(name, Refused(self._run, since_s, last_s, attempts, error))
+
+    def _note_refused(self, name: str, refused: Refused | None) -> None:
+        noted = note_name(name, _REFUSED)
+        try:
+            self._store.note({} if refused is None else {noted: refused.encode()}, [noted] if refused is None else [])
+        except StateError as error:
+            _LOGGER.warning("whether %s refuses snapshots could not be noted: %s", name, error)
+
+    def refusals(self) -> dict[str, Refused]:
+        """What configured backends have refused since they took a snapshot last, as far as it counts for this call."""
+        notes, now_s = self._store.notes(), self._clock_s()
+        found = {name: Refused.decode(notes.get(note_name(name, _REFUSED))) for name in self._places}
+        # The clock begins anew with the machine.
+        return {
+            name: it for name, it in found.items() if it is not None and self._counts(it.run) and it.last_s <= now_s
+        }
+
+    def to_repeat(self, pointer: Pointer) -> list[str]:
+        """Backends that hold everything but refused a snapshot, and should be sent another one by now.
+
+        Parameters
+        ----------
+        pointer
+            With the new checkpoint as its last.
+        """
+        delay_s, timeout_s = self._options.commit_delay_ms_max / 1000, self._options.commit_timeout_ms / 1000
+        return [
+            name
+            for name, refused in self.refusals().items()
+            if is_complete(pointer.standings.get(name)) and refused.may_try_again(self._clock_s(), delay_s, timeout_s)
+        ]
+
+    def taken_on(self, names: Sequence[str]) -> None:
+        """Backends are about to be sent a snapshot.
+
+        Parameters
+        ----------
+        names
+            The backends.
+        """
+        for name, refused in self.refusals().items():
+            if name in names:
+                self._note_refused(name, replace(refused, again_s=self._clock_s()))
+
+    # -- what is noted ------------------------------------------------------------------------------
+
+    def not_sent(self, ref: CheckpointRef, names: Sequence[str], why: str) -> None:
+        """Note that a snapshot which backends may wait for was not made."""
+        Tally.add(self._store, Tally(failures=len(names)))
+        for name, refused in self.refusals().items():
+            if name in names:
+                self._note_refused(name, replace(refused, again_s=None))
+        self._tell(ref, names, Note(FAILED, self._uploads.owner, self._clock_s(), error=why))
+
+    def _tell(self, ref: CheckpointRef, names: Sequence[str], note: Note) -> None:
+        """Note what became of a checkpoint's snapshot."""
+        try:
+            self._store.note({note_name(name, file_name(ref, SNAPSHOT)): note.encode() for name in names})
+        except StateError as error:
+            # It comes to light when this process ends, or after a while.
+            _LOGGER.warning("that the snapshot of checkpoint %s is %s could not be noted: %s", ref, note.state, error)
+
+    def _begin_check(self, name: str, ref: CheckpointRef) -> bool:
+        """Have a snapshot read that another machine has sent, beside batches; whether that was taken on.
+
+        That a file is there says nothing of its bytes: whoever sent it may have died before it compared them.
+        """
+        noted = check_name(name, file_name(ref, SNAPSHOT))
+        self._store.note({noted: Note(RUNNING, self._uploads.owner, self._clock_s()).encode()})
+        taken = self._runner.submit(f"check of {self._store.folder} {ref} in {name}", partial(self._check, name, ref))
+        if not taken:
+            self._store.note({}, [noted])
+        return taken
+
+    def _check(self, name: str, ref: CheckpointRef) -> None:
+        owner = self._uploads.owner
+        try:
+            verify_checkpoint(self._places[name].restore.restore(), ref, SNAPSHOT, self._scratch)
+            self._tell(ref, [name], Note(DONE, owner, self._clock_s()))
+        except CorruptError as error:
+            _LOGGER.error("the backend %s did not catch up: %s. It gets another full snapshot.", name, error)
+            self._tell(ref, [name], Note(FAILED, owner, self._clock_s(), error=str(error)))
+        finally:
+            # After what was found. Where nothing was, as the backend could not be read, the next call begins anew.
+            self._store.note({}, [check_name(name, file_name(ref, SNAPSHOT))])
+
+    def has_snapshot(self, pointer: Pointer, ref: CheckpointRef) -> bool:
+        """Whether a backend that holds everything has the snapshot of a checkpoint."""
+        file = file_name(ref, SNAPSHOT)
+        names = [name for name, standing in pointer.standings.items() if is_complete(standing)]
+        notes = notes_of(self._store)
+        found = {name: notes.get(note_name(name, file)) for name in names}
+        states = {name: None if note is None else note.state for name, note in found.items()}
+        # What an upload left that failed may be there, and torn.
+        return DONE in states.values() or any(self._has(name, file) for name in names if states[name] != FAILED)
+
+    def _has(self, name: str, file: str) -> bool:
+        try:
+            return self._places[name].restore.restore().size(file) > 0
+        except MissingCheckpointError:
+            return False
+
+
+def check_name(backend: str, file: str) -> str:
+    """Name of the note that a process reads a file back which it has not sent.
+
+    Parameters
+    ----------
+    backend, file
+        As for `note_name`.
+    """
+    return note_name(backend, f"check {file}")

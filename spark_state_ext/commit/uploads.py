@@ -1,0 +1,276 @@
+"""Uploads beside batches: for each bucket and backend one after the other, for all buckets of a process side by side.
+
+A process may die at any line. What it had under way is in a pointer, and the next call, wherever that is, begins it
+anew (`commit`). What was begun and confirmed is noted in the bucket's local store, so that other processes of the
+machine know.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from arrow_schemas.lineage import CheckpointRef
+from spark_state_ext.backends import BackupManager, Markers
+from spark_state_ext.commit.failures import NO_RUN, Run
+from spark_state_ext.commit.ledger import DONE, FAILED, Note, note_name
+from spark_state_ext.errors import StateError, StorageError
+from spark_state_ext.store import LocalStore
+from spark_state_ext.worker import process
+from spark_state_ext.worker.threads import DaemonPool
+
+__all__ = [
+    "Upload",
+    "Uploads",
+    "WorkerUploads",
+]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# As in the reference: threads mostly wait, but each takes memory and a connection.
+THREADS_MAX = 64
+
+
+@dataclass(eq=False)
+class Upload:
+    """One file of one checkpoint on its way to one backend.
+
+    Parameters
+    ----------
+    store
+        The bucket's local store, for notes.
+    backend
+        Name of the backend.
+    manager
+        Which has taken hold of the file.
+    ref, file, markers
+        The checkpoint, the file's name, and what `BackupManager.snapshot` returned.
+    since_s
+        Since when it counts as under way, monotonic: when an earlier attempt at the same task took it on, if one did.
+    size_bytes
+        The file's size.
+    run
+        Whose call took it on.
+    """
+
+    store: LocalStore
+    backend: str
+    manager: BackupManager
+    ref: CheckpointRef
+    file: str
+    markers: Markers
+    since_s: float
+    size_bytes: int = 0
+    run: Run = NO_RUN
+    begun_s: float = field(default_factory=time.monotonic)
+    # Done when the file is confirmed or has failed, and that is noted.
+    done: Future[Markers] = field(default_factory=Future)
+
+    def note(self, state: str, owner: str, **also: Any) -> dict[str, bytes]:
+        """A note of how it stands."""
+        return {note_name(self.backend, self.file): Note(state, owner, self.since_s, run=self.run, **also).encode()}
+
+
+class Uploads(Protocol):
+    """Something that gets to uploads sooner or later."""
+
+    owner: str
+
+    def submit(self, uploads: Iterable[Upload]) -> None:
+        """Take uploads on: those of a bucket to a backend one after the other."""
+        ...
+
+    def find(self, store: LocalStore, backend: str, file: str) -> Upload | None:
+        """The upload of a file that this process has taken on and not finished."""
+        ...
+
+    def is_alive(self, owner: str) -> bool:
+        """Whether the process that took an upload on still runs."""
+        ...
+
+    def pause(self, uploads: Iterable[Upload], timeout_s: float) -> None:
+        """Wait until all of these are done, or one has failed; at most so long."""
+        ...
+
+    def give_up(self, uploads: Iterable[Upload]) -> None:
+        """Do not wait for these any more; what is in a queue behind them is not sent either, as after a failure."""
+        ...
+
+
+class WorkerUploads:
+    """The uploads of a worker process."""
+
+    _shared: ClassVar[WorkerUploads | None] = None
+    _shared_lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.owner = process.token()
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        # By bucket and backend; the first of each is under way.
+        self._waiting: dict[tuple[str, str], deque[Upload]] = {}
+        self._buckets: dict[str, set[str]] = {}
+        self._pools: dict[str, DaemonPool] = {}
+        # Clean-ups come one after the other; only those that hang have several threads.
+        self.cleaner = DaemonPool("clean-up")
+        self.cleaner.threads_max = THREADS_MAX
+        # By bucket: how many were confirmed, in how many seconds, with how many bytes.
+        self._sent: dict[str, tuple[int, float, int]] = {}
+
+    @classmethod
+    def shared(cls) -> WorkerUploads:
+        """The one of this process."""
+        with cls._shared_lock:
+            # Threads do not survive a fork.
+            if cls._shared is None or cls._shared._pid != os.getpid():
+                cls._shared = cls()
+            return cls._shared
+
+    def pool(self, backend: str) -> DaemonPool:
+        """The threads for a backend: each has its own, so that one that hangs does not hold up the others."""
+        with self._lock:
+            if backend not in self._pools:
+                self._pools[backend] = DaemonPool(f"uploads to {backend}")
+            return self._pools[backend]
+
+    def submit(self, uploads: Iterable[Upload]) -> None:
+        for upload in uploads:
+            key = _key(upload)
+            with self._lock:
+                known = self._buckets.setdefault(upload.backend, set())
+                if key[0] not in known:
+                    known.add(key[0])
+                    pool = self.pool(upload.backend)
+                    # And one for clean-up, where a backend has that run here.
+                    pool.threads_max = min(pool.threads_max + 1, THREADS_MAX)
+                waiting = self._waiting.setdefault(key, deque())
+                waiting.append(upload)
+                first = len(waiting) == 1
+            if first:
+                self._begin(upload)
+
+    def sent(self, store: LocalStore) -> tuple[int, float, int]:
+        """Of a bucket's uploads that were confirmed since this was asked last: their number, seconds and bytes."""
+        with self._lock:
+            return self._sent.pop(str(store.folder), (0, 0.0, 0))
+
+    def is_at(self, manager: BackupManager) -> bool:
+        """Whether uploads of a manager are under way."""
+        with self._lock:
+            return any(upload.manager is manager for waiting in self._waiting.values() for upload in waiting)
+
+    def find(self, store: LocalStore, backend: str, file: str) -> Upload | None:
+        with self._lock:
+            waiting = self._waiting.get((str(store.folder), backend), ())
+            return next((upload for upload in waiting if upload.file == file), None)
+
+    def is_alive(self, owner: str) -> bool:
+        return process.is_alive(owner)
+
+    def pause(self, uploads: Iterable[Upload], timeout_s: float) -> None:
+        futures = [upload.done for upload in uploads]
+        if futures:
+            wait(futures, timeout_s, return_when="FIRST_EXCEPTION")
+        else:
+            time.sleep(timeout_s)
+
+    def give_up(self, uploads: Iterable[Upload]) -> None:
+        for upload in uploads:
+            key = _key(upload)
+            with self._lock:
+                waiting = self._waiting.get(key)
+                if waiting is None or upload not in waiting:
+                    continue
+                dropped = list(waiting)[waiting.index(upload) :]
+                for _ in dropped:
+                    waiting.pop()
+                if not waiting:
+                    # The thread may come back some day. Until then another one does its work.
+                    del self._waiting[key]
+                    pool = self.pool(upload.backend)
+                    pool.threads_max = min(pool.threads_max + 1, 2 * THREADS_MAX)
+                    dropped = dropped[1:]
+            # Nobody is at these any more, here or elsewhere: the next call begins them anew.
+            self._note(upload.store, {}, [note_name(it.backend, it.file) for it in dropped])
+            for it in dropped:
+                it.done.set_exception(StorageError(f"{it.file} was not sent, as {upload.file} took too long"))
+
+    def _begin(self, upload: Upload) -> None:
+        try:
+            future = upload.manager.upload(upload.ref, upload.markers)
+        except Exception as error:
+            future = Future()
+            future.set_exception(error)
+        future.add_done_callback(lambda done: self._finish(upload, done))
+
+    def _finish(self, upload: Upload, done: Future[Markers]) -> None:
+        error = done.exception()
+        key = _key(upload)
+        with self._lock:
+            waiting = self._waiting.get(key)
+            # One that was given up says nothing of the one that was begun in its place.
+            mine = waiting is not None and upload in waiting
+            dropped = _behind(upload, waiting) if mine and waiting is not None and error is not None else []
+            if error is None:
+                sent, took_s, size = self._sent.get(key[0], (0, 0.0, 0))
+                took_s += time.monotonic() - upload.begun_s
+                self._sent[key[0]] = sent + 1, took_s, size + upload.size_bytes
+        # Noted before it is no longer found here, so that nobody takes it for lost in between.
+        if error is None:
+            self._note(upload.store, upload.note(DONE, self.owner, markers=dict(done.result())))
+        else:
+            _LOGGER.error("the upload of %s to %s failed: %s", upload.file, upload.backend, error)
+            text = str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}"
+            if mine:
+                names = [note_name(later.backend, later.file) for later in dropped]
+                self._note(upload.store, upload.note(FAILED, self.owner, error=text), names)
+        following = None
+        with self._lock:
+            waiting = self._waiting.get(key)
+            if waiting is not None and upload in waiting:
+                waiting.popleft()
+                if error is not None:
+                    # With what was added meanwhile.
+                    dropped = _behind(upload, waiting)
+                    for later in dropped:
+                        waiting.remove(later)
+                following = waiting[0] if waiting else None
+                if following is None:
+                    del self._waiting[key]
+            else:
+                # Whoever gave it up has seen to what was behind it.
+                dropped = []
+        if error is None:
+            upload.done.set_result(done.result())
+        else:
+            upload.done.set_exception(error)
+            for later in dropped:
+                later.done.set_exception(StorageError(f"{later.file} was not sent, as {upload.file} before it failed"))
+        if following is not None:
+            self._begin(following)
+
+    @staticmethod
+    def _note(store: LocalStore, notes: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
+        try:
+            store.note(notes, tuple(removed))
+        except Exception as error:
+            # Whatever it is, who waits for the upload must not wait for ever; somebody will have another look at it.
+            _LOGGER.warning("an upload could not be noted: %s", error)
+
+
+def _behind(failed: Upload, waiting: Iterable[Upload]) -> list[Upload]:
+    """What is not sent as it comes after a file that failed, so that a backend has no gaps; the next call sees to it.
+
+    A run that began since has begun anew what it builds on, so the failure says nothing of its files.
+    """
+    return [later for later in waiting if later is not failed and later.run.id == failed.run.id]
+
+
+def _key(upload: Upload) -> tuple[str, str]:
+    return str(upload.store.folder), upload.backend

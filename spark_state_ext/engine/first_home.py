@@ -1,0 +1,94 @@
+"""The query folder in which a bucket's state begins, ``<root>/<operator>/<home>``; afterwards the pointer names it.
+
+Tasks that are told their query begin in the folder of that name. Others cannot know it: an action in a thread of the
+user's own, and every action of `foreachBatch` over Spark Connect. What all calls of a first batch share is the batch's
+time, which Spark repeats when it runs the batch again, and a random number that the packing stage sends with its
+heartbeat. The first call notes under these which folder it took, and the others take the same. So a batch of which some
+tasks are told and some are not makes one folder; and two queries never share one.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections import OrderedDict
+from typing import ClassVar
+
+from spark_state_ext.errors import CorruptFileError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, homes_of_batch, is_home, new_home
+
+__all__ = ["FirstHomes", "starting_is_stale"]
+
+# Who starts a query again whose first batch failed has this long for it; the notes are small.
+_STALE_AFTER_MS = 30 * 86_400_000
+_STARTING = re.compile(r"(\d{1,15})-[0-9a-f]{32}")
+
+
+class FirstHomes:
+    """Where first batches began, as far as this process knows."""
+
+    _MAX = 256
+    _known: ClassVar[OrderedDict[str, str]] = OrderedDict()
+
+    @classmethod
+    def of(cls, operator: Folder, query_id: str, batch_ms: int, nonce: bytes) -> str:
+        """The folder in which a bucket without a pointer begins.
+
+        Parameters
+        ----------
+        operator
+            The folder ``<root>/<operator>``.
+        query_id
+            Spark's id of the query; empty where the task is not told it.
+        batch_ms
+            The batch's time, by Spark: the same in every attempt at the batch.
+        nonce
+            The number that came with the heartbeat; empty where none did.
+
+        Raises
+        ------
+        CorruptFileError
+            When the note about it is damaged.
+        StorageError
+            When the store fails.
+        """
+        number = (nonce or uuid.uuid4().bytes).hex()
+        name = f"{batch_ms}-{number}"
+        key = f"{operator.identity} {name}"
+        home = cls._known.get(key)
+        if home is None:
+            wanted = query_id if _may_begin(operator, query_id, batch_ms) else new_home(batch_ms, number)
+            home = _agreed(operator.child(STARTING_FOLDER), name, wanted)
+            cls._known[key] = home
+            while len(cls._known) > cls._MAX:
+                cls._known.popitem(last=False)
+        return home
+
+
+def _may_begin(operator: Folder, query_id: str, batch_ms: int) -> bool:
+    """Whether a first batch may begin in the folder of the query that a task was told.
+
+    A thread that an application uses for two queries may tell the second one's tasks the id of the first. Then the
+    folder holds what no attempt at this batch began.
+    """
+    if not query_id:
+        return False
+    # Packing tasks spill there before any call. In this order: who begins notes it first.
+    return {SPILL_FOLDER}.issuperset(operator.child(query_id).names()) or query_id in homes_of_batch(operator, batch_ms)
+
+
+def _agreed(notes: Folder, name: str, wanted: str) -> str:
+    """What the first who came noted."""
+    if notes.create(name, wanted.encode()):
+        return wanted
+    home = notes.get(name).decode(errors="replace")
+    if not is_home(home):
+        raise CorruptFileError(f"{notes.where(name)} names no folder of a query. Remove it and start the query again.")
+    return home
+
+
+def starting_is_stale(name: str, now_ms: int) -> bool:
+    """Whether a note about a first batch is so old that nobody asks for it any more."""
+    found = _STARTING.fullmatch(name)
+    return found is not None and int(found[1]) < now_ms - _STALE_AFTER_MS

@@ -1,0 +1,56 @@
+"""Where a job's state lies: its folder in the root, and local folders of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from spark_state_ext.engine.job import Job
+from spark_state_ext.errors import StorageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.worker.process import namespace
+
+__all__ = ["local_folder", "operator_folder", "scratch_folder", "stores_folder"]
+
+
+def operator_folder(job: Job) -> Folder:
+    """The folder ``<root>/<operator>``; a query's state is in a folder below it, its home."""
+    return Folder(job.root, job.storage_options).child(job.operator)
+
+
+def local_folder(job: Job, home: str, schema_id: int, bucket: int) -> Path:
+    """Folder of a bucket's local store: the root, operator, home, schema and bucket each have one of their own."""
+    # And so does each container of a machine, as LMDB tells processes apart by their numbers.
+    root = hashlib.blake2b(f"{job.root}\0{namespace()}".encode(), digest_size=8).hexdigest()
+    return stores_folder(job.local_dir) / f"{root}-{job.operator}" / home / f"s{schema_id}" / str(bucket)
+
+
+def scratch_folder(local_dir: str | None) -> Path:
+    """A folder for temporary files, on a local disk."""
+    folder = stores_folder(local_dir) / "scratch"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"the local folder {folder} cannot be made: {error}. Set local_dir elsewhere.") from error
+    return folder
+
+
+def stores_folder(local_dir: str | None) -> Path:
+    """Where the local stores lie: our folder, mode 0700, in `local_dir` or else in Spark's first folder for scratch."""
+    base = local_dir or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or tempfile.gettempdir()
+    folder = Path(base) / f"spark_state_ext-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise StorageError(
+                f"the local folder {folder} belongs to another user; set local_dir to a folder of your own"
+            )
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(
+            f"the local folder {folder} cannot be used: {error}. Set local_dir to a writable local disk."
+        ) from error
+    return folder

@@ -1,0 +1,243 @@
+"""What a call does besides its bucket's work, now and then: clean-up of files, of spill files, and of local stores."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from arrow_schemas.pointer import Pointer
+from spark_state_ext.backends import CleanUp
+from spark_state_ext.backends.files import FilesBackup
+from spark_state_ext.backends.replication import Place, is_complete, taken_over
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.first_home import starting_is_stale
+from spark_state_ext.engine.in_transit import spill_is_stale
+from spark_state_ext.engine.places import Leases
+from spark_state_ext.engine.probes import Looks
+from spark_state_ext.engine.task import TaskInfo
+from spark_state_ext.errors import CleanUpFailedError, LostFilesError, OwnershipError, StateError, StorageError
+from spark_state_ext.files.erasure import is_marked
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.retention import clean_up_due
+from spark_state_ext.store.reclaim import reclaim
+from spark_state_ext.worker.background import Background
+from spark_state_ext.worker.retry import is_retriable
+
+__all__ = ["CleanUps", "drop_spill_files", "reclaim_in_turn"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# Within a call, which has something else to do.
+_DELETES_MAX = 500
+# What is this old when its turn comes, because its process slept, is not to be believed where it misses files.
+_LATE_S = 600.0
+# Nobody waits longer for a clean-up: it may wait behind an upload that hangs.
+_CLEAN_UP_S_MAX = 300.0
+_RECLAIM_EVERY_S = 3_600.0
+# A listing takes a while where the store is far away.
+_SPILL_EVERY_CALLS = 10
+# Whoever goes back to an earlier batch by hand takes longer to stop and start a query.
+_SPILL_LATE_S = 60.0
+_reclaim_at_s = 0.0
+
+
+class CleanUps:
+    """Clean-ups of a bucket's backends.
+
+    Parameters
+    ----------
+    bucket
+        The bucket.
+    places
+        Its backends.
+    leases
+        The run's.
+    batches_retained
+        Spark's ``minBatchesToRetain``.
+    key
+        Of the bucket.
+    bring_back
+        Writes what the operator as a whole needs, where somebody has deleted it.
+    """
+
+    # Of earlier turns, by bucket and backend; told by the next commit.
+    _failed: ClassVar[dict[tuple[str, str], Exception]] = {}
+    # Those that nobody waits for any more, until they end.
+    _left: ClassVar[dict[tuple[str, str], Future[int]]] = {}
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        places: list[Place],
+        leases: Leases,
+        batches_retained: int,
+        key: str,
+        bring_back: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._bucket = bucket
+        self._places = places
+        self._leases = leases
+        self._batches_retained = batches_retained
+        self._key = key
+        self._bring_back = bring_back
+        self._looks: list[Future[None]] = []
+
+    def look(self, committed: Pointer, run_id: str) -> None:
+        """As `Looks.once`; `looked` comes before the commit."""
+        run_id = f"{run_id} {self._leases.times_removed}"
+        known, lost = partial(self._bucket.committer.known, committed), partial(self._lose, committed.beats)
+        self._looks = Looks.once(self._key, run_id, known, self._places, lost)
+
+    def looked(self) -> bool:
+        """As `Looks.await_all`; whether there was anything to wait for."""
+        Looks.await_all(self._looks, self._leases.hold)
+        return bool(self._looks)
+
+    def raise_failed(self) -> None:
+        """Tell of a clean-up that failed since.
+
+        Raises
+        ------
+        CleanUpFailedError
+            When one did, and trying again does not help.
+        """
+        for place in self._places:
+            failed = self._failed.pop((self._key, place.name), None)
+            if failed is not None:
+                raise CleanUpFailedError(
+                    f"old files in the backend {place.name} cannot be deleted: {failed}. The state is as it should be. "
+                    "Mend the cause, or plan with clean_up=False and delete nothing."
+                ) from failed
+
+    def in_turn(self, committed: Pointer, new: Pointer) -> None:
+        """Have what no pointer leads to any more deleted, when it is this bucket's turn.
+
+        Parameters
+        ----------
+        committed
+            The input pointer.
+        new
+            The new one.
+        """
+        due = clean_up_due(new.calls, committed.bucket, self._batches_retained)
+        if not due and not is_marked(committed, new):
+            return
+        background = Background.shared()
+        known = taken_over(committed, self._places)
+        for place in self._places:
+            standing = known.standings.get(place.name)
+            if standing is None or not is_complete(standing) or standing.through is None:
+                continue
+            request = CleanUp(committed, standing.through, self._batches_retained, self._leases.check)
+            asked_s = time.monotonic()
+            # Workers that do not live long enough never get to it in the background.
+            if background.finished == 0 and self._is_crowded(place):
+                request = CleanUp(committed, standing.through, self._batches_retained, self._still_ours, _DELETES_MAX)
+                self._clean_up(place, request, asked_s)
+                continue
+            background.submit(
+                f"clean-up of {self._key} in {place.name}",
+                partial(self._clean_up, place, request, asked_s),
+            )
+
+    def _still_ours(self) -> None:
+        """Within a call, which renews the lease. That passes where its store does not answer, and this does not."""
+        self._leases.hold()
+        self._leases.check()
+
+    def _is_crowded(self, place: Place) -> bool:
+        try:
+            return isinstance(place.backup, FilesBackup) and place.backup.is_crowded(self._batches_retained)
+        except StorageError as error:
+            _LOGGER.warning("%s cannot be listed: %s", place.name, error)
+            return False
+
+    def _clean_up(self, place: Place, request: CleanUp, asked_s: float) -> None:
+        key = self._key, place.name
+        if key in self._left and not self._left[key].done():
+            return
+        self._left.pop(key, None)
+        try:
+            try:
+                cleaning = place.backup.clean_up(request)
+                if not wait([cleaning], _CLEAN_UP_S_MAX).done:
+                    _LOGGER.warning("the clean-up in %s takes long; it is left to itself", place.name)
+                    self._left[key] = cleaning
+                    return
+                cleaning.result()
+            except LostFilesError as error:
+                if time.monotonic() - asked_s < _LATE_S:
+                    _LOGGER.error("%s", error)
+                    self._lose(request.pointer.beats, place.name)
+        except OwnershipError:
+            raise
+        except StateError as error:
+            if isinstance(error, StorageError) and not is_retriable(error):
+                self._failed[key] = error
+            # Of no harm to a batch.
+            _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", place.name, error)
+
+    def _lose(self, beats: int, name: str) -> None:
+        """A backend lacks what it had confirmed: it gets a full backup with the next commit."""
+        self._leases.check()
+        # Before it is noted: should it fail, whoever notices next does it.
+        self._bring_back()
+        self._bucket.committer.snapshots.lose(name, beats)
+
+
+def drop_spill_files(folder: Folder, task: TaskInfo, calls: int, batch_ms: int) -> None:
+    """Have earlier batches' spill files removed beside the batch; now and then at once, where no worker gets to that.
+
+    Parameters
+    ----------
+    folder
+        The operator's folder. Spill files lie with the query that tasks are told of, which may not be the state's home;
+        those of tasks that are not told theirs lie together, and every query of the operator looks after them.
+    task
+        What the task was told.
+    calls
+        Calls of the bucket so far.
+    batch_ms
+        The batch's time by Spark.
+    """
+    background = Background.shared()
+    work = partial(_drop_stale, folder, task, batch_ms / 1000, time.monotonic(), calls % _SPILL_EVERY_CALLS == 0)
+    if background.finished == 0 and calls % _SPILL_EVERY_CALLS == 0:
+        work()
+    else:
+        background.submit(f"spill files in {folder.root}", work)
+
+
+def _drop_stale(folder: Folder, task: TaskInfo, began_s: float, asked_s: float, in_common: bool) -> None:
+    if time.monotonic() - asked_s > _SPILL_LATE_S:
+        return  # the query may have gone back to an earlier batch since
+    try:
+        places = [folder.child(task.query_id, SPILL_FOLDER)] if task.query_id else []
+        if in_common or not task.query_id:
+            places.append(folder.child(SPILL_FOLDER))
+        for spills in places:
+            for name in spills.names():
+                if spill_is_stale(name, task.batch, began_s, time.time()):
+                    spills.remove_tree(name)
+        if in_common:
+            starting = folder.child(STARTING_FOLDER)
+            for name in starting.names():
+                if starting_is_stale(name, int(time.time() * 1000)):
+                    starting.remove(name)
+    except StorageError as error:
+        # Of no harm to this batch; a late attempt at an old one may be writing there.
+        _LOGGER.warning("old spill files are left to the next batch: %s", error)
+
+
+def reclaim_in_turn(stores: Path, scratch: Path, keep_s: float) -> None:
+    """Have local stores removed that no task has used for long; each process looks once an hour."""
+    global _reclaim_at_s
+    now_s = time.monotonic()
+    if now_s >= _reclaim_at_s:
+        _reclaim_at_s = now_s + _RECLAIM_EVERY_S
+        Background.shared().submit("reclaiming local stores", lambda: reclaim(stores, scratch, keep_s))

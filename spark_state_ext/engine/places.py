@@ -1,0 +1,248 @@
+"""The backends of a job, as an executor has them: managers kept from call to call, their leases and operator files."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
+from arrow_schemas.pointer import Pointer
+from spark_state_ext.backends import BackendContext, BackupManager
+from spark_state_ext.backends.registry import FSSPEC, Backend, factory_of
+from spark_state_ext.backends.replication import Place, is_complete
+from spark_state_ext.commit.uploads import WorkerUploads
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.task import TaskInfo
+from spark_state_ext.errors import StateElsewhereError
+from spark_state_ext.files.existence import has_checkpoint
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease import Lease
+from spark_state_ext.ownership.lease_record import RunIdentity
+from spark_state_ext.worker.background import Background
+
+__all__ = ["Leases", "bring_back", "forget_places", "names_a_holder", "places_of", "prepare", "refuse_elsewhere"]
+
+_BUCKETS_MAX = 1_024
+_kept: OrderedDict[tuple[str, str, int], list[Place]] = OrderedDict()
+# Backups whose bucket was forgotten while they had uploads under way.
+_leaving: list[BackupManager] = []
+_leaving_lock = threading.Lock()
+_prepared: set[tuple[str, str, str]] = set()
+_prepared_lock = threading.Lock()
+
+
+def places_of(job: Job, home: str, bucket: int, scratch: Path) -> list[Place]:
+    """The managers of a bucket's backends.
+
+    Raises
+    ------
+    ExecutorPackageError
+        When no package of this Python has a backend of the kind asked for.
+    """
+    key = (job.plan_id, home, bucket)
+    # Taken out and put in again: in the order of their last use.
+    places = _kept.pop(key, None)
+    if places is None:
+        places = []
+        for backend in job.backends:
+            factory, context = factory_of(backend.kind), _context(job, backend, home, bucket, scratch)
+            backup, restore = factory.backup_manager(context), factory.restore_manager(context)
+            places.append(Place(backend.name, backup, restore, _is_root(job, backend)))
+    _kept[key] = places
+    if len(_kept) > _BUCKETS_MAX:
+        # Of queries that stopped, most likely.
+        _close(_kept.pop(next(iter(_kept))))
+    return places
+
+
+def forget_places(job: Job, home: str, bucket: int) -> None:
+    """Close the managers of a bucket, as after a call that failed: the next call has others made.
+
+    Restores end. Uploads that are under way do not: a backup is closed when it has none.
+    """
+    _close(_kept.pop((job.plan_id, home, bucket), []))
+
+
+def _close(places: Iterable[Place]) -> None:
+    """Restores end at once; backups are closed after what waits in the background, which may hand them snapshots."""
+    for place in places:
+        place.restore.close()
+        work = partial(_close_backups, place.backup)
+        Background.shared().submit(f"closing of the backup manager {id(place.backup)} of {place.name}", work)
+
+
+def _close_backups(another: BackupManager) -> None:
+    """Close a backup, and those that had uploads under way when it was their turn."""
+    uploads = WorkerUploads.shared()
+    with _leaving_lock:
+        _leaving.append(another)
+        idle = [backup for backup in _leaving if not uploads.is_at(backup)]
+        _leaving[:] = [backup for backup in _leaving if backup not in idle]
+    for backup in idle:
+        backup.close()
+
+
+def _is_root(job: Job, backend: Backend) -> bool:
+    here = (job.root.rstrip("/") or job.root, dict(job.storage_options))
+    return backend.kind == FSSPEC and (backend.root, dict(backend.storage_options)) == here
+
+
+def _context(job: Job, backend: Backend, home: str, bucket: int | None, scratch: Path) -> BackendContext:
+    return BackendContext(
+        name=backend.name,
+        options=backend.factory_options,
+        operator=job.operator,
+        home=home,
+        bucket=bucket,
+        executor=WorkerUploads.shared().pool(backend.name),
+        cleaner=WorkerUploads.shared().cleaner,
+        scratch=scratch,
+        timeout_s=job.commit.commit_timeout_ms / 1000,
+    )
+
+
+@dataclass(frozen=True)
+class Leases:
+    """A run's claim to its state, wherever it writes it.
+
+    Parameters
+    ----------
+    leases
+        One for each folder.
+    """
+
+    leases: tuple[Lease, ...]
+
+    @staticmethod
+    def of(job: Job, task: TaskInfo, root: Folder, home: str) -> Leases:
+        """Those of a task's run.
+
+        Parameters
+        ----------
+        job, task
+            The job, and what the task was told.
+        root
+            The operator's folder at the job's root, where `home` lies.
+        """
+        folders = [root.child(home)]
+        for backend in job.backends:
+            if backend.kind == FSSPEC and not _is_root(job, backend):
+                folders.append(Folder(backend.root, backend.storage_options).child(job.operator, home))
+        me = RunIdentity.here(job.application_id, job.plan_id, task.query_id, local=job.local_mode)
+        return Leases(tuple(Lease.of(folder, me, job.lease_ms) for folder in folders))
+
+    @property
+    def times_removed(self) -> int:
+        """As `Lease.times_removed`, of all of them."""
+        return sum(lease.times_removed for lease in self.leases)
+
+    def hold(self) -> None:
+        """As `Lease.hold`."""
+        for lease in self.leases:
+            lease.hold()
+
+    def check(self) -> None:
+        """As `Lease.check`."""
+        for lease in self.leases:
+            lease.check()
+
+
+def prepare(job: Job, root: Folder, home: str, scratch: Path, schema_id: int) -> None:
+    """Have every backend keep what is there for the operator as a whole; once a process, home and schema.
+
+    Parameters
+    ----------
+    job, root, home
+        As for `Leases.of`.
+    scratch
+        Local folder for temporary files.
+    schema_id
+        Number of the operator file in force, which the root has.
+    """
+    others = [backend for backend in job.backends if not _is_root(job, backend)]
+    with _prepared_lock:
+        missing = [it for it in others if (it.name, home, f"{job.operator} {schema_id}") not in _prepared]
+        if not missing:
+            return
+        files = root.child(home)
+        names = [name for name in files.names() if parse_operator_file_name(name) is not None]
+        names.sort(key=lambda name: name == operator_file_name(schema_id))
+        resources = {name: files.get(name) for name in names}
+        for backend in missing:
+            context = _context(job, backend, home, None, scratch)
+            admin = factory_of(backend.kind).admin(BackendContext(**{**context.__dict__, "resources": resources}))
+            admin.create_resources()
+            admin.validate_resources()
+            _prepared.add((backend.name, home, f"{job.operator} {schema_id}"))
+
+
+def names_a_holder(job: Job, pointer: Pointer) -> bool:
+    """Whether the job names a place that holds the state of a pointer, or the pointer is too old to say which do."""
+    return not pointer.standings or any(backend.name in pointer.standings for backend in job.backends)
+
+
+def refuse_elsewhere(job: Job, root: Folder, pointer: Pointer, scratch: Path) -> None:
+    """Refuse a job that names none of the places which hold its state; nothing is written, nor asked of the right ones.
+
+    Copying all files to another place is a move: then the newest file that the pointer counts on is there.
+
+    Parameters
+    ----------
+    job, root
+        As for `Leases.of`.
+    pointer
+        The committed pointer of a bucket.
+    scratch
+        Local folder for temporary files.
+
+    Raises
+    ------
+    StateElsewhereError
+        When the state lies elsewhere, whatever the local store has of it.
+    StorageError
+        When that cannot be told.
+    """
+    if names_a_holder(job, pointer):
+        return
+    confirmed = {it.through for it in pointer.standings.values() if is_complete(it)}
+    files = root.child(pointer.home)
+    if confirmed <= {None}:
+        # All of it is in Spark's own state. The operator file was there before the first pointer.
+        moved = files.exists(operator_file_name(pointer.schema_id))
+    else:
+        there = [place.restore.restore() for place in places_of(job, pointer.home, pointer.bucket, scratch)]
+        moved = any(has_checkpoint(place, ref) for place in there for ref in confirmed if ref is not None)
+    if not moved:
+        old = ", ".join(pointer.standings)
+        names = ", ".join(backend.name for backend in job.backends)
+        if Backend(job.root).name in pointer.standings:
+            # The root is right, and was left out.
+            where, mend = names, f"add 'fsspec' to backends, which stands for the root {job.root}"
+        else:
+            where, mend = str(files.root), f"set the root back to {old}"
+        raise StateElsewhereError(
+            f"operator {job.operator!r} has its state in {old}, and the job names {names}, where it is not (looked for "
+            f"in {where}): {mend}. To move the state, keep both places for a while with backends=[…], or copy all "
+            "files of the old place first. Nothing was written and no state is lost."
+        )
+
+
+def bring_back(root: Folder, home: str, operator: OperatorFile) -> None:
+    """Write the operator file that is in force where somebody has deleted it; other backends get it as for `prepare`.
+
+    Parameters
+    ----------
+    root, home
+        As for `Leases.of`.
+    operator
+        The file.
+    """
+    files, name = root.child(home), operator_file_name(operator.schema_id)
+    if not files.exists(name):
+        files.create(name, operator.encode())
+    with _prepared_lock:
+        _prepared.difference_update([it for it in _prepared if it[1] == home])

@@ -1,0 +1,139 @@
+"""A look at what a backend had confirmed: whether it is there still, when a run first comes to a bucket.
+
+Where the local store is warm, no batch reads a checkpoint file. So a root that was removed meanwhile would go unnoticed
+until clean-up has its turn, and nothing but the local store would hold the state. A look asks for the sizes of two or
+three files while the bucket's function runs; the commit waits for it, and sends the whole state where the file is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import ClassVar
+
+from arrow_schemas.pointer import Pointer
+from spark_state_ext.backends.replication import Place, is_complete
+from spark_state_ext.errors import OwnershipError, StateError
+from spark_state_ext.files.existence import has_state
+from spark_state_ext.worker.threads import DaemonPool
+
+__all__ = ["Looks"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+_SEEN_MAX = 4_096
+# A look that comes this late, as its process slept, may miss what was deleted rightly.
+_LATE_S = 600.0
+# A commit waits so long for a look, and none does for as long after a store did not answer one.
+_WAIT_S_MAX = 60.0
+_SLICE_S = 1.0
+
+
+class Looks:
+    """What a process has looked at."""
+
+    # Its own thread: a store that hangs keeps neither snapshots nor clean-up from going on.
+    _beside: ClassVar[DaemonPool] = DaemonPool("looks")
+    # By bucket and backend: the run that looked, or is about to.
+    _seen: ClassVar[OrderedDict[tuple[str, str], str]] = OrderedDict()
+    _wait_from_s: ClassVar[float] = 0.0
+
+    @classmethod
+    def once(
+        cls,
+        key: str,
+        run_id: str,
+        known: Callable[[], Pointer],
+        places: Sequence[Place],
+        lost: Callable[[str], None],
+    ) -> list[Future[None]]:
+        """Look whether backends have what they confirmed, unless this run did; returns at once.
+
+        Parameters
+        ----------
+        key
+            Of the bucket.
+        run_id
+            The run; another one where there is a reason to look again.
+        known
+            Gives the input pointer of the call, with what is known to have been confirmed since.
+        places
+            The configured backends.
+        lost
+            Called with the name of a backend that has not, in another thread.
+
+        Returns
+        -------
+        list of Future
+            What the commit waits for.
+        """
+        new = [place for place in places if cls._seen.get((key, place.name)) != run_id]
+        pointer = known() if new else None
+        begun: list[Future[None]] = []
+        for place in new:
+            standing = None if pointer is None else pointer.standings.get(place.name)
+            if pointer is None or standing is None or not is_complete(standing) or standing.through is None:
+                continue
+            cls._seen[key, place.name] = run_id
+            if len(cls._seen) > _SEEN_MAX:
+                cls._seen.popitem(last=False)
+            try:
+                there = partial(has_state, place.restore.restore(), pointer, standing.through)
+                begun.append(cls._beside.submit(cls._look, key, place.name, there, lost, time.monotonic()))
+            except StateError as error:
+                cls._again(key, place.name, error)
+        return begun
+
+    @classmethod
+    def await_all(cls, looks: Sequence[Future[None]], while_waiting: Callable[[], None] = lambda: None) -> None:
+        """Wait for looks, but not long where a store does not answer: what they find then, the next commit mends.
+
+        Parameters
+        ----------
+        looks
+            From `once`.
+        while_waiting
+            Called about once a second.
+        """
+        until_s = time.monotonic() + _WAIT_S_MAX
+        while wait(looks, 0.0).not_done:
+            now_s = time.monotonic()
+            if now_s < cls._wait_from_s:
+                return
+            if now_s >= until_s:
+                cls._wait_from_s = now_s + _WAIT_S_MAX
+                _LOGGER.warning("a backend does not tell whether it has what it confirmed; batches go on meanwhile")
+                return
+            wait(looks, min(_SLICE_S, until_s - now_s))
+            while_waiting()
+
+    @classmethod
+    def _look(cls, key: str, name: str, there: Callable[[], bool], lost: Callable[[str], None], asked_s: float) -> None:
+        try:
+            if there() or time.monotonic() - asked_s > _LATE_S:
+                return
+            _LOGGER.error(
+                "%s cannot give back the state of %s, which it had: somebody has removed it, or deleted files there. "
+                "The next commit sends the bucket's whole state there",
+                name,
+                key,
+            )
+            lost(name)
+        except OwnershipError as error:
+            # The run's next call tells, too.
+            _LOGGER.warning("%s", error)
+        except StateError as error:
+            cls._again(key, name, error)
+        except Exception:
+            # A fault of ours, which nobody else would tell of.
+            _LOGGER.exception("looking for the state of %s in %s failed", key, name)
+
+    @classmethod
+    def _again(cls, key: str, name: str, error: StateError) -> None:
+        """The next call has another look."""
+        _LOGGER.warning("whether %s has what it confirmed cannot be told: %s", name, error)
+        cls._seen.pop((key, name), None)
+        cls._wait_from_s = time.monotonic() + _WAIT_S_MAX

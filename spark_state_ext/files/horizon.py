@@ -1,0 +1,45 @@
+"""The horizon of clean-up: how old, in beats, what a pointer names may be that Spark may still hand out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from arrow_schemas.pointer import Pointer
+
+__all__ = ["DELTAS_MAX", "counted", "recent_beats"]
+
+# And however small they are, so many files make a restore slow and the pointer long.
+DELTAS_MAX = 100
+
+
+def counted(pointer: Pointer, heartbeat: bool, batches_retained: int) -> Pointer:
+    """The pointer with one more call counted.
+
+    Clean-up goes by the most batches that Spark was told to retain, until every pointer which Spark may hand out was
+    made under the smaller number: so many beats later as a checkpoint may be old that one names.
+
+    Parameters
+    ----------
+    pointer
+        That of the call before.
+    heartbeat
+        Whether the call came with one.
+    batches_retained
+        Spark's ``minBatchesToRetain`` now.
+    """
+    beats = pointer.beats + heartbeat
+    made = replace(pointer, calls=pointer.calls + 1, beats=beats)
+    if batches_retained >= pointer.retained or beats > pointer.retained_beat + recent_beats(pointer.retained):
+        return replace(made, retained=batches_retained, retained_beat=beats)
+    return made
+
+
+def recent_beats(batches_retained: int) -> int:
+    """How many beats old a checkpoint may be that is named by a pointer which Spark may still hand out.
+
+    Of those that are in files: what the pointer holds inline is no file yet. The pointers are so many batches old at
+    most, and one more where a late attempt at the oldest of these batches is still at work. Their oldest inline delta
+    was made as many beats before at most (`commit.lags`). And the checkpoint before that one, or the pointer's own
+    where nothing is inline, was made or renewed as many and one before.
+    """
+    return 3 * batches_retained + 2

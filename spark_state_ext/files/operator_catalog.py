@@ -1,0 +1,174 @@
+"""The folder ``<root>/<operator>``: the operator files of a query folder below it, and which other queries have one."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+
+from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
+from spark_state_ext.errors import ExistingStateError, StorageError
+from spark_state_ext.files.folder import Folder
+
+__all__ = [
+    "SPILL_FOLDER",
+    "STARTING_FOLDER",
+    "admit",
+    "homes_of_batch",
+    "is_home",
+    "is_new_home",
+    "new_home",
+    "others_beside",
+    "shown_ids",
+]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# Beside the queries' folders: notes about first batches, and rows in transit of tasks that are not told their query.
+STARTING_FOLDER, SPILL_FOLDER = "starting", "spill"
+# What a query's folder may have before its state begins; the last was the lease of formats 1 to 3.
+_BEFORE_STATE = frozenset({SPILL_FOLDER, "lease", "lease.json"})
+_HOME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_NEW_HOME = re.compile(r"t\d{1,15}-[0-9a-f]{32}")
+# Each round ends with the file of one job written, and a job writes one.
+_ROUNDS_MAX = 5
+_admitted: dict[tuple[str, bytes], OperatorFile] = {}
+_admitted_lock = threading.Lock()
+
+
+def is_home(name: str) -> bool:
+    """Whether a query's folder may have this name: Spark's id of a query, or one of `new_home`."""
+    return _HOME.fullmatch(name) is not None
+
+
+def admit(
+    operator_files: Folder,
+    wanted: OperatorFile,
+    strict: bool,
+    *,
+    again: bool = False,
+    batch_ms: int | None = None,
+    case_sensitive: bool = False,
+) -> OperatorFile:
+    """Compare a job with what is stored and write the operator file it needs. Done once a process and job.
+
+    Parameters
+    ----------
+    operator_files
+        The folder ``<root>/<operator>``.
+    wanted
+        The operator file the job asks for.
+    strict
+        Refuse to begin anew beside the state of another query.
+    again
+        Look at the files once more, whatever this process admitted before.
+    batch_ms
+        Time of the batch that a query without state begins with: other attempts at it are no other queries.
+    case_sensitive
+        As in `OperatorFile.succeeded_by`.
+
+    Returns
+    -------
+    OperatorFile
+        The one in force.
+
+    Raises
+    ------
+    BucketCountChangedError, SchemaChangedError, FunctionChangedError
+        When the stored state cannot serve the job.
+    ExistingStateError
+        When `strict` and another query's state is there.
+    """
+    key = (operator_files.identity, wanted.encode())
+    with _admitted_lock:
+        if again or key not in _admitted:
+            _admitted[key] = _admit(operator_files, wanted, strict, batch_ms, case_sensitive)
+        return _admitted[key]
+
+
+def _admit(
+    operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None, case_sensitive: bool = False
+) -> OperatorFile:
+    for _ in range(_ROUNDS_MAX):
+        in_force = _admitted_by(operator_files, wanted, strict, batch_ms, case_sensitive)
+        if in_force is not None:
+            return in_force
+    raise StorageError(
+        f"the operator file of {wanted.operator!r} cannot be written to {operator_files.child(wanted.query_id).root}: "
+        "the store says that there is one, and does not list it. Start again."
+    )
+
+
+def _admitted_by(
+    operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None, case_sensitive: bool = False
+) -> OperatorFile | None:
+    """The operator file in force; None where another job wrote one of its own at the same time."""
+    files = operator_files.child(wanted.query_id)
+    stored = [n for n in map(parse_operator_file_name, files.names()) if n is not None]
+    if stored:
+        name = operator_file_name(max(stored))
+        newest = OperatorFile.decode(files.get(name), files.where(name))
+        in_force = newest.succeeded_by(wanted, case_sensitive=case_sensitive)
+        if in_force is newest:
+            return newest
+    else:
+        in_force = wanted
+        _look_beside(operator_files, wanted, strict, batch_ms)
+    made = files.create(operator_file_name(in_force.schema_id), in_force.encode())
+    return in_force if made else None
+
+
+def new_home(batch_ms: int, nonce: str) -> str:
+    """Name of a query folder where tasks are not told their query."""
+    return f"t{batch_ms}-{nonce}"
+
+
+def is_new_home(name: str) -> bool:
+    """Whether a query's folder has a name of `new_home`, which no checkpoint's ``metadata`` tells."""
+    return _NEW_HOME.fullmatch(name) is not None
+
+
+def homes_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
+    """The query folders that attempts at a first batch took, by the notes that they left (`spark.home`).
+
+    Parameters
+    ----------
+    operator_files
+        The folder ``<root>/<operator>``.
+    batch_ms
+        The batch's time.
+    """
+    notes = operator_files.child(STARTING_FOLDER)
+    names = [name for name in notes.names() if name.startswith(f"{batch_ms}-")]
+    return {home for name in names if is_home(home := notes.get(name).decode(errors="replace"))}
+
+
+def others_beside(operator_files: Folder, query_id: str = "") -> list[str]:
+    """Ids of the other queries that have state in the folder ``<root>/<operator>``."""
+    mine = {query_id, STARTING_FOLDER, SPILL_FOLDER}
+    others = [name for name in operator_files.names() if name not in mine]
+    return sorted(name for name in others if not _BEFORE_STATE.issuperset(operator_files.child(name).names()))
+
+
+def shown_ids(ids: list[str]) -> str:
+    """Ids of queries for a message; the first few."""
+    return f"{', '.join(ids[:3])}{', …' if len(ids) > 3 else ''}"
+
+
+def _look_beside(operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None) -> None:
+    others = others_beside(operator_files, wanted.query_id)
+    if others and batch_ms is not None:
+        # A first batch that failed is run again.
+        attempts = homes_of_batch(operator_files, batch_ms)
+        others = [name for name in others if name not in attempts]
+    if not others:
+        return
+    text = (
+        f"operator {wanted.operator!r} begins without state under {operator_files.root}, where other queries "
+        "have theirs: "
+        f"{shown_ids(others)}. A query finds its state through its Spark "
+        "checkpoint: "
+        "to go on with old state, start it with the old checkpointLocation."
+    )
+    if strict:
+        raise ExistingStateError(text + " (strict=True refuses to begin anew here; use another operator name or root.)")
+    _LOGGER.warning(text)

@@ -1,0 +1,194 @@
+"""Sealed files: checkpoint files whose bytes are final before anything else happens to them.
+
+The same bytes then go into the pointer, to each backend, and are compared with what a backend gives back.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from arrow_schemas.lineage import LineageHeader, file_name
+from arrow_schemas.row import RowSchema
+from spark_state_ext.errors import MissingCheckpointError
+from spark_state_ext.files.checkpoint import write_checkpoint
+from spark_state_ext.worker.spill import SpillBuffer, local_errors
+
+__all__ = ["SealedFile", "SealedFiles", "seal"]
+
+# Files that wait for their upload are held in memory up to this size.
+MEMORY_BYTES_MAX = 8 << 20
+
+
+@dataclass(frozen=True)
+class SealedFile:
+    """A file that will not change.
+
+    Parameters
+    ----------
+    name
+        Its name; the same name always has the same content.
+    size_bytes
+        Its size.
+    data
+        Its bytes, where it is small.
+    path
+        A local file that holds them, where it is large.
+    owner
+        Removes that file.
+    """
+
+    name: str
+    size_bytes: int
+    data: bytes | None = None
+    path: Path | None = None
+    owner: _Owner | None = None
+
+    @staticmethod
+    def of(name: str, data: bytes) -> SealedFile:
+        """A file in memory."""
+        return SealedFile(name, len(data), data)
+
+    def take(self) -> None:
+        """One more will use it."""
+        if self.owner is not None:
+            self.owner.change(1)
+
+    def let_go(self) -> None:
+        """One of those that use it needs it no more; who made it is one of them."""
+        if self.owner is not None:
+            self.owner.change(-1)
+
+    def get_range(self, start: int, end: int) -> bytes:
+        """Bytes `start` to `end`."""
+        if self.data is not None:
+            return self.data[start:end]
+        assert self.path is not None, "a sealed file has bytes or lies on the disk"
+        with local_errors(self.path.parent), self.path.open("rb") as file:
+            file.seek(start)
+            return file.read(end - start)
+        raise AssertionError("unreachable: local_errors raises what it catches")
+
+
+class _Owner:
+    """Removes a file when its users have let go of it; at the latest when nobody refers to it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._users = 1
+        self._lock = threading.Lock()
+        # Somebody may have removed its folder before.
+        self._remove = weakref.finalize(self, _remove, path, os.getpid())
+
+    def change(self, users: int) -> None:
+        with self._lock:
+            self._users += users
+            left = self._users
+        if left <= 0:
+            self._remove()
+
+
+def _remove(path: Path, pid: int) -> None:
+    # Not when a process that was forked from the file's ends.
+    if os.getpid() == pid:
+        path.unlink(missing_ok=True)
+
+
+class SealedFiles:
+    """Sealed files, to be read like any others.
+
+    Parameters
+    ----------
+    files
+        The files.
+    place
+        How to call the place they are in.
+    """
+
+    def __init__(self, files: Iterable[SealedFile], place: str) -> None:
+        self._files = {file.name: file for file in files}
+        self._place = place
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def hold(self, file: SealedFile) -> None:
+        """One more file."""
+        self._files[file.name] = file
+
+    def where(self, name: str) -> str:
+        return f"{name} {self._place}"
+
+    def size(self, name: str) -> int:
+        return self._file(name).size_bytes
+
+    def get(self, name: str) -> bytes:
+        return self.get_range(name, 0, self.size(name))
+
+    def get_range(self, name: str, start: int, end: int) -> bytes:
+        return self._file(name).get_range(start, end)
+
+    def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
+        file, path = self._file(name), Path(local_path)
+        if file.path is None:
+            path.write_bytes(self.get(name))
+            return
+        try:
+            # It will not change, so both names may mean the same bytes.
+            path.hardlink_to(file.path)
+        except OSError:  # another disk
+            shutil.copyfile(file.path, path)
+
+    def open_local(self, name: str) -> pa.NativeFile | None:
+        return None
+
+    def _file(self, name: str) -> SealedFile:
+        if name not in self._files:
+            raise MissingCheckpointError(f"reading {self.where(name)}: it does not exist")
+        return self._files[name]
+
+
+def seal(header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBatch], scratch: Path) -> SealedFile:
+    """Make a checkpoint file.
+
+    Parameters
+    ----------
+    header
+        What it will say of itself.
+    schema, batches
+        Its rows, in run order.
+    scratch
+        Local folder for a large one.
+
+    Raises
+    ------
+    StoreFullError
+        When the local disk is full.
+    """
+    name = file_name(header.ref, header.kind)
+    if isinstance(batches, SpillBuffer) and batches.size_bytes <= MEMORY_BYTES_MAX:
+        buffer = io.BytesIO()
+        write_checkpoint(buffer, header, schema, batches)
+        # Not getbuffer(): a view of a BytesIO that an error's traceback keeps alive crashes CPython's collector.
+        return SealedFile.of(name, buffer.getvalue())
+    with local_errors(scratch):
+        handle, made = tempfile.mkstemp(dir=scratch, prefix="checkpoint-")
+        owner = _Owner(Path(made))
+        try:
+            with os.fdopen(handle, "wb") as file:
+                write_checkpoint(file, header, schema, batches)
+                size = file.tell()
+        except BaseException:
+            owner.change(-1)
+            raise
+        return SealedFile(name, size, None, owner.path, owner)
+    raise AssertionError("unreachable: local_errors raises what it catches")

@@ -1,0 +1,3 @@
+"""What a user's function over tables sees: `StateBatch`, its arguments and outcome, time to live."""
+
+from __future__ import annotations

@@ -1,0 +1,369 @@
+"""Who may write an operator's state: a lease that a run renews while it lives.
+
+A copied Spark checkpoint keeps its query id, so two runs can claim one folder. Immutable files keep their states apart,
+but clean-up and the user's intent do not allow it: the second live run is refused, and a run that another has replaced
+stops. Tasks renew the lease while they run, and the driver while the query is idle (`spark.keeper`).
+
+A newcomer watches the record for a whole lease on its own clock before it takes over: clocks of two machines are never
+compared. A restart does not wait where the run before is known to be over: Spark itself never has one query active
+twice in an application, the driver says so when a query ends, and in local mode a driver's process can be looked for.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from dataclasses import dataclass
+from typing import ClassVar
+
+from spark_state_ext.errors import LiveRunError, StateError, StorageError, UsageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
+from spark_state_ext.worker.threads import DaemonPool
+
+__all__ = ["LEASE_MS_MIN", "Clock", "Lease", "LeaseState"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+LEASE_MS_MIN = 100
+_POLL_S = 0.2
+# To look while a renewal hangs. More are made for requests that hang, from so many on ever more seldom.
+_THREADS, _HUNG_OFTEN = 2, 6
+_STOP_ONE = ". Stop one of the two."
+_COPY_TOO = " A copied checkpoint that is to run on its own needs a copy of the state too: copy {} to the same place "
+_COPY_TOO += "below another root, and name that root."
+_NOT_DONE = "; what this run had left to do in the background is not done."
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Where a lease has the time from.
+
+    Parameters
+    ----------
+    monotonic_s
+        A clock that only goes forward: all is decided by it.
+    wall_s
+        Seconds since 1970, which people read in the record.
+    sleep_s
+        Waits.
+    """
+
+    monotonic_s: Callable[[], float] = time.monotonic
+    wall_s: Callable[[], float] = time.time
+    sleep_s: Callable[[float], None] = time.sleep
+
+
+@dataclass(eq=False)
+class _Beside:
+    """Something that a thread is at since a time."""
+
+    begun_s: float
+    over: bool = False
+    hangs: bool = False
+
+
+class LeaseState(enum.Enum):
+    """How a process stands to the lease of its run."""
+
+    NEW = "it has not asked yet"
+    HELD = "its run holds the lease, as far as it knows"
+    LOST = "another run has it"
+
+
+class Lease:
+    """This process's hold on one query folder for one run.
+
+    Parameters
+    ----------
+    files
+        The query folder.
+    me
+        The run.
+    lease_ms
+        How long a lease lasts without renewal.
+    clock
+        Where the time comes from.
+    """
+
+    _held: ClassVar[dict[str, Lease]] = {}
+    _lock = threading.Lock()
+
+    def __init__(self, files: Folder, me: RunIdentity, lease_ms: int, clock: Clock | None = None) -> None:
+        if lease_ms < LEASE_MS_MIN:
+            raise UsageError(f"lease_ms must be at least {LEASE_MS_MIN}, not {lease_ms}")
+        self._files = files
+        self._log = LeaseLog(files)
+        self._me = me
+        self._lease_ms = lease_ms
+        self._third_s = lease_ms / 3000
+        self._clock = clock or Clock()
+        self._state = LeaseState.NEW
+        self._newest: Found | None = None
+        self._renew_at_s = -math.inf
+        # After a store did not answer.
+        self._not_before_s = -math.inf
+        # When it was known last that the run holds it.
+        self._known_at_s = -math.inf
+        self._holding = threading.Lock()
+        self._renewing = self._looking = _Beside(0.0, over=True)
+        # Each its own threads: a store that hangs does not keep the others' leases from being renewed.
+        self._beside = DaemonPool("leases")
+        self._beside.threads_max = _THREADS
+        self._successor: RunIdentity | None = None
+        self._times_removed = 0
+
+    @classmethod
+    def of(cls, files: Folder, me: RunIdentity, lease_ms: int) -> Lease:
+        """The process's lease object of a folder: the current run's, as a worker outlives queries.
+
+        Parameters
+        ----------
+        files, me, lease_ms
+            As for the class.
+        """
+        with cls._lock:
+            held = cls._held.get(files.identity)
+            if held is None or (held._me.application, held._me.plan) != (me.application, me.plan):
+                held = cls._held[files.identity] = cls(files, me, lease_ms)
+            elif me.query:
+                # Tasks that are not told their query take turns with tasks that are.
+                held._me = me
+            return held
+
+    @property
+    def state(self) -> LeaseState:
+        """How this process stands to the lease."""
+        return self._state
+
+    @property
+    def times_removed(self) -> int:
+        """How often this process found that the files of the lease were gone: somebody has removed the query folder."""
+        return self._times_removed
+
+    def hold(self) -> None:
+        """Take or renew the lease when that is due; cheap otherwise.
+
+        A lease that this process holds is renewed beside what it does, so that nobody waits for a slow store. Only
+        where that did not come to pass for long, as batches are far between or a renewal hangs, does a call see first
+        that it is held; it waits for a third of the lease at most.
+
+        Raises
+        ------
+        LiveRunError
+            When another live run holds it, or has taken it over from this one.
+        """
+        self._stop_if_lost(_STOP_ONE)
+        if self._state is LeaseState.NEW:
+            with self._holding:
+                if self._state is LeaseState.NEW:
+                    self._take()
+            return
+        now_s = self._clock.monotonic_s()
+        if now_s < max(self._renew_at_s, self._not_before_s):
+            return
+        if now_s >= self._known_at_s + 2 * self._third_s and self._may_begin(self._looking, now_s):
+            self._looking = _Beside(now_s)
+            self._do_beside(self._look_beside, self._looking, self._third_s)
+            self._stop_if_lost(_STOP_ONE)
+        if self._may_begin(self._renewing, now_s):
+            if not self._renewing.over:
+                # The one that hangs has it.
+                self._holding = threading.Lock()
+            self._renewing = _Beside(now_s)
+            self._do_beside(self._renew_beside, self._renewing, 0.0)
+
+    def check(self) -> None:
+        """See that nobody has taken the lease over; for work after the run's last task, which must not renew it.
+
+        Raises
+        ------
+        LiveRunError
+            When another run has taken it.
+        """
+        self._stop_if_lost(_NOT_DONE)
+        if self._clock.monotonic_s() >= self._known_at_s + self._third_s:
+            self._look(_NOT_DONE)
+
+    # -- taking it ---------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        watch: Watch | None = None
+        while True:
+            begun_s = self._clock.monotonic_s()
+            found = self._log.newest()
+            over = found is not None and found.record.owner.is_over()
+            decision = decide(found, self._me, watch, begun_s, self._lease_ms, over)
+            if decision is Decision.REPLACED:
+                assert found is not None, "a record says so"
+                raise self._lost_to(found.record.owner, _STOP_ONE + _COPY_TOO.format(self._log.root))
+            if decision is Decision.LIVE:
+                assert found is not None, "somebody has renewed it"
+                raise LiveRunError(
+                    f"the state at {self._log.root} is being written by {found.record.owner}, and {self._me} must not "
+                    "write it too. Stop the other run." + _COPY_TOO.format(self._log.root)
+                )
+            if decision is Decision.WATCH:
+                assert found is not None, "there is something to watch"
+                if watch is None:
+                    watch = Watch(found, begun_s)
+                    self._tell_of_waiting(found)
+                self._clock.sleep_s(min(_POLL_S, self._third_s))
+            elif self._append(found, decision, begun_s, verify=True) or self._is_renewed_since(found):
+                return
+
+    def _is_renewed_since(self, found: Found | None) -> bool:
+        """Whether another process of this run was faster, as when many workers begin at once."""
+        begun_s = self._clock.monotonic_s()
+        newest = self._log.newest()
+        if newest is None or newest == found or newest.record.released or self._is_anothers(newest.record):
+            return False
+        self._known(newest, begun_s)
+        return True
+
+    def _tell_of_waiting(self, found: Found) -> None:
+        lasts_s = max(self._lease_ms, found.record.lease_ms) / 1000
+        _LOGGER.warning(
+            "the state at %s was last written by %s, which did not say that it has ended: this run waits for %.1f s "
+            "to see whether it still lives",
+            self._log.root,
+            found.record.owner,
+            lasts_s,
+        )
+
+    def _append(self, found: Found | None, decision: Decision, begun_s: float, *, verify: bool = False) -> bool:
+        now_ms = int(self._clock.wall_s() * 1000)
+        if found is None:
+            record = LeaseRecord(self._me, 0, 0).renewed(self._me, now_ms, self._lease_ms)
+        elif decision is Decision.TAKE_OVER:
+            record = found.record.taken_over(self._me, now_ms, self._lease_ms)
+        else:
+            record = found.record.renewed(self._me, now_ms, self._lease_ms)
+        if not self._log.append(found, record):
+            return False
+        made: Found | None = Found(1 if found is None else found.number + 1, record)
+        if verify or self._clock.monotonic_s() > begun_s + self._third_s:
+            # Where it took long, others may have gone on, and have removed the number that was free. And who begins
+            # makes sure that the store does what it says.
+            made = self._log.newest()
+        if made is None or made.record != record:
+            return False
+        self._known(made, begun_s)
+        return True
+
+    def _known(self, newest: Found, at_s: float) -> None:
+        self._newest, self._known_at_s = newest, at_s
+        self._renew_at_s = at_s + self._third_s
+        self._state = LeaseState.HELD
+
+    # -- keeping it --------------------------------------------------------------------------------
+
+    def _may_begin(self, before: _Beside, now_s: float) -> bool:
+        """Whether there is none under way. One that takes as long as the lease lasts hangs, and does not count."""
+        if before.over:
+            return True
+        hung = self._beside.threads_max - _THREADS
+        if now_s < before.begun_s + self._lease_ms / 1000 * 2 ** max(0, hung - _HUNG_OFTEN):
+            return False
+        _LOGGER.warning("the store of the lease of %s does not answer: another request is made", self._log.root)
+        before.hangs = True
+        self._beside.threads_max += 1
+        return True
+
+    def _do_beside(self, work: Callable[[], None], which: _Beside, timeout_s: float) -> None:
+        def done() -> None:
+            try:
+                work()
+            finally:
+                which.over = True
+                if which.hangs:
+                    self._beside.threads_max -= 1
+
+        try:
+            wait([self._beside.submit(done)], timeout_s)
+        except StorageError as error:  # no thread
+            which.over = True
+            self._not_answered(error)
+
+    def _look_beside(self) -> None:
+        try:
+            self._look(_STOP_ONE)
+        except LiveRunError:
+            pass  # kept as the successor
+        except StateError as error:
+            # That a store does not answer is no reason to stop a run that holds it. (Clean-up looks itself.)
+            self._not_answered(error)
+
+    def _look(self, and_so: str) -> Found | None:
+        begun_s, before = self._clock.monotonic_s(), self._newest
+        found = self._log.newest()
+        if found is not None and self._is_anothers(found.record):
+            raise self._lost_to(found.record.owner, and_so)
+        # Numbers only ascend. A lower one is of another process of the run that was faster to write anew.
+        if before is not None and (found is None or found.number < before.number) and self._newest is before:
+            self._newest = None
+            self._times_removed += 1
+            _LOGGER.error(
+                "somebody has removed %s, or the lease in it, under a running query: its files are looked for again",
+                self._log.root,
+            )
+        self._known_at_s = begun_s
+        return found
+
+    def _is_anothers(self, record: LeaseRecord) -> bool:
+        return self._me.plan in record.replaced or not record.owner.is_same_run(self._me)
+
+    def _renew_beside(self) -> None:
+        try:
+            with self._holding:
+                # Not after its run: the next one may have taken it.
+                if self._state is LeaseState.HELD and self._is_due() and not self._is_replaced_here():
+                    self._renew()
+        except LiveRunError:
+            pass  # kept as the successor
+        except StateError as error:
+            self._not_answered(error)
+
+    def _is_due(self) -> bool:
+        return self._clock.monotonic_s() >= self._renew_at_s
+
+    def _renew(self) -> None:
+        begun_s = self._clock.monotonic_s()
+        found = self._look(_STOP_ONE)
+        if found is not None and found != self._newest and not found.record.released:
+            # Another process of the run has renewed it since.
+            self._known(found, begun_s)
+        elif not self._append(found, Decision.RENEW, begun_s):
+            # So somebody else has, just now: of this run, or it is lost.
+            found = self._look(_STOP_ONE)
+            if found is not None:
+                self._known(found, begun_s)
+
+    def _is_replaced_here(self) -> bool:
+        """Whether this process works for another run on the same folder by now."""
+        return self._held.get(self._files.identity, self) is not self
+
+    def _not_answered(self, error: StateError) -> None:
+        self._not_before_s = self._clock.monotonic_s() + self._third_s / 2
+        _LOGGER.warning("the lease of %s could not be renewed yet: %s", self._log.root, error)
+
+    # -- losing it ---------------------------------------------------------------------------------
+
+    def _stop_if_lost(self, and_so: str) -> None:
+        if self._successor is not None:
+            raise self._lost_error(self._successor, and_so)
+
+    def _lost_to(self, owner: RunIdentity, and_so: str) -> LiveRunError:
+        self._successor, self._state = owner, LeaseState.LOST
+        return self._lost_error(owner, and_so)
+
+    def _lost_error(self, owner: RunIdentity, and_so: str) -> LiveRunError:
+        return LiveRunError(
+            f"the state at {self._log.root} was taken over by {owner}, which started later; {self._me} must not write "
+            f"it any more{and_so}"
+        )

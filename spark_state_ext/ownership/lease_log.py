@@ -1,0 +1,115 @@
+"""The lease's files: numbered records, of which the one with the highest number counts.
+
+A record is never rewritten. Whoever wants to hold the lease makes the file with the next number, and of several that
+try only one succeeds, where the file system can create a file exclusively. So a write that arrives late, when others
+have gone on, changes nothing; and at no moment is there no record, on stores whose rename does not replace too.
+"""
+
+from __future__ import annotations
+
+import re
+
+from spark_state_ext.errors import MissingCheckpointError, StorageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease_record import Found, LeaseRecord
+
+__all__ = ["LEASE_FOLDER", "LeaseLog"]
+
+LEASE_FOLDER = "lease"
+# Before format 4: one file beside the folder, which was rewritten.
+_OLD_FILE = "lease.json"
+_NAME = re.compile(r"(\d{16})(?:-[0-9a-f]{32})?\.json")
+# Records that a slow reader may still be about to read.
+_KEPT = 2
+_ROUNDS_MAX = 20
+
+
+class LeaseLog:
+    """The lease's files of one query folder.
+
+    Parameters
+    ----------
+    home
+        The query folder.
+    """
+
+    def __init__(self, home: Folder) -> None:
+        self._home = home
+        self._files = home.child(LEASE_FOLDER)
+
+    @property
+    def root(self) -> str:
+        """The query folder, for messages."""
+        return self._home.root
+
+    def newest(self) -> Found | None:
+        """The record that counts; None where there is none.
+
+        Raises
+        ------
+        CorruptFileError, VersionSkewError
+            When it cannot be read.
+        StorageError
+            When the store fails.
+        """
+        for _ in range(_ROUNDS_MAX):
+            names = self._names()
+            if not names:
+                return self._old()
+            number = _number(names[-1])
+            try:
+                records = [self._read(name) for name in names if _number(name) == number]
+            except MissingCheckpointError:
+                continue  # others have gone on meanwhile
+            return Found(number, _first(records))
+        raise StorageError(f"the lease of {self.root} changes faster than it can be read: look who writes there")
+
+    def append(self, after: Found | None, record: LeaseRecord) -> bool:
+        """Make the next record; whether it is the one that counts.
+
+        Parameters
+        ----------
+        after
+            The record that it follows.
+        record
+            What it says.
+        """
+        number = 1 if after is None else after.number + 1
+        if self._files.creates_exclusively:
+            made = self._files.create(f"{number:016d}.json", record.encode())
+        else:
+            # Nobody's record is overwritten here either; should two be made at once, all agree on which counts.
+            self._files.put(f"{number:016d}-{record.nonce}.json", record.encode())
+            found = self.newest()
+            made = found is not None and found.record.nonce == record.nonce
+        if made:
+            self._drop_before(number - _KEPT + 1)
+        return made
+
+    def _drop_before(self, number: int) -> None:
+        for name in self._names():
+            if _number(name) < number:
+                self._files.remove(name)
+        if number > 1:
+            self._home.remove(_OLD_FILE)
+
+    def _names(self) -> list[str]:
+        return [name for name in self._files.names() if _NAME.fullmatch(name)]
+
+    def _read(self, name: str) -> LeaseRecord:
+        return LeaseRecord.decode(self._files.get(name), self._files.where(name))
+
+    def _old(self) -> Found | None:
+        try:
+            return Found(0, LeaseRecord.decode(self._home.get(_OLD_FILE), self._home.where(_OLD_FILE)))
+        except MissingCheckpointError:
+            return None
+
+
+def _number(name: str) -> int:
+    return int(name[:16])
+
+
+def _first(records: list[LeaseRecord]) -> LeaseRecord:
+    """Of records with one number, the one that counts: who replaced the others' writers knows it, they do not."""
+    return min(records, key=lambda it: (any(it.owner.plan in other.replaced for other in records), it.nonce))

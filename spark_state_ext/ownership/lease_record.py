@@ -1,0 +1,282 @@
+"""What a lease says, and what a run may do about it: values and decisions, no I/O (`lease` has that).
+
+A run is told apart by what its user's code cannot change: the application, by the address of its driver, and the plan,
+a random id that is planned into the query. Spark's own run id is not used: tasks learn it as their job group, which
+`foreachBatch` may set.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import socket
+import uuid
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from arrow_schemas.checksum import checksum_of
+from spark_state_ext.errors import CorruptFileError, VersionSkewError
+from spark_state_ext.worker.boot import boot_id
+from spark_state_ext.worker.process import is_running, namespace, start_of
+
+__all__ = ["LEASE_FORMAT", "Decision", "Found", "LeaseRecord", "RunIdentity", "Watch", "decide"]
+
+LEASE_FORMAT = 4
+_REPLACED_MAX = 100
+_ANCESTORS_MAX = 8
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """A streaming run, and the process that lives exactly as long as its driver, where that is known.
+
+    Parameters
+    ----------
+    application
+        Spark's application: its id, and the address of its driver. Spark never has one query active twice in it.
+    plan
+        Random id of the plan that the run was started from.
+    query
+        Spark's id of the query; empty where tasks are not told it.
+    host
+        Name of the machine, for people.
+    boot, pid, pid_start, pid_namespace
+        The driver's process, where it is on this machine: boot of the machine, number and start of the process, and
+        the container in which the number counts. Empty or 0 elsewhere.
+    """
+
+    application: str
+    plan: str
+    query: str = ""
+    host: str = ""
+    boot: str = ""
+    pid: int = 0
+    pid_start: str = ""
+    pid_namespace: str = ""
+
+    @staticmethod
+    def here(application: str, plan: str, query: str = "", *, local: bool = False) -> RunIdentity:
+        """The identity of the run that this worker process works for.
+
+        Parameters
+        ----------
+        application, plan, query
+            As told.
+        local
+            Spark runs in local mode, so that the JVM above this worker is the driver. On a cluster it is an executor,
+            whose end is not the end of the run.
+        """
+        me = RunIdentity(application, plan, query, socket.gethostname())
+        jvm = _java_above(os.getpid()) if local else 0
+        if not jvm:
+            return me
+        return replace(me, boot=boot_id(), pid=jvm, pid_start=start_of(jvm), pid_namespace=namespace())
+
+    def is_same_run(self, other: RunIdentity) -> bool:
+        """Whether both work for one run, or for runs of which Spark itself has only one active at a time."""
+        if self.application != other.application:
+            return False
+        return not self.query or not other.query or self.query == other.query
+
+    def is_over(self) -> bool:
+        """Whether the driver's process is known to be gone; False when that cannot be told from here.
+
+        Machines may share a name, and containers a machine's name and boot: a process is looked for only where its
+        number means the same.
+        """
+        here = (socket.gethostname(), boot_id(), namespace())
+        if not self.pid_start or not self.pid_namespace or (self.host, self.boot, self.pid_namespace) != here:
+            return False
+        return not is_running(self.pid, self.pid_start)
+
+    def __str__(self) -> str:
+        query = f"query {self.query} of " if self.query else ""
+        return f"{query}application {self.application} on {self.host or 'an unknown machine'}"
+
+
+def _java_above(pid: int) -> int:
+    """The nearest JVM among a process's ancestors; 0 where there is none or the system does not tell."""
+    for _ in range(_ANCESTORS_MAX):
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+            if pid <= 1:
+                return 0
+            if Path(f"/proc/{pid}/comm").read_text().strip() == "java":
+                return pid
+        except (OSError, IndexError, ValueError):
+            return 0
+    return 0
+
+
+@dataclass(frozen=True)
+class LeaseRecord:
+    """Contents of a lease file.
+
+    Parameters
+    ----------
+    owner
+        The run that holds the lease.
+    renewed_ms
+        When it last said so: wall-clock time, milliseconds since 1970. For people: nobody decides by it.
+    lease_ms
+        How long the owner's lease lasts without renewal, milliseconds.
+    replaced
+        Plans of runs that were replaced without having ended, the last ones; they do not get the lease back.
+    released
+        The owner has ended.
+    nonce
+        Random, so that no two files have the same bytes.
+    """
+
+    owner: RunIdentity
+    renewed_ms: int
+    lease_ms: int
+    replaced: tuple[str, ...] = ()
+    released: bool = False
+    nonce: str = ""
+
+    def renewed(self, me: RunIdentity, now_ms: int, lease_ms: int) -> LeaseRecord:
+        """The next record of the same run, or of one that comes after its end."""
+        owner = me if me.query or not me.is_same_run(self.owner) else replace(me, query=self.owner.query)
+        return LeaseRecord(owner, now_ms, lease_ms, self.replaced, nonce=uuid.uuid4().hex)
+
+    def taken_over(self, me: RunIdentity, now_ms: int, lease_ms: int) -> LeaseRecord:
+        """The next record, of a run that replaces one that may not have ended."""
+        others = (plan for plan in (*self.replaced, self.owner.plan) if plan != me.plan)
+        replaced = tuple(dict.fromkeys(others))[-_REPLACED_MAX:]
+        return LeaseRecord(me, now_ms, lease_ms, replaced, nonce=uuid.uuid4().hex)
+
+    def encode(self) -> bytes:
+        """The file's bytes."""
+        fields = {
+            "format": LEASE_FORMAT,
+            "owner": asdict(self.owner),
+            "renewed_ms": self.renewed_ms,
+            "lease_ms": self.lease_ms,
+            "replaced": list(self.replaced),
+            "released": self.released,
+            "nonce": self.nonce,
+        }
+        return json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> LeaseRecord:
+        """Read a lease file.
+
+        Raises
+        ------
+        CorruptFileError
+            When it is damaged.
+        VersionSkewError
+            When a newer release wrote it.
+        """
+        try:
+            fields = json.loads(data)
+            if fields["format"] > LEASE_FORMAT:
+                raise VersionSkewError(
+                    f"{where} has format {fields['format']}; this release reads up to {LEASE_FORMAT}. "
+                    "Use a newer release."
+                )
+            # Format 1 had none.
+            if fields.pop("checksum", None) != (checksum_of(fields) if fields["format"] > 1 else None):
+                raise CorruptFileError(f"{where} fails its checksum. Remove it when no run is live.")
+            if fields["format"] < 4:
+                return _of_old_format(fields)
+            owner = RunIdentity(**fields["owner"])
+            replaced = tuple(str(plan) for plan in fields["replaced"])
+            times = int(fields["renewed_ms"]), int(fields["lease_ms"])
+            return LeaseRecord(owner, *times, replaced, bool(fields["released"]), str(fields["nonce"]))
+        except CorruptFileError:
+            raise
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            raise CorruptFileError(f"{where} is no lease: {error!r}. Remove it when no run is live.") from error
+
+
+def _of_old_format(fields: dict[str, object]) -> LeaseRecord:
+    """A record of format 1 to 3: one file, rewritten, whose owner is told by Spark's run id."""
+    owner = fields["owner"]
+    if not isinstance(owner, dict):
+        raise TypeError("the owner is no object")
+    identity = RunIdentity(str(owner["application_id"]), str(owner["run_id"]), host=str(owner["host"]))
+    # What it calls a process may be an executor, whose end is not the end of the run.
+    return LeaseRecord(identity, int(str(fields["renewed_ms"])), 0)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest lease file.
+
+    Parameters
+    ----------
+    number
+        Its number; each record has the next one.
+    record
+        What it says.
+    """
+
+    number: int
+    record: LeaseRecord
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A look at a record that may be renewed.
+
+    Parameters
+    ----------
+    found
+        What was found first.
+    since_s
+        When, by the watcher's own monotonic clock.
+    """
+
+    found: Found
+    since_s: float
+
+
+class Decision(enum.Enum):
+    """What a run may do about the newest record."""
+
+    RENEW = "it is this run's, or nobody's: write the next one"
+    TAKE_OVER = "its owner has not renewed it for a whole lease: write the next one, and the owner is replaced"
+    WATCH = "its owner may live: look again"
+    LIVE = "its owner lives: refuse"
+    REPLACED = "this run was replaced: stop"
+
+
+def decide(
+    found: Found | None, me: RunIdentity, watch: Watch | None, now_s: float, lease_ms: int, over: bool
+) -> Decision:
+    """What a run may do.
+
+    No two clocks are compared: whether an owner renews is watched for a whole lease, by the watcher's own clock.
+
+    Parameters
+    ----------
+    found
+        The newest record; None where there is none.
+    me
+        The run that asks.
+    watch
+        Since when it has watched which record; None: it has not yet.
+    now_s
+        Its monotonic clock.
+    lease_ms
+        Its own lease, milliseconds. The owner's counts where that is longer.
+    over
+        Whether the owner's driver is known to be gone.
+    """
+    if found is None:
+        return Decision.RENEW
+    record = found.record
+    if me.plan in record.replaced:
+        return Decision.REPLACED
+    if record.owner.is_same_run(me) or record.released or over:
+        return Decision.RENEW
+    if watch is None:
+        return Decision.WATCH
+    if watch.found != found:
+        return Decision.LIVE
+    lasts_s = max(lease_ms, record.lease_ms) / 1000
+    return Decision.TAKE_OVER if now_s - watch.since_s > lasts_s else Decision.WATCH

@@ -1,0 +1,307 @@
+"""Loading: bring what a checkpoint needs from its files into the local store.
+
+Decided in `lineage.plan_load`; here files are read and checked side by side, and applied oldest first. What turns out
+to be missing or damaged is added to what is known, and decided again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef
+from spark_state_ext.errors import (
+    CorruptError,
+    CorruptFileError,
+    CorruptStoreError,
+    LineageError,
+    MissingCheckpointError,
+    MissingRunError,
+    StorageError,
+)
+from spark_state_ext.files.checkpoint import CheckpointFile, read_checkpoint, read_header
+from spark_state_ext.files.erasure import WINDOWS
+from spark_state_ext.files.sealed import SealedFile, SealedFiles
+from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
+from spark_state_ext.restore.sources import Sources
+from spark_state_ext.store import LocalStore
+from spark_state_ext.worker.threads import DaemonPool
+
+__all__ = ["Loader"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# Object stores answer slowly and in parallel; small files are held in memory meanwhile.
+_PARALLEL_MAX = 8
+# While a file is waited for, whoever waits looks so often whether it is still wanted.
+_LOOK_S = 0.5
+
+# What is wrong with the local store then, the bucket mends, and loads anew.
+_LOADED_AGAIN = (CorruptStoreError, MissingRunError)
+
+T = TypeVar("T")
+Failure = CorruptError | MissingCheckpointError
+_Read = Future[CheckpointFile | Failure]
+
+
+class Loader:
+    """Fetches checkpoint files of one bucket.
+
+    Parameters
+    ----------
+    store
+        The bucket's local store.
+    sources
+        Where the bucket's checkpoint files are.
+    operator, bucket
+        Whose files these must be.
+    scratch
+        Local folder for temporary files.
+    kept_ms
+        How far back a query may go, where files that no such batch needs are deleted by time, milliseconds.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        sources: Sources,
+        operator: str,
+        bucket: int,
+        scratch: Path,
+        kept_ms: int | None = None,
+    ) -> None:
+        self._store = store
+        self._kept_ms = kept_ms
+        self._sources = sources
+        self._operator = operator
+        self._bucket = bucket
+        self._scratch = scratch
+        self.fetched_files = 0
+        # Called now and then while files are waited for; what it raises ends the load.
+        self.while_waiting: Callable[[], None] = lambda: None
+
+    def load(self, chain: Chain) -> None:
+        """Fetch what the local store lacks of the last checkpoint of a chain.
+
+        Raises
+        ------
+        MissingCheckpointError, CorruptFileError, LineageError
+            When no way leads to its state. Nothing that is wrong was applied.
+        StorageError
+            When none does, and a backend that may have what the others lack cannot be reached.
+        InterruptedRestoreError
+            When the sources were closed meanwhile.
+        """
+        gone: dict[Fetch, Failure] = {}
+        try:
+            while True:
+                plan = plan_load(chain, self._store.runs(), gone)
+                if plan is None:
+                    chain = self._further_back(chain, gone)
+                elif self._fetch_all(chain, plan, gone):
+                    return
+        except _LOADED_AGAIN:
+            raise
+        except BaseException:
+            # Whatever ends it, an interrupt too: nobody waits for what other threads still read, and they are to stop.
+            self._sources.close()
+            raise
+        finally:
+            self._sources.report(f"bucket {self._bucket} of operator {self._operator!r} at checkpoint {chain.refs[-1]}")
+
+    def adopt(self, made: SealedFile, ref: CheckpointRef) -> None:
+        """Have the local store use a snapshot that was made of its runs in place of these.
+
+        Parameters
+        ----------
+        made
+            The snapshot's file; the rows of a small one go into the environment.
+        ref
+            The checkpoint.
+
+        Raises
+        ------
+        StorageError
+            When the local store cannot take it.
+        """
+        keep = self._store.incoming()
+        try:
+            found = read_checkpoint(
+                SealedFiles([made], "just made"), ref, SNAPSHOT, self._store.schema, self._scratch, keep
+            )
+            if found.copy is not None:
+                self._store.adopt(keep, found.copy.body_bytes, found.copy.blocks, found.copy.rows, ref)
+            else:
+                self._store.restore(found.batches, ref, None, snapshot=True)
+        finally:
+            self._store.end_incoming(keep)
+
+    def _fetch_all(self, chain: Chain, plan: list[Fetch], gone: dict[Fetch, Failure]) -> bool:
+        """Apply the planned files, oldest first; False when one of them is of no use, which is noted."""
+        with _in_order(plan, self._read, self._result) as results:
+            for fetch, found in results:
+                if not isinstance(found, CheckpointFile):
+                    self._note(fetch, found, gone)
+                    return False
+                try:
+                    self._apply(chain, fetch, found)
+                except (CorruptFileError, LineageError) as error:
+                    self._note(fetch, error, gone)
+                    return False
+                finally:
+                    if found.copy is not None:
+                        self._store.end_incoming(found.copy.path)
+        return True
+
+    def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile) -> None:
+        where = self._sources.where(fetch.ref, fetch.kind)
+        header = found.header
+        if (header.operator, header.bucket) != (self._operator, self._bucket):
+            raise LineageError(
+                f"{where} belongs to bucket {header.bucket} of operator {header.operator!r}; bucket {self._bucket} of "
+                f"{self._operator!r} was expected"
+            )
+        chain.check(header, where)
+        if found.copy is None:
+            self._store.restore(found.batches, fetch.ref, header.parent, snapshot=fetch.kind == SNAPSHOT)
+        else:
+            copy = found.copy
+            self._store.adopt(copy.path, copy.body_bytes, copy.blocks, copy.rows, fetch.ref)
+        self.fetched_files += 1
+
+    def _result(self, future: Future[T], ahead: Iterable[Future[T]]) -> T:
+        """What another thread reads; not waited for any longer than it is wanted, whether or not a backend answers."""
+        while not wait([future], _LOOK_S).done:
+            self._sources.raise_if_closed()
+            self.while_waiting()
+            for later in ahead:
+                if later.done() and not later.cancelled():
+                    later.result()  # an error is that of the load, as none without this file leads to the state
+        return future.result()
+
+    def _read(self, fetch: Fetch) -> CheckpointFile | Failure:
+        keep = self._store.incoming() if fetch.kind == SNAPSHOT else None
+        try:
+            found = self._sources.read(
+                fetch.ref,
+                fetch.kind,
+                lambda files: read_checkpoint(files, fetch.ref, fetch.kind, self._store.schema, self._scratch, keep),
+            )
+            # Nobody may be there any more to take it.
+            self._sources.raise_if_closed()
+            if found.copy is None and keep is not None:
+                # Open still where it is needed.
+                self._store.end_incoming(keep)
+            return found
+        except BaseException as error:
+            # Above all where the disk is full: the next try needs the room.
+            if keep is not None:
+                self._store.end_incoming(keep)
+            if isinstance(error, (CorruptFileError, LineageError, MissingCheckpointError)):
+                return error
+            raise
+
+    def _note(self, fetch: Fetch, failure: Failure, gone: dict[Fetch, Failure]) -> None:
+        gone[fetch] = failure
+        if fetch.kind == SNAPSHOT and not isinstance(failure, MissingCheckpointError):
+            # Missing ones are presumed only. A damaged one is worth knowing of.
+            _LOGGER.warning("%s; the lineage before it is used in its place", failure)
+
+    def _further_back(self, chain: Chain, gone: dict[Fetch, Failure]) -> Chain:
+        """The chain as the delta of its first checkpoint continues it."""
+        first = Fetch(chain.refs[chain.start], DELTA)
+        if chain.rooted or any(fetch.kind == DELTA for fetch in gone):
+            raise self._no_way(chain, gone)
+        try:
+            header = self._sources.read(first.ref, DELTA, lambda files: read_header(files, first.ref, DELTA))
+        except (CorruptFileError, LineageError, MissingCheckpointError) as error:
+            # Not the end yet: snapshots from here on are worth a try.
+            self._note(first, error, gone)
+            return chain
+        _LOGGER.info("checkpoint %s has no snapshot; its lineage is traced further back", first.ref)
+        return chain.extended(header, self._sources.where(first.ref, DELTA))
+
+    def _no_way(self, chain: Chain, gone: dict[Fetch, Failure]) -> Failure | StorageError:
+        """The error to raise when nothing leads to the state: of the kind that its first cause is."""
+        # That a snapshot is not there says little: all are optional.
+        telling = [f for fetch, f in gone.items() if fetch.kind == DELTA or isinstance(f, CorruptError)]
+        causes = [f for f in telling if isinstance(f, CorruptError)] or telling
+        tried = len(gone) - len(telling)
+        what = f"checkpoint {chain.refs[-1]} of bucket {self._bucket} of operator {self._operator!r} cannot be loaded: "
+        unreached = self._sources.unreached
+        if unreached is not None:
+            # One lacks what its standing promises; that which does not answer may have it.
+            waiting = StorageError(
+                f"{what}{unreached}; and the others lack it: {'; '.join(map(str, telling))}. Nothing need be lost: try "
+                "again when that backend answers."
+            )
+            waiting.__cause__ = unreached
+            return waiting
+        mend = "Bring the file back, or go back to an older Spark checkpoint whose files are whole."
+        if self._kept_ms is not None:
+            mend = (
+                f"The job erases within {self._kept_ms * WINDOWS // 1000} s (erase_within_s), so it can go back to "
+                f"batches of the last {self._kept_ms // 1000} s only: go back to a later batch, or bring the file back."
+            )
+        if self._sources.elsewhere:
+            mend = (
+                f"The state lies in {', '.join(self._sources.elsewhere)}, which the job does not name among its "
+                "backends: name it, at least until every bucket has been copied. Where its files were moved, give the "
+                "new place its old name."
+            )
+        elif causes is telling and self._kept_ms is None:
+            mend += (
+                " If the whole folder is gone: set root back if you changed it; otherwise start from a new checkpoint "
+                "location."
+            )
+        missing = ""
+        if tried:
+            missing = " The file that could replace it does not exist either."
+        if tried > 1:
+            missing = f" None of the {tried} files that could replace it exists either."
+        error: Failure = type(causes[0])(what + "; ".join(str(failure) for failure in telling) + f".{missing} {mend}")
+        error.__cause__ = causes[0]
+        return error
+
+
+@contextlib.contextmanager
+def _in_order(
+    plan: list[Fetch],
+    read: Callable[[Fetch], CheckpointFile | Failure],
+    result: Callable[[_Read, Iterable[_Read]], CheckpointFile | Failure],
+) -> Iterator[Iterator[tuple[Fetch, CheckpointFile | Failure]]]:
+    """Results in the order of the plan, read a bounded number of files ahead, in threads that keep no process alive."""
+    pool = DaemonPool("load")
+    pool.threads_max = _PARALLEL_MAX
+    fetches = iter(plan)
+    ahead: deque[tuple[Fetch, _Read]] = deque()
+
+    def begin(files: int) -> None:
+        ahead.extend((fetch, pool.submit(read, fetch)) for fetch in islice(fetches, files))
+
+    def results() -> Iterator[tuple[Fetch, CheckpointFile | Failure]]:
+        begin(_PARALLEL_MAX)
+        while ahead:
+            fetch, future = ahead.popleft()
+            yield fetch, result(future, [later for _, later in ahead])
+            begin(1)
+
+    def read_out() -> None:
+        """The load goes on, with another plan or another store: no thread must read on for this one."""
+        for _, future in ahead:
+            if not future.cancel():
+                result(future, ())
+
+    try:
+        yield results()
+        read_out()
+    except _LOADED_AGAIN:
+        read_out()
+        raise
+    finally:
+        pool.close()

@@ -1,0 +1,45 @@
+"""Which caller a job asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from pyspark.sql.types import StructType
+
+from arrow_schemas.row import RowSchema
+from arrow_schemas.spark_types import state_fields
+from spark_state_ext.engine.job import ARROW, ROWS, Job
+from spark_state_ext.spark.callers.batches import BatchCaller
+from spark_state_ext.spark.callers.groups import Caller
+from spark_state_ext.spark.callers.keys import KeyCaller
+from spark_state_ext.spark.callers.rows import RowCaller
+
+__all__ = ["caller_of"]
+
+
+def caller_of(job: Job, function: Callable[..., Any], schema: RowSchema) -> Caller:
+    """The caller of a job's function; `schema` is that of rows as functions see them."""
+    if job.api == ARROW:
+        inputs, outputs = state_fields(job.input_schema, "input"), state_fields(job.output_schema, "output")
+        return BatchCaller(function, schema, inputs, outputs)
+    state, output = _struct(job.state_schema), _struct(job.output_schema)
+    if job.api == ROWS:
+        outputs = state_fields(job.output_schema, "output")
+        return RowCaller(function, schema, state, _struct(job.input_schema), _struct(job.key_schema), output, outputs)
+    return KeyCaller(
+        function,
+        schema,
+        state,
+        job.columns,
+        output.names,
+        job.timezone,
+        job.frame_rows_max,
+        output,
+        job.strict_output,
+    )
+
+
+def _struct(schema_json: str) -> StructType:
+    return StructType.fromJson(json.loads(schema_json))

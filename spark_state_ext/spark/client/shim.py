@@ -1,0 +1,99 @@
+"""The functions that travel to the executors.
+
+They are nested, so that Spark pickles them by value: they arrive even where this package is not installed, and can then
+say so in words, in place of a ModuleNotFoundError inside a Java stack trace.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["bucket_entry", "pack_entry", "unpack_entry"]
+
+
+def pack_entry(plain: dict[str, Any], combiner: Any = None) -> Callable[[Any], Any]:
+    """Function for `mapInArrow`."""
+    load = _loader()
+
+    def pack_rows(batches: Any) -> Any:
+        bordered = load("spark_state_ext.spark.executor.border").bordered
+        return bordered(None, load("spark_state_ext.spark.shuffle.pack").pack, plain, batches, combiner)
+
+    return pack_rows
+
+
+def bucket_entry(plain: dict[str, Any], function: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
+    """Function for `applyInPandasWithState`. Plans and Spark's UI show its name."""
+    load = _loader()
+
+    def run_bucket(key: Any, frames: Any, state: Any) -> Any:
+        bordered = load("spark_state_ext.spark.executor.border").bordered
+        return bordered(
+            function, load("spark_state_ext.spark.executor.call").run_bucket, plain, function, key, frames, state
+        )
+
+    run_bucket.__name__ = run_bucket.__qualname__ = _entry_name(plain, function)
+    return run_bucket
+
+
+def unpack_entry() -> Callable[[Any], Any]:
+    """Function for the `mapInArrow` behind operators that give Arrow."""
+    load = _loader()
+
+    def unpack_rows(batches: Any) -> Any:
+        return load("spark_state_ext.spark.executor.border").bordered(
+            None, load("spark_state_ext.spark.shuffle.output").unpack, batches
+        )
+
+    return unpack_rows
+
+
+def _entry_name(plain: dict[str, Any], function: Callable[..., Any]) -> str:
+    """Operator, and user's function or built-in operator: ``arrow_state_<operator>_<function>``."""
+    built_in = json.loads(plain["function"])["name"] if plain["function"] else None
+    # A partial has no name of its own.
+    named = getattr(function, "func", function)
+    name = built_in or getattr(named, "__name__", type(named).__name__)
+    return re.sub(r"\W", "_", f"arrow_state_{plain['operator']}_{name}")
+
+
+def _loader() -> Callable[[str], Any]:
+    def load(name: str) -> Any:
+        import importlib
+        import os
+        import sys
+
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").split(".")[0]
+            if missing not in (
+                "spark_state_ext",
+                "arrow_schemas",
+                "lmdb",
+                "fsspec",
+                "pyarrow",
+                "numpy",
+                "pandas",
+                "tenacity",
+            ):
+                raise
+            # As `border` has it, which is in the package that is missing: no frames before the sentence.
+            os.environ["SPARK_HIDE_TRACEBACK"] = "1"
+            sys.tracebacklimit = 0
+            # The tree of errors is in the package that is missing, so a class of the same name stands in for it.
+            executor_package_error = type(
+                "ExecutorPackageError", (ImportError,), {"__module__": "spark_state_ext.errors"}
+            )
+            raise executor_package_error(
+                f"the executors' Python {sys.executable} (version "
+                f"{sys.version.split()[0]}) has no module "
+                f"{error.name!r}. Install it there ({sys.executable} -m pip install spark_state_ext), or point "
+                "PYSPARK_PYTHON "
+                "or spark.pyspark.python at the Python that has it."
+            ) from None
+
+    return load

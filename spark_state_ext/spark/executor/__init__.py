@@ -1,0 +1,3 @@
+"""The bridge from Spark's tasks to the engine."""
+
+from __future__ import annotations

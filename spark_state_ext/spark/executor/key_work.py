@@ -1,0 +1,302 @@
+"""The work on a bucket's keys in one call: their rows and state go to the user's function, and what it changed comes
+back as rows of a run. Nothing here knows of pointers, files or leases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
+
+from arrow_schemas.equality import BoolArray, HashArray, IndexArray
+from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.job import Job
+from spark_state_ext.errors import StateValueError
+from spark_state_ext.functions.ttl import EXPIRES_COLUMN, Expiry
+from spark_state_ext.spark.callers.choice import caller_of
+from spark_state_ext.spark.callers.group_state import watermark_of
+from spark_state_ext.spark.callers.groups import CallContext, Changed, Groups, Result, is_placed, note_place
+from spark_state_ext.spark.shuffle.pack import event_times
+from spark_state_ext.spark.shuffle.payload import HASH_COLUMN
+from spark_state_ext.store import Lookup
+from spark_state_ext.store.runs import hashes_of, joined, newest_wins, sorted_run
+from spark_state_ext.worker.metrics import CallMetrics, timed, timing
+from spark_state_ext.worker.spill import SpillBuffer
+
+__all__ = ["KeyWork", "Times"]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Clock of the batch, milliseconds since 1970."""
+
+    processing_ms: int
+    watermark_ms: int
+    watermark_present: bool
+
+    @staticmethod
+    def of(state: GroupState) -> Times:
+        """As Spark tells it with a bucket's state."""
+        watermark, present = watermark_of(state)
+        return Times(state.getCurrentProcessingTimeMs(), watermark, present)
+
+
+class KeyWork:
+    """One call's work on its bucket's keys.
+
+    Parameters
+    ----------
+    job, function
+        The job and the user's function.
+    bucket
+        The bucket, at the pointer that was handed in.
+    schema
+        Row schema of the stored rows.
+    times
+        Clock of the batch.
+    batch
+        Number of the batch.
+    metrics
+        Where rows, keys and times are counted.
+    hold
+        To be called now and then: however long the function takes, the lease stays renewed.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        function: Callable[..., Any],
+        bucket: Bucket,
+        schema: RowSchema,
+        times: Times,
+        batch: int,
+        metrics: CallMetrics,
+        hold: Callable[[], None],
+    ) -> None:
+        self._job = job
+        self._bucket = bucket
+        self._schema = schema
+        self._times = times
+        self._metrics = metrics
+        self._sweep = 0, 0
+        self._expiry = Expiry(schema, job.ttl, self._clock_ms())
+        self._caller = caller_of(job, function, self._expiry.shown)
+        self._context = CallContext(
+            bucket=bucket.pointer.bucket,
+            batch=batch,
+            processing_time_ms=times.processing_ms,
+            watermark_ms=times.watermark_ms,
+            watermark_present=times.watermark_present,
+            timeout_conf=job.timeout_conf,
+            after_key=hold,
+            scan=self._scan,
+        )
+
+    def run(self, ranges: Iterable[tuple[int, pa.Table | None]], rows: SpillBuffer) -> Iterator[pd.DataFrame]:
+        """Call the function for all keys that have rows or time out.
+
+        Parameters
+        ----------
+        ranges
+            The input rows by ascending ranges of hashes, each with its last one, as `HashSorter.ranges` gives them.
+        rows
+            Gets the changed rows, in run order.
+
+        Yields
+        ------
+        pandas.DataFrame
+            What goes to Spark.
+        """
+        borders = self._expired_borders()
+        self._sweep = self._sweep_range()
+        after = -1
+        try:
+            for upper, table in ranges:
+                yield from self._range(table, after, upper, borders, rows)
+                after = upper
+        except StateValueError as error:
+            if not is_placed(error):
+                note_place(error, self._context)
+            raise
+
+    def _range(
+        self, table: pa.Table | None, after: int, upper: int, borders: list[int], rows: SpillBuffer
+    ) -> Iterator[pd.DataFrame]:
+        """Call the function for the keys with a hash in (after, upper], data first, then timeouts, these piecemeal."""
+        groups, found, written_ms = self._grouped(table)
+        caller, expiry, result = self._caller, self._expiry, Result()
+        changed, touched = self._schema.empty(), np.zeros(groups.count + 1, dtype=np.bool_)
+        pending = groups.count > 0
+        for upto in [*(border for border in borders if after < border < upper), upper]:
+            due = self._expired(after, upto)
+            where = groups.positions_of(hashes_of(due), self._schema.key_columns(due))
+            # Also what the call for its timeout writes of a key with rows is as new as these.
+            due_written_ms = np.append(written_ms, self._clock_ms())[where]
+            if pending:
+                along = due.filter(pa.array(where < 0)) if caller.together else due.slice(0, 0)
+                work = caller.data(groups, found, expiry.due(along), self._context, result)
+                yield from timed(work, self._metrics, "user_ms")
+                changed, touched = self._data_rows(groups, found, written_ms, result.data)
+            # As in Spark, a due timeout fires even for a key with rows, where the call for these changed nothing.
+            done = (where >= 0) & touched[where]
+            fires = ~done
+            mine, changed = _split_at(changed, upto)
+            # Newest first: a key whose row is written again only because it was read may be due as well.
+            pieces = [mine]
+            if pending and caller.together:
+                self._settle(result.timeouts, where < 0, due_written_ms, pieces, done)
+                fires &= where >= 0
+            if fires.any():
+                result.timeouts = None
+                work = caller.timeouts(expiry.due(due.filter(pa.array(fires))), self._context, result)
+                yield from timed(work, self._metrics, "user_ms")
+                self._settle(result.timeouts, fires, due_written_ms, pieces, done)
+            # What stays due is written anew, so that `expired` need look for it only in recent runs.
+            pieces.append(due.filter(pa.array(~done)))
+            pending = False
+            self._append(rows, pieces, after, upto)
+            after = upto
+            self._context.after_key()
+
+    def _settle(
+        self,
+        changed: Changed | None,
+        called: BoolArray,
+        written_ms: IndexArray,
+        pieces: list[pa.RecordBatch],
+        done: BoolArray,
+    ) -> None:
+        """Note what calls for timeouts changed: `called` says of which due keys, `written_ms` when each is written, if
+        it is, and `done` which of them changed."""
+        self._metrics.timeouts += int(called.sum())
+        if changed is not None:
+            at = np.flatnonzero(called)[changed.positions]
+            pieces.insert(0, self._expiry.written(changed.rows, written_ms[at]))
+            done[at] = True
+
+    def _grouped(self, table: pa.Table | None) -> tuple[Groups, Lookup, IndexArray]:
+        """Rows by key; the state of these keys, as functions see it; and when each key was written, if it is:
+        milliseconds since 1970."""
+        job, schema = self._job, self._schema
+        if table is None:
+            nothing: IndexArray = np.empty(0, dtype=np.int64)
+            keys = [pa.array([], field.type) for field in schema.keys]
+            none = np.empty(0, dtype=np.uint64)
+            return Groups(pa.table({}), nothing, none, keys, keys), Lookup(nothing, self._expiry.shown.empty()), nothing
+        hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
+        groups = Groups.of(table, hashes, job.key_positions, len(job.columns), schema)
+        with timing(self._metrics, "lookup_ms"):
+            found: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
+        self._metrics.keys += groups.count
+        written_ms = np.full(groups.count, self._clock_ms(), dtype=np.int64)
+        if job.ttl is not None and job.ttl.clock == "event":
+            times = event_times(job, groups.rows)
+            assert times is not None, "checked when the plan was made"
+            latest_ms = np.maximum.reduceat(times.fill_null(0).to_numpy(), groups.starts) // 1000
+            written_ms = np.maximum(written_ms, latest_ms)
+        return groups, self._expiry.found(found), written_ms
+
+    def _data_rows(
+        self, groups: Groups, found: Lookup, written_ms: IndexArray, changed: Changed | None
+    ) -> tuple[pa.RecordBatch, BoolArray]:
+        """Rows to store for keys with rows, in run order, and which of the keys have one."""
+        # One more, always False, for keys that are not among them: these have the position -1.
+        touched = np.zeros(groups.count + 1, dtype=np.bool_)
+        pieces = [self._schema.empty()]
+        if changed is not None:
+            touched[changed.positions] = True
+            pieces = [self._expiry.written(changed.rows, written_ms[changed.positions])]
+        untouched = np.flatnonzero(~touched[:-1])
+        again = self._expiry.read(found, untouched, written_ms)
+        if again is not None:
+            pieces.append(again)
+        return sorted_run(joined(pieces)), touched
+
+    def _append(self, rows: SpillBuffer, pieces: list[pa.RecordBatch], after: int, upto: int) -> None:
+        """Add the rows of a range of hashes, newest first, to those that change, and what has expired there, if it is
+        its turn."""
+        together = [sorted_run(piece) for piece in pieces if piece.num_rows]
+        sweep_after, sweep_upto = self._sweep
+        if max(after, sweep_after) < min(upto, sweep_upto):
+            low, high = max(after, sweep_after), min(upto, sweep_upto)
+            now_ms = self._expiry.now_ms
+            stale: pa.RecordBatch = self._bucket.read(lambda view: view.stale(EXPIRES_COLUMN, now_ms, low, high))
+            if stale.num_rows:
+                # Behind what was written in this batch, which wins.
+                together.append(sorted_run(self._expiry.removed(stale)))
+        if together:
+            rows.append(newest_wins(together, self._schema, drop_tombstones=False))
+
+    def _sweep_range(self) -> tuple[int, int]:
+        """Hashes (after, upto] in which this call removes what has expired: each call another range, in turn."""
+        if self._job.ttl is None:
+            return 0, 0
+        ranges: list[tuple[int, int]] = self._bucket.read(lambda view: list(view.ranges()))
+        return ranges[self._bucket.pointer.calls % len(ranges)] if ranges else (0, 0)
+
+    def _clock_ms(self) -> int:
+        """The time by the clock of the time to live."""
+        event_time = self._job.ttl is not None and self._job.ttl.clock == "event"
+        return max(self._times.watermark_ms, 0) if event_time else self._times.processing_ms
+
+    def _scan(self) -> Iterator[pa.Table]:
+        """The committed state as functions see it: keys and then state."""
+        names = [field.name for field in (*self._expiry.shown.keys, *self._expiry.shown.state)]
+        for batch in self._bucket.scan():
+            live = self._expiry.live(batch)
+            if live.num_rows:
+                yield pa.table(list(live.columns[1 : 1 + len(names)]), names=names)
+
+    # -- timeouts ----------------------------------------------------------------------------------
+
+    def _expired_borders(self) -> list[int]:
+        """Hashes to stop at when due rows are fetched, so that these fit into memory; empty when all do at once."""
+        threshold_ms = self.threshold_ms()
+        if threshold_ms is None:
+            return []
+        floor = self._bucket.pointer.timeout_floor_ms, self._bucket.pointer.timeout_floor_version
+        bytes_max: int = self._bucket.read(lambda view: view.expired_bytes_max(threshold_ms, *floor))
+        if bytes_max <= self._job.memory_bytes_max // 4:
+            return []
+        borders: list[int] = self._bucket.read(lambda view: [upto for _, upto in view.ranges()])
+        return borders
+
+    def _expired(self, after: int, upto: int) -> pa.RecordBatch:
+        """Rows with a hash in (after, upto] whose time is up, in run order."""
+        threshold_ms = self.threshold_ms()
+        if threshold_ms is None:
+            return self._schema.empty()
+        floor = self._bucket.pointer.timeout_floor_ms, self._bucket.pointer.timeout_floor_version
+        found: pa.RecordBatch = self._bucket.read(lambda view: view.expired(threshold_ms, *floor, after, upto))
+        return sorted_run(found)
+
+    def threshold_ms(self) -> int | None:
+        """Keys whose timeout is before this are called; None without timeouts."""
+        if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
+            return self._times.processing_ms
+        if self._job.timeout_conf == GroupStateTimeout.EventTimeTimeout:
+            return self._times.watermark_ms
+        return None
+
+    def earliest_timeout(self, rows: SpillBuffer) -> int | None:
+        """Lower bound of the earliest timeout in the bucket, after this call's changes."""
+        bounds = [self._bucket.read(lambda view: view.earliest_timeout(self._times.processing_ms))]
+        for batch in rows:
+            set_ones = batch.column(TIMEOUT_MS).drop_null()
+            if len(set_ones):
+                bounds.append(int(set_ones.to_numpy().min()))
+        known = [bound for bound in bounds if bound is not None]
+        return min(known) if known else None
+
+
+def _split_at(batch: pa.RecordBatch, upper: int) -> tuple[pa.RecordBatch, pa.RecordBatch]:
+    """Rows with a hash up to `upper`, and the others; the batch ascends by hash."""
+    hashes: HashArray = batch.column(KEY_HASH).to_numpy()
+    at = int(np.searchsorted(hashes, np.uint64(upper), side="right"))
+    return batch.slice(0, at), batch.slice(at)

@@ -1,0 +1,3 @@
+"""Rows on their way: packed into payloads before Spark's shuffle, output unpacked behind the operator."""
+
+from __future__ import annotations

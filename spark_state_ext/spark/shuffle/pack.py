@@ -1,0 +1,250 @@
+"""Packing: the stage before Spark's shuffle turns rows into payloads, a few a bucket. Runs on executors."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark import TaskContext
+
+from arrow_schemas.columns import event_times_us
+from arrow_schemas.labels import bucket_label, buckets_of
+from arrow_schemas.row import RowSchema
+from arrow_schemas.spark_types import key_fields
+from spark_state_ext.engine.folders import operator_folder, scratch_folder
+from spark_state_ext.engine.in_transit import spill_folder
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.task import TaskInfo
+from spark_state_ext.files.operator_catalog import others_beside
+from spark_state_ext.spark.shuffle.combine import Combiner, combined
+from spark_state_ext.spark.shuffle.observed import OTHERS_COLUMN
+from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, encode, heartbeat, payload_bytes_max, spilled
+from spark_state_ext.spark.task import current_task
+from spark_state_ext.worker.retry import retried
+
+__all__ = ["inline_share", "pack"]
+
+_OUTPUT = pa.schema(
+    [
+        ("bucket", pa.int32()),
+        ("payload", pa.binary()),
+        ("event_time", pa.timestamp("us", tz="UTC")),
+        # How many queries have state where this one begins without (`observed`).
+        (OTHERS_COLUMN, pa.int32()),
+    ]
+)
+# Rows are held back until there are this many bytes, so that payloads are not cut small by Spark's input batches.
+_HELD_BYTES_MAX = 32 << 20
+# What one packing task sends through the shuffle before it turns to spill files.
+_TASK_INLINE_BYTES_MAX = 128 << 20
+# What all packing tasks together send to one bucket. Newer releases of Spark gather all of a bucket's rows in one
+# buffer of the JVM, outside its heap, which doubles as it grows and fails at 2 GiB, or where the heap's size ends.
+_BUCKET_INLINE_BYTES_MAX = 192 << 20
+_OUTPUT_BYTES_MAX = 16 << 20
+# Rows of one payload in a spill file.
+_SPILLED_BYTES = 8 << 20
+
+
+def inline_share(partition: int) -> int:
+    """Most bytes that the packing task of a partition sends to one bucket through the shuffle.
+
+    No task knows how many there are. So the shares decrease such that any number of them stays below the bound, as
+    slowly as that can be: the sum of 1 / (n ln² n) from 2 on is 2.11.
+    """
+    n = partition + 2
+    return int(_BUCKET_INLINE_BYTES_MAX / (2.11 * n * math.log(n) ** 2))
+
+
+def pack(
+    plain: dict[str, Any], batches: Iterable[pa.RecordBatch], combiner: Combiner | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Body of the `mapInArrow` stage.
+
+    Parameters
+    ----------
+    plain
+        `Job.to_plain`.
+    batches
+        Input rows: the packed columns and then the hash.
+    combiner
+        Makes rows fewer before they are packed; None: they stay as they are.
+    """
+    job = Job.from_plain(plain)
+    task = current_task(job)
+    context = TaskContext.get()
+    partition = context.partitionId() if context is not None else 0
+    packer = _Packer(job, task, inline_share(partition), combiner)
+    if context is not None and partition == 0:
+        # Every bucket is called in every batch with data: to restore, to time out, to be cleaned up.
+        labels = [bucket_label(bucket) for bucket in range(job.buckets)]
+        empty = pa.nulls(job.buckets, _OUTPUT.field("event_time").type)
+        others = pa.array([_begun_beside(job, task)] * job.buckets, pa.int32())
+        yield pa.RecordBatch.from_arrays(
+            [pa.array(labels, pa.int32()), pa.array([heartbeat()] * job.buckets), empty, others], schema=_OUTPUT
+        )
+    held: list[pa.RecordBatch] = []
+    held_bytes = 0
+    for batch in batches:
+        if batch.num_rows:
+            held.append(batch)
+            held_bytes += batch.get_total_buffer_size()
+        if held_bytes >= _HELD_BYTES_MAX:
+            yield from packer.packed(pa.Table.from_batches(held))
+            held, held_bytes = [], 0
+    if held:
+        yield from packer.packed(pa.Table.from_batches(held))
+    packer.close()
+
+
+def _begun_beside(job: Job, task: TaskInfo) -> int | None:
+    """How many other queries have state under the operator's name, where this one begins without; else 0. None where
+    the task is not told its query.
+
+    A query's folder is there from its first batch on, whose calls make it, and these come after the packing.
+    """
+    if task.batch != 0:
+        return None if task.batch is None else 0
+    timeout_s = job.commit.commit_timeout_ms / 1000
+    ids: list[str] = retried(lambda: others_beside(operator_folder(job)), timeout_s=timeout_s)
+    return 0 if task.query_id in ids else len(ids)
+
+
+class _Packer:
+    def __init__(self, job: Job, task: TaskInfo, bucket_bytes_max: int, combiner: Combiner | None) -> None:
+        self._job = job
+        self._combiner = combiner
+        self._task = task
+        self._labels = pa.array([bucket_label(bucket) for bucket in range(job.buckets)], pa.int32())
+        self._target_bytes = payload_bytes_max(job.frame_rows_max)
+        self._inline_bytes = 0
+        self._bucket_bytes_max = bucket_bytes_max
+        self._bucket_bytes = [0] * job.buckets
+        self._spill: _SpillFile | None = None
+
+    def packed(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
+        if self._combiner is not None:
+            table = combined(table, self._combiner, RowSchema(key_fields(self._job.key_schema), ()))
+        hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
+        buckets = buckets_of(hashes, self._job.buckets)
+        times = event_times(self._job, table)
+        # Combined rows are by hash already.
+        if np.any(buckets[1:] < buckets[:-1]):
+            order = np.argsort(buckets, kind="stable")
+            indices = pa.array(order)
+            table, buckets = table.take(indices), buckets[order]
+            if times is not None:
+                times = times.take(indices)
+        # One batch, of which each payload is a slice.
+        data = table.combine_chunks().to_batches()[0]
+        row_bytes = max(1, data.get_total_buffer_size() // data.num_rows)
+        step = max(1, self._target_bytes // row_bytes)
+        bounds = np.searchsorted(buckets, np.arange(self._job.buckets + 1))
+        rows: list[tuple[int, bytes, Any]] = []
+        size = 0
+        for bucket in np.flatnonzero(np.diff(bounds)).tolist():
+            start, end = int(bounds[bucket]), int(bounds[bucket + 1])
+            while start < end:
+                stop = _cut(data, start, min(start + step, end), 2 * self._target_bytes)
+                inline = self._fits(bucket, data.slice(start, stop - start).nbytes)
+                if not inline:
+                    # Few large reads of spill files, as each costs a request to the object store.
+                    stop = min(start + max(1, _SPILLED_BYTES // row_bytes), end)
+                    stop = _cut(data, start, stop, 2 * _SPILLED_BYTES)
+                payload = encode(data.slice(start, stop - start))
+                if inline:
+                    self._inline_bytes += len(payload)
+                    self._bucket_bytes[bucket] += len(payload)
+                else:
+                    payload = self._spilled(payload)
+                rows.append((bucket, payload, self._latest(times, start, stop)))
+                size += len(payload)
+                start = stop
+                if size >= _OUTPUT_BYTES_MAX:
+                    yield self._output(rows)
+                    rows, size = [], 0
+        if self._spill is not None:
+            # Published before any reference to it leaves this task.
+            self._spill.publish()
+            self._spill = None
+        if rows:
+            yield self._output(rows)
+
+    def close(self) -> None:
+        assert self._spill is None, "spill files are published with the rows that refer to them"
+
+    def _fits(self, bucket: int, size: int) -> bool:
+        """Whether so many more bytes may go to a bucket through the shuffle."""
+        return (
+            self._inline_bytes + size <= _TASK_INLINE_BYTES_MAX
+            and self._bucket_bytes[bucket] + size <= self._bucket_bytes_max
+            # A single row may be larger than a payload should be.
+            and size <= 4 * self._target_bytes + (1 << 20)
+        )
+
+    def _spilled(self, payload: bytes) -> bytes:
+        if self._spill is None:
+            self._spill = _SpillFile(self._job, self._task)
+        return self._spill.add(payload)
+
+    def _output(self, rows: list[tuple[int, bytes, Any]]) -> pa.RecordBatch:
+        if self._spill is not None:
+            self._spill.publish()
+            self._spill = None
+        buckets, payloads, times = zip(*rows, strict=True)
+        return pa.RecordBatch.from_arrays(
+            [
+                self._labels.take(pa.array(buckets)),
+                pa.array(payloads, pa.binary()),
+                pa.array(times, pa.int64()).cast(_OUTPUT.field("event_time").type),
+                pa.nulls(len(rows), pa.int32()),
+            ],
+            schema=_OUTPUT,
+        )
+
+    @staticmethod
+    def _latest(times: pa.ChunkedArray | None, start: int, stop: int) -> int | None:
+        """Latest event time of some rows; None when any has none, as such a row is never late."""
+        if times is None:
+            return None
+        piece = times.slice(start, stop - start)
+        return None if piece.null_count else pc.max(piece).as_py()
+
+
+def _cut(data: pa.RecordBatch, start: int, stop: int, bytes_max: int) -> int:
+    """Where rows from `start` on, up to `stop`, are small enough: rows are not all as large as their mean."""
+    while stop - start > 1 and data.slice(start, stop - start).nbytes > bytes_max:
+        stop = start + (stop - start) // 2
+    return stop
+
+
+def event_times(job: Job, table: pa.Table) -> pa.ChunkedArray | None:
+    """Event time of each row in microseconds since 1970, int64, NULL where it has none; None without a watermark."""
+    if job.event_time_position < 0:
+        return None
+    return event_times_us(table.column(job.event_time_position))
+
+
+class _SpillFile:
+    """A file under the root that payloads beyond the inline budget go to."""
+
+    def __init__(self, job: Job, task: TaskInfo) -> None:
+        self._files = operator_folder(job)
+        self._name = f"{spill_folder(task.query_id, task.batch, time.time())}/{uuid.uuid4().hex}.payloads"
+        self._file: IO[bytes] = tempfile.NamedTemporaryFile(dir=scratch_folder(job.local_dir), prefix="payloads-")  # noqa: SIM115
+
+    def add(self, payload: bytes) -> bytes:
+        offset = self._file.tell()
+        self._file.write(payload)
+        return spilled(self._name, offset, len(payload))
+
+    def publish(self) -> None:
+        with self._file:
+            self._file.flush()
+            self._files.put_file(self._name, self._file.name)

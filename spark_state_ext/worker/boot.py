@@ -1,0 +1,28 @@
+"""Which boot of the machine this is."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from spark_state_ext.worker import descriptors
+
+__all__ = ["boot_id"]
+
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Identifies this boot of the machine; a constant where the system does not tell."""
+    try:
+        return _boot_id()
+    except OSError as error:
+        # Another name would have the store of this boot taken for one of an earlier boot, and removed.
+        if descriptors.used_up(error):
+            raise descriptors.too_many(f"{_BOOT_ID_FILE} cannot be read") from error
+        return "unknown-boot"
+
+
+@functools.lru_cache(maxsize=1)
+def _boot_id() -> str:
+    return _BOOT_ID_FILE.read_text().strip().replace("-", "")[:16]

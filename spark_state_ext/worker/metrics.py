@@ -1,0 +1,352 @@
+"""Metrics: one row for each call of a bucket, as Arrow on the executor's disk, and through OpenTelemetry if it is
+there.
+
+Spark's own progress counts buckets and payloads, not keys and rows; these are the true numbers. Each worker process
+appends to a file of its own (an Arrow IPC stream, so what a killed process wrote is readable up to its last batch),
+and starts another when it is large. `read` puts the files of a folder together, `by_batch` sums them up::
+
+    python -m spark_state_ext metrics /path/to/spark_state_ext-1000/metrics
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pyarrow as pa
+
+from spark_state_ext.worker.threads import DaemonPool
+
+__all__ = ["SCHEMA", "CallMetrics", "MetricsLog", "by_batch", "read", "timed", "timing"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+FILES = "*.arrows"
+_FILE_BYTES_MAX = 4 << 20
+_FILES_MAX = 64
+_HELD_ROWS_MAX = 256
+_HELD_S_MAX = 1.0
+
+
+@dataclass
+class CallMetrics:
+    """One call of one bucket.
+
+    Parameters
+    ----------
+    query_id, run_id, batch, operator, bucket
+        Whose. `batch` is -1 where tasks are not told theirs.
+    ended_ms
+        When the call was over: wall-clock time, milliseconds since 1970.
+    rows, keys, timeouts
+        Input rows without late ones, distinct keys among them, and keys that were called because their time was up.
+        (For an operator that makes rows fewer before the shuffle: those that are left.)
+    changed_rows
+        Rows of the delta, tombstones included; 0 when nothing changed.
+    state_rows, state_rows_min
+        Bounds of the bucket's keys that have state or a timeout, expired state that has not been removed included: they
+        are at most `state_rows` and at least `state_rows_min`.
+    state_bytes
+        Size of the bucket's state in the local store, rows included that newer ones replace until they are merged.
+    read_ms, lookup_ms, user_ms, commit_ms, wait_ms, total_ms
+        Milliseconds in which state was restored; in which it was looked up; in which the user's function ran,
+        conversions included; of the commit, from settling earlier uploads to the new pointer, `wait_ms` included; in
+        which uploads of deltas were waited for; and all from asking for the first row, with what Spark does with the
+        output and without how a call begins (lease, opening the store).
+    cpu_ms
+        Processor time of the call's thread, milliseconds: with its beginning and the user's function, without Spark's
+        own work and uploads.
+    upload_ms, uploaded_bytes, uploads
+        Milliseconds that uploads of deltas took, queues included, which were confirmed since the bucket's call before
+        in this process, beside batches; their bytes, and how many.
+    snapshot_ms, snapshot_bytes, snapshots, snapshot_failures
+        The same of full snapshots; and how many were not made, or refused by a backend.
+    delta_bytes, inline_bytes
+        Size of the delta, and what is inline in the new pointer.
+    oldest_inline_ms
+        Age of the oldest delta that not every backend has confirmed, milliseconds; 0 when there is none.
+    cache_hit
+        The local store had all of the state.
+    restored_files, restore_gaps
+        Checkpoint files that were fetched; and how many times a backend that should have given one did not, and another
+        one gave it: the backend that the job prefers (`restore_from`), or one that had confirmed the file.
+    """
+
+    query_id: str
+    run_id: str
+    batch: int
+    operator: str
+    bucket: int
+    ended_ms: int = 0
+    rows: int = 0
+    keys: int = 0
+    timeouts: int = 0
+    changed_rows: int = 0
+    state_rows: int = 0
+    state_rows_min: int = 0
+    state_bytes: int = 0
+    read_ms: float = 0.0
+    lookup_ms: float = 0.0
+    user_ms: float = 0.0
+    commit_ms: float = 0.0
+    wait_ms: float = 0.0
+    total_ms: float = 0.0
+    cpu_ms: float = 0.0
+    upload_ms: float = 0.0
+    uploaded_bytes: int = 0
+    uploads: int = 0
+    snapshot_ms: float = 0.0
+    snapshot_bytes: int = 0
+    snapshots: int = 0
+    snapshot_failures: int = 0
+    delta_bytes: int = 0
+    inline_bytes: int = 0
+    oldest_inline_ms: int = 0
+    cache_hit: bool = True
+    restored_files: int = 0
+    restore_gaps: int = 0
+
+
+_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
+SCHEMA = pa.schema(
+    [
+        *(pa.field(it.name, _TYPES[str(it.type)], nullable=False) for it in fields(CallMetrics)),
+        pa.field("host", pa.string(), nullable=False),
+        pa.field("pid", pa.int64(), nullable=False),
+    ]
+)
+# How columns are summed up over the buckets of a batch.
+_SUMMED = (
+    *("rows", "keys", "timeouts", "changed_rows", "read_ms", "lookup_ms", "user_ms", "commit_ms"),
+    *("state_rows", "state_rows_min", "state_bytes"),
+    *(
+        "wait_ms",
+        "total_ms",
+        "cpu_ms",
+        "upload_ms",
+        "uploaded_bytes",
+        "uploads",
+        "snapshot_ms",
+        "snapshot_bytes",
+        "snapshots",
+        "snapshot_failures",
+        "delta_bytes",
+        "inline_bytes",
+        "restored_files",
+        "restore_gaps",
+    ),
+)
+_KEYS = ("query_id", "run_id", "operator", "batch")
+
+
+T = TypeVar("T")
+
+
+def timed(work: Iterator[T], call: CallMetrics, column: str) -> Iterator[T]:
+    """The items of an iterator; the time until each is there is added to a column."""
+    spent_s = 0.0
+    try:
+        while True:
+            started_s = time.perf_counter()
+            try:
+                item = next(work)
+            except StopIteration:
+                return
+            finally:
+                spent_s += time.perf_counter() - started_s
+            yield item
+    finally:
+        setattr(call, column, getattr(call, column) + 1000 * spent_s)
+
+
+@contextlib.contextmanager
+def timing(call: CallMetrics, column: str) -> Iterator[None]:
+    """Adds the time of a block to a column."""
+    started_s = time.perf_counter()
+    try:
+        yield
+    finally:
+        setattr(call, column, getattr(call, column) + 1000 * (time.perf_counter() - started_s))
+
+
+class MetricsLog:
+    """Where a worker process writes its metrics.
+
+    Parameters
+    ----------
+    folder
+        Made when it is not there. Of the files of processes that have ended, the newest stay.
+    """
+
+    _logs: ClassVar[dict[tuple[int, str], MetricsLog]] = {}
+    _lock = threading.Lock()
+    _beside: ClassVar[DaemonPool] = DaemonPool("metrics")
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._held: list[dict[str, Any]] = []
+        self._writing = threading.Lock()
+        self._stream: Any = None
+        self._writer: Any = None
+
+    @classmethod
+    def at(cls, folder: Path) -> MetricsLog:
+        """The process's log in a folder."""
+        with cls._lock:
+            return cls._logs.setdefault((os.getpid(), str(folder)), cls(folder))
+
+    def add(self, call: CallMetrics) -> None:
+        """Note a call; it is written with the task's last one where that is known, or within a second."""
+        _export(call)
+        with self._writing:
+            self._held.append({**asdict(call), "host": socket.gethostname(), "pid": os.getpid()})
+            held = len(self._held)
+        if held == 1:
+            self._beside.submit(self._flush_later)
+        elif held >= _HELD_ROWS_MAX:
+            self.flush()
+
+    def _flush_later(self) -> None:
+        time.sleep(_HELD_S_MAX)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is held back. That it cannot be written is told once, and harms nothing else."""
+        with self._writing:
+            rows, self._held = self._held, []
+            if not rows:
+                return
+            try:
+                if self._writer is None or self._stream.tell() > _FILE_BYTES_MAX:
+                    self._begin_file()
+                self._writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
+                self._stream.flush()
+            except (OSError, pa.ArrowException) as error:
+                self._writer = self._stream = None
+                _tell(f"metrics are not written to {self._folder}: {error}")
+
+    def _begin_file(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._stream.close()
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        old = sorted(self._folder.glob(FILES), key=lambda path: path.stat().st_mtime)
+        for path in old[: max(0, len(old) + 1 - _FILES_MAX)]:
+            path.unlink(missing_ok=True)
+        path = self._folder / f"{int(time.time() * 1000)}-{os.getpid()}-{uuid.uuid4().hex[:8]}.arrows"
+        self._stream = path.open("wb")
+        self._writer = pa.ipc.new_stream(self._stream, SCHEMA)
+
+
+@functools.cache
+def _tell(text: str) -> None:
+    _LOGGER.warning(text)
+
+
+def read(folder: Path | str) -> pa.Table:
+    """Calls that are noted in a folder and those below it, in the order in which they ended.
+
+    A file ends where its process was killed; what comes after the last whole batch is passed over.
+    """
+    batches: list[pa.RecordBatch] = []
+    for path in sorted(Path(folder).rglob(FILES)):
+        with contextlib.suppress(pa.ArrowInvalid, OSError, EOFError), pa.OSFile(str(path), "r") as file:
+            reader = pa.ipc.open_stream(file)
+            # Of another release; its columns may mean something else.
+            if not reader.schema.equals(SCHEMA):
+                continue
+            for batch in reader:
+                batch.validate(full=True)
+                batches.append(batch)
+    return pa.Table.from_batches(batches, SCHEMA).sort_by([("ended_ms", "ascending")])
+
+
+def by_batch(calls: pa.Table) -> pa.Table:
+    """Sums over the buckets of each batch; of calls that were made again, the last one counts.
+
+    Parameters
+    ----------
+    calls
+        From `read`.
+
+    Returns
+    -------
+    pa.Table
+        One row a batch, ascending: sums of what can be summed, ``buckets``, ``cache_hits``, ``oldest_inline_ms`` (the
+        largest) and ``ended_ms`` (the last).
+    """
+    calls = calls.append_column("at", pa.array(range(calls.num_rows), pa.int64()))
+    last = calls.group_by([*_KEYS, "bucket"]).aggregate([("at", "max")]).column("at_max")
+    calls = calls.take(last)
+    calls = calls.set_column(
+        calls.schema.get_field_index("cache_hit"), "cache_hit", calls.column("cache_hit").cast(pa.int64())
+    )
+    aggregates: list[tuple[str, str]] = [(name, "sum") for name in _SUMMED]
+    aggregates += [("bucket", "count"), ("cache_hit", "sum"), ("oldest_inline_ms", "max"), ("ended_ms", "max")]
+    found = calls.group_by(list(_KEYS)).aggregate(aggregates)
+    names = {"bucket_count": "buckets", "cache_hit_sum": "cache_hits", "oldest_inline_ms_max": "oldest_inline_ms"}
+    names |= {"ended_ms_max": "ended_ms"} | {f"{name}_sum": name for name in _SUMMED}
+    found = found.rename_columns([names.get(name, name) for name in found.column_names])
+    return found.sort_by([("query_id", "ascending"), ("ended_ms", "ascending"), ("batch", "ascending")])
+
+
+# -- OpenTelemetry ---------------------------------------------------------------------------------
+
+_COUNTERS = (
+    "rows",
+    "keys",
+    "timeouts",
+    "changed_rows",
+    "uploaded_bytes",
+    "uploads",
+    "restored_files",
+    "restore_gaps",
+    "snapshot_bytes",
+    "snapshots",
+    "snapshot_failures",
+)
+_HISTOGRAMS = (
+    *("read_ms", "lookup_ms", "user_ms", "commit_ms", "wait_ms", "total_ms", "upload_ms", "snapshot_ms"),
+    *("delta_bytes", "inline_bytes", "oldest_inline_ms", "state_bytes"),
+)
+
+
+@functools.cache
+def _instruments() -> Mapping[str, Any] | None:
+    """Instruments by column, or None where OpenTelemetry's API is not installed."""
+    try:
+        from opentelemetry.metrics import get_meter
+    except ImportError:
+        return None
+    meter = get_meter("spark_state_ext")
+    units = {"ms": "ms", "bytes": "By"}
+    made: dict[str, Any] = {}
+    for name in _COUNTERS:
+        made[name] = meter.create_counter(f"spark_state_ext.{name}", units.get(name.rpartition("_")[2], "1"))
+    for name in _HISTOGRAMS:
+        made[name] = meter.create_histogram(f"spark_state_ext.{name}", units.get(name.rpartition("_")[2], "1"))
+    made["cache_hit"] = meter.create_counter("spark_state_ext.cache_hits", "1")
+    return made
+
+
+def _export(call: CallMetrics) -> None:
+    instruments = _instruments()
+    if instruments is None:
+        return
+    # Buckets are too many to be told apart in a metrics store.
+    attributes = {"operator": call.operator, "query_id": call.query_id}
+    for name, instrument in instruments.items():
+        value = getattr(call, name)
+        if name in _HISTOGRAMS:
+            instrument.record(value, attributes)
+        else:
+            instrument.add(int(value), attributes)

@@ -1,0 +1,206 @@
+"""Bounded memory: rows beyond a budget go to files on the local disk and come back mapped.
+
+`SpillBuffer` keeps batches in order. `HashSorter` takes rows in any order and gives them back by ascending hash, in
+ranges that fit the budget; only the rows of a single key are never divided.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_schemas.equality import HashArray
+from spark_state_ext.errors import StateError, StorageError, StoreFullError
+from spark_state_ext.worker.descriptors import too_many, used_up
+
+__all__ = ["HashSorter", "SpillBuffer", "local_errors"]
+
+_PIECE_ROWS = 16_384
+
+
+class SpillBuffer:
+    """Record batches of one schema, kept in order; re-iterable.
+
+    Parameters
+    ----------
+    folder
+        Where to spill; files have no name, so nothing is left behind.
+    memory_bytes_max
+        Most bytes held in memory.
+    """
+
+    def __init__(self, folder: Path, memory_bytes_max: int) -> None:
+        self._folder = folder
+        self._memory_bytes_max = memory_bytes_max
+        self._spilled: list[list[pa.RecordBatch]] = []
+        self._held: list[pa.RecordBatch] = []
+        self._held_bytes = 0
+        self.rows = 0
+        self.size_bytes = 0
+        self.spilled_bytes = 0
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Add a batch.
+
+        Raises
+        ------
+        StoreFullError
+            When the local disk is full.
+        """
+        size = batch.get_total_buffer_size()
+        self._held.append(batch)
+        self._held_bytes += size
+        self.rows += batch.num_rows
+        self.size_bytes += size
+        if self._held_bytes > self._memory_bytes_max:
+            self._spilled.append(_write_mapped(self._folder, self._held))
+            self.spilled_bytes += self._held_bytes
+            self._held, self._held_bytes = [], 0
+
+    def __iter__(self) -> Iterator[pa.RecordBatch]:
+        for piece in self._spilled:
+            yield from piece
+        yield from self._held
+
+
+class HashSorter:
+    """Sorts rows by a column of 64-bit hashes, taken as unsigned, within a memory budget.
+
+    Parameters
+    ----------
+    folder
+        Where to spill.
+    hash_column
+        Name of the column to sort by.
+    memory_bytes_max
+        About how many bytes of rows are held in memory, while they are taken and in each range given back.
+    """
+
+    def __init__(self, folder: Path, hash_column: str, memory_bytes_max: int) -> None:
+        self._folder = folder
+        self._column = hash_column
+        self._memory_bytes_max = memory_bytes_max
+        self._held: list[pa.RecordBatch] = []
+        self._held_bytes = 0
+        self._pieces: list[list[pa.RecordBatch]] = []
+        self.rows = 0
+        self.size_bytes = 0
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Take some rows."""
+        if not batch.num_rows:
+            return
+        size = batch.get_total_buffer_size()
+        self._held.append(batch)
+        self._held_bytes += size
+        self.rows += batch.num_rows
+        self.size_bytes += size
+        # Half the budget: sorting makes a copy of what is held.
+        if self._held_bytes > self._memory_bytes_max // 2:
+            self._spill()
+
+    @property
+    def spilled(self) -> bool:
+        """Whether anything went to disk."""
+        return bool(self._pieces)
+
+    def ranges(self) -> Iterator[tuple[int, pa.Table | None]]:
+        """All rows, by ascending ranges of hashes that together cover all hashes. Consumes the rows.
+
+        Yields
+        ------
+        upper
+            Last hash of the range.
+        table
+            Its rows, unsorted; None when there are none.
+        """
+        if not self._pieces:
+            held, self._held = self._held, []
+            yield 2**64 - 1, pa.Table.from_batches(held) if held else None
+            return
+        if self._held:
+            self._spill()
+        batches = [batch for piece in self._pieces for batch in piece]
+        self._pieces = []
+        spans = [(int(hashes[0]), int(hashes[-1])) for hashes in map(self._hashes, batches)]
+        lower = -1
+        for upper in self._borders(batches):
+            parts = []
+            for batch, (first, last) in zip(batches, spans, strict=True):
+                if last <= lower or first > upper:
+                    continue
+                hashes = self._hashes(batch)
+                lo = 0 if lower < 0 else int(np.searchsorted(hashes, np.uint64(lower), side="right"))
+                hi = int(np.searchsorted(hashes, np.uint64(upper), side="right"))
+                if lo < hi:
+                    parts.append(batch.slice(lo, hi - lo))
+            yield upper, pa.Table.from_batches(parts) if parts else None
+            lower = upper
+
+    def _borders(self, batches: list[pa.RecordBatch]) -> list[int]:
+        """Upper bounds of the ranges: quantiles of the hashes, as many as the budget asks for."""
+        count = max(1, -(-4 * self.size_bytes // self._memory_bytes_max))
+        step = max(1, self.rows // 100_000)
+        sample = np.sort(np.concatenate([self._hashes(batch)[::step] for batch in batches]))
+        at = (np.arange(1, count) * len(sample)) // count
+        borders: list[int] = np.unique(np.append(sample[at], np.uint64(2**64 - 1))).tolist()
+        return borders
+
+    def _spill(self) -> None:
+        # One chunk a column: taking from many would join them anew for every piece.
+        table = pa.Table.from_batches(self._held).combine_chunks()
+        self._held, self._held_bytes = [], 0
+        order = pa.array(np.argsort(_unsigned(table[self._column]), kind="stable"))
+        pieces = (table.take(order.slice(i, _PIECE_ROWS)) for i in range(0, len(order), _PIECE_ROWS))
+        flat = (batch for piece in pieces for batch in piece.combine_chunks().to_batches())
+        self._pieces.append(_write_mapped(self._folder, flat))
+
+    def _hashes(self, batch: pa.RecordBatch) -> HashArray:
+        return _unsigned(batch.column(self._column))
+
+
+def _unsigned(column: pa.Array | pa.ChunkedArray) -> HashArray:
+    """A column of 64-bit hashes as unsigned numbers; Spark's are signed, and buckets and runs go by the bits."""
+    hashes: HashArray = column.to_numpy().view(np.uint64)
+    return hashes
+
+
+def _write_mapped(folder: Path, batches: Iterator[pa.RecordBatch] | list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    """Write batches to an unnamed local file and give them back as views of its mapped pages."""
+    with local_errors(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        path = Path(scratch) / "spill.arrow"
+        with contextlib.ExitStack() as stack:
+            sink = stack.enter_context(pa.OSFile(str(path), "wb"))
+            writer: pa.RecordBatchFileWriter | None = None
+            for batch in batches:
+                if writer is None:
+                    writer = pa.ipc.new_file(sink, batch.schema)
+                writer.write_batch(batch)
+            if writer is None:
+                return []
+            writer.close()
+        with pa.memory_map(str(path)) as source:
+            reader = pa.ipc.open_file(source)
+            return [reader.get_batch(i) for i in range(reader.num_record_batches)]
+    raise AssertionError("unreachable: local_errors raises what it catches")
+
+
+@contextlib.contextmanager
+def local_errors(folder: Path) -> Iterator[None]:
+    """Translate what temporary files in a local folder can raise; our own errors pass."""
+    try:
+        yield
+    except StateError:
+        raise
+    except OSError as error:
+        if used_up(error):
+            raise too_many(f"temporary files in the local folder {folder} failed") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            raise StoreFullError(f"the disk of the local folder {folder} is full: {error}. Make room there.") from error
+        raise StorageError(f"temporary files in the local folder {folder} failed: {error}") from error
