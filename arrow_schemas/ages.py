@@ -23,7 +23,7 @@ class Ages:
     snapshots_wanted
         How far the bucket is from having no removed rows in its files (`files.erasure`); 0: it has none.
     marks
-        Times, ascending, and the beats that the pointer had then.
+        Times, ascending, and the heartbeats that the pointer had then.
     """
 
     window_ms: int
@@ -41,5 +41,5 @@ class Ages:
     def from_plain(plain: list[Any]) -> Ages:
         """Inverse of `to_plain`; `TypeError` or `ValueError` where it cannot be."""
         window_ms, newest_ms, snapshot_ms, wanted, marks = plain
-        times = tuple((int(time_ms), int(beats)) for time_ms, beats in marks)
+        times = tuple((int(time_ms), int(heartbeats)) for time_ms, heartbeats in marks)
         return Ages(int(window_ms), int(newest_ms), int(snapshot_ms), int(wanted), times)

@@ -110,19 +110,28 @@ class Writer:
     ----------
     query_id, run_id, batch, host
         As Spark told the task.
-    beat
-        `Pointer.beats` of the pointer that this call made; 0 when not known (pointers before format 3).
+    heartbeat
+        `Pointer.heartbeats` of the pointer that this call made; 0 when not known (pointers before format 3).
     """
 
     query_id: str
     run_id: str
     batch: int
     host: str
-    beat: int = 0
+    heartbeat: int = 0
 
     def __post_init__(self) -> None:
-        if not all(isinstance(number, int) for number in (self.batch, self.beat)):
-            raise CorruptFileError(f"a writer has numbers for batch and beat, not {self}")
+        if not all(isinstance(number, int) for number in (self.batch, self.heartbeat)):
+            raise CorruptFileError(f"a writer has numbers for batch and heartbeat, not {self}")
+
+    def to_plain(self) -> dict[str, Any]:
+        """As builtin values."""
+        return {"beat" if name == "heartbeat" else name: value for name, value in asdict(self).items()}
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> Writer:
+        """Inverse of `to_plain`; `KeyError` or `TypeError` where it cannot be."""
+        return Writer(**{"heartbeat" if name == "beat" else name: value for name, value in plain.items()})
 
 
 @dataclass(frozen=True)
@@ -180,7 +189,7 @@ class LineageHeader:
             "parent": _pair(self.parent),
             "lineage": [_pair(ref) for ref in self.lineage],
             "schema_id": self.schema_id,
-            "writer": asdict(self.writer),
+            "writer": self.writer.to_plain(),
             "package_version": self.package_version,
         }
         text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
@@ -225,7 +234,7 @@ class LineageHeader:
                 parent=_ref(fields["parent"]),
                 lineage=tuple(CheckpointRef(*pair) for pair in fields["lineage"]),
                 schema_id=fields["schema_id"],
-                writer=Writer(**fields["writer"]),
+                writer=Writer.from_plain(fields["writer"]),
                 package_version=fields["package_version"],
                 format=fields["format"],
             )

@@ -3,8 +3,8 @@
 Spark commits it atomically with the batch and hands every retry and restart the pointer of the batch before, so
 it is the commit log (`docs/design`). Up to format 3: one backend, committed synchronously; every delta the pointer
 names is durable before Spark sees the pointer. Format 1 said the same of its snapshot; since format 2 that is presumed
-only, and the pointer tells what it was built on. Since format 3 it counts the bucket's calls and beats, which clean-up
-goes by. Format 4 holds deltas that are not durable elsewhere yet, and tells which backend has confirmed what.
+only, and the pointer tells what it was built on. Since format 3 it counts the bucket's calls and heartbeats, which
+clean-up goes by. Format 4 holds deltas that are not durable elsewhere yet, and tells which backend has confirmed what.
 
 Format 1 is still written where that is asked for, with or without the newer fields beside it, so that a job can go back
 to an older release.
@@ -25,7 +25,7 @@ from arrow_schemas.ages import Ages
 from arrow_schemas.errors import CorruptPointerError, LineageError, VersionSkewError
 from arrow_schemas.lineage import DELTA, CheckpointRef, check_ascending, file_name
 
-__all__ = ["BOTH", "POINTER_FORMAT", "V1", "V2", "InlineDelta", "LineageEntry", "Pointer", "Standing"]
+__all__ = ["BOTH", "POINTER_FORMAT", "V1", "V2", "InlineDelta", "LineageEntry", "Pointer", "ReplicationStatus"]
 
 POINTER_FORMAT = 4
 # What is written and read: format 1, the present format, or format 1 with what it lacks beside it.
@@ -47,13 +47,13 @@ class LineageEntry:
         The checkpoint.
     size_bytes
         Size of its delta file.
-    beat
-        `Pointer.beats` of the pointer that its call made; 0 when not known (before format 3).
+    heartbeat
+        `Pointer.heartbeats` of the pointer that its call made; 0 when not known (before format 3).
     """
 
     ref: CheckpointRef
     size_bytes: int
-    beat: int = 0
+    heartbeat: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class InlineDelta:
         The file's bytes.
     made_ms
         When it was made: wall-clock time, milliseconds since 1970.
-    beat
-        `Pointer.beats` of the pointer that its call made.
+    heartbeat
+        `Pointer.heartbeats` of the pointer that its call made.
     """
 
     ref: CheckpointRef
     data: bytes
     made_ms: int
-    beat: int
+    heartbeat: int
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class InlineDelta:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ReplicationStatus:
     """What a backend has confirmed.
 
     Parameters
@@ -113,7 +113,7 @@ class Pointer:
         Micro-batch that wrote this pointer (where tasks are not told theirs: the number of calls before).
     watermark_ms
         That batch's watermark; the next batch's late rows are judged by it. None: no watermark.
-    home
+    query_folder
         Folder of the state below ``<root>/<operator>``: the query's id.
     lineage
         Checkpoints since the presumed last snapshot, that one first, the committed one last. Empty: no state yet.
@@ -121,26 +121,27 @@ class Pointer:
         The checkpoint that the committed one was built on; None for the first, and where format 1 did not tell.
     calls
         Calls of the bucket so far, this pointer's included.
-    beats
+    heartbeats
         How many of them came with a heartbeat, which reaches either every bucket in a batch or none. So parallel
         lineages, which may differ in what timeouts call them, have the same number in the same batch.
-    retained, retained_beat
-        The most batches that Spark was told to retain, so far as that matters still, and the last beat at which it was.
+    retained, retained_heartbeat
+        The most batches that Spark was told to retain, so far as that matters still, and the last heartbeat at which it
+        was.
     snapshots_missed
         Presumed snapshots in a row that never arrived.
     rows
         Upper bound of the bucket's live rows.
-    timeout_floor_ms, timeout_floor_version
+    timer_low_watermark_ms, timer_low_watermark_version
         Rows of checkpoints older than the version that time out before the floor have been dealt with.
     earliest_timeout_ms
         Lower bound of the bucket's next processing-time timeout, or None.
-    standings
+    replication
         What each backend has confirmed, by name; a backend that is not named has nothing that can be relied on.
     markers
         ``{backend: {store: marker}}``: where that lies, in the backend's own words.
     inline
         Deltas that not every backend has confirmed, oldest first.
-    spread
+    partitioning
         A run, and the number of partitions over which its calls found the buckets spread (`commit`). None: not known.
     made_by
         The Spark application that wrote this pointer. None: not known.
@@ -154,22 +155,22 @@ class Pointer:
     schema_id: int
     batch: int
     watermark_ms: int | None
-    home: str = ""
+    query_folder: str = ""
     lineage: tuple[LineageEntry, ...] = ()
     rows: int = 0
-    timeout_floor_ms: int = 0
-    timeout_floor_version: int = 0
+    timer_low_watermark_ms: int = 0
+    timer_low_watermark_version: int = 0
     earliest_timeout_ms: int | None = None
     parent: CheckpointRef | None = None
     calls: int = 0
-    beats: int = 0
+    heartbeats: int = 0
     retained: int = 0
-    retained_beat: int = 0
+    retained_heartbeat: int = 0
     snapshots_missed: int = 0
-    standings: dict[str, Standing] = field(default_factory=dict)
+    replication: dict[str, ReplicationStatus] = field(default_factory=dict)
     markers: dict[str, dict[str, str]] = field(default_factory=dict)
     inline: tuple[InlineDelta, ...] = ()
-    spread: tuple[str, int] | None = None
+    partitioning: tuple[str, int] | None = None
     made_by: str | None = None
     ages: Ages | None = None
 
@@ -208,7 +209,7 @@ class Pointer:
             raise ValueError("format 1 of the pointer has no place for inline deltas")
         text = {**self._always(), "lineage": [_plain(entry)[:3] for entry in self.lineage], "markers": {}, "inline": []}
         if write == BOTH:
-            text[_BESIDE] = {"beats_at": [entry.beat for entry in self.lineage], **self._since_format_1()}
+            text[_BESIDE] = {"beats_at": [entry.heartbeat for entry in self.lineage], **self._since_format_1()}
         return _sealed(_FORMAT_1, text, [])
 
     def _always(self) -> dict[str, Any]:
@@ -220,9 +221,9 @@ class Pointer:
             "schema_id": self.schema_id,
             "batch": self.batch,
             "watermark_ms": self.watermark_ms,
-            "home": self.home,
+            "home": self.query_folder,
             "rows": self.rows,
-            "timeout_floor": [self.timeout_floor_ms, self.timeout_floor_version],
+            "timeout_floor": [self.timer_low_watermark_ms, self.timer_low_watermark_version],
             "earliest_timeout_ms": self.earliest_timeout_ms,
         }
 
@@ -231,13 +232,13 @@ class Pointer:
         return {
             "parent": _pair(self.parent),
             "calls": self.calls,
-            "beats": self.beats,
-            "retained": [self.retained, self.retained_beat],
+            "beats": self.heartbeats,
+            "retained": [self.retained, self.retained_heartbeat],
             "snapshots_missed": self.snapshots_missed,
-            "standings": {name: [_pair(it.through), _pair(it.since)] for name, it in self.standings.items()},
+            "standings": {name: [_pair(it.through), _pair(it.since)] for name, it in self.replication.items()},
             "markers": self.markers,
-            "inline": [[d.ref.version, d.ref.id, len(d.data), d.made_ms, d.beat] for d in self.inline],
-            "spread": None if self.spread is None else list(self.spread),
+            "inline": [[d.ref.version, d.ref.id, len(d.data), d.made_ms, d.heartbeat] for d in self.inline],
+            "spread": None if self.partitioning is None else list(self.partitioning),
             "made_by": self.made_by,
             **({} if self.ages is None else {"ages": self.ages.to_plain()}),
         }
@@ -284,8 +285,8 @@ class Pointer:
             fields = json.loads(data[_HEAD.size : _HEAD.size + length])
             beside = fields.pop(_BESIDE, None) if version == _FORMAT_1 else None
             if beside is not None and read == V2:
-                beats = beside.pop("beats_at")
-                lineage = [[*entry, beat] for entry, beat in zip(fields["lineage"], beats, strict=True)]
+                heartbeats = beside.pop("beats_at")
+                lineage = [[*entry, heartbeat] for entry, heartbeat in zip(fields["lineage"], heartbeats, strict=True)]
                 version, fields = POINTER_FORMAT, {**fields, **beside, "lineage": lineage}
             return _parse(version, fields, data[_HEAD.size + length : -_CRC.size])
         except (CorruptPointerError, LineageError):
@@ -301,7 +302,7 @@ def _sealed(pointer_format: int, fields: dict[str, Any], blobs: list[bytes]) -> 
 
 
 def _plain(entry: LineageEntry) -> list[Any]:
-    return [entry.ref.version, entry.ref.id, entry.size_bytes, entry.beat]
+    return [entry.ref.version, entry.ref.id, entry.size_bytes, entry.heartbeat]
 
 
 def _pair(ref: CheckpointRef | None) -> list[Any] | None:
@@ -314,16 +315,16 @@ def _ref(pair: list[Any] | None) -> CheckpointRef | None:
 
 def _entry(pointer_format: int, values: list[Any]) -> LineageEntry:
     """Format 1 has three values; in format 2 the fourth was a batch."""
-    version, checkpoint_id, size_bytes, *beat = values
-    return LineageEntry(CheckpointRef(version, checkpoint_id), size_bytes, *(beat if pointer_format > 2 else ()))
+    version, checkpoint_id, size_bytes, *heartbeat = values
+    return LineageEntry(CheckpointRef(version, checkpoint_id), size_bytes, *(heartbeat if pointer_format > 2 else ()))
 
 
-def _standing(values: list[Any]) -> Standing:
+def _replication_status(values: list[Any]) -> ReplicationStatus:
     through, since = values
-    return Standing(_ref(through), _ref(since))
+    return ReplicationStatus(_ref(through), _ref(since))
 
 
-def _spread(values: list[Any] | None) -> tuple[str, int] | None:
+def _partitioning(values: list[Any] | None) -> tuple[str, int] | None:
     if values is None:
         return None
     run, partitions = values
@@ -333,11 +334,11 @@ def _spread(values: list[Any] | None) -> tuple[str, int] | None:
 def _inline(announced: list[list[Any]], blobs: bytes) -> tuple[InlineDelta, ...]:
     found: list[InlineDelta] = []
     offset = 0
-    for version, checkpoint_id, size, made_ms, beat in announced:
+    for version, checkpoint_id, size, made_ms, heartbeat in announced:
         if size < 0:
             raise CorruptPointerError(f"a pointer announces an inline delta of {size} bytes")
         ref = CheckpointRef(version, checkpoint_id)
-        found.append(InlineDelta(ref, blobs[offset : offset + size], int(made_ms), int(beat)))
+        found.append(InlineDelta(ref, blobs[offset : offset + size], int(made_ms), int(heartbeat)))
         offset += size
     if offset != len(blobs):
         raise CorruptPointerError(f"a pointer announces {offset} bytes of inline deltas and holds {len(blobs)}")
@@ -345,8 +346,8 @@ def _inline(announced: list[list[Any]], blobs: bytes) -> tuple[InlineDelta, ...]
 
 
 def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer:
-    floor_ms, floor_version = fields["timeout_floor"]
-    retained, retained_beat = fields.get("retained", (0, 0))
+    low_watermark_ms, low_watermark_version = fields["timeout_floor"]
+    retained, retained_heartbeat = fields.get("retained", (0, 0))
     lineage = tuple(_entry(pointer_format, values) for values in fields["lineage"])
     if "parent" in fields:
         parent = _ref(fields["parent"])
@@ -359,23 +360,23 @@ def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer
         schema_id=fields["schema_id"],
         batch=fields["batch"],
         watermark_ms=fields["watermark_ms"],
-        home=fields["home"],
+        query_folder=fields["home"],
         lineage=lineage,
         rows=fields["rows"],
-        timeout_floor_ms=floor_ms,
-        timeout_floor_version=floor_version,
+        timer_low_watermark_ms=low_watermark_ms,
+        timer_low_watermark_version=low_watermark_version,
         earliest_timeout_ms=fields["earliest_timeout_ms"],
         parent=parent,
         calls=fields.get("calls", 0),
-        beats=fields.get("beats", 0),
+        heartbeats=fields.get("beats", 0),
         retained=retained,
-        retained_beat=retained_beat,
+        retained_heartbeat=retained_heartbeat,
         snapshots_missed=fields.get("snapshots_missed", 0),
-        standings={str(name): _standing(values) for name, values in fields.get("standings", {}).items()},
+        replication={str(name): _replication_status(values) for name, values in fields.get("standings", {}).items()},
         markers=fields["markers"],
         # Up to format 3 it is empty.
         inline=_inline(fields["inline"], blobs),
-        spread=_spread(fields.get("spread")),
+        partitioning=_partitioning(fields.get("spread")),
         made_by=fields.get("made_by"),
         ages=Ages.from_plain(fields["ages"]) if fields.get("ages") is not None else None,
     )

@@ -1,4 +1,4 @@
-"""State backends: places that keep checkpoint files. (Samza's StateBackendFactory, SAMZA-2591, in our words.)
+"""State backends: replicas that keep checkpoint files. (Samza's StateBackendFactory, SAMZA-2591, in our words.)
 
 A backend is made by a factory and has three sides: a backup manager, to which commits hand their files, a restore
 manager, and an admin. Two come with the package, ``fsspec`` and ``changelog``; other packages register theirs as entry
@@ -49,7 +49,7 @@ class BackendContext:
         The backend's name, unique within an operator; it is what pointers call it.
     options
         As configured: plain values.
-    operator, home
+    operator, query folder
         The operator, and the folder of its state below it.
     bucket
         The bucket; None for an admin, which is there for all.
@@ -69,7 +69,7 @@ class BackendContext:
     name: str
     options: Mapping[str, Any]
     operator: str
-    home: str
+    query_folder: str
     bucket: int | None
     executor: Executor
     scratch: Path

@@ -1,6 +1,6 @@
 """The backend ``fsspec``: a folder of any fsspec file system.
 
-Files lie under ``<root>/<operator>/<home>/<bucket>/``, each under its own name, which is its marker. A file is
+Files lie under ``<root>/<operator>/<query folder>/<bucket>/``, each under its own name, which is its marker. A file is
 confirmed when it has been read back and compared, to the last byte. One that is there already, as another attempt has
 sent it, is compared and stays: somebody may have been told that it is safe.
 """
@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, parse_file_name
 from spark_state_ext.backends import BackendContext, BackupManager, Checkpoint, CleanUp, Markers, RestoreManager
-from spark_state_ext.backends.replication import Place
+from spark_state_ext.backends.replication import Replica
 from spark_state_ext.errors import (
     ChangedJobError,
     CorruptError,
@@ -38,7 +38,7 @@ from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.worker.retry import retried
 from spark_state_ext.worker.threads import CallerExecutor
 
-__all__ = ["FilesAdmin", "FilesBackend", "FilesBackup", "FilesRestore", "sole_place"]
+__all__ = ["FilesAdmin", "FilesBackend", "FilesBackup", "FilesRestore", "sole_replica"]
 
 T = TypeVar("T")
 
@@ -58,20 +58,20 @@ class FilesBackend:
         return FilesRestore(_bucket_folder(context), min(context.timeout_s, RESTORE_TIMEOUT_S_MAX))
 
     def admin(self, context: BackendContext) -> FilesAdmin:
-        return FilesAdmin(_home(context), context.resources)
+        return FilesAdmin(_query_folder(context), context.resources)
 
 
-def _home(context: BackendContext) -> Folder:
+def _query_folder(context: BackendContext) -> Folder:
     options = dict(context.options)
     root, storage_options = options.pop("root", None), options.pop("storage_options", None)
     if not isinstance(root, str) or options:
         raise UsageError(f"the backend {context.name!r} takes root and storage_options, not {sorted(context.options)}")
-    return Folder(root, storage_options).child(context.operator, context.home)
+    return Folder(root, storage_options).child(context.operator, context.query_folder)
 
 
 def _bucket_folder(context: BackendContext) -> Folder:
     assert context.bucket is not None, "managers are made for a bucket"
-    return _home(context).child(str(context.bucket))
+    return _query_folder(context).child(str(context.bucket))
 
 
 class FilesBackup:
@@ -252,10 +252,10 @@ class _Interruptible:
         return retried(work, self._timeout_s, self._stop)
 
 
-def sole_place(folder: Folder, scratch: Path, name: str = "files") -> list[Place]:
+def sole_replica(folder: Folder, scratch: Path, name: str = "files") -> list[Replica]:
     """A bucket's folder as its only backend, to which files are written at once and without trying again."""
     context = BackendContext(name, {}, "", "", 0, CallerExecutor(), scratch, 0.0)
-    return [Place(name, FilesBackup(folder, context), FilesRestore(folder, 0.0), root=True)]
+    return [Replica(name, FilesBackup(folder, context), FilesRestore(folder, 0.0), root=True)]
 
 
 class FilesAdmin:
@@ -263,33 +263,34 @@ class FilesAdmin:
 
     Parameters
     ----------
-    home
+    query_folder
         The folder.
     resources
         What it has to hold, by name.
     """
 
-    def __init__(self, home: Folder, resources: Mapping[str, bytes]) -> None:
-        self._home = home
+    def __init__(self, query_folder: Folder, resources: Mapping[str, bytes]) -> None:
+        self._query_folder = query_folder
         self._resources = resources
 
     def create_resources(self) -> None:
-        there = set(self._home.names())
+        there = set(self._query_folder.names())
         for name, content in self._resources.items():
             if name not in there:
                 # Another one that comes in between is looked at by `validate_resources`.
-                self._home.create(name, content)
+                self._query_folder.create(name, content)
 
     def validate_resources(self) -> None:
         """See that what must be there is, and that the folder can be written to, read and deleted from."""
         for name, content in self._resources.items():
-            if self._home.get(name) != content:
+            if self._query_folder.get(name) != content:
                 raise ChangedJobError(
-                    f"{self._home.where(name)} is not the operator file of this job: the folder belongs to another one"
+                    f"{self._query_folder.where(name)} is not the operator file of this job: "
+                    "the folder belongs to another one"
                 )
         probe, content = f"probe-{uuid.uuid4().hex}", b"spark_state_ext"
-        self._home.put(probe, content)
-        found = self._home.get(probe)
-        self._home.remove(probe)
+        self._query_folder.put(probe, content)
+        found = self._query_folder.get(probe)
+        self._query_folder.remove(probe)
         if found != content:
-            raise StorageError(f"{self._home.where(probe)} reads otherwise than it was written")
+            raise StorageError(f"{self._query_folder.where(probe)} reads otherwise than it was written")

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from arrow_schemas.lineage import CheckpointRef
-from arrow_schemas.pointer import Pointer, Standing
+from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import BackupManager, RestoreManager
 
-__all__ = ["Place", "is_complete", "taken_over", "version_of"]
+__all__ = ["Replica", "is_complete", "taken_over", "version_of"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Replica:
     """A backend as configured for a bucket.
 
     Parameters
@@ -32,20 +32,24 @@ class Place:
     root: bool = False
 
 
-def is_complete(standing: Standing | None) -> bool:
-    """Whether a backend holds a state as far as its standing says."""
-    return standing is not None and standing.since is None
+def is_complete(status: ReplicationStatus | None) -> bool:
+    """Whether a backend holds a state as far as its replication status says."""
+    return status is not None and status.since is None
 
 
-def taken_over(pointer: Pointer, places: Sequence[Place]) -> Pointer:
+def taken_over(pointer: Pointer, replicas: Sequence[Replica]) -> Pointer:
     """An input pointer as the configured backends have to see it: those it does not know have nothing of it."""
-    names = [place.name for place in places]
+    names = [replica.name for replica in replicas]
     if pointer.ref is None:
         # There is nothing to hold yet, and everyone does.
-        return replace(pointer, standings={name: Standing(None) for name in names}, markers={})
-    standings = pointer.standings or {place.name: Standing(pointer.ref) for place in places if place.root}
-    standings = {name: standings[name] for name in names if name in standings}
-    return replace(pointer, standings=standings, markers={n: m for n, m in pointer.markers.items() if n in standings})
+        return replace(pointer, replication={name: ReplicationStatus(None) for name in names}, markers={})
+    replication = pointer.replication or {
+        replica.name: ReplicationStatus(pointer.ref) for replica in replicas if replica.root
+    }
+    replication = {name: replication[name] for name in names if name in replication}
+    return replace(
+        pointer, replication=replication, markers={n: m for n, m in pointer.markers.items() if n in replication}
+    )
 
 
 def version_of(ref: CheckpointRef | None) -> int:

@@ -1,10 +1,10 @@
 """Folders of queries that no checkpoint names any more: found, and removed.
 
 ``python -m spark_state_ext abandoned ROOT --checkpoint LOCATION …`` (`docs/operating.md`). A query's state lies in
-``<root>/<operator>/<home>``. Its home is the query's id, which the Spark checkpoint has in the file ``metadata``; but
-where the query's first tasks were not told their query, it has another name, which only the pointers in Spark's own
-state tell. Spark's reader of state gets at these (``--spark``); without it, nothing is taken for abandoned that was
-written within a long time.
+``<root>/<operator>/<query folder>``. Its query folder is the query's id, which the Spark checkpoint has in the file
+``metadata``; but where the query's first tasks were not told their query, it has another name, which only the pointers
+in Spark's own state tell. Spark's reader of state gets at these (``--spark``); without it, nothing is taken for
+abandoned that was written within a long time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from arrow_schemas.operator import OperatorFile, parse_operator_file_name
 from spark_state_ext.cli.spark_checkpoint import METADATA, STATE, query_id
 from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Entry, Folder, refuse_relative
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, is_new_home
+from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, is_new_query_folder
 
-__all__ = ["Found", "Homes", "judge", "look", "main", "refuse_operators_without_metadata", "remove"]
+__all__ = ["Found", "QueryFolders", "judge", "look", "main", "refuse_operators_without_metadata", "remove"]
 
 ABANDONED, NAMED, RECENT, UNKNOWN = "abandoned", "named", "recent", "unknown"
 _DAY_S = 86_400.0
@@ -41,7 +41,7 @@ _SPARK_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
-class Homes:
+class QueryFolders:
     """Folders that checkpoints name.
 
     Parameters
@@ -62,7 +62,7 @@ class Found:
 
     Parameters
     ----------
-    operator, home
+    operator, query folder
         Where it lies.
     ours
         It has an operator file that names it; or a query's name, and only what a run leaves before its state begins.
@@ -75,7 +75,7 @@ class Found:
     """
 
     operator: str
-    home: str
+    query_folder: str
     ours: bool
     files: int
     size_bytes: int
@@ -83,33 +83,33 @@ class Found:
     lease_s: float | None
 
 
-def judge(found: Found, homes: Homes, now_s: float, older_than_s: float) -> str:
+def judge(found: Found, query_folders: QueryFolders, now_s: float, older_than_s: float) -> str:
     """Whether a folder is `ABANDONED`, `NAMED` by a checkpoint, too `RECENT` to tell, or `UNKNOWN`.
 
-    Unknown is what is none of ours, and what only pointers can name, where `homes` are not complete.
+    Unknown is what is none of ours, and what only pointers can name, where `query folders` are not complete.
 
     Parameters
     ----------
     found
         The folder.
-    homes
+    query_folders
         What checkpoints name.
     now_s
         The time, seconds since 1970.
     older_than_s
-        For how long nobody has written to it, where `homes` are not complete; else a day will do.
+        For how long nobody has written to it, where `query folders` are not complete; else a day will do.
     """
-    if found.home in homes.names:
+    if found.query_folder in query_folders.names:
         return NAMED
-    if not found.ours or _needs_spark(found, homes):
+    if not found.ours or _needs_spark(found, query_folders):
         return UNKNOWN
     idle_s = -1.0 if found.newest_s is None else now_s - found.newest_s
-    least_s = _RECENT_DAYS_MIN * _DAY_S if homes.complete else max(older_than_s, _RECENT_DAYS_MIN * _DAY_S)
+    least_s = _RECENT_DAYS_MIN * _DAY_S if query_folders.complete else max(older_than_s, _RECENT_DAYS_MIN * _DAY_S)
     return ABANDONED if idle_s > least_s else RECENT
 
 
-def _needs_spark(found: Found, homes: Homes) -> bool:
-    return not homes.complete and is_new_home(found.home)
+def _needs_spark(found: Found, query_folders: QueryFolders) -> bool:
+    return not query_folders.complete and is_new_query_folder(found.query_folder)
 
 
 def look(root: Folder, operators: Collection[str] = ()) -> list[Found]:
@@ -160,14 +160,14 @@ def _operators(root: Folder, wanted: Collection[str]) -> dict[str, list[Entry]]:
     return listed
 
 
-def _found(root: Folder, operator: str, home: str) -> Found:
-    folder = root.child(operator, home)
+def _found(root: Folder, operator: str, query_folder: str) -> Found:
+    folder = root.child(operator, query_folder)
     files = folder.tree()
     leases = [entry for entry in files if entry.name.startswith(_LEASE)]
     return Found(
         operator,
-        home,
-        any(_names(folder, entry.name, operator, home) for entry in files) or _never_began(home, files),
+        query_folder,
+        any(_names(folder, entry.name, operator, query_folder) for entry in files) or _never_began(query_folder, files),
         len(files),
         sum(entry.size_bytes for entry in files),
         _newest_s(files),
@@ -175,7 +175,7 @@ def _found(root: Folder, operator: str, home: str) -> Found:
     )
 
 
-def _names(folder: Folder, name: str, operator: str, home: str) -> bool:
+def _names(folder: Folder, name: str, operator: str, query_folder: str) -> bool:
     """Whether a file is an operator file of the folder that it lies in."""
     if parse_operator_file_name(name) is None:
         return False
@@ -183,12 +183,12 @@ def _names(folder: Folder, name: str, operator: str, home: str) -> bool:
         file = OperatorFile.decode(folder.get(name), folder.where(name))
     except (CorruptError, MissingCheckpointError):
         return False
-    return (file.operator, file.query_id) == (operator, home)
+    return (file.operator, file.query_id) == (operator, query_folder)
 
 
-def _never_began(home: str, files: Collection[Entry]) -> bool:
+def _never_began(query_folder: str, files: Collection[Entry]) -> bool:
     """Whether a folder has what a run leaves before its state begins, and nothing else."""
-    named_by_us = is_new_home(home) or _SPARK_ID.fullmatch(home) is not None
+    named_by_us = is_new_query_folder(query_folder) or _SPARK_ID.fullmatch(query_folder) is not None
     return named_by_us and bool(files) and all(entry.name.startswith(_BEFORE_STATE) for entry in files)
 
 
@@ -208,13 +208,14 @@ def remove(root: Folder, found: Found) -> None:
     StorageError
         When removing failed.
     """
-    now = _found(root, found.operator, found.home)
+    now = _found(root, found.operator, found.query_folder)
     if now != found:
         raise LiveRunError(
-            f"{root.root}/{found.operator}/{found.home} has changed while this command ran, so somebody uses it: "
+            f"{root.root}/{found.operator}/{found.query_folder} has changed while this command ran, so "
+            "somebody uses it: "
             "nothing of it was removed. Find out which query that is, and give its checkpoint, too."
         )
-    folder = root.child(found.operator, found.home)
+    folder = root.child(found.operator, found.query_folder)
     entries = folder.entries()
     entries.sort(key=lambda entry: parse_operator_file_name(entry.name) is not None)
     for entry in entries:
@@ -222,10 +223,10 @@ def remove(root: Folder, found: Found) -> None:
             folder.remove_tree(entry.name)
         else:
             folder.remove(entry.name)
-    root.child(found.operator).remove_tree(found.home)
+    root.child(found.operator).remove_tree(found.query_folder)
 
 
-def homes_by_metadata(checkpoints: Iterable[Folder]) -> Homes:
+def query_folders_by_metadata(checkpoints: Iterable[Folder]) -> QueryFolders:
     """What the file ``metadata`` of each checkpoint names.
 
     Raises
@@ -244,7 +245,7 @@ def homes_by_metadata(checkpoints: Iterable[Folder]) -> Homes:
                 f"{checkpoint.root} is no Spark checkpoint location: it has no file 'metadata'. Give the location as "
                 "in the option checkpointLocation."
             ) from error
-    return Homes(frozenset(names), complete=False)
+    return QueryFolders(frozenset(names), complete=False)
 
 
 def refuse_operators_without_metadata(checkpoint: Folder) -> None:
@@ -268,12 +269,12 @@ def refuse_operators_without_metadata(checkpoint: Folder) -> None:
             )
 
 
-def _homes_with_spark(locations: Sequence[str]) -> frozenset[str]:
+def _query_folders_with_spark(locations: Sequence[str]) -> frozenset[str]:
     # PySpark is not needed for the rest.
-    from spark_state_ext.cli.homes import homes_of, session
+    from spark_state_ext.cli.query_folders import query_folders_of, session
 
     spark = session()
-    return frozenset().union(*(homes_of(spark, location) for location in locations))
+    return frozenset().union(*(query_folders_of(spark, location) for location in locations))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -309,10 +310,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _line(found: Found, verdict: str, homes: Homes) -> str:
-    reason = ' reason="needs --spark"' if verdict == UNKNOWN and found.ours and _needs_spark(found, homes) else ""
+def _line(found: Found, verdict: str, query_folders: QueryFolders) -> str:
+    reason = (
+        ' reason="needs --spark"' if verdict == UNKNOWN and found.ours and _needs_spark(found, query_folders) else ""
+    )
     return (
-        f"{verdict} operator={found.operator} query={found.home} files={found.files} bytes={found.size_bytes} "
+        f"{verdict} operator={found.operator} query={found.query_folder} files={found.files} bytes={found.size_bytes} "
         f"newest={_shown(found.newest_s)} lease={_shown(found.lease_s)}{reason}"
     )
 
@@ -334,17 +337,22 @@ def main(
     try:
         for location in [options.root, *options.checkpoint]:
             refuse_relative(location, "a root or checkpoint")
-        homes = homes_by_metadata(Folder(location, options.checkpoint_options) for location in options.checkpoint)
+        query_folders = query_folders_by_metadata(
+            Folder(location, options.checkpoint_options) for location in options.checkpoint
+        )
         if options.spark:
             for location in options.checkpoint:
                 refuse_operators_without_metadata(Folder(location, options.checkpoint_options))
-            homes = Homes(homes.names | _homes_with_spark(options.checkpoint), complete=True)
+            query_folders = QueryFolders(
+                query_folders.names | _query_folders_with_spark(options.checkpoint), complete=True
+            )
         root = Folder(options.root, options.storage_options)
         verdicts = [
-            (it, judge(it, homes, clock_s(), options.older_than * _DAY_S)) for it in look(root, options.operator)
+            (it, judge(it, query_folders, clock_s(), options.older_than * _DAY_S))
+            for it in look(root, options.operator)
         ]
         for found, verdict in verdicts:
-            print(_line(found, verdict, homes))
+            print(_line(found, verdict, query_folders))
         abandoned = [found for found, verdict in verdicts if verdict == ABANDONED]
         size_bytes = sum(found.size_bytes for found in abandoned)
         print(f"folders={len(verdicts)} abandoned={len(abandoned)} bytes={size_bytes}")
@@ -353,7 +361,7 @@ def main(
             return 0
         for found in abandoned:
             remove(root, found)
-            print(f"removed operator={found.operator} query={found.home}")
+            print(f"removed operator={found.operator} query={found.query_folder}")
     except StateError as error:
         print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -146,8 +146,8 @@ def _store(local_dir: Path) -> Finding:
         with tempfile.TemporaryDirectory(prefix="spark_state_ext-check-", dir=local_dir) as folder:
             store = LocalStore(Path(folder) / "0", schema)
             try:
-                store.note({new_checkpoint_id(): b"checked"})
-                if list(store.notes().values()) != [b"checked"]:
+                store.record({new_checkpoint_id(): b"checked"})
+                if list(store.records().values()) != [b"checked"]:
                     return Finding("local store", "reads otherwise than it was written", "look at the disk")
             finally:
                 store.close()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from arrow_schemas.pointer import LineageEntry, Pointer
 from spark_state_ext.files.horizon import DELTAS_MAX
 
-__all__ = ["DELTAS_MAX", "DELTAS_MIN", "presuming_snapshot", "snapshot_due", "snapshot_overdue"]
+__all__ = ["DELTAS_MAX", "DELTAS_MIN", "with_unconfirmed_snapshot", "snapshot_due", "snapshot_overdue"]
 
 # Few deltas are quicker to load than a snapshot is to write.
 DELTAS_MIN = 10
@@ -38,6 +38,6 @@ def snapshot_overdue(lineage: Sequence[LineageEntry]) -> bool:
     return len(lineage) >= 2 * DELTAS_MAX
 
 
-def presuming_snapshot(pointer: Pointer) -> Pointer:
+def with_unconfirmed_snapshot(pointer: Pointer) -> Pointer:
     """The pointer with its lineage pruned, presuming that a snapshot of its checkpoint will arrive."""
     return replace(pointer, lineage=pointer.lineage[-1:])

@@ -1,4 +1,5 @@
-"""The committer: takes a bucket's commit through its phases (`commit`), with uploads beside it and notes about them."""
+"""The committer: takes a bucket's commit through its phases (`commit`), with uploads beside it and records about
+them."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from pathlib import Path
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
 from arrow_schemas.pointer import InlineDelta, Pointer
 from spark_state_ext.backends import STATE, Checkpoint, Markers
-from spark_state_ext.backends.replication import Place, taken_over, version_of
+from spark_state_ext.backends.replication import Replica, taken_over, version_of
 from spark_state_ext.commit.decisions import CommitOptions, How, assured, decide, lags, pending, settled
 from spark_state_ext.commit.failures import NO_RUN, Clocks, Ended, Run, counts
-from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, Note, note_name, notes_of
+from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, UploadRecord, record_name, upload_records
 from spark_state_ext.commit.snapshots import Snapshots, check_name
 from spark_state_ext.commit.uploads import Upload, Uploads
 from spark_state_ext.errors import CommitTimeoutError, StateError, UploadFailedError
@@ -27,7 +28,7 @@ __all__ = ["Committer", "HandedIn", "await_all"]
 # How often to look for what another process of this machine has uploaded.
 _POLL_S = 0.02
 _SLICE_S = 1.0
-# Names of the note about clocks, and in it of what a task sends itself, which has another name in each attempt.
+# Names of the record about clocks, and in it of what a task sends itself, which has another name in each attempt.
 _CLOCKS, _OWN = "clocks", "own"
 
 
@@ -59,8 +60,8 @@ class Committer:
     Parameters
     ----------
     store
-        The bucket's local store, where notes are.
-    places
+        The bucket's local store, where records are.
+    replicas
         The configured backends, in the order of configuration.
     uploads
         Gets to uploads beside batches.
@@ -79,7 +80,7 @@ class Committer:
     def __init__(
         self,
         store: LocalStore,
-        places: Sequence[Place],
+        replicas: Sequence[Replica],
         uploads: Uploads,
         options: CommitOptions,
         batches_retained: int,
@@ -92,7 +93,7 @@ class Committer:
         self._ended = Ended(store.folder)
         self._batches_retained = batches_retained
         self._store = store
-        self._places = {place.name: place for place in places}
+        self._replicas = {replica.name: replica for replica in replicas}
         self._uploads = uploads
         self._options = options
         self._clock_s = clock_s
@@ -103,7 +104,7 @@ class Committer:
         self.left: list[Upload] = []
         self.waited_s = 0.0
         self.snapshots = Snapshots(
-            store, self._places, uploads, options, batches_retained, runner, scratch, clock_s, self._run, self._counts
+            store, self._replicas, uploads, options, batches_retained, runner, scratch, clock_s, self._run, self._counts
         )
 
     # -- what went before --------------------------------------------------------------------------
@@ -128,9 +129,9 @@ class Committer:
         CommitTimeoutError
             When one takes longer than ``commit_timeout_ms``.
         """
-        for place in self._places.values():
-            place.backup.init(None if pointer.ref is None else Checkpoint(pointer.ref, pointer.markers))
-        pointer = self._looked_at(taken_over(pointer, list(self._places.values())))
+        for replica in self._replicas.values():
+            replica.backup.init(None if pointer.ref is None else Checkpoint(pointer.ref, pointer.markers))
+        pointer = self._looked_at(taken_over(pointer, list(self._replicas.values())))
         self._raise_refused()
         self._resume(pointer)
         if not pending(pointer):
@@ -143,32 +144,32 @@ class Committer:
 
     def _looked_at(self, pointer: Pointer) -> Pointer:
         pointer = self.snapshots.without_lost(pointer)
-        notes = notes_of(self._store)
-        self._raise_failed(pointer, notes)
+        records = upload_records(self._store)
+        self._raise_failed(pointer, records)
         awaited = _awaited(pointer)
         checked = {check_name(name, file) for name, file in awaited}
         oldest = pointer.inline[0].ref if pointer.inline else pointer.ref
         names = checked | set(awaited.values())
         if pointer.lineage:
             # When the next snapshot is due, that of the one before is asked for.
-            presumed = file_name(pointer.lineage[0].ref, SNAPSHOT)
-            names |= {note_name(name, presumed) for name in self._places}
-        self._stale = [name for name in notes if _version_in(name) < version_of(oldest) and name not in names]
-        return settled(pointer, _done(awaited, notes))
+            unconfirmed = file_name(pointer.lineage[0].ref, SNAPSHOT)
+            names |= {record_name(name, unconfirmed) for name in self._replicas}
+        self._stale = [name for name in records if _version_in(name) < version_of(oldest) and name not in names]
+        return settled(pointer, _done(awaited, records))
 
     def known(self, pointer: Pointer) -> Pointer:
         """An input pointer with what this machine knows to have been confirmed since; nothing is noted or begun."""
-        pointer = taken_over(pointer, list(self._places.values()))
-        return settled(pointer, _done(_awaited(pointer), notes_of(self._store)))
+        pointer = taken_over(pointer, list(self._replicas.values()))
+        return settled(pointer, _done(_awaited(pointer), upload_records(self._store)))
 
-    def _raise_failed(self, pointer: Pointer, notes: Mapping[str, Note]) -> None:
+    def _raise_failed(self, pointer: Pointer, records: Mapping[str, UploadRecord]) -> None:
         for name, delta in pending(pointer):
-            note = notes.get(note_name(name, delta.name))
-            if note is not None and note.state == FAILED and self._counts(note.run):
-                # The note stays: another attempt at this task must not take the failure for mended.
+            record = records.get(record_name(name, delta.name))
+            if record is not None and record.state == FAILED and self._counts(record.run):
+                # The record stays: another attempt at this task must not take the failure for mended.
                 self._ended.tell(self._run)
                 raise UploadFailedError(
-                    f"the upload of {delta.name} to the backend {name} failed: {note.error}. It is in Spark's own "
+                    f"the upload of {delta.name} to the backend {name} failed: {record.error}. It is in Spark's own "
                     "state and not lost. Mend the cause and start again, or leave that backend out."
                 )
 
@@ -176,7 +177,7 @@ class Committer:
         for name, refused in self.snapshots.refusals().items():
             if not refused.for_long(self._options.commit_timeout_ms / 1000):
                 continue
-            # The note stays, as in `_raise_failed`.
+            # The record stays, as in `_raise_failed`.
             self._ended.tell(self._run)
             raise UploadFailedError(
                 f"the backend {name} has refused full snapshots for {refused.last_s - refused.since_s:.0f} s, "
@@ -202,7 +203,7 @@ class Committer:
         """
         if not pointer.inline:
             return []
-        notes = notes_of(self._store)
+        records = upload_records(self._store)
         own: list[Upload] = []
         begun: list[Upload] = []
         for name, delta in pending(pointer):
@@ -211,61 +212,61 @@ class Committer:
                 # It may hang since before the cause was mended.
                 self._uploads.give_up([upload])
                 upload = None
-            note = notes.get(note_name(name, delta.name))
+            record = records.get(record_name(name, delta.name))
             if upload is None:
-                if note is not None and (note.state == DONE or (self._elsewhere(note) and not mine)):
+                if record is not None and (record.state == DONE or (self._elsewhere(record) and not mine)):
                     continue
-                since_s = self._begun_s(note_name(name, delta.name), notes)
+                since_s = self._begun_s(record_name(name, delta.name), records)
                 upload = self._upload(name, delta.ref, SealedFile.of(delta.name, delta.data), since_s)
                 begun.append(upload)
             own.append(upload)
         self._submit(begun)
         return own
 
-    def _elsewhere(self, note: Note) -> bool:
+    def _elsewhere(self, record: UploadRecord) -> bool:
         """Whether another process is at it, for this run."""
-        return note.owner != self._uploads.owner and self._is_running(note)
+        return record.owner != self._uploads.owner and self._is_running(record)
 
-    def _is_running(self, note: Note) -> bool:
-        alive = note.owner == self._uploads.owner or self._uploads.is_alive(note.owner)
-        return note.state == RUNNING and alive and self._counts(note.run)
+    def _is_running(self, record: UploadRecord) -> bool:
+        alive = record.owner == self._uploads.owner or self._uploads.is_alive(record.owner)
+        return record.state == RUNNING and alive and self._counts(record.run)
 
-    def _begun_s(self, name: str, notes: Mapping[str, Note]) -> float:
+    def _begun_s(self, name: str, records: Mapping[str, UploadRecord]) -> float:
         """Since when an upload has been under way, as far as this machine knows; now, where nobody is at it.
 
         A process that ends takes its uploads with it. Another attempt at its task goes on with their clocks; a later
         batch does not, as nobody may have tried for hours.
         """
-        note = notes.get(name)
+        record = records.get(name)
         found = [self._kept.get(name)]
-        if note is not None and (self._is_running(note) or (note.state == RUNNING and note.run == self._run)):
-            found.append(note.since_s)
+        if record is not None and (self._is_running(record) or (record.state == RUNNING and record.run == self._run)):
+            found.append(record.since_s)
         return min((since_s for since_s in found if since_s is not None), default=self._clock_s())
 
     @cached_property
     def _kept(self) -> Mapping[str, float]:
         """Clocks that earlier attempts at this task left."""
-        return Clocks.kept(self._store.notes().get(_CLOCKS), self._run)
+        return Clocks.kept(self._store.records().get(_CLOCKS), self._run)
 
     def _clocks(self, pointer: Pointer, **own: float) -> dict[str, bytes]:
-        """The note for further attempts at this task; none where nothing is under way."""
-        names = [note_name(name, delta.name) for name, delta in pending(pointer)]
+        """The record for further attempts at this task; none where nothing is under way."""
+        names = [record_name(name, delta.name) for name, delta in pending(pointer)]
         if not self._run.id or not (names or own):
             return {}
-        notes = notes_of(self._store)
-        since_s = {**own, **{name: self._begun_s(name, notes) for name in names}}
+        records = upload_records(self._store)
+        since_s = {**own, **{name: self._begun_s(name, records) for name in names}}
         return {_CLOCKS: Clocks(self._run, since_s).encode()}
 
     def _since_s(self, pointer: Pointer) -> float:
         """Since when the oldest upload has been under way."""
-        notes = notes_of(self._store)
-        found = [self._begun_s(note_name(name, delta.name), notes) for name, delta in pending(pointer)]
+        records = upload_records(self._store)
+        found = [self._begun_s(record_name(name, delta.name), records) for name, delta in pending(pointer)]
         return min(found, default=self._clock_s())
 
     def _wait(self, pointer: Pointer, since_s: float) -> Pointer:
         """Wait until nothing of a pointer is under way."""
         began_s = self._clock_s()
-        self._store.note(self._clocks(pointer))
+        self._store.record(self._clocks(pointer))
         try:
             while True:
                 pointer = self._looked_at(pointer)
@@ -277,7 +278,7 @@ class Committer:
                     self._uploads.give_up(own)
                     waiting = [(name, delta.name) for name, delta in pending(pointer)]
                     # Who tries again, here or in another process, begins anew; an attempt at this task is late.
-                    self._store.note({}, [note_name(*it) for it in waiting])
+                    self._store.record({}, [record_name(*it) for it in waiting])
                     self._ended.tell(self._run)
                     raise _timed_out(waiting, self._clock_s() - since_s, self._options)
                 foreign = len(own) < len(pending(pointer))
@@ -313,7 +314,7 @@ class Committer:
         before = [] if how == How.INLINE else self._resume(pointer, mine=True)
         own = {} if how == How.INLINE else {_OWN: self._kept.get(_OWN, self._clock_s())}
         since_s = own.get(_OWN, self._clock_s())
-        uploads = [self._upload(name, pointer.ref, sealed, since_s) for name in pointer.standings]
+        uploads = [self._upload(name, pointer.ref, sealed, since_s) for name in pointer.replication]
         for _ in uploads:
             sealed.take()
         try:
@@ -340,7 +341,7 @@ class Committer:
         sealed, uploads = handed_in.sealed, [*handed_in.before, *handed_in.uploads]
         if handed_in.how == How.INLINE:
             data = sealed.get_range(0, sealed.size_bytes)
-            delta = InlineDelta(pointer.ref, data, int(time.time() * 1000), pointer.beats)
+            delta = InlineDelta(pointer.ref, data, int(time.time() * 1000), pointer.heartbeats)
             return replace(pointer, inline=(*pointer.inline, delta))
         if handed_in.how == How.DEFERRED:
             self.left += uploads
@@ -363,17 +364,17 @@ class Committer:
     # -- uploads -------------------------------------------------------------------------------------
 
     def _upload(self, name: str, ref: CheckpointRef, sealed: SealedFile, since_s: float) -> Upload:
-        manager = self._places[name].backup
+        manager = self._replicas[name].backup
         markers = manager.snapshot(ref, {STATE: sealed})
         return Upload(self._store, name, manager, ref, sealed.name, markers, since_s, sealed.size_bytes, self._run)
 
     def _submit(self, uploads: Sequence[Upload], also: Mapping[str, bytes] | None = None) -> None:
         if not uploads:
             return
-        notes = dict(also or {})
+        records = dict(also or {})
         for upload in uploads:
-            notes |= upload.note(RUNNING, self._uploads.owner)
-        self._store.note(notes, self._stale)
+            records |= upload.record(RUNNING, self._uploads.owner)
+        self._store.record(records, self._stale)
         self._stale = []
         self._uploads.submit(uploads)
 
@@ -405,7 +406,7 @@ def await_all(
         if under_way_s * 1000 >= options.commit_timeout_ms:
             runner.give_up(waiting)
             for upload in waiting:
-                upload.store.note({}, [note_name(upload.backend, upload.file)])
+                upload.store.record({}, [record_name(upload.backend, upload.file)])
                 Ended(upload.store.folder).tell(upload.run)
             raise _timed_out(((it.backend, it.file) for it in waiting), under_way_s, options)
         runner.pause(waiting, min(_SLICE_S, options.commit_timeout_ms / 1000 - under_way_s))
@@ -424,19 +425,21 @@ def _timed_out(waiting: Iterable[tuple[str, str]], under_way_s: float, options: 
 
 
 def _awaited(pointer: Pointer) -> dict[tuple[str, str], str]:
-    """Names of the notes about what a pointer's backends have not confirmed, by backend and file."""
+    """Names of the records about what a pointer's backends have not confirmed, by backend and file."""
     files = [(name, delta.name) for name, delta in pending(pointer)]
-    files += [(name, file_name(it.since, SNAPSHOT)) for name, it in pointer.standings.items() if it.since]
-    return {(name, file): note_name(name, file) for name, file in files}
+    files += [(name, file_name(it.since, SNAPSHOT)) for name, it in pointer.replication.items() if it.since]
+    return {(name, file): record_name(name, file) for name, file in files}
 
 
-def _done(awaited: Mapping[tuple[str, str], str], notes: Mapping[str, Note]) -> dict[tuple[str, str], Markers]:
-    """What backends said of those files that they have confirmed, by the notes."""
-    found = {key: notes.get(name) for key, name in awaited.items()}
-    return {key: note.markers for key, note in found.items() if note is not None and note.state == DONE}
+def _done(
+    awaited: Mapping[tuple[str, str], str], records: Mapping[str, UploadRecord]
+) -> dict[tuple[str, str], Markers]:
+    """What backends said of those files that they have confirmed, by the records."""
+    found = {key: records.get(name) for key, name in awaited.items()}
+    return {key: record.markers for key, record in found.items() if record is not None and record.state == DONE}
 
 
-def _version_in(note: str) -> int:
-    """The version in the file name that a note is about."""
-    parsed = parse_file_name(note.rpartition(" ")[2])
+def _version_in(record: str) -> int:
+    """The version in the file name that a record is about."""
+    parsed = parse_file_name(record.rpartition(" ")[2])
     return 0 if parsed is None else parsed[0].version

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from arrow_schemas.lineage import SNAPSHOT, file_name
-from arrow_schemas.pointer import V2, InlineDelta, Pointer, Standing
+from arrow_schemas.pointer import V2, InlineDelta, Pointer, ReplicationStatus
 from spark_state_ext.backends import Markers
 from spark_state_ext.backends.replication import version_of
 
@@ -99,14 +99,14 @@ def settled(pointer: Pointer, done: Mapping[tuple[str, str], Markers]) -> Pointe
     Parameters
     ----------
     pointer
-        Whose standings are of configured backends only.
+        Whose replication statuses are of configured backends only.
     done
         What backends said of files that they have confirmed, by backend and file.
     """
-    standings: dict[str, Standing] = {}
+    replication: dict[str, ReplicationStatus] = {}
     markers = {name: dict(said) for name, said in pointer.markers.items()}
-    for name, standing in pointer.standings.items():
-        through, since = standing.through, standing.since
+    for name, status in pointer.replication.items():
+        through, since = status.through, status.since
         for delta in pointer.inline:
             if delta.ref.version <= version_of(through):
                 continue
@@ -116,25 +116,25 @@ def settled(pointer: Pointer, done: Mapping[tuple[str, str], Markers]) -> Pointe
             through, markers[name] = delta.ref, dict(said)
         if since is not None and (name, file_name(since, SNAPSHOT)) in done:
             since = None
-        standings[name] = Standing(through, since)
+        replication[name] = ReplicationStatus(through, since)
     # While nobody has anything, what is inline is all there is.
-    floor = min((version_of(standing.through) for standing in standings.values()), default=0)
+    floor = min((version_of(status.through) for status in replication.values()), default=0)
     inline = tuple(delta for delta in pointer.inline if delta.ref.version > floor)
-    return replace(pointer, standings=standings, markers=markers, inline=inline)
+    return replace(pointer, replication=replication, markers=markers, inline=inline)
 
 
 def assured(pointer: Pointer, markers: Mapping[str, Markers]) -> Pointer:
-    """The pointer as it is when every backend with a standing has confirmed its checkpoint."""
-    standings = {name: Standing(pointer.ref, it.since) for name, it in pointer.standings.items()}
-    said = {name: dict(markers.get(name, pointer.markers.get(name, {}))) for name in standings}
-    return replace(pointer, standings=standings, markers=said, inline=())
+    """The pointer as it is when every backend with a replication status has confirmed its checkpoint."""
+    replication = {name: ReplicationStatus(pointer.ref, it.since) for name, it in pointer.replication.items()}
+    said = {name: dict(markers.get(name, pointer.markers.get(name, {}))) for name in replication}
+    return replace(pointer, replication=replication, markers=said, inline=())
 
 
 def lags(pointer: Pointer, batches_retained: int) -> bool:
     """Whether a delta that not every backend has would, with the call that begins, be too old for clean-up to rely on.
 
     What a pointer that Spark may hand out needs of a backend's files ends below its oldest inline delta. Clean-up keeps
-    that for so many beats.
+    that for so many heartbeats.
 
     Parameters
     ----------
@@ -143,14 +143,14 @@ def lags(pointer: Pointer, batches_retained: int) -> bool:
     batches_retained
         Spark's ``minBatchesToRetain``.
     """
-    return any(delta.beat + batches_retained <= pointer.beats for _, delta in pending(pointer))
+    return any(delta.heartbeat + batches_retained <= pointer.heartbeats for _, delta in pending(pointer))
 
 
 def pending(pointer: Pointer) -> list[tuple[str, InlineDelta]]:
     """Backends and the inline deltas that they have not confirmed, for each backend oldest first."""
     return [
         (name, delta)
-        for name, standing in pointer.standings.items()
+        for name, status in pointer.replication.items()
         for delta in pointer.inline
-        if delta.ref.version > version_of(standing.through)
+        if delta.ref.version > version_of(status.through)
     ]

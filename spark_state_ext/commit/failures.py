@@ -101,14 +101,14 @@ class Clocks:
     run
         With the stage, which these attempts have in common.
     since_s
-        Seconds of the machine's monotonic clock, by the name of a note.
+        Seconds of the machine's monotonic clock, by the name of a record.
     """
 
     run: Run
     since_s: Mapping[str, float]
 
     def encode(self) -> bytes:
-        """As the value of a note."""
+        """As the value of a record."""
         return json.dumps([self.run.id, self.run.stage, dict(self.since_s)]).encode()
 
     @staticmethod
@@ -156,7 +156,7 @@ class Refused:
         return idle and now_s - self.last_s >= delay_s
 
     def encode(self) -> bytes:
-        """As the value of a note."""
+        """As the value of a record."""
         numbers = {"since_s": self.since_s, "last_s": self.last_s, "attempts": self.attempts, "again_s": self.again_s}
         return json.dumps({"run": [self.run.id, self.run.stage], "error": self.error, **numbers}).encode()
 

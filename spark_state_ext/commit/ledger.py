@@ -10,13 +10,13 @@ from spark_state_ext.backends import Markers
 from spark_state_ext.commit.failures import NO_RUN, Run
 from spark_state_ext.store import LocalStore
 
-__all__ = ["DONE", "FAILED", "RUNNING", "Note", "note_name", "notes_of"]
+__all__ = ["DONE", "FAILED", "RUNNING", "UploadRecord", "record_name", "upload_records"]
 
 RUNNING, DONE, FAILED = "running", "done", "failed"
 
 
 @dataclass(frozen=True)
-class Note:
+class UploadRecord:
     """What is known on this machine of the upload of a checkpoint's file to a backend.
 
     Parameters
@@ -43,12 +43,12 @@ class Note:
     run: Run = NO_RUN
 
     def encode(self) -> bytes:
-        """The note's value."""
+        """The record's value."""
         fields = [self.state, self.owner, self.since_s, dict(self.markers), self.error, self.run.id, self.run.stage]
         return json.dumps(fields).encode()
 
     @staticmethod
-    def decode(value: bytes) -> Note | None:
+    def decode(value: bytes) -> UploadRecord | None:
         """Inverse of `encode`; None for a value that is none of ours."""
         try:
             found = json.loads(value)
@@ -58,24 +58,24 @@ class Note:
             state, owner, since_s, markers, error, *run = found
             if state not in (RUNNING, DONE, FAILED):
                 return None
-            return Note(state, owner, since_s, markers, error, Run(*run))
+            return UploadRecord(state, owner, since_s, markers, error, Run(*run))
         except (ValueError, TypeError):
             return None
 
 
-def note_name(backend: str, file: str) -> str:
-    """Name of the note about a file in a backend."""
+def record_name(backend: str, file: str) -> str:
+    """Name of the record about a file in a backend."""
     # Backends may have long names, and LMDB's keys are short.
     return f"{hashlib.blake2b(backend.encode(), digest_size=8).hexdigest()} {file}"
 
 
-def notes_of(store: LocalStore) -> dict[str, Note]:
-    """The notes about files in backends, by `note_name`.
+def upload_records(store: LocalStore) -> dict[str, UploadRecord]:
+    """The records about files in backends, by `record_name`.
 
     Parameters
     ----------
     store
         The bucket's local store.
     """
-    found = {name: Note.decode(value) for name, value in store.notes().items()}
-    return {name: note for name, note in found.items() if note is not None}
+    found = {name: UploadRecord.decode(value) for name, value in store.records().items()}
+    return {name: record for name, record in found.items() if record is not None}

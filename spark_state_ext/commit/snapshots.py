@@ -1,7 +1,7 @@
 """Full snapshots of a bucket in its backends: who needs one, and what became of it.
 
-A pointer says since which snapshot a backend has caught up, or that it waits for one (`Standing.since`). Notes in the
-local store tell the processes of this machine how it stands.
+A pointer says since which snapshot a backend has caught up, or that it waits for one (`ReplicationStatus.since`). Notes
+in the local store tell the processes of this machine how it stands.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import ClassVar
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
-from arrow_schemas.pointer import Pointer, Standing
+from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import STATE, Markers
-from spark_state_ext.backends.replication import Place, is_complete
+from spark_state_ext.backends.replication import Replica, is_complete
 from spark_state_ext.commit.decisions import CommitOptions, settled
 from spark_state_ext.commit.failures import NO_RUN, Refused, Run
-from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, Note, note_name, notes_of
+from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, UploadRecord, record_name, upload_records
 from spark_state_ext.commit.uploads import Uploads
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, UploadFailedError
 from spark_state_ext.files.checkpoint import verify_checkpoint
-from spark_state_ext.files.horizon import recent_beats
+from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.background import HUNG_S, Runner
@@ -37,7 +37,8 @@ __all__ = ["Snapshots", "Tally", "check_name"]
 _LOGGER = logging.getLogger("spark_state_ext")
 # Checkpoints until a full snapshot that nobody here knows of is taken for lost.
 _PATIENCE_VERSIONS = 10
-# In the place of a file's name, in notes about a backend that lacks some, and about the full backups that it got since.
+# In the place of a file's name, in records about a backend that lacks some, and about the full backups that it got
+# since.
 _LOST, _ANSWERED = "lost", "answered"
 # And about one that refuses full snapshots.
 _REFUSED = "refused"
@@ -102,8 +103,8 @@ class Snapshots:
     Parameters
     ----------
     store
-        The bucket's local store, where notes are.
-    places
+        The bucket's local store, where records are.
+    replicas
         The configured backends, by name, in the order of configuration.
     uploads
         Tells which processes live.
@@ -126,7 +127,7 @@ class Snapshots:
     def __init__(
         self,
         store: LocalStore,
-        places: Mapping[str, Place],
+        replicas: Mapping[str, Replica],
         uploads: Uploads,
         options: CommitOptions,
         batches_retained: int,
@@ -139,7 +140,7 @@ class Snapshots:
         self._run = run
         self._counts = counts
         self._store = store
-        self._places = places
+        self._replicas = replicas
         self._uploads = uploads
         self._options = options
         self._batches_retained = batches_retained
@@ -151,46 +152,49 @@ class Snapshots:
 
     # -- files that somebody has deleted -----------------------------------------------------------
 
-    def lose(self, name: str, beats: int) -> None:
+    def lose(self, name: str, heartbeats: int) -> None:
         """Note that a backend cannot give back what it had confirmed, as a clean-up found.
 
         Parameters
         ----------
         name
             The backend.
-        beats
-            `Pointer.beats` of the clean-up's pointer.
+        heartbeats
+            `Pointer.heartbeats` of the clean-up's pointer.
         """
         # What was sent in full before may be among it.
-        self._store.note({note_name(name, _LOST): str(beats).encode()}, [note_name(name, _ANSWERED)])
+        self._store.record({record_name(name, _LOST): str(heartbeats).encode()}, [record_name(name, _ANSWERED)])
 
     def without_lost(self, pointer: Pointer) -> Pointer:
-        """The pointer without the standings of backends from which somebody has deleted files: these are `behind`.
+        """The pointer without the replication statuses of backends from which somebody has deleted files: these are
+        `behind`.
 
         Parameters
         ----------
         pointer
             The input pointer.
         """
-        notes = self._store.notes()
-        standings = dict(pointer.standings)
+        records = self._store.records()
+        replication = dict(pointer.replication)
         mine = {str(entry.ref) for entry in pointer.lineage}
-        for name in pointer.standings:
-            lost, answered = note_name(name, _LOST), note_name(name, _ANSWERED)
-            if lost not in notes:
+        for name in pointer.replication:
+            lost, answered = record_name(name, _LOST), record_name(name, _ANSWERED)
+            if lost not in records:
                 continue
             # What a clean-up that came late missed may have been deleted rightly.
-            old = int(notes[lost]) < pointer.beats - recent_beats(max(self._batches_retained, pointer.retained))
+            old = int(records[lost]) < pointer.heartbeats - recent_heartbeats(
+                max(self._batches_retained, pointer.retained)
+            )
             # Forgotten when a pointer that has the answer is committed. The commit that gave it may have failed since,
             # or the pointer of another attempt counts, which knows nothing of it.
-            if old or mine & set(json.loads(notes.get(answered, b"[]"))):
-                self._store.note({}, [lost, answered])
+            if old or mine & set(json.loads(records.get(answered, b"[]"))):
+                self._store.record({}, [lost, answered])
                 continue
             if name not in self.lost:
                 _LOGGER.error("somebody has deleted files from %s: it gets a fresh full backup", name)
-            del standings[name]
+            del replication[name]
             self.lost.add(name)
-        return replace(pointer, standings=standings)
+        return replace(pointer, replication=replication)
 
     # -- who needs one -----------------------------------------------------------------------------
 
@@ -201,26 +205,28 @@ class Snapshots:
         """
         if pointer.ref is None:
             return []
-        if not any(is_complete(standing) for standing in pointer.standings.values()):
-            return list(self._places)
-        notes = notes_of(self._store)
+        if not any(is_complete(status) for status in pointer.replication.values()):
+            return list(self._replicas)
+        records = upload_records(self._store)
         return [
             name
-            for name in self._places
-            if name not in pointer.standings or self._stalled(pointer, name, pointer.standings[name], notes)
+            for name in self._replicas
+            if name not in pointer.replication or self._stalled(pointer, name, pointer.replication[name], records)
         ]
 
-    def _stalled(self, pointer: Pointer, name: str, standing: Standing, notes: Mapping[str, Note]) -> bool:
+    def _stalled(
+        self, pointer: Pointer, name: str, status: ReplicationStatus, records: Mapping[str, UploadRecord]
+    ) -> bool:
         """Whether the full snapshot that a backend waits for will not come."""
-        if standing.since is None:
+        if status.since is None:
             return False
-        file = file_name(standing.since, SNAPSHOT)
-        note = notes.get(note_name(name, file))
-        if note is not None and note.state == RUNNING:
-            return not self._is_at_it(note)
-        if note is not None:
-            return note.state == FAILED
-        check = notes.get(check_name(name, file))
+        file = file_name(status.since, SNAPSHOT)
+        record = records.get(record_name(name, file))
+        if record is not None and record.state == RUNNING:
+            return not self._is_at_it(record)
+        if record is not None:
+            return record.state == FAILED
+        check = records.get(check_name(name, file))
         if check is not None and self._is_at_it(check):
             return False
         try:
@@ -229,19 +235,19 @@ class Snapshots:
             # Others hold the state, so nothing depends on this one.
             _LOGGER.warning("the backend %s does not tell whether it has caught up: %s", name, error)
             there = False
-        if there and self._begin_check(name, standing.since):
+        if there and self._begin_check(name, status.since):
             return False
         # Another machine may be at it.
-        return pointer.version >= standing.since.version + _PATIENCE_VERSIONS
+        return pointer.version >= status.since.version + _PATIENCE_VERSIONS
 
-    def _is_at_it(self, note: Note) -> bool:
+    def _is_at_it(self, record: UploadRecord) -> bool:
         """Whether the process that noted that it begins lives, and is not taken for hanging."""
         # One that is long over may not have been noted.
-        if self._clock_s() - note.since_s > HUNG_S:
+        if self._clock_s() - record.since_s > HUNG_S:
             return False
-        return note.owner == self._uploads.owner or self._uploads.is_alive(note.owner)
+        return record.owner == self._uploads.owner or self._uploads.is_alive(record.owner)
 
-    def caught_up(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
+    def bootstrapping(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
         """The pointer of which backends get a full snapshot.
 
         Parameters
@@ -258,21 +264,21 @@ class Snapshots:
         assert pointer.ref is not None, "there is a state to catch up with"
         since = None if known else pointer.ref
         file = file_name(pointer.ref, SNAPSHOT)
-        notes = self._answers(pointer.ref, names)
+        records = self._answers(pointer.ref, names)
         if not known:
-            note = Note(RUNNING, self._uploads.owner, self._clock_s()).encode()
-            notes |= {note_name(name, file): note for name in names}
-        if notes:
-            self._store.note(notes)
-        standings = {**pointer.standings, **{name: Standing(pointer.ref, since) for name in names}}
+            record = UploadRecord(RUNNING, self._uploads.owner, self._clock_s()).encode()
+            records |= {record_name(name, file): record for name in names}
+        if records:
+            self._store.record(records)
+        replication = {**pointer.replication, **{name: ReplicationStatus(pointer.ref, since) for name in names}}
         markers = {**pointer.markers, **{name: {STATE: file} for name in names}}
-        return settled(replace(pointer, standings=standings, markers=markers), {})
+        return settled(replace(pointer, replication=replication, markers=markers), {})
 
     def _answers(self, ref: CheckpointRef, names: Sequence[str]) -> dict[str, bytes]:
         """Notes that backends which had lost files get a full backup with a checkpoint."""
-        notes = self._store.notes()
-        answered = [note_name(name, _ANSWERED) for name in names if note_name(name, _LOST) in notes]
-        return {name: json.dumps([*json.loads(notes.get(name, b"[]")), str(ref)]).encode() for name in answered}
+        records = self._store.records()
+        answered = [record_name(name, _ANSWERED) for name in names if record_name(name, _LOST) in records]
+        return {name: json.dumps([*json.loads(records.get(name, b"[]")), str(ref)]).encode() for name in answered}
 
     # -- what becomes of it -------------------------------------------------------------------------
 
@@ -289,7 +295,7 @@ class Snapshots:
         ended_s: dict[str, float] = {}
         began_s = self._clock_s()
         for name in names:
-            manager = self._places[name].backup
+            manager = self._replicas[name].backup
             try:
                 futures[name] = manager.upload(ref, manager.snapshot(ref, {STATE: sealed}))
             except Exception as raised:
@@ -307,7 +313,7 @@ class Snapshots:
                 if not future.done():
                     what = f"it took longer than commit_timeout_ms, {self._options.commit_timeout_ms}"
                     future.add_done_callback(partial(self._late, ref, name, sealed.size_bytes, began_s))
-                self._tell(ref, [name], Note(FAILED, self._uploads.owner, self._clock_s(), error=what))
+                self._tell(ref, [name], UploadRecord(FAILED, self._uploads.owner, self._clock_s(), error=what))
                 self._refused(name, began_s, what)
             else:
                 took_s = ended_s.get(name, self._clock_s()) - began_s
@@ -328,9 +334,9 @@ class Snapshots:
 
     def _confirmed(self, ref: CheckpointRef, name: str, size_bytes: int, took_s: float) -> None:
         Tally.add(self._store, Tally(1, took_s, size_bytes))
-        self._tell(ref, [name], Note(DONE, self._uploads.owner, self._clock_s()))
-        if note_name(name, _REFUSED) in self._store.notes():
-            self._note_refused(name, None)
+        self._tell(ref, [name], UploadRecord(DONE, self._uploads.owner, self._clock_s()))
+        if record_name(name, _REFUSED) in self._store.records():
+            self._record_refused(name, None)
 
     # -- backends that refuse them ------------------------------------------------------------------
 
@@ -339,22 +345,22 @@ class Snapshots:
         before = self.refusals().get(name)
         last_s = self._clock_s()
         if before is None:
-            self._note_refused(name, Refused(self._run, began_s, last_s, error=error))
+            self._record_refused(name, Refused(self._run, began_s, last_s, error=error))
         else:
             attempts, since_s = before.attempts + 1, min(before.since_s, began_s)
-            self._note_refused(name, Refused(self._run, since_s, last_s, attempts, error))
+            self._record_refused(name, Refused(self._run, since_s, last_s, attempts, error))
 
-    def _note_refused(self, name: str, refused: Refused | None) -> None:
-        noted = note_name(name, _REFUSED)
+    def _record_refused(self, name: str, refused: Refused | None) -> None:
+        noted = record_name(name, _REFUSED)
         try:
-            self._store.note({} if refused is None else {noted: refused.encode()}, [noted] if refused is None else [])
+            self._store.record({} if refused is None else {noted: refused.encode()}, [noted] if refused is None else [])
         except StateError as error:
             _LOGGER.warning("whether %s refuses snapshots could not be noted: %s", name, error)
 
     def refusals(self) -> dict[str, Refused]:
         """What configured backends have refused since they took a snapshot last, as far as it counts for this call."""
-        notes, now_s = self._store.notes(), self._clock_s()
-        found = {name: Refused.decode(notes.get(note_name(name, _REFUSED))) for name in self._places}
+        records, now_s = self._store.records(), self._clock_s()
+        found = {name: Refused.decode(records.get(record_name(name, _REFUSED))) for name in self._replicas}
         # The clock begins anew with the machine.
         return {
             name: it for name, it in found.items() if it is not None and self._counts(it.run) and it.last_s <= now_s
@@ -372,7 +378,7 @@ class Snapshots:
         return [
             name
             for name, refused in self.refusals().items()
-            if is_complete(pointer.standings.get(name)) and refused.may_try_again(self._clock_s(), delay_s, timeout_s)
+            if is_complete(pointer.replication.get(name)) and refused.may_try_again(self._clock_s(), delay_s, timeout_s)
         ]
 
     def taken_on(self, names: Sequence[str]) -> None:
@@ -385,7 +391,7 @@ class Snapshots:
         """
         for name, refused in self.refusals().items():
             if name in names:
-                self._note_refused(name, replace(refused, again_s=self._clock_s()))
+                self._record_refused(name, replace(refused, again_s=self._clock_s()))
 
     # -- what is noted ------------------------------------------------------------------------------
 
@@ -394,16 +400,16 @@ class Snapshots:
         Tally.add(self._store, Tally(failures=len(names)))
         for name, refused in self.refusals().items():
             if name in names:
-                self._note_refused(name, replace(refused, again_s=None))
-        self._tell(ref, names, Note(FAILED, self._uploads.owner, self._clock_s(), error=why))
+                self._record_refused(name, replace(refused, again_s=None))
+        self._tell(ref, names, UploadRecord(FAILED, self._uploads.owner, self._clock_s(), error=why))
 
-    def _tell(self, ref: CheckpointRef, names: Sequence[str], note: Note) -> None:
+    def _tell(self, ref: CheckpointRef, names: Sequence[str], record: UploadRecord) -> None:
         """Note what became of a checkpoint's snapshot."""
         try:
-            self._store.note({note_name(name, file_name(ref, SNAPSHOT)): note.encode() for name in names})
+            self._store.record({record_name(name, file_name(ref, SNAPSHOT)): record.encode() for name in names})
         except StateError as error:
             # It comes to light when this process ends, or after a while.
-            _LOGGER.warning("that the snapshot of checkpoint %s is %s could not be noted: %s", ref, note.state, error)
+            _LOGGER.warning("that the snapshot of checkpoint %s is %s could not be noted: %s", ref, record.state, error)
 
     def _begin_check(self, name: str, ref: CheckpointRef) -> bool:
         """Have a snapshot read that another machine has sent, beside batches; whether that was taken on.
@@ -411,47 +417,47 @@ class Snapshots:
         That a file is there says nothing of its bytes: whoever sent it may have died before it compared them.
         """
         noted = check_name(name, file_name(ref, SNAPSHOT))
-        self._store.note({noted: Note(RUNNING, self._uploads.owner, self._clock_s()).encode()})
+        self._store.record({noted: UploadRecord(RUNNING, self._uploads.owner, self._clock_s()).encode()})
         taken = self._runner.submit(f"check of {self._store.folder} {ref} in {name}", partial(self._check, name, ref))
         if not taken:
-            self._store.note({}, [noted])
+            self._store.record({}, [noted])
         return taken
 
     def _check(self, name: str, ref: CheckpointRef) -> None:
         owner = self._uploads.owner
         try:
-            verify_checkpoint(self._places[name].restore.restore(), ref, SNAPSHOT, self._scratch)
-            self._tell(ref, [name], Note(DONE, owner, self._clock_s()))
+            verify_checkpoint(self._replicas[name].restore.restore(), ref, SNAPSHOT, self._scratch)
+            self._tell(ref, [name], UploadRecord(DONE, owner, self._clock_s()))
         except CorruptError as error:
             _LOGGER.error("the backend %s did not catch up: %s. It gets another full snapshot.", name, error)
-            self._tell(ref, [name], Note(FAILED, owner, self._clock_s(), error=str(error)))
+            self._tell(ref, [name], UploadRecord(FAILED, owner, self._clock_s(), error=str(error)))
         finally:
             # After what was found. Where nothing was, as the backend could not be read, the next call begins anew.
-            self._store.note({}, [check_name(name, file_name(ref, SNAPSHOT))])
+            self._store.record({}, [check_name(name, file_name(ref, SNAPSHOT))])
 
     def has_snapshot(self, pointer: Pointer, ref: CheckpointRef) -> bool:
         """Whether a backend that holds everything has the snapshot of a checkpoint."""
         file = file_name(ref, SNAPSHOT)
-        names = [name for name, standing in pointer.standings.items() if is_complete(standing)]
-        notes = notes_of(self._store)
-        found = {name: notes.get(note_name(name, file)) for name in names}
-        states = {name: None if note is None else note.state for name, note in found.items()}
+        names = [name for name, status in pointer.replication.items() if is_complete(status)]
+        records = upload_records(self._store)
+        found = {name: records.get(record_name(name, file)) for name in names}
+        states = {name: None if record is None else record.state for name, record in found.items()}
         # What an upload left that failed may be there, and torn.
         return DONE in states.values() or any(self._has(name, file) for name in names if states[name] != FAILED)
 
     def _has(self, name: str, file: str) -> bool:
         try:
-            return self._places[name].restore.restore().size(file) > 0
+            return self._replicas[name].restore.restore().size(file) > 0
         except MissingCheckpointError:
             return False
 
 
 def check_name(backend: str, file: str) -> str:
-    """Name of the note that a process reads a file back which it has not sent.
+    """Name of the record that a process reads a file back which it has not sent.
 
     Parameters
     ----------
     backend, file
-        As for `note_name`.
+        As for `record_name`.
     """
-    return note_name(backend, f"check {file}")
+    return record_name(backend, f"check {file}")

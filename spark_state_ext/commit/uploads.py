@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol
 from arrow_schemas.lineage import CheckpointRef
 from spark_state_ext.backends import BackupManager, Markers
 from spark_state_ext.commit.failures import NO_RUN, Run
-from spark_state_ext.commit.ledger import DONE, FAILED, Note, note_name
+from spark_state_ext.commit.ledger import DONE, FAILED, UploadRecord, record_name
 from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker import process
@@ -44,7 +44,7 @@ class Upload:
     Parameters
     ----------
     store
-        The bucket's local store, for notes.
+        The bucket's local store, for records.
     backend
         Name of the backend.
     manager
@@ -72,9 +72,13 @@ class Upload:
     # Done when the file is confirmed or has failed, and that is noted.
     done: Future[Markers] = field(default_factory=Future)
 
-    def note(self, state: str, owner: str, **also: Any) -> dict[str, bytes]:
-        """A note of how it stands."""
-        return {note_name(self.backend, self.file): Note(state, owner, self.since_s, run=self.run, **also).encode()}
+    def record(self, state: str, owner: str, **also: Any) -> dict[str, bytes]:
+        """a record of how it stands."""
+        return {
+            record_name(self.backend, self.file): UploadRecord(
+                state, owner, self.since_s, run=self.run, **also
+            ).encode()
+        }
 
 
 class Uploads(Protocol):
@@ -197,7 +201,7 @@ class WorkerUploads:
                     pool.threads_max = min(pool.threads_max + 1, 2 * THREADS_MAX)
                     dropped = dropped[1:]
             # Nobody is at these any more, here or elsewhere: the next call begins them anew.
-            self._note(upload.store, {}, [note_name(it.backend, it.file) for it in dropped])
+            self._record(upload.store, {}, [record_name(it.backend, it.file) for it in dropped])
             for it in dropped:
                 it.done.set_exception(StorageError(f"{it.file} was not sent, as {upload.file} took too long"))
 
@@ -223,13 +227,13 @@ class WorkerUploads:
                 self._sent[key[0]] = sent + 1, took_s, size + upload.size_bytes
         # Noted before it is no longer found here, so that nobody takes it for lost in between.
         if error is None:
-            self._note(upload.store, upload.note(DONE, self.owner, markers=dict(done.result())))
+            self._record(upload.store, upload.record(DONE, self.owner, markers=dict(done.result())))
         else:
             _LOGGER.error("the upload of %s to %s failed: %s", upload.file, upload.backend, error)
             text = str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}"
             if mine:
-                names = [note_name(later.backend, later.file) for later in dropped]
-                self._note(upload.store, upload.note(FAILED, self.owner, error=text), names)
+                names = [record_name(later.backend, later.file) for later in dropped]
+                self._record(upload.store, upload.record(FAILED, self.owner, error=text), names)
         following = None
         with self._lock:
             waiting = self._waiting.get(key)
@@ -256,9 +260,9 @@ class WorkerUploads:
             self._begin(following)
 
     @staticmethod
-    def _note(store: LocalStore, notes: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
+    def _record(store: LocalStore, records: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
         try:
-            store.note(notes, tuple(removed))
+            store.record(records, tuple(removed))
         except Exception as error:
             # Whatever it is, who waits for the upload must not wait for ever; somebody will have another look at it.
             _LOGGER.warning("an upload could not be noted: %s", error)

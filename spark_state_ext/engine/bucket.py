@@ -19,8 +19,8 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer, new_checkpoint_id
 from arrow_schemas.pointer import V2, LineageEntry, Pointer
-from spark_state_ext.backends.replication import Place, is_complete, taken_over
-from spark_state_ext.commit.cadence import presuming_snapshot, snapshot_due, snapshot_overdue
+from spark_state_ext.backends.replication import Replica, is_complete, taken_over
+from spark_state_ext.commit.cadence import snapshot_due, snapshot_overdue, with_unconfirmed_snapshot
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Run
@@ -45,7 +45,7 @@ T = TypeVar("T")
 _LOGGER = logging.getLogger("spark_state_ext")
 # Other processes may prune while we fetch; each round makes progress, so a few are plenty.
 _ROUNDS_MAX = 5
-# Presumed snapshots that never arrived, in a row, until a call writes one itself: workers here die too young.
+# Unconfirmed snapshots that never arrived, in a row, until a call writes one itself: workers here die too young.
 _MISSED_MAX = 2
 # How long the runs of a snapshot stay pinned while it waits for its turn, and from each sign of life of its writer on.
 _WAITING_PIN_S = 3_600.0
@@ -85,7 +85,7 @@ class Bucket:
     ----------
     store
         The bucket's local store.
-    places
+    replicas
         The backends that keep its checkpoint files.
     pointer
         The committed pointer that Spark handed out.
@@ -114,7 +114,7 @@ class Bucket:
     def __init__(
         self,
         store: LocalStore,
-        places: Sequence[Place],
+        replicas: Sequence[Replica],
         pointer: Pointer,
         writer: Writer,
         scratch: Path,
@@ -130,7 +130,7 @@ class Bucket:
     ) -> None:
         self._store = store
         self._batch_ms = batch_ms
-        self._places = list(places)
+        self._replicas = list(replicas)
         self.pointer = pointer
         self._writer = writer
         self._scratch = scratch
@@ -140,12 +140,12 @@ class Bucket:
         self._options = options or CommitOptions(journal=False)
         self._run = run
         self.committer = Committer(
-            store, places, self._uploads, self._options, batches_retained, self._runner, scratch, clock_s, run
+            store, replicas, self._uploads, self._options, batches_retained, self._runner, scratch, clock_s, run
         )
-        known = taken_over(pointer, places)
+        known = taken_over(pointer, replicas)
         # Longer than a backend that fails is tried again, so that its error is told.
         silent_s = self._options.commit_timeout_ms / 1000 * 1.1
-        self._sources = Sources(restore_order(places, known, restore_from), pointer, restore_from, silent_s)
+        self._sources = Sources(restore_order(replicas, known, restore_from), pointer, restore_from, silent_s)
         self._sizes: Sizes | None = None
         kept_ms = pointer.ages.window_ms if pointer.ages is not None else None
         self._loader = Loader(store, self._sources, pointer.operator, pointer.bucket, scratch, kept_ms)
@@ -229,18 +229,18 @@ class Bucket:
         """
         self._store.check_process()
         _CALLS.note(str(self._store.folder), rows.size_bytes)
-        # Counted before anything is written, so that each file tells its beat.
+        # Counted before anything is written, so that each file tells its heartbeat.
         pointer = counted(self.committer.begin(self.pointer), heartbeat, self._batches_retained)
         pointer = marked(pointer, self._batch_ms, self._options.erase_window_ms)
         behind = self.committer.snapshots.behind(pointer)
         if rows.rows == 0 and not behind and not self._renewal_due(pointer):
             return self._in_old_terms(pointer)
-        self._writer = replace(self._writer, beat=pointer.beats)
+        self._writer = replace(self._writer, heartbeat=pointer.heartbeats)
         parent = self.pointer.ref
         ref = self._next_ref()
         sealed = seal(self._header(ref, DELTA), self._store.schema, rows, self._scratch)
         try:
-            entry = LineageEntry(ref, sealed.size_bytes, pointer.beats)
+            entry = LineageEntry(ref, sealed.size_bytes, pointer.heartbeats)
             new = self._changed(replace(pointer, lineage=(*pointer.lineage, entry), parent=parent), rows)
             handed_in = self.committer.hand_in(new, sealed, may_defer, room_bytes)
             self._sources.hold(sealed)
@@ -270,7 +270,7 @@ class Bucket:
         if not pointer.lineage:
             return False
         old = pointer.ages is not None and is_old(pointer.ages, self._batch_ms)
-        return old or pointer.lineage[-1].beat + self._batches_retained < pointer.beats
+        return old or pointer.lineage[-1].heartbeat + self._batches_retained < pointer.heartbeats
 
     def _changed(self, new: Pointer, rows: SpillBuffer) -> Pointer:
         if new.ages is None:
@@ -282,10 +282,10 @@ class Bucket:
         try:
             try:
                 # The snapshot that was due last, which may be under way still.
-                presumed = self.pointer.lineage[0].ref if self.pointer.lineage else None
-                merged = self._store.compact(committed, presumed)
-                if merged is not None:
-                    give_back(merged.size_bytes)
+                unconfirmed = self.pointer.lineage[0].ref if self.pointer.lineage else None
+                compacted = self._store.compact(committed, unconfirmed)
+                if compacted is not None:
+                    give_back(compacted.size_bytes)
             finally:
                 # Also where there is no room to merge: this makes some.
                 self._store.prune(committed)
@@ -318,20 +318,20 @@ class Bucket:
         return replace(made, ages=ages)
 
     def _arrived(self, new: Pointer) -> bool:
-        """Whether the last snapshot that was presumed is there."""
-        presumed = new.lineage[0].ref
-        busy = self._runner.busy(self._snapshot_work(presumed))
-        return not busy and self.committer.snapshots.has_snapshot(new, presumed)
+        """Whether the last snapshot that was unconfirmed is there."""
+        unconfirmed = new.lineage[0].ref
+        busy = self._runner.busy(self._snapshot_work(unconfirmed))
+        return not busy and self.committer.snapshots.has_snapshot(new, unconfirmed)
 
     def _with_snapshots(self, new: Pointer, due: bool, behind: Sequence[str]) -> Pointer:
         """The pointer with a snapshot of its checkpoint under way, where one is due or a backend has to catch up."""
         again = self.committer.snapshots.to_repeat(new)
         if not (due or behind or again):
             return new
-        if not any(is_complete(standing) for standing in new.standings.values()):
+        if not any(is_complete(status) for status in new.replication.values()):
             # Nothing that is configured holds this state, so the pointer must not go before something does.
             self._write_now(new, behind)
-            return self.committer.snapshots.caught_up(new, behind, known=True)
+            return self.committer.snapshots.bootstrapping(new, behind, known=True)
         try:
             return self._with_snapshot(new, due, behind, again)
         except StateError as error:
@@ -343,17 +343,17 @@ class Bucket:
 
     def _with_snapshot(self, new: Pointer, due: bool, behind: Sequence[str], again: Sequence[str]) -> Pointer:
         header = self._header(new.lineage[-1].ref, SNAPSHOT)
-        names = [place.name for place in self._places] if due else [*behind, *again]
+        names = [replica.name for replica in self._replicas] if due else [*behind, *again]
         missed = self._missed(new) if due else new.snapshots_missed
         # Where the runner has refused for long, it does not keep up either.
         if missed >= _MISSED_MAX or snapshot_overdue(new.lineage):
             self._write_now(new, names)
-            return self.committer.snapshots.caught_up(
-                replace(presuming_snapshot(new), snapshots_missed=0), behind, known=True
+            return self.committer.snapshots.bootstrapping(
+                replace(with_unconfirmed_snapshot(new), snapshots_missed=0), behind, known=True
             )
         view, pin = self._pinned(new)
-        # Before the work begins, which notes its end.
-        awaiting = self.committer.snapshots.caught_up(new, behind)
+        # Before the work begins, which records its end.
+        awaiting = self.committer.snapshots.bootstrapping(new, behind)
         self.committer.snapshots.taken_on(names)
         if not self._runner.submit(
             self._snapshot_work(header.ref), lambda: self._write_snapshot(header, view, pin, names)
@@ -362,7 +362,7 @@ class Bucket:
             self.committer.snapshots.not_sent(header.ref, names, "the background has too much to do")
             return new
         if due and self._options.pointer_write == V2:
-            return replace(presuming_snapshot(awaiting), snapshots_missed=missed)
+            return replace(with_unconfirmed_snapshot(awaiting), snapshots_missed=missed)
         return awaiting
 
     def _write_now(self, new: Pointer, names: Sequence[str]) -> None:
@@ -379,17 +379,17 @@ class Bucket:
             ref = new.lineage[at].ref
             if ref.version == 1 or self.committer.snapshots.has_snapshot(new, ref):
                 return replace(new, lineage=new.lineage[at:])
-        self._write_now(new, [place.name for place in self._places])
-        return presuming_snapshot(new)
+        self._write_now(new, [replica.name for replica in self._replicas])
+        return with_unconfirmed_snapshot(new)
 
     def _missed(self, new: Pointer) -> int:
-        """How many presumed snapshots in a row never arrived, that at the beginning of the lineage included."""
-        presumed = new.lineage[0]
-        if presumed.ref.version == 1:  # the bucket's first delta, which is the whole state of its time
+        """How many unconfirmed snapshots in a row never arrived, that at the beginning of the lineage included."""
+        unconfirmed = new.lineage[0]
+        if unconfirmed.ref.version == 1:  # the bucket's first delta, which is the whole state of its time
             return 0
-        if self._runner.busy(self._snapshot_work(presumed.ref)):
+        if self._runner.busy(self._snapshot_work(unconfirmed.ref)):
             return new.snapshots_missed
-        return 0 if self.committer.snapshots.has_snapshot(new, presumed.ref) else new.snapshots_missed + 1
+        return 0 if self.committer.snapshots.has_snapshot(new, unconfirmed.ref) else new.snapshots_missed + 1
 
     def _snapshot_work(self, ref: CheckpointRef) -> str:
         """Name of the work that writes a checkpoint's snapshot."""
@@ -413,14 +413,14 @@ class Bucket:
             give_back(view.size_bytes)
         try:
             if self._store.outgrown(view):
-                self._adopt(sealed, header.ref)
+                self._ingest(sealed, header.ref)
             self.committer.snapshots.send(header.ref, sealed, names)
         finally:
             sealed.let_go()
 
-    def _adopt(self, snapshot: SealedFile, ref: CheckpointRef) -> None:
+    def _ingest(self, snapshot: SealedFile, ref: CheckpointRef) -> None:
         try:
-            self._loader.adopt(snapshot, ref)
+            self._loader.ingest(snapshot, ref)
         except StateError as error:
             _LOGGER.warning("the local store goes on with its old runs: %s", error)
 
@@ -457,7 +457,7 @@ class Bucket:
                     return work(view)
                 except MissingRunError as error:
                     # Pruned by another process in the middle of the work. The view may be whole still, by way of a
-                    # merged run, so it is asked for again before anything is fetched.
+                    # compacted run, so it is asked for again before anything is fetched.
                     rounds += 1
                     if rounds > _ROUNDS_MAX:
                         # The manifest names what is not there: somebody has removed a file.

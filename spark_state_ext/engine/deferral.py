@@ -24,7 +24,7 @@ from spark_state_ext.commit.uploads import Upload, Uploads
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 
-__all__ = ["Spread", "TaskEnd"]
+__all__ = ["Partitioning", "TaskEnd"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _ATTEMPTS_MAX = 16
@@ -32,7 +32,7 @@ _RUNS_MAX = 256
 
 
 @dataclass(frozen=True)
-class Spread:
+class Partitioning:
     """How a task's run spreads buckets over its partitions.
 
     Parameters
@@ -63,39 +63,41 @@ class Spread:
         """Whether there is anything to compare."""
         return bool(self.run_id) and self.partitions is not None and self.partitions > 0
 
-    def noted(self, bucket: int, home: Folder) -> tuple[str, int] | None:
+    def noted(self, bucket: int, query_folder: Folder) -> tuple[str, int] | None:
         """What a call with a heartbeat notes in its pointer; where it found a difference, a file says so."""
         if not self.told or self.partitions is None:
             return None
         if self.agrees(bucket):
             return self.run_id, self.partitions
-        if not self._unlike.get(self._key(home)):
-            home.create(self._file, f"bucket {bucket} is in partition {self.partition} of {self.partitions}".encode())
-            self._remember(home, True)
+        if not self._unlike.get(self._key(query_folder)):
+            query_folder.create(
+                self._file, f"bucket {bucket} is in partition {self.partition} of {self.partitions}".encode()
+            )
+            self._remember(query_folder, True)
         return None
 
-    def expected(self, pointer: Pointer, home: Folder) -> frozenset[int]:
+    def expected(self, pointer: Pointer, query_folder: Folder) -> frozenset[int]:
         """The buckets that this task calls for certain; empty where nothing is certain.
 
         Parameters
         ----------
         pointer
             The input pointer of a call with a heartbeat.
-        home
+        query_folder
             The folder of the state.
         """
-        if not self.told or self.partitions is None or pointer.spread != (self.run_id, self.partitions):
+        if not self.told or self.partitions is None or pointer.partitioning != (self.run_id, self.partitions):
             return frozenset()
         if not self.agrees(pointer.bucket):
             return frozenset()
         # Remembered for the number that was told: with another one, others may have found a difference since.
-        if self._key(home) not in self._unlike:
+        if self._key(query_folder) not in self._unlike:
             try:
-                self._remember(home, home.exists(self._file))
+                self._remember(query_folder, query_folder.exists(self._file))
             except StorageError as error:
                 _LOGGER.warning("this call waits for its own uploads, as %s", error)
                 return frozenset()
-        if self._unlike[self._key(home)]:
+        if self._unlike[self._key(query_folder)]:
             return frozenset()
         return frozenset(range(self.partition, self.buckets, self.partitions))
 
@@ -115,11 +117,11 @@ class Spread:
     def _file(self) -> str:
         return f"spread-{self.run_id}"
 
-    def _key(self, home: Folder) -> str:
-        return f"{home.identity} {self.run_id} {self.partitions}"
+    def _key(self, query_folder: Folder) -> str:
+        return f"{query_folder.identity} {self.run_id} {self.partitions}"
 
-    def _remember(self, home: Folder, unlike: bool) -> None:
-        self._unlike[self._key(home)] = unlike
+    def _remember(self, query_folder: Folder, unlike: bool) -> None:
+        self._unlike[self._key(query_folder)] = unlike
         if len(self._unlike) > _RUNS_MAX:
             self._unlike.popitem(last=False)
 

@@ -13,12 +13,12 @@ from typing import ClassVar
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends import CleanUp
 from spark_state_ext.backends.files import FilesBackup
-from spark_state_ext.backends.replication import Place, is_complete, taken_over
+from spark_state_ext.backends.replication import Replica, is_complete, taken_over
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.engine.first_home import starting_is_stale
+from spark_state_ext.engine.first_query_folder import starting_is_stale
 from spark_state_ext.engine.in_transit import spill_is_stale
-from spark_state_ext.engine.places import Leases
-from spark_state_ext.engine.probes import Looks
+from spark_state_ext.engine.probes import Probes
+from spark_state_ext.engine.replicas import Leases
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CleanUpFailedError, LostFilesError, OwnershipError, StateError, StorageError
 from spark_state_ext.files.erasure import is_marked
@@ -53,7 +53,7 @@ class CleanUps:
     ----------
     bucket
         The bucket.
-    places
+    replicas
         Its backends.
     leases
         The run's.
@@ -73,30 +73,30 @@ class CleanUps:
     def __init__(
         self,
         bucket: Bucket,
-        places: list[Place],
+        replicas: list[Replica],
         leases: Leases,
         batches_retained: int,
         key: str,
         bring_back: Callable[[], None] = lambda: None,
     ) -> None:
         self._bucket = bucket
-        self._places = places
+        self._replicas = replicas
         self._leases = leases
         self._batches_retained = batches_retained
         self._key = key
         self._bring_back = bring_back
-        self._looks: list[Future[None]] = []
+        self._probes: list[Future[None]] = []
 
-    def look(self, committed: Pointer, run_id: str) -> None:
-        """As `Looks.once`; `looked` comes before the commit."""
+    def probe(self, committed: Pointer, run_id: str) -> None:
+        """As `Probes.once`; `probed` comes before the commit."""
         run_id = f"{run_id} {self._leases.times_removed}"
-        known, lost = partial(self._bucket.committer.known, committed), partial(self._lose, committed.beats)
-        self._looks = Looks.once(self._key, run_id, known, self._places, lost)
+        known, lost = partial(self._bucket.committer.known, committed), partial(self._lose, committed.heartbeats)
+        self._probes = Probes.once(self._key, run_id, known, self._replicas, lost)
 
-    def looked(self) -> bool:
-        """As `Looks.await_all`; whether there was anything to wait for."""
-        Looks.await_all(self._looks, self._leases.hold)
-        return bool(self._looks)
+    def probed(self) -> bool:
+        """As `Probes.await_all`; whether there was anything to wait for."""
+        Probes.await_all(self._probes, self._leases.hold)
+        return bool(self._probes)
 
     def raise_failed(self) -> None:
         """Tell of a clean-up that failed since.
@@ -106,12 +106,12 @@ class CleanUps:
         CleanUpFailedError
             When one did, and trying again does not help.
         """
-        for place in self._places:
-            failed = self._failed.pop((self._key, place.name), None)
+        for replica in self._replicas:
+            failed = self._failed.pop((self._key, replica.name), None)
             if failed is not None:
                 raise CleanUpFailedError(
-                    f"old files in the backend {place.name} cannot be deleted: {failed}. The state is as it should be. "
-                    "Mend the cause, or plan with clean_up=False and delete nothing."
+                    f"old files in the backend {replica.name} cannot be deleted: {failed}. The state is as it should "
+                    "be. Mend the cause, or plan with clean_up=False and delete nothing."
                 ) from failed
 
     def in_turn(self, committed: Pointer, new: Pointer) -> None:
@@ -128,21 +128,21 @@ class CleanUps:
         if not due and not is_marked(committed, new):
             return
         background = Background.shared()
-        known = taken_over(committed, self._places)
-        for place in self._places:
-            standing = known.standings.get(place.name)
-            if standing is None or not is_complete(standing) or standing.through is None:
+        known = taken_over(committed, self._replicas)
+        for replica in self._replicas:
+            status = known.replication.get(replica.name)
+            if status is None or not is_complete(status) or status.through is None:
                 continue
-            request = CleanUp(committed, standing.through, self._batches_retained, self._leases.check)
+            request = CleanUp(committed, status.through, self._batches_retained, self._leases.check)
             asked_s = time.monotonic()
             # Workers that do not live long enough never get to it in the background.
-            if background.finished == 0 and self._is_crowded(place):
-                request = CleanUp(committed, standing.through, self._batches_retained, self._still_ours, _DELETES_MAX)
-                self._clean_up(place, request, asked_s)
+            if background.finished == 0 and self._is_crowded(replica):
+                request = CleanUp(committed, status.through, self._batches_retained, self._still_ours, _DELETES_MAX)
+                self._clean_up(replica, request, asked_s)
                 continue
             background.submit(
-                f"clean-up of {self._key} in {place.name}",
-                partial(self._clean_up, place, request, asked_s),
+                f"clean-up of {self._key} in {replica.name}",
+                partial(self._clean_up, replica, request, asked_s),
             )
 
     def _still_ours(self) -> None:
@@ -150,44 +150,44 @@ class CleanUps:
         self._leases.hold()
         self._leases.check()
 
-    def _is_crowded(self, place: Place) -> bool:
+    def _is_crowded(self, replica: Replica) -> bool:
         try:
-            return isinstance(place.backup, FilesBackup) and place.backup.is_crowded(self._batches_retained)
+            return isinstance(replica.backup, FilesBackup) and replica.backup.is_crowded(self._batches_retained)
         except StorageError as error:
-            _LOGGER.warning("%s cannot be listed: %s", place.name, error)
+            _LOGGER.warning("%s cannot be listed: %s", replica.name, error)
             return False
 
-    def _clean_up(self, place: Place, request: CleanUp, asked_s: float) -> None:
-        key = self._key, place.name
+    def _clean_up(self, replica: Replica, request: CleanUp, asked_s: float) -> None:
+        key = self._key, replica.name
         if key in self._left and not self._left[key].done():
             return
         self._left.pop(key, None)
         try:
             try:
-                cleaning = place.backup.clean_up(request)
+                cleaning = replica.backup.clean_up(request)
                 if not wait([cleaning], _CLEAN_UP_S_MAX).done:
-                    _LOGGER.warning("the clean-up in %s takes long; it is left to itself", place.name)
+                    _LOGGER.warning("the clean-up in %s takes long; it is left to itself", replica.name)
                     self._left[key] = cleaning
                     return
                 cleaning.result()
             except LostFilesError as error:
                 if time.monotonic() - asked_s < _LATE_S:
                     _LOGGER.error("%s", error)
-                    self._lose(request.pointer.beats, place.name)
+                    self._lose(request.pointer.heartbeats, replica.name)
         except OwnershipError:
             raise
         except StateError as error:
             if isinstance(error, StorageError) and not is_retriable(error):
                 self._failed[key] = error
             # Of no harm to a batch.
-            _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", place.name, error)
+            _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", replica.name, error)
 
-    def _lose(self, beats: int, name: str) -> None:
+    def _lose(self, heartbeats: int, name: str) -> None:
         """A backend lacks what it had confirmed: it gets a full backup with the next commit."""
         self._leases.check()
         # Before it is noted: should it fail, whoever notices next does it.
         self._bring_back()
-        self._bucket.committer.snapshots.lose(name, beats)
+        self._bucket.committer.snapshots.lose(name, heartbeats)
 
 
 def drop_spill_files(folder: Folder, task: TaskInfo, calls: int, batch_ms: int) -> None:
@@ -196,8 +196,8 @@ def drop_spill_files(folder: Folder, task: TaskInfo, calls: int, batch_ms: int) 
     Parameters
     ----------
     folder
-        The operator's folder. Spill files lie with the query that tasks are told of, which may not be the state's home;
-        those of tasks that are not told theirs lie together, and every query of the operator looks after them.
+        The operator's folder. Spill files lie with the query that tasks are told of, which may not be the state's query
+        folder; those of tasks that are not told theirs lie together, and every query of the operator looks after them.
     task
         What the task was told.
     calls
@@ -217,10 +217,10 @@ def _drop_stale(folder: Folder, task: TaskInfo, began_s: float, asked_s: float, 
     if time.monotonic() - asked_s > _SPILL_LATE_S:
         return  # the query may have gone back to an earlier batch since
     try:
-        places = [folder.child(task.query_id, SPILL_FOLDER)] if task.query_id else []
+        replicas = [folder.child(task.query_id, SPILL_FOLDER)] if task.query_id else []
         if in_common or not task.query_id:
-            places.append(folder.child(SPILL_FOLDER))
-        for spills in places:
+            replicas.append(folder.child(SPILL_FOLDER))
+        for spills in replicas:
             for name in spills.names():
                 if spill_is_stale(name, task.batch, began_s, time.time()):
                     spills.remove_tree(name)

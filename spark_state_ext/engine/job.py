@@ -135,9 +135,9 @@ class Job:
             }
         )
 
-    def operator_file(self, home: str) -> OperatorFile:
-        """The operator file this job asks for, for state in the folder `home`."""
+    def operator_file(self, query_folder: str) -> OperatorFile:
+        """The operator file this job asks for, for state in the folder `query folder`."""
         asked = OperatorFile(
-            self.operator, home, self.buckets, self.key_schema, self.state_schema, function=self.function
+            self.operator, query_folder, self.buckets, self.key_schema, self.state_schema, function=self.function
         )
         return asked if self.ttl is None else asked.with_expiry()

@@ -1,7 +1,7 @@
-"""A look at what a backend had confirmed: whether it is there still, when a run first comes to a bucket.
+"""A probe at what a backend had confirmed: whether it is there still, when a run first comes to a bucket.
 
 Where the local store is warm, no batch reads a checkpoint file. So a root that was removed meanwhile would go unnoticed
-until clean-up has its turn, and nothing but the local store would hold the state. A look asks for the sizes of two or
+until clean-up has its turn, and nothing but the local store would hold the state. A probe asks for the sizes of two or
 three files while the bucket's function runs; the commit waits for it, and sends the whole state where the file is gone.
 """
 
@@ -16,23 +16,23 @@ from functools import partial
 from typing import ClassVar
 
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.backends.replication import Place, is_complete
+from spark_state_ext.backends.replication import Replica, is_complete
 from spark_state_ext.errors import OwnershipError, StateError
 from spark_state_ext.files.existence import has_state
 from spark_state_ext.worker.threads import DaemonPool
 
-__all__ = ["Looks"]
+__all__ = ["Probes"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _SEEN_MAX = 4_096
-# A look that comes this late, as its process slept, may miss what was deleted rightly.
+# A probe that comes this late, as its process slept, may miss what was deleted rightly.
 _LATE_S = 600.0
-# A commit waits so long for a look, and none does for as long after a store did not answer one.
+# A commit waits so long for a probe, and none does for as long after a store did not answer one.
 _WAIT_S_MAX = 60.0
 _SLICE_S = 1.0
 
 
-class Looks:
+class Probes:
     """What a process has looked at."""
 
     # Its own thread: a store that hangs keeps neither snapshots nor clean-up from going on.
@@ -47,10 +47,10 @@ class Looks:
         key: str,
         run_id: str,
         known: Callable[[], Pointer],
-        places: Sequence[Place],
+        replicas: Sequence[Replica],
         lost: Callable[[str], None],
     ) -> list[Future[None]]:
-        """Look whether backends have what they confirmed, unless this run did; returns at once.
+        """Probe whether backends have what they confirmed, unless this run did; returns at once.
 
         Parameters
         ----------
@@ -60,7 +60,7 @@ class Looks:
             The run; another one where there is a reason to look again.
         known
             Gives the input pointer of the call, with what is known to have been confirmed since.
-        places
+        replicas
             The configured backends.
         lost
             Called with the name of a backend that has not, in another thread.
@@ -70,36 +70,36 @@ class Looks:
         list of Future
             What the commit waits for.
         """
-        new = [place for place in places if cls._seen.get((key, place.name)) != run_id]
+        new = [replica for replica in replicas if cls._seen.get((key, replica.name)) != run_id]
         pointer = known() if new else None
         begun: list[Future[None]] = []
-        for place in new:
-            standing = None if pointer is None else pointer.standings.get(place.name)
-            if pointer is None or standing is None or not is_complete(standing) or standing.through is None:
+        for replica in new:
+            status = None if pointer is None else pointer.replication.get(replica.name)
+            if pointer is None or status is None or not is_complete(status) or status.through is None:
                 continue
-            cls._seen[key, place.name] = run_id
+            cls._seen[key, replica.name] = run_id
             if len(cls._seen) > _SEEN_MAX:
                 cls._seen.popitem(last=False)
             try:
-                there = partial(has_state, place.restore.restore(), pointer, standing.through)
-                begun.append(cls._beside.submit(cls._look, key, place.name, there, lost, time.monotonic()))
+                there = partial(has_state, replica.restore.restore(), pointer, status.through)
+                begun.append(cls._beside.submit(cls._probe, key, replica.name, there, lost, time.monotonic()))
             except StateError as error:
-                cls._again(key, place.name, error)
+                cls._again(key, replica.name, error)
         return begun
 
     @classmethod
-    def await_all(cls, looks: Sequence[Future[None]], while_waiting: Callable[[], None] = lambda: None) -> None:
+    def await_all(cls, probes: Sequence[Future[None]], while_waiting: Callable[[], None] = lambda: None) -> None:
         """Wait for looks, but not long where a store does not answer: what they find then, the next commit mends.
 
         Parameters
         ----------
-        looks
+        probes
             From `once`.
         while_waiting
             Called about once a second.
         """
         until_s = time.monotonic() + _WAIT_S_MAX
-        while wait(looks, 0.0).not_done:
+        while wait(probes, 0.0).not_done:
             now_s = time.monotonic()
             if now_s < cls._wait_from_s:
                 return
@@ -107,11 +107,13 @@ class Looks:
                 cls._wait_from_s = now_s + _WAIT_S_MAX
                 _LOGGER.warning("a backend does not tell whether it has what it confirmed; batches go on meanwhile")
                 return
-            wait(looks, min(_SLICE_S, until_s - now_s))
+            wait(probes, min(_SLICE_S, until_s - now_s))
             while_waiting()
 
     @classmethod
-    def _look(cls, key: str, name: str, there: Callable[[], bool], lost: Callable[[str], None], asked_s: float) -> None:
+    def _probe(
+        cls, key: str, name: str, there: Callable[[], bool], lost: Callable[[str], None], asked_s: float
+    ) -> None:
         try:
             if there() or time.monotonic() - asked_s > _LATE_S:
                 return

@@ -51,7 +51,7 @@ _CHECKING_THREADS = 4
 # What Arrow raises at bytes that have the right checksum and are none of ours all the same.
 _NOT_ARROW = (pa.ArrowException, OSError, ValueError, TypeError, KeyError, IndexError)
 # Smaller snapshots go into the environment, as deltas do: a file each for thousands of small buckets is no gain.
-_ADOPTED_BYTES_MIN = 4 << 20
+_INGESTED_BYTES_MIN = 4 << 20
 
 
 def _digest(algorithm: str) -> Any:
@@ -265,7 +265,7 @@ def _open(files: Readable, name: str, scratch: Path, keep: Path | None = None) -
     A small one is read from memory, a large one from the disk: where it lies, or an unnamed local copy.
     """
     size = files.size(name)
-    if keep is not None and size > _ADOPTED_BYTES_MIN:
+    if keep is not None and size > _INGESTED_BYTES_MIN:
         with local_errors(keep.parent):
             files.get_file(name, keep)
             return pa.OSFile(str(keep), "r"), keep

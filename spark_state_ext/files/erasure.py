@@ -42,7 +42,7 @@ def marked(pointer: Pointer, now_ms: int, window_ms: int | None) -> Pointer:
     Parameters
     ----------
     pointer
-        With this call's beat counted.
+        With this call's heartbeat counted.
     now_ms
         The batch's time by Spark.
     window_ms
@@ -57,7 +57,7 @@ def marked(pointer: Pointer, now_ms: int, window_ms: int | None) -> Pointer:
     # Later ones: the clock was set back.
     marks = [mark for mark in ages.marks if mark[0] <= now_ms]
     if not marks or now_ms - marks[-1][0] >= window_ms // _MARKS:
-        marks.append((now_ms, pointer.beats))
+        marks.append((now_ms, pointer.heartbeats))
     return replace(pointer, ages=replace(ages, marks=tuple(_needed(marks, window_ms))))
 
 
@@ -109,7 +109,7 @@ def with_snapshot(ages: Ages, now_ms: int, changed: bool, arrived: bool) -> Ages
 
 
 def erased_before(ages: Ages | None) -> int | None:
-    """A beat before which no checkpoint was made that a pointer needs to which a query may go back.
+    """A heartbeat before which no checkpoint was made that a pointer needs to which a query may go back.
 
     These pointers are the newest one, and those that counted at any time within the window before it was made. What
     each of them needs of a file was made a quarter of the window before it at most. As time is taken from the newest

@@ -1,4 +1,4 @@
-"""Whether a place still has what it confirmed, as far as a few questions tell: somebody may have removed its root."""
+"""Whether a replica still has what it confirmed, as far as a few questions tell: somebody may have removed its root."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROUNDS_MAX = 10
 
 
 def has_checkpoint(files: Readable, ref: CheckpointRef) -> bool:
-    """Whether a place has a file of a checkpoint: its delta, or where the place joined with it its snapshot.
+    """Whether a replica has a file of a checkpoint: its delta, or where the place joined with it its snapshot.
 
     Raises
     ------
@@ -26,14 +26,14 @@ def has_checkpoint(files: Readable, ref: CheckpointRef) -> bool:
 
 
 def has_state(files: Readable, pointer: Pointer, through: CheckpointRef) -> bool:
-    """Whether a place has both ends of what leads to a state: its newest file, and that from which deltas go on.
+    """Whether a replica has both ends of what leads to a state: its newest file, and that from which deltas go on.
 
     The newest alone would not tell that a root was removed under a running query, which goes on to send deltas there.
 
     Parameters
     ----------
     files
-        The place.
+        The replica.
     pointer
         Whose lineage it is.
     through
@@ -51,11 +51,11 @@ def has_state(files: Readable, pointer: Pointer, through: CheckpointRef) -> bool
         if not line or _has(files, line[0], SNAPSHOT):
             return True
         if not _has(files, line[0], DELTA):
-            # A place that joined late has a snapshot of a later checkpoint, and deltas from there on.
+            # A replica that joined late has a snapshot of a later checkpoint, and deltas from there on.
             return any(_has(files, ref, SNAPSHOT) for ref in line[1:])
         if line[0].version == 1:
             return True
-        # Its snapshot was presumed only, and is on its way or lost.
+        # Its snapshot was unconfirmed only, and is on its way or lost.
         try:
             line = [*read_header(files, line[0], DELTA).lineage, *line]
         except CorruptError:

@@ -14,10 +14,10 @@ __all__ = [
     "SPILL_FOLDER",
     "STARTING_FOLDER",
     "admit",
-    "homes_of_batch",
-    "is_home",
-    "is_new_home",
-    "new_home",
+    "query_folders_of_batch",
+    "is_query_folder",
+    "is_new_query_folder",
+    "new_query_folder",
     "others_beside",
     "shown_ids",
 ]
@@ -27,17 +27,17 @@ _LOGGER = logging.getLogger("spark_state_ext")
 STARTING_FOLDER, SPILL_FOLDER = "starting", "spill"
 # What a query's folder may have before its state begins; the last was the lease of formats 1 to 3.
 _BEFORE_STATE = frozenset({SPILL_FOLDER, "lease", "lease.json"})
-_HOME = re.compile(r"[A-Za-z0-9._-]{1,100}")
-_NEW_HOME = re.compile(r"t\d{1,15}-[0-9a-f]{32}")
+_QUERY_FOLDER = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_NEW_QUERY_FOLDER = re.compile(r"t\d{1,15}-[0-9a-f]{32}")
 # Each round ends with the file of one job written, and a job writes one.
 _ROUNDS_MAX = 5
 _admitted: dict[tuple[str, bytes], OperatorFile] = {}
 _admitted_lock = threading.Lock()
 
 
-def is_home(name: str) -> bool:
-    """Whether a query's folder may have this name: Spark's id of a query, or one of `new_home`."""
-    return _HOME.fullmatch(name) is not None
+def is_query_folder(name: str) -> bool:
+    """Whether a query's folder may have this name: Spark's id of a query, or one of `new_query_folder`."""
+    return _QUERY_FOLDER.fullmatch(name) is not None
 
 
 def admit(
@@ -117,18 +117,18 @@ def _admitted_by(
     return in_force if made else None
 
 
-def new_home(batch_ms: int, nonce: str) -> str:
+def new_query_folder(batch_ms: int, nonce: str) -> str:
     """Name of a query folder where tasks are not told their query."""
     return f"t{batch_ms}-{nonce}"
 
 
-def is_new_home(name: str) -> bool:
-    """Whether a query's folder has a name of `new_home`, which no checkpoint's ``metadata`` tells."""
-    return _NEW_HOME.fullmatch(name) is not None
+def is_new_query_folder(name: str) -> bool:
+    """Whether a query's folder has a name of `new_query_folder`, which no checkpoint's ``metadata`` tells."""
+    return _NEW_QUERY_FOLDER.fullmatch(name) is not None
 
 
-def homes_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
-    """The query folders that attempts at a first batch took, by the notes that they left (`spark.home`).
+def query_folders_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
+    """The query folders that attempts at a first batch took, by the notes that they left (`spark.query folder`).
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def homes_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
     """
     notes = operator_files.child(STARTING_FOLDER)
     names = [name for name in notes.names() if name.startswith(f"{batch_ms}-")]
-    return {home for name in names if is_home(home := notes.get(name).decode(errors="replace"))}
+    return {query_folder for name in names if is_query_folder(query_folder := notes.get(name).decode(errors="replace"))}
 
 
 def others_beside(operator_files: Folder, query_id: str = "") -> list[str]:
@@ -158,7 +158,7 @@ def _look_beside(operator_files: Folder, wanted: OperatorFile, strict: bool, bat
     others = others_beside(operator_files, wanted.query_id)
     if others and batch_ms is not None:
         # A first batch that failed is run again.
-        attempts = homes_of_batch(operator_files, batch_ms)
+        attempts = query_folders_of_batch(operator_files, batch_ms)
         others = [name for name in others if name not in attempts]
     if not others:
         return

@@ -2,7 +2,7 @@
 
 Everything is classified before anything is deleted, by `classify`, a function over values; any doubt and nothing is
 deleted. In short: a file goes when no pointer that Spark may still hand out needs it, each from two snapshots that were
-verified. Time is counted in beats of the bucket. The argument is in `docs/correctness.md`.
+verified. Time is counted in heartbeats of the bucket. The argument is in `docs/correctness.md`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spark_state_ext.errors import CorruptError, LostFilesError, MissingCheckpoi
 from spark_state_ext.files.checkpoint import read_header, verify_checkpoint
 from spark_state_ext.files.erasure import erased_before
 from spark_state_ext.files.folder import Entry, Listed, is_temporary
-from spark_state_ext.files.horizon import DELTAS_MAX, recent_beats
+from spark_state_ext.files.horizon import DELTAS_MAX, recent_heartbeats
 from spark_state_ext.worker.threads import side_by_side
 
 __all__ = ["Decision", "FileHeaders", "Headers", "classify", "clean_up", "clean_up_due", "is_crowded"]
@@ -30,7 +30,7 @@ __all__ = ["Decision", "FileHeaders", "Headers", "classify", "clean_up", "clean_
 _LOGGER = logging.getLogger("spark_state_ext")
 # Younger temporary files may still be somebody's work.
 _TEMPORARY_AGE_S = 86_400.0
-# And younger files stay, with what they lean on, whatever beats tell: should an assumption about them be wrong.
+# And younger files stay, with what they lean on, whatever heartbeats tell: should an assumption about them be wrong.
 _ORPHAN_AGE_S = 600.0
 # The older one is what is left when the newer one turns out to be damaged.
 SNAPSHOTS_KEPT = 2
@@ -53,9 +53,9 @@ class Headers(Protocol):
 
 
 class Origin(NamedTuple):
-    """At which beat a checkpoint was made, and on what; None for the first."""
+    """At which heartbeat a checkpoint was made, and on what; None for the first."""
 
-    beat: int
+    heartbeat: int
     parent: CheckpointRef | None
 
 
@@ -149,8 +149,8 @@ def classify(
         return Decision(tuple(leftovers))
     if head not in kinds:
         return Decision(doubt=f"the committed checkpoint {head} has no file here", lost=True)
-    # Checkpoints with this beat or a later one may be named by a pointer that Spark may still hand out.
-    recent = pointer.beats - recent_beats(max(batches_retained, pointer.retained))
+    # Checkpoints with this heartbeat or a later one may be named by a pointer that Spark may still hand out.
+    recent = pointer.heartbeats - recent_heartbeats(max(batches_retained, pointer.retained))
     erased = erased_before(pointer.ages)
     recent = recent if erased is None else max(recent, erased)
     line = dict.fromkeys(_back_from(head, kinds, headers))
@@ -163,13 +163,13 @@ def classify(
     beside = sorted(kinds.keys() - line.keys())
     origins = dict(zip(beside, headers.origins(beside), strict=True))
     # What the pointer holds inline may have arrived since, and is recent.
-    gone.update(ref for ref in beside if origins[ref].beat < recent and ref not in young)
+    gone.update(ref for ref in beside if origins[ref].heartbeat < recent and ref not in young)
     lean_on = list(settled)
     for ref in beside:
         if ref in gone or _meets(origins[ref].parent, line, settled):
             continue
         needs = _needs_of(ref, line, settled, kinds, headers, damaged)
-        if origins[ref].beat >= recent:
+        if origins[ref].heartbeat >= recent:
             if needs.missing is not None:
                 return Decision(doubt=f"{ref} may be in use and its ancestor {needs.missing} has no file")
             lean_on += needs.snapshots
@@ -188,7 +188,7 @@ def _settled_snapshots(
     """
     found: list[CheckpointRef] = []
     for ref in line:
-        if _is_snapshot(ref, kinds, damaged) and headers.origins([ref])[0].beat < recent:
+        if _is_snapshot(ref, kinds, damaged) and headers.origins([ref])[0].heartbeat < recent:
             found.append(ref)
             if len(found) == SNAPSHOTS_KEPT:
                 return found
@@ -203,7 +203,7 @@ def _back_from(ref: CheckpointRef, kinds: Kinds, headers: Headers) -> Iterator[C
     """A checkpoint and its ancestors, the newest first, as far back as there are files."""
     yield ref
     while True:
-        # Each header tells the ancestors back to the snapshot presumed at its time.
+        # Each header tells the ancestors back to the snapshot unconfirmed at its time.
         lineage = headers.of(ref).lineage
         for ref in reversed(lineage):
             if ref not in kinds:
@@ -358,7 +358,7 @@ class FileHeaders:
         self._headers[where] = header
         if len(self._headers) > self._HEADERS_MAX:
             self._headers.popitem(last=False)
-        self._known[ref] = Origin(header.writer.beat, header.parent)
+        self._known[ref] = Origin(header.writer.heartbeat, header.parent)
         return header
 
     def origins(self, refs: Sequence[CheckpointRef]) -> list[Origin]:

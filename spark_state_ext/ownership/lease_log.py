@@ -29,18 +29,18 @@ class LeaseLog:
 
     Parameters
     ----------
-    home
+    query_folder
         The query folder.
     """
 
-    def __init__(self, home: Folder) -> None:
-        self._home = home
-        self._files = home.child(LEASE_FOLDER)
+    def __init__(self, query_folder: Folder) -> None:
+        self._query_folder = query_folder
+        self._files = query_folder.child(LEASE_FOLDER)
 
     @property
     def root(self) -> str:
         """The query folder, for messages."""
-        return self._home.root
+        return self._query_folder.root
 
     def newest(self) -> Found | None:
         """The record that counts; None where there is none.
@@ -91,7 +91,7 @@ class LeaseLog:
             if _number(name) < number:
                 self._files.remove(name)
         if number > 1:
-            self._home.remove(_OLD_FILE)
+            self._query_folder.remove(_OLD_FILE)
 
     def _names(self) -> list[str]:
         return [name for name in self._files.names() if _NAME.fullmatch(name)]
@@ -101,7 +101,7 @@ class LeaseLog:
 
     def _old(self) -> Found | None:
         try:
-            return Found(0, LeaseRecord.decode(self._home.get(_OLD_FILE), self._home.where(_OLD_FILE)))
+            return Found(0, LeaseRecord.decode(self._query_folder.get(_OLD_FILE), self._query_folder.where(_OLD_FILE)))
         except MissingCheckpointError:
             return None
 

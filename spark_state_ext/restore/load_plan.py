@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import LineageError, MissingRunError
-from spark_state_ext.store.merging import choose_runs
+from spark_state_ext.store.compaction import choose_runs
 from spark_state_ext.store.runs import Run
 
 __all__ = [
@@ -29,7 +29,7 @@ class Chain:
     rooted
         The first one was built on no state at all, so that its delta is the whole state.
     start
-        Place of the checkpoint of which a snapshot is presumed. Those before it are of use only when they are here.
+        Place of the checkpoint of which a snapshot is unconfirmed. Those before it are of use only when they are here.
     """
 
     refs: tuple[CheckpointRef, ...]
@@ -103,7 +103,7 @@ def plan_load(chain: Chain, runs: Iterable[Run], gone: Collection[Fetch]) -> lis
     Returns
     -------
     list of Fetch or None
-        None when the chain as known does not lead to the state: the snapshot presumed at its beginning is gone, or a
+        None when the chain as known does not lead to the state: the snapshot unconfirmed at its beginning is gone, or a
         delta and every snapshot that could stand in for it.
     """
     runs = list(runs)
@@ -136,7 +136,7 @@ def plan_load(chain: Chain, runs: Iterable[Run], gone: Collection[Fetch]) -> lis
             found = above(base)
             if found is not None:
                 return found
-    # Else from the presumed snapshot. Where a delta above it is gone, any snapshot from there on is worth a try.
+    # Else from the unconfirmed snapshot. Where a delta above it is gone, any snapshot from there on is worth a try.
     lost = [place[fetch.ref] for fetch in gone if fetch.kind == DELTA and fetch.ref in place]
     for base in range(max(lost), len(chain.refs)) if lost else range(chain.start, chain.start + 1):
         ref = chain.refs[base]

@@ -114,7 +114,7 @@ class Loader:
         finally:
             self._sources.report(f"bucket {self._bucket} of operator {self._operator!r} at checkpoint {chain.refs[-1]}")
 
-    def adopt(self, made: SealedFile, ref: CheckpointRef) -> None:
+    def ingest(self, made: SealedFile, ref: CheckpointRef) -> None:
         """Have the local store use a snapshot that was made of its runs in place of these.
 
         Parameters
@@ -135,7 +135,7 @@ class Loader:
                 SealedFiles([made], "just made"), ref, SNAPSHOT, self._store.schema, self._scratch, keep
             )
             if found.copy is not None:
-                self._store.adopt(keep, found.copy.body_bytes, found.copy.blocks, found.copy.rows, ref)
+                self._store.ingest(keep, found.copy.body_bytes, found.copy.blocks, found.copy.rows, ref)
             else:
                 self._store.restore(found.batches, ref, None, snapshot=True)
         finally:
@@ -171,7 +171,7 @@ class Loader:
             self._store.restore(found.batches, fetch.ref, header.parent, snapshot=fetch.kind == SNAPSHOT)
         else:
             copy = found.copy
-            self._store.adopt(copy.path, copy.body_bytes, copy.blocks, copy.rows, fetch.ref)
+            self._store.ingest(copy.path, copy.body_bytes, copy.blocks, copy.rows, fetch.ref)
         self.fetched_files += 1
 
     def _result(self, future: Future[T], ahead: Iterable[Future[T]]) -> T:
@@ -209,7 +209,7 @@ class Loader:
     def _note(self, fetch: Fetch, failure: Failure, gone: dict[Fetch, Failure]) -> None:
         gone[fetch] = failure
         if fetch.kind == SNAPSHOT and not isinstance(failure, MissingCheckpointError):
-            # Missing ones are presumed only. A damaged one is worth knowing of.
+            # Missing ones are unconfirmed only. A damaged one is worth knowing of.
             _LOGGER.warning("%s; the lineage before it is used in its place", failure)
 
     def _further_back(self, chain: Chain, gone: dict[Fetch, Failure]) -> Chain:
@@ -235,7 +235,7 @@ class Loader:
         what = f"checkpoint {chain.refs[-1]} of bucket {self._bucket} of operator {self._operator!r} cannot be loaded: "
         unreached = self._sources.unreached
         if unreached is not None:
-            # One lacks what its standing promises; that which does not answer may have it.
+            # One lacks what its replication status promises; that which does not answer may have it.
             waiting = StorageError(
                 f"{what}{unreached}; and the others lack it: {'; '.join(map(str, telling))}. Nothing need be lost: try "
                 "again when that backend answers."

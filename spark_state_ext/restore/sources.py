@@ -21,9 +21,9 @@ from typing import TypeVar
 import pyarrow as pa
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name
-from arrow_schemas.pointer import Pointer, Standing
+from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import Checkpoint
-from spark_state_ext.backends.replication import Place, is_complete, taken_over
+from spark_state_ext.backends.replication import Replica, is_complete, taken_over
 from spark_state_ext.errors import (
     CorruptError,
     InterruptedRestoreError,
@@ -113,10 +113,10 @@ class _Unopened:
 class _Source:
     """One backend, as far as it is known whether it answers."""
 
-    def __init__(self, name: str, files: Readable, standing: Standing | None, silent_s: float) -> None:
+    def __init__(self, name: str, files: Readable, status: ReplicationStatus | None, silent_s: float) -> None:
         self.name = name
         self.files = files
-        self.standing = standing
+        self.status = status
         self._silent_s = silent_s
         self._silent: StorageError | None = None
         self._lock = threading.Lock()
@@ -127,7 +127,7 @@ class _Source:
 
     def promised(self, ref: CheckpointRef, kind: str) -> bool:
         """Whether the backend has confirmed this file, and clean-up cannot have removed it since."""
-        it = self.standing
+        it = self.status
         return kind == DELTA and it is not None and is_complete(it) and ref == it.through
 
     def is_away(self, raise_if_closed: Callable[[], None]) -> bool:
@@ -195,12 +195,12 @@ class _Source:
         return error
 
 
-def restore_order(places: Sequence[Place], pointer: Pointer, restore_from: str | None) -> list[Place]:
+def restore_order(replicas: Sequence[Replica], pointer: Pointer, restore_from: str | None) -> list[Replica]:
     """Backends in the order in which a restore asks them: the preferred one, then those that hold everything.
 
     Parameters
     ----------
-    places
+    replicas
         As configured.
     pointer
         Whose checkpoint is restored.
@@ -208,10 +208,10 @@ def restore_order(places: Sequence[Place], pointer: Pointer, restore_from: str |
         Name of the preferred backend.
     """
 
-    def rank(place: Place) -> tuple[bool, bool]:
-        return not is_complete(pointer.standings.get(place.name)), place.name != restore_from
+    def rank(replica: Replica) -> tuple[bool, bool]:
+        return not is_complete(pointer.replication.get(replica.name)), replica.name != restore_from
 
-    return sorted(places, key=rank)
+    return sorted(replicas, key=rank)
 
 
 class Sources:
@@ -219,7 +219,7 @@ class Sources:
 
     Parameters
     ----------
-    places
+    replicas
         Backends, in the order in which they are asked.
     pointer
         Whose inline deltas come first.
@@ -230,15 +230,15 @@ class Sources:
     """
 
     def __init__(
-        self, places: Sequence[Place], pointer: Pointer, preferred: str | None = None, silent_s: float = math.inf
+        self, replicas: Sequence[Replica], pointer: Pointer, preferred: str | None = None, silent_s: float = math.inf
     ) -> None:
         self._silent_s = silent_s
         self._inline = SealedFiles((SealedFile.of(it.name, it.data) for it in pointer.inline), "in Spark's state")
-        self._places = list(places)
+        self._replicas = list(replicas)
         self._sources: list[_Source] | None = None
         self._pointer = pointer
         # Old pointers do not name backends; the root holds what they stand for.
-        self._standings = taken_over(pointer, places).standings
+        self._replication = taken_over(pointer, replicas).replication
         self._preferred = preferred
         self._told: set[str] = set()
         self._unreached: list[StorageError] = []
@@ -248,11 +248,11 @@ class Sources:
         self._gaps: dict[str, dict[str, StateError]] = {}
         # How many of these there were in all.
         self.gaps = 0
-        if preferred is not None and not is_complete(self._standings.get(preferred)):
+        if preferred is not None and not is_complete(self._replication.get(preferred)):
             self._tell(preferred, f"it does not have the whole state at checkpoint {pointer.ref}")
 
     def read(self, ref: CheckpointRef, kind: str, work: Callable[[Readable], T]) -> T:
-        """Run `work`, which reads and checks one file, on the first place that gives it whole.
+        """Run `work`, which reads and checks one file, on the first replica that gives it whole.
 
         Raises
         ------
@@ -286,7 +286,7 @@ class Sources:
                 failures[source.name] = error
                 if several and source.away is error:
                     self._tell(source.name, f"{error}. This restore asks it only for what no other one has")
-                if kind == SNAPSHOT and is_complete(source.standing) and not isinstance(error, StorageError):
+                if kind == SNAPSHOT and is_complete(source.status) and not isinstance(error, StorageError):
                     # It holds everything without this one; no need to wait for a backend that cannot be reached.
                     does_without = True
                 continue
@@ -309,7 +309,7 @@ class Sources:
     def where(self, ref: CheckpointRef, kind: str) -> str:
         """How to call a file in messages."""
         name = file_name(ref, kind)
-        if name in self._inline or not self._places:
+        if name in self._inline or not self._replicas:
             return self._inline.where(name)
         return self._opened()[0].files.where(name)
 
@@ -321,7 +321,7 @@ class Sources:
     @property
     def elsewhere(self) -> list[str]:
         """Names of backends that have confirmed the state and are not among those asked."""
-        return [name for name in self._pointer.standings if name not in {place.name for place in self._places}]
+        return [name for name in self._pointer.replication if name not in {replica.name for replica in self._replicas}]
 
     def report(self, what: str) -> None:
         """Tell of each backend all files that it should have given, and others gave, since the last report.
@@ -352,8 +352,8 @@ class Sources:
     def close(self) -> None:
         """Have reads end, and whoever waits for them; from any thread. There are no further ones."""
         self._closed.set()
-        for place in self._places:
-            place.restore.close()
+        for replica in self._replicas:
+            replica.restore.close()
 
     @property
     def is_closed(self) -> bool:
@@ -375,19 +375,19 @@ class Sources:
         # Under a lock: the first files are asked for side by side.
         with self._lock:
             if self._sources is None:
-                self._sources = [self._open(place) for place in self._places]
+                self._sources = [self._open(replica) for replica in self._replicas]
             return self._sources
 
-    def _open(self, place: Place) -> _Source:
-        standing = self._standings.get(place.name)
+    def _open(self, replica: Replica) -> _Source:
+        status = self._replication.get(replica.name)
         try:
             if self._pointer.ref is not None:
-                place.restore.init(Checkpoint(self._pointer.ref, self._pointer.markers))
-            return _Source(place.name, place.restore.restore(), standing, self._silent_s)
+                replica.restore.init(Checkpoint(self._pointer.ref, self._pointer.markers))
+            return _Source(replica.name, replica.restore.restore(), status, self._silent_s)
         except StorageError as error:
-            if len(self._places) == 1:
+            if len(self._replicas) == 1:
                 raise
-            return _Source(place.name, _Unopened(place.name, error), standing, self._silent_s)
+            return _Source(replica.name, _Unopened(replica.name, error), status, self._silent_s)
 
     def _note_gaps(self, ref: CheckpointRef, kind: str, failures: Mapping[str, StateError]) -> None:
         """What backends failed to give that another one gave, where it was theirs to give."""

@@ -1,6 +1,6 @@
 """Entries with a checksum: what the local store says of itself, as one wrong bit there may hide rows without a trace.
 
-LMDB keeps no checksums. Chunks have theirs in the manifest; the manifest, pins and notes have them here.
+LMDB keeps no checksums. Chunks have theirs in the manifest; the manifest, pins and records have them here.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ import pyarrow as pa
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import CorruptStoreError, MissingRunError, StateError, StorageError
-from spark_state_ext.store import manifest, notes, pins
+from spark_state_ext.store import manifest, pins, records
 from spark_state_ext.store.base_file import check_blocks, chunks_in, file_of, mapped
+from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_compaction, choose_runs, droppable, outgrown
 from spark_state_ext.store.environment import MAP_BYTES_MIN
 from spark_state_ext.store.incoming import Incoming, remove_abandoned
-from spark_state_ext.store.merging import MERGE_BYTES_MAX, choose_merge, choose_runs, droppable, outgrown
 from spark_state_ext.store.pending import Pending, chunk_key
 from spark_state_ext.store.runs import CHUNK_ROWS, Chunk, Run, cut, decode_chunk, encode_chunk
 from spark_state_ext.store.shared import SharedEnvironment
@@ -56,7 +56,7 @@ class LocalStore:
         First size of the map; it doubles when needed.
     chunk_rows
         Rows a chunk.
-    merge_bytes_max
+    compaction_bytes_max
         Most bytes that one commit may merge.
 
     Raises
@@ -72,12 +72,12 @@ class LocalStore:
         *,
         map_bytes: int = MAP_BYTES_MIN,
         chunk_rows: int = CHUNK_ROWS,
-        merge_bytes_max: int = MERGE_BYTES_MAX,
+        compaction_bytes_max: int = COMPACTION_BYTES_MAX,
     ) -> None:
         self.folder = Path(folder)
         self.schema = schema
         self._chunk_rows = chunk_rows
-        self._merge_bytes_max = merge_bytes_max
+        self._compaction_bytes_max = compaction_bytes_max
         self._checked: set[tuple[str, int]] = set()
         self._maps: dict[str, pa.Buffer] = {}
         self._closed = False
@@ -165,7 +165,7 @@ class LocalStore:
         )
 
     def incoming(self) -> Path:
-        """A path for a file to be given to `adopt`, on the same disk; `end_incoming` when that is over."""
+        """A path for a file to be given to `ingest`, on the same disk; `end_incoming` when that is over."""
         self._remove_abandoned()
         return self._incoming.begin(self._environment.folder)
 
@@ -173,7 +173,7 @@ class LocalStore:
         """Remove what is left at a path from `incoming`: nothing where it was adopted."""
         self._incoming.end(path)
 
-    def adopt(self, path: Path, body_bytes: int, blocks: Sequence[int], rows: int, ref: CheckpointRef) -> Run:
+    def ingest(self, path: Path, body_bytes: int, blocks: Sequence[int], rows: int, ref: CheckpointRef) -> Run:
         """Take a snapshot's file, at a path from `incoming`, as the run of a checkpoint that holds everything.
 
         Parameters
@@ -220,11 +220,11 @@ class LocalStore:
         return written
 
     def outgrown(self, view: View) -> bool:
-        """Whether a snapshot of a view should replace its runs (`adopt`), as merging does not keep them small."""
-        return outgrown([run.size_bytes for run in view.runs], self._merge_bytes_max)
+        """Whether a snapshot of a view should replace its runs (`ingest`), as merging does not keep them small."""
+        return outgrown([run.size_bytes for run in view.runs], self._compaction_bytes_max)
 
-    def compact(self, head: CheckpointRef | None, presumed: CheckpointRef | None = None) -> Run | None:
-        """Merge some runs of a *committed* checkpoint, if that is due; at most `merge_bytes_max` bytes.
+    def compact(self, head: CheckpointRef | None, unconfirmed: CheckpointRef | None = None) -> Run | None:
+        """Merge some runs of a *committed* checkpoint, if that is due; at most `compaction_bytes_max` bytes.
 
         Returns the new run. The runs it covers stay until `prune`.
 
@@ -232,27 +232,27 @@ class LocalStore:
         ----------
         head
             The checkpoint.
-        presumed
+        unconfirmed
             The checkpoint before it whose snapshot may still become a run here. Where the runs need that, none that
             ends above it and begins below is made: the snapshot would then lie beside the way from the head down.
         """
         view = self.view(head)
         runs = view.runs
-        border = next((at for at, run in enumerate(runs) if run.newest == presumed), 0) if self.outgrown(view) else 0
-        chosen = choose_merge([run.size_bytes for run in runs], self._merge_bytes_max, border)
+        border = next((at for at, run in enumerate(runs) if run.newest == unconfirmed), 0) if self.outgrown(view) else 0
+        chosen = choose_compaction([run.size_bytes for run in runs], self._compaction_bytes_max, border)
         if chosen is None:
             return None
-        merging = runs[slice(*chosen)]
-        base = merging[-1].base or merging[-1].parent is None
+        compaction = runs[slice(*chosen)]
+        base = compaction[-1].base or compaction[-1].parent is None
 
         def intact(txn: Reader) -> None:
-            manifest.check_present(txn, merging, "merged")
+            manifest.check_present(txn, compaction, "merged")
 
         return self._add(
-            View(self, merging).scan(keep_tombstones=not base),
-            newest=merging[0].newest,
-            oldest=merging[-1].oldest,
-            parent=merging[-1].parent,
+            View(self, compaction).scan(keep_tombstones=not base),
+            newest=compaction[0].newest,
+            oldest=compaction[-1].oldest,
+            parent=compaction[-1].parent,
             base=base,
             check=intact,
         )
@@ -314,19 +314,19 @@ class LocalStore:
         self._environment.write(lambda txn: pins.release(txn, name))
         self._stay_closed()
 
-    def note(self, written: Mapping[str, bytes], removed: Collection[str] = ()) -> None:
-        """Leave notes for other processes of this machine, and remove some."""
+    def record(self, written: Mapping[str, bytes], removed: Collection[str] = ()) -> None:
+        """Leave records for other processes of this machine, and remove some."""
 
         def work(txn: Writing) -> None:
-            notes.remove(txn, removed)
-            notes.put(txn, written)
+            records.remove(txn, removed)
+            records.put(txn, written)
 
         self._environment.write(work)
         self._stay_closed()
 
-    def notes(self) -> dict[str, bytes]:
-        """All notes, by name."""
-        return self._environment.read(notes.every)
+    def records(self) -> dict[str, bytes]:
+        """All records, by name."""
+        return self._environment.read(records.every)
 
     def rebuild(self) -> None:
         """Set a damaged environment aside and begin with an empty one."""
@@ -346,7 +346,7 @@ class LocalStore:
     def close(self) -> None:
         """Close the environment in this process.
 
-        What still uses this object, beside batches, opens it again, and notes when it is over: then it is closed once
+        What still uses this object, beside batches, opens it again, and records when it is over: then it is closed once
         more. (Another object of the same folder opens it again when it needs it.)
         """
         self._closed = True
@@ -479,19 +479,19 @@ class LocalStore:
             value = txn.get(b"meta", b"identity")
             return None if value is None else bytes(value)
 
-        def note(txn: Writing) -> None:
+        def record(txn: Writing) -> None:
             if txn.get(b"meta", b"identity") is None:
                 txn.put(b"meta", b"identity", identity)
 
         try:
             found = self._environment.read(stored)
             if found is None:
-                self._environment.write(note)
+                self._environment.write(record)
                 found = self._environment.read(stored)
         except CorruptStoreError:
             self._environment.discard()
-            self._environment.write(note)
+            self._environment.write(record)
             found = self._environment.read(stored)
         if found != identity:
             self._environment.discard()
-            self._environment.write(note)
+            self._environment.write(record)

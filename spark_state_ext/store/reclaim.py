@@ -1,7 +1,7 @@
 """Local disks: stores of buckets that moved to another executor, and what killed workers left, are removed.
 
 A local store is a cache, so removing one that is wanted again costs a restore and nothing else. Each task that uses a
-store notes the time in a file beside it.
+store records the time in a file beside it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = No
     Parameters
     ----------
     stores
-        Folder that has bucket folders three levels below an operator's: ``<operator>/<home>/<schema>/<bucket>``.
+        Folder that has bucket folders three levels below an operator's: ``<operator>/<query
+        folder>/<schema>/<bucket>``.
     scratch
         Folder of temporary files.
     keep_s

@@ -121,9 +121,9 @@ class View:
         for after, upto in self._small_ranges():
             pieces = self._copied(after, upto)
             if pieces:
-                merged = newest_wins(pieces, self._schema, drop_tombstones=not keep_tombstones)
-                if merged.num_rows:
-                    yield merged
+                compacted = newest_wins(pieces, self._schema, drop_tombstones=not keep_tombstones)
+                if compacted.num_rows:
+                    yield compacted
 
     def piece(self, after: int) -> tuple[int, pa.RecordBatch]:
         """Live rows with hashes beyond `after` up to some border, ascending by hash, and that border.
@@ -155,17 +155,22 @@ class View:
         self._store.read(work)
         return pieces
 
-    def expired_bytes_max(self, now_ms: int, floor_ms: int = 0, floor_version: int = 0) -> int:
+    def expired_bytes_max(self, now_ms: int, low_watermark_ms: int = 0, low_watermark_version: int = 0) -> int:
         """Upper bound of the bytes that `expired` has to look through; from the manifest alone."""
         return sum(
             chunk.size_bytes
             for run in self.runs
             for chunk in run.chunks
-            if chunk.timeout_min < now_ms and chunk.timeout_max >= _lowest(run, floor_ms, floor_version)
+            if chunk.timeout_min < now_ms and chunk.timeout_max >= _lowest(run, low_watermark_ms, low_watermark_version)
         )
 
     def expired(
-        self, now_ms: int, floor_ms: int = 0, floor_version: int = 0, after: int = -1, upto: int = 2**64 - 1
+        self,
+        now_ms: int,
+        low_watermark_ms: int = 0,
+        low_watermark_version: int = 0,
+        after: int = -1,
+        upto: int = 2**64 - 1,
     ) -> pa.RecordBatch:
         """Live rows that time out before `now_ms`.
 
@@ -173,7 +178,7 @@ class View:
         ----------
         now_ms
             Threshold: rows with ``timeout_ms < now_ms``.
-        floor_ms, floor_version
+        low_watermark_ms, low_watermark_version
             In runs whose newest checkpoint is older than the version, rows below the floor are known to be dealt
             with and are not looked at again.
         after, upto
@@ -181,7 +186,7 @@ class View:
         """
 
         def chunks(run: Run) -> Iterator[tuple[int, int]]:
-            low = _lowest(run, floor_ms, floor_version)
+            low = _lowest(run, low_watermark_ms, low_watermark_version)
             for i, chunk in enumerate(run.chunks):
                 if chunk.timeout_min < now_ms and chunk.timeout_max >= low:
                     yield i, low
@@ -290,9 +295,9 @@ class View:
             yield from ((begin, end) for begin, end in itertools.pairwise(borders) if begin < end)
 
 
-def _lowest(run: Run, floor_ms: int, floor_version: int) -> int:
+def _lowest(run: Run, low_watermark_ms: int, low_watermark_version: int) -> int:
     """Timeouts of a run below this are dealt with."""
-    return floor_ms if run.newest.version < floor_version else -(2**63)
+    return low_watermark_ms if run.newest.version < low_watermark_version else -(2**63)
 
 
 def _borders(run: Run, name: str) -> HashArray:

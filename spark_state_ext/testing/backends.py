@@ -11,7 +11,7 @@ A package with a backend subclasses `BackendContract`, says how to make its fact
         def options(self):
             return {"url": "…"}
 
-Each test begins with a home of its own, so what another one left is not seen.
+Each test begins with a query folder of its own, so what another one left is not seen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import pytest
 from arrow_schemas import Pointer, RowSchema, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name, new_checkpoint_id
 from spark_state_ext.backends import STATE, BackendContext, BackendFactory, Checkpoint, CleanUp
-from spark_state_ext.backends.replication import Place
+from spark_state_ext.backends.replication import Replica
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
@@ -161,7 +161,7 @@ class BackendContract:
 
     def test_buckets_and_homes_do_not_see_each_other(self, factory: BackendFactory, context: BackendContext) -> None:
         ref = _ref(1)
-        contexts = [context, replace(context, bucket=4), replace(context, home=uuid.uuid4().hex)]
+        contexts = [context, replace(context, bucket=4), replace(context, query_folder=uuid.uuid4().hex)]
         contexts += [replace(context, operator="others")]
         markers = [_uploaded(factory, it, ref, b"%d" % at) for at, it in enumerate(contexts)]
         for at, (it, said) in enumerate(zip(contexts, markers, strict=True)):
@@ -262,7 +262,7 @@ class _Life:
         self._uploads = WorkerUploads()
         self._store = LocalStore(context.scratch / "store", SCHEMA)
         self._stores = 0
-        self.pointers = [Pointer("counts", 3, 8, 0, -1, None, home=context.home)]
+        self.pointers = [Pointer("counts", 3, 8, 0, -1, None, query_folder=context.query_folder)]
         self.models: list[dict[int, int]] = [{}]
 
     def __enter__(self) -> _Life:
@@ -271,16 +271,16 @@ class _Life:
     def __exit__(self, *exc: object) -> None:
         self._store.close()
 
-    def _places(self) -> list[Place]:
+    def _replicas(self) -> list[Replica]:
         backup, restore = self._factory.backup_manager(self._context), self._factory.restore_manager(self._context)
-        return [Place(self._context.name, backup, restore)]
+        return [Replica(self._context.name, backup, restore)]
 
     def _bucket(self, store: LocalStore, pointer: Pointer) -> Bucket:
         writer = Writer("query", "run", len(self.pointers), "host")
         options = CommitOptions(inline_bytes_max=6_000)
         scratch = self._context.scratch
         return Bucket(
-            store, self._places(), pointer, writer, scratch, None, _RETAINED, uploads=self._uploads, options=options
+            store, self._replicas(), pointer, writer, scratch, None, _RETAINED, uploads=self._uploads, options=options
         )
 
     def batch(self, changes: Mapping[int, int | None]) -> None:
@@ -303,10 +303,10 @@ class _Life:
     def clean_up(self) -> int:
         """As of the last but one pointer, which is committed."""
         pointer = self.pointers[-2]
-        head = pointer.standings[self._context.name].through
+        head = pointer.replication[self._context.name].through
         assert head is not None, "a backend has confirmed something by now"
-        (place,) = self._places()
-        return place.backup.clean_up(CleanUp(pointer, head, _RETAINED, lambda: None)).result(WAIT_S)
+        (replica,) = self._replicas()
+        return replica.backup.clean_up(CleanUp(pointer, head, _RETAINED, lambda: None)).result(WAIT_S)
 
     def check(self, which: range) -> None:
         """Pointers give the state of their time, each on an empty disk."""

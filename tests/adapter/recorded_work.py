@@ -21,7 +21,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from spark_state_ext.backends.files import sole_place
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.job import ARROW, PANDAS, ROWS, Job
@@ -79,7 +79,7 @@ def delay_of(key: Key, total: int) -> int:
 
 @dataclass
 class Recorder:
-    """The function under test, in each form; it notes nothing but what it gives as output."""
+    """The function under test, in each form; it records nothing but what it gives as output."""
 
     conf: str
 
@@ -185,13 +185,13 @@ def job(api: str, conf: str, ttl: Ttl | None, memory_bytes: int) -> Job:
 Hash = Callable[[Key], int]
 
 
-def spread(key: Key) -> int:
+def partitioning(key: Key) -> int:
     return ((23 if key is None else key) * 0x9E3779B97F4A7C15) % 2**64
 
 
 def clashing(key: Key) -> int:
     """Few hashes, at both ends and in between."""
-    return (0, 2**63, 2**63 + 1, 2**64 - 1)[spread(key) % 4]
+    return (0, 2**63, 2**63 + 1, 2**64 - 1)[partitioning(key) % 4]
 
 
 @dataclass
@@ -202,7 +202,7 @@ class Lived:
     api: str
     conf: str = "NoTimeout"
     ttl: Ttl | None = None
-    hashed: Hash = spread
+    hashed: Hash = partitioning
     memory_bytes: int = 256
     function: Callable[..., Any] | None = None
 
@@ -233,7 +233,7 @@ class Lived:
         self.store = self.opened()
 
     def bucket(self) -> Bucket:
-        return Bucket(self.store, sole_place(self.files, self.folder), self.pointer, WRITER, self.folder)
+        return Bucket(self.store, sole_replica(self.files, self.folder), self.pointer, WRITER, self.folder)
 
     def batch(self, rows: list[tuple[Key, int, int]], now_ms: int, watermark_ms: int) -> list[Call]:
         """Run a batch of rows (key, event time in milliseconds, value); returns the calls that were made."""
@@ -261,10 +261,12 @@ class Lived:
         pointer = bucket.commit(changed)
         # As `runtime` stamps it.
         if work.threshold_ms() is not None:
-            floor_version = pointer.version if pointer.ref != self.pointer.ref else pointer.version + 1
-            floor_ms = work.threshold_ms()
-            assert floor_ms is not None
-            pointer = replace(pointer, timeout_floor_ms=floor_ms, timeout_floor_version=floor_version)
+            low_watermark_version = pointer.version if pointer.ref != self.pointer.ref else pointer.version + 1
+            low_watermark_ms = work.threshold_ms()
+            assert low_watermark_ms is not None
+            pointer = replace(
+                pointer, timer_low_watermark_ms=low_watermark_ms, timer_low_watermark_version=low_watermark_version
+            )
         self.pointer = pointer
         self.batches += 1
         return self._calls(frames)

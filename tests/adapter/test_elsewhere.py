@@ -12,21 +12,21 @@ from recorded_work import job
 
 from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
-from arrow_schemas.pointer import Standing
+from arrow_schemas.pointer import ReplicationStatus
 from spark_state_ext.backends.registry import Backend
-from spark_state_ext.engine import places
+from spark_state_ext.engine import replicas
 from spark_state_ext.engine.job import Job
-from spark_state_ext.engine.places import refuse_elsewhere
+from spark_state_ext.engine.replicas import refuse_elsewhere
 from spark_state_ext.errors import ChangedJobError, StateElsewhereError, StorageError
 from spark_state_ext.files.folder import Folder
 
-HOME = "home"
+QUERY_FOLDER = "home"
 FIRST, NEWEST = CheckpointRef(4, "a" * 32), CheckpointRef(7, "b" * 32)
 
 
 @pytest.fixture(autouse=True)
 def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_kept", type(places._kept)())
+    monkeypatch.setattr(replicas, "_kept", type(replicas._kept)())
 
 
 def _job(root: Path, *backends: Backend) -> Job:
@@ -34,16 +34,16 @@ def _job(root: Path, *backends: Backend) -> Job:
     return replace(made, root=str(root), backends=backends or (Backend(str(root)),))
 
 
-def _pointer(*standings: tuple[Path | str, Standing]) -> Pointer:
-    return Pointer("recorded", 3, 8, 0, 5, None, HOME, standings={str(name): it for name, it in standings})
+def _pointer(*replication: tuple[Path | str, ReplicationStatus]) -> Pointer:
+    return Pointer("recorded", 3, 8, 0, 5, None, QUERY_FOLDER, replication={str(name): it for name, it in replication})
 
 
 def _root(path: Path, *names: str) -> Path:
-    home = path / "operator" / HOME
-    (home / "3").mkdir(parents=True)
-    (home / "operator_0.json").write_text("{}")
+    query_folder = path / "operator" / QUERY_FOLDER
+    (query_folder / "3").mkdir(parents=True)
+    (query_folder / "operator_0.json").write_text("{}")
     for name in names:
-        (home / "3" / name).write_bytes(b"file")
+        (query_folder / "3" / name).write_bytes(b"file")
     return path
 
 
@@ -59,7 +59,7 @@ def _tree(path: Path) -> list[Path]:
 @pytest.mark.parametrize("through", [None, NEWEST], ids=["all in Spark's state", "in files"])
 def test_a_root_that_has_nothing_is_refused(tmp_path: Path, through: CheckpointRef | None) -> None:
     a, b = _root(tmp_path / "a", file_name(NEWEST, DELTA)), tmp_path / "b"
-    pointer = _pointer((a, Standing(through)))
+    pointer = _pointer((a, ReplicationStatus(through)))
     before = _tree(tmp_path)
     with pytest.raises(StateElsewhereError, match=f"'operator' has its state in {a}, and the job names {b},") as raised:
         _refuse(_job(b), pointer, tmp_path)
@@ -73,7 +73,7 @@ def test_a_root_that_was_left_out_of_the_backends_is_to_be_added(tmp_path: Path)
     """The root is right: to set it back would change nothing."""
     a, b = _root(tmp_path / "a", file_name(NEWEST, DELTA)), tmp_path / "b"
     with pytest.raises(StateElsewhereError, match="add 'fsspec' to backends, which stands for the root") as raised:
-        _refuse(_job(a, Backend(str(b))), _pointer((a, Standing(NEWEST))), tmp_path)
+        _refuse(_job(a, Backend(str(b))), _pointer((a, ReplicationStatus(NEWEST))), tmp_path)
     assert f"has its state in {a}, and the job names {b}, where it is not" in str(raised.value)
     assert "set the root back" not in str(raised.value)
     assert f"looked for under {a}" not in str(raised.value)
@@ -83,21 +83,21 @@ def test_a_root_that_was_left_out_of_the_backends_is_to_be_added(tmp_path: Path)
 def test_a_root_that_was_copied_is_taken(tmp_path: Path, kind: str) -> None:
     a = _root(tmp_path / "a", file_name(NEWEST, kind))
     shutil.copytree(a, tmp_path / "b")
-    _refuse(_job(tmp_path / "b"), _pointer((a, Standing(NEWEST))), tmp_path)
-    _refuse(_job(tmp_path / "b"), _pointer((a, Standing(None))), tmp_path)
+    _refuse(_job(tmp_path / "b"), _pointer((a, ReplicationStatus(NEWEST))), tmp_path)
+    _refuse(_job(tmp_path / "b"), _pointer((a, ReplicationStatus(None))), tmp_path)
 
 
 def test_a_copy_from_before_the_newest_file_is_refused(tmp_path: Path) -> None:
     a = tmp_path / "a"
     b = _root(tmp_path / "b", file_name(FIRST, DELTA))
     with pytest.raises(StateElsewhereError):
-        _refuse(_job(b), _pointer((a, Standing(NEWEST))), tmp_path)
+        _refuse(_job(b), _pointer((a, ReplicationStatus(NEWEST))), tmp_path)
 
 
 def test_one_of_several_places_is_enough(tmp_path: Path) -> None:
     """That which is named need not be asked: restores look for themselves, and a removed root is written anew."""
     a, b = tmp_path / "a", tmp_path / "b"
-    pointer = _pointer((a, Standing(NEWEST)), (b, Standing(NEWEST, since=NEWEST)))
+    pointer = _pointer((a, ReplicationStatus(NEWEST)), (b, ReplicationStatus(NEWEST, since=NEWEST)))
     for backends in ([Backend(str(b))], [Backend(str(tmp_path / "c")), Backend(str(a))]):
         _refuse(_job(tmp_path / "c", *backends), pointer, tmp_path)
     # Moved files, under their old name.
@@ -115,4 +115,4 @@ def test_a_place_that_does_not_answer_is_not_taken(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Folder, "size", refused)
     with pytest.raises(StorageError, match="rights"):
-        _refuse(_job(tmp_path / "b"), _pointer((tmp_path / "a", Standing(NEWEST))), tmp_path)
+        _refuse(_job(tmp_path / "b"), _pointer((tmp_path / "a", ReplicationStatus(NEWEST))), tmp_path)

@@ -14,7 +14,7 @@ from life import Life
 from spark_state_ext.engine import housekeeping
 from spark_state_ext.engine.housekeeping import CleanUps, drop_spill_files
 from spark_state_ext.engine.in_transit import spill_folder
-from spark_state_ext.engine.places import Leases
+from spark_state_ext.engine.replicas import Leases
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CleanUpFailedError, LiveRunError, StorageError
 from spark_state_ext.files.folder import Entry, Folder
@@ -35,7 +35,7 @@ def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
 
 
 def _clean_ups(life: Life) -> CleanUps:
-    return CleanUps(life.bucket(), life.places(), Leases(()), life.batches_retained, str(life.local))
+    return CleanUps(life.bucket(), life.replicas(), Leases(()), life.batches_retained, str(life.local))
 
 
 def _denied(*args: object, **kwargs: object) -> None:
@@ -89,7 +89,7 @@ def test_lost_files_are_noticed_again_where_the_operator_file_cannot_be_brought_
     for name in life.folder("a").names():
         life.folder("a").remove(name)
     monkeypatch.setattr(CleanUps, "_is_crowded", lambda *args: True)
-    args = (life.bucket(), life.places(), Leases(()), life.batches_retained, str(life.local))
+    args = (life.bucket(), life.replicas(), Leases(()), life.batches_retained, str(life.local))
     due = DUE - life.pointers[-1].bucket
     CleanUps(*args, away).in_turn(life.pointers[-1], replace(life.pointers[-1], calls=due))
     assert "nothing is cleaned up in a: 503" in caplog.text
@@ -185,17 +185,17 @@ def test_spill_files_of_this_batch_stay_whichever_batch_their_writer_was_told(
 def test_what_tasks_left_that_were_not_told_their_query_goes_too(
     task: TaskInfo, background: Background, tmp_path: Path
 ) -> None:
-    """Whatever plan they were of: rows in transit after a day, notes about first batches after a month."""
+    """Whatever plan they were of: rows in transit after a day, records about first batches after a month."""
     folder, now_s = Folder(str(tmp_path)), time.time()
     for ago_s in (100, 100_000):
         folder.child(spill_folder("", None, now_s - ago_s)).put("x.payloads", b"rows")
-    notes = [f"{int(1000 * (now_s - 86_400 * days))}-{'0' * 32}" for days in (29, 31)]
-    for note in notes:
-        folder.child(STARTING_FOLDER).put(note, b"query")
+    records = [f"{int(1000 * (now_s - 86_400 * days))}-{'0' * 32}" for days in (29, 31)]
+    for record in records:
+        folder.child(STARTING_FOLDER).put(record, b"query")
     drop_spill_files(folder, task, housekeeping._SPILL_EVERY_CALLS, int(1000 * now_s))
     assert background.wait(30.0)
     assert folder.child("spill").names() == [f"t{int(now_s - 100)}"]
-    assert folder.child(STARTING_FOLDER).names() == notes[:1]
+    assert folder.child(STARTING_FOLDER).names() == records[:1]
 
 
 def test_spill_files_are_left_when_their_turn_comes_late(

@@ -25,13 +25,13 @@ _ME = RunIdentity(_APP, _PLAN, "query")
 _UNTOLD = "t1700000000000-" + "a" * 32
 
 
-def _task(folder: Folder, home: str, me: RunIdentity = _ME) -> None:
+def _task(folder: Folder, query_folder: str, me: RunIdentity = _ME) -> None:
     """A task of the query takes the lease."""
-    Lease(folder.child(home), me, 30_000).hold()
+    Lease(folder.child(query_folder), me, 30_000).hold()
 
 
-def _newest(folder: Folder, home: str) -> Found:
-    found = LeaseLog(folder.child(home)).newest()
+def _newest(folder: Folder, query_folder: str) -> Found:
+    found = LeaseLog(folder.child(query_folder)).newest()
     assert found is not None
     return found
 
@@ -123,8 +123,8 @@ def test_a_root_that_the_driver_cannot_reach_is_said_once(
     assert "cannot be looked after by this process: 403" in caplog.records[0].getMessage()
 
 
-def _damage(folder: Folder, home: str) -> None:
-    lease = folder.child(home).child(LEASE_FOLDER)
+def _damage(folder: Folder, query_folder: str) -> None:
+    lease = folder.child(query_folder).child(LEASE_FOLDER)
     for name in lease.names():
         lease.put(name, b"damaged")
 
@@ -132,16 +132,16 @@ def _damage(folder: Folder, home: str) -> None:
 def test_a_damaged_lease_keeps_no_other_one_from_being_renewed_and_released(
     folder: Folder, kept: Kept, caplog: pytest.LogCaptureFixture
 ) -> None:
-    homes = ["query-1", "query-2", "query-3"]
-    for home in homes:
-        _task(folder, home)
-    kept.poll(homes, 0.0, 0)
+    query_folders = ["query-1", "query-2", "query-3"]
+    for query_folder in query_folders:
+        _task(folder, query_folder)
+    kept.poll(query_folders, 0.0, 0)
     _damage(folder, "query-2")
     for at in range(1, 4):
-        kept.poll(homes, float(at), at)
-    assert [_newest(folder, home).number for home in ("query-1", "query-3")] == [4, 4]
+        kept.poll(query_folders, float(at), at)
+    assert [_newest(folder, query_folder).number for query_folder in ("query-1", "query-3")] == [4, 4]
     kept.poll([], 4.0, 4)
-    assert all(_newest(folder, home).record.released for home in ("query-1", "query-3"))
+    assert all(_newest(folder, query_folder).record.released for query_folder in ("query-1", "query-3"))
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(said) == 1
     assert "query-2" in said[0]

@@ -26,8 +26,8 @@ import pyarrow as pa
 from arrow_schemas import Pointer, RowSchema, Writer
 from benchmarks.slow import ObjectDisk
 from spark_state_ext.backends import BackendContext, CleanUp
-from spark_state_ext.backends.files import FilesBackend, sole_place
-from spark_state_ext.backends.replication import Place, is_complete
+from spark_state_ext.backends.files import FilesBackend, sole_replica
+from spark_state_ext.backends.replication import Replica, is_complete
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
@@ -160,10 +160,10 @@ def worker(folder: str, seed: int, pipe: Connection) -> None:
             left = []
             for bucket, data in pointers.items():
                 pointer = Pointer.decode(data)
-                places = [_place(base, name, bucket, uploads) for name in STORES]
+                replicas = [_replica(base, name, bucket, uploads) for name in STORES]
                 one = Bucket(
                     stores[bucket],
-                    places,
+                    replicas,
                     pointer,
                     Writer("query", "run", batch, "host"),
                     base,
@@ -181,30 +181,30 @@ def worker(folder: str, seed: int, pipe: Connection) -> None:
                 left += one.committer.left
                 made[bucket] = replace(new, batch=batch).encode()
                 if batch % 7 == bucket % 7:
-                    _clean_up(places, pointer, one)
+                    _clean_up(replicas, pointer, one)
             one.committer.await_all(left)
             pipe.send(("done", made))
         except StateError as error:
             pipe.send(("failed", repr(error)))
 
 
-def _place(base: Path, name: str, bucket: int, uploads: WorkerUploads) -> Place:
+def _replica(base: Path, name: str, bucket: int, uploads: WorkerUploads) -> Replica:
     options = {"root": str(base / name), "storage_options": {"implementation": "chaos_job.ChaosStore"}}
     context = BackendContext(
         name, options, "counts", "home", bucket, uploads.pool(name), base, OPTIONS.commit_timeout_ms / 1000
     )
     backend = FilesBackend()
-    return Place(name, backend.backup_manager(context), backend.restore_manager(context))
+    return Replica(name, backend.backup_manager(context), backend.restore_manager(context))
 
 
-def _clean_up(places: list[Place], pointer: Pointer, bucket: Bucket) -> None:
-    for place in places:
-        standing = pointer.standings.get(place.name)
-        if standing is None or not is_complete(standing) or standing.through is None:
+def _clean_up(replicas: list[Replica], pointer: Pointer, bucket: Bucket) -> None:
+    for replica in replicas:
+        status = pointer.replication.get(replica.name)
+        if status is None or not is_complete(status) or status.through is None:
             continue
         # A torn file that nobody owns stops it; that is for a person to see.
         with contextlib.suppress(StateError):
-            place.backup.clean_up(CleanUp(pointer, standing.through, RETAINED, lambda: None)).result()
+            replica.backup.clean_up(CleanUp(pointer, status.through, RETAINED, lambda: None)).result()
 
 
 # -- the driver ------------------------------------------------------------------------------------
@@ -242,7 +242,8 @@ class Driver:
         self.numbers = random.Random(seed)
         self.seen = Seen()
         self.pointers = {
-            bucket: Pointer("counts", bucket, BUCKETS, 0, -1, None, home="home").encode() for bucket in range(BUCKETS)
+            bucket: Pointer("counts", bucket, BUCKETS, 0, -1, None, query_folder="home").encode()
+            for bucket in range(BUCKETS)
         }
         self._context = multiprocessing.get_context("spawn")
         self._start()
@@ -298,13 +299,13 @@ class Driver:
         for bucket, data in self.pointers.items():
             pointer = replace(Pointer.decode(data), inline=())
             store = LocalStore(self.folder / f"fresh-{'-'.join(names)}" / str(bucket), SCHEMA)
-            places = [
-                place
+            replicas = [
+                replica
                 for name in names
-                for place in sole_place(
+                for replica in sole_replica(
                     Folder(str(self.folder / name)).child("counts", "home", str(bucket)), self.folder, name
                 )
             ]
-            reader = Bucket(store, places, pointer, Writer("q", "r", 0, "h"), self.folder)
+            reader = Bucket(store, replicas, pointer, Writer("q", "r", 0, "h"), self.folder)
             yield bucket, reader.read(_scanned)
             store.close()

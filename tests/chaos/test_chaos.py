@@ -36,7 +36,7 @@ def test_half_an_hour_of_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         # Until nothing is inline any more; the stores go on failing meanwhile.
         for _ in range(QUIET_BATCHES_MAX):
             pointers = [Pointer.decode(data) for data in driver.pointers.values()]
-            if all(not it.inline and len(it.standings) == len(STORES) for it in pointers):
+            if all(not it.inline and len(it.replication) == len(STORES) for it in pointers):
                 break
             driver.batch(changes=False)
         else:

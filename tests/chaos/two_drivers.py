@@ -29,7 +29,7 @@ from core_support import KEYS, SCHEMA, WRITER, Model, Row, buffer_of, changed, f
 from object_store import azure_server, azurite, s3_server
 
 from arrow_schemas import Pointer
-from spark_state_ext.backends.files import sole_place
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import LiveRunError
 from spark_state_ext.files.folder import Folder
@@ -75,13 +75,13 @@ class Start:
     seconds: float
 
 
-def _home(start: Start) -> Folder:
+def _query_folder(start: Start) -> Folder:
     return Folder(start.root, start.options).child("counts", QUERY)
 
 
 def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
     """A driver, its executor and its keeper; its query ends when both have had their time."""
-    home, application = _home(start), f"app of {name}"
+    query_folder, application = _query_folder(start), f"app of {name}"
     draw, ended = random.Random(name), threading.Event()
     kept = Kept(Folder(start.root, start.options).child("counts"), application, start.lease_ms)
 
@@ -96,19 +96,27 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
         store, lease = LocalStore(Path(scratch) / "store", SCHEMA), None
         while time.monotonic() < deadline_s:
             # Started again, it is planned again.
-            lease = lease or Lease(home, RunIdentity(application, uuid.uuid4().hex, QUERY, name), start.lease_ms)
+            lease = lease or Lease(
+                query_folder, RunIdentity(application, uuid.uuid4().hex, QUERY, name), start.lease_ms
+            )
             try:
                 lease.hold()
                 changes = {KEYS[commits % 9]: Row(commits, name)}
                 bucket = Bucket(
-                    store, sole_place(home.child("3"), Path(scratch)), pointer, WRITER, Path(scratch), None, RETAINED
+                    store,
+                    sole_replica(query_folder.child("3"), Path(scratch)),
+                    pointer,
+                    WRITER,
+                    Path(scratch),
+                    None,
+                    RETAINED,
                 )
                 new = bucket.commit(buffer_of(changes, Path(scratch)))
                 lease.hold()
                 pointer, model, commits = new, changed(model, changes), commits + 1
                 if commits % 10 == 0:
                     deleted += clean_up(
-                        home.child("3"), pointer, RETAINED, Path(scratch), lease.check, now_s=time.time() + 700
+                        query_folder.child("3"), pointer, RETAINED, Path(scratch), lease.check, now_s=time.time() + 700
                     )
                 if draw.random() < 0.01:
                     time.sleep(1.2 * start.lease_ms / 1000)
@@ -130,12 +138,18 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) ->
     """
     with tempfile.TemporaryDirectory() as scratch:
         start = Start(root, options, first_pointer(), {}, lease_ms, seconds)
-        home, pointer, model = _home(start), start.pointer, start.model
+        query_folder, pointer, model = _query_folder(start), start.pointer, start.model
         with contextlib.closing(LocalStore(Path(scratch) / "common", SCHEMA)) as store:
             for at in range(5):
                 changes = {KEYS[at]: Row(at, "before")}
                 bucket = Bucket(
-                    store, sole_place(home.child("3"), Path(scratch)), pointer, WRITER, Path(scratch), None, RETAINED
+                    store,
+                    sole_replica(query_folder.child("3"), Path(scratch)),
+                    pointer,
+                    WRITER,
+                    Path(scratch),
+                    None,
+                    RETAINED,
                 )
                 pointer, model = bucket.commit(buffer_of(changes, Path(scratch))), changed(model, changes)
         start = Start(root, options, pointer, model, lease_ms, seconds)
@@ -158,8 +172,8 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) ->
         assert len(committed) == 1, f"both committed: {[it.commits for it in told]}"
         (winner,) = committed
         with contextlib.closing(LocalStore(Path(scratch) / "fresh", SCHEMA)) as fresh:
-            places = sole_place(home.child("3"), Path(scratch))
-            found = Bucket(fresh, places, winner.pointer, WRITER, Path(scratch), None, RETAINED).read(scanned)
+            replicas = sole_replica(query_folder.child("3"), Path(scratch))
+            found = Bucket(fresh, replicas, winner.pointer, WRITER, Path(scratch), None, RETAINED).read(scanned)
         assert found == winner.model
     return {
         "commits": winner.commits,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from arrow_schemas import CheckpointRef, Pointer, RowSchema, Writer
 from arrow_schemas.equality import HashArray
 from arrow_schemas.row import DELETED, TIMEOUT_MS
-from spark_state_ext.backends.files import sole_place
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore, View
@@ -40,7 +40,7 @@ class Row:
     """State of one key in the model."""
 
     count: int | None
-    note: str | None = None
+    record: str | None = None
     timeout_ms: int | None = None
     defined: bool = True
 
@@ -95,7 +95,7 @@ def run_of(changes: Changes, hashed: HashFunction = good_hash) -> pa.RecordBatch
         pa.array(key_hashes(keys, hashed), pa.uint64()),
         *key_columns(keys),
         pa.array([row.count if row else None for row in rows], pa.int64()),
-        pa.array([row.note if row else None for row in rows], pa.string()),
+        pa.array([row.record if row else None for row in rows], pa.string()),
         pa.array([row.timeout_ms if row else None for row in rows], pa.int64()),
         pa.array([row is not None and row.defined for row in rows], pa.bool_()),
         pa.array([row is None for row in rows], pa.bool_()),
@@ -175,7 +175,7 @@ def rows() -> st.SearchStrategy[Row]:
     return st.builds(
         Row,
         count=st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)),
-        note=st.one_of(st.none(), st.text(max_size=3)),
+        record=st.one_of(st.none(), st.text(max_size=3)),
         timeout_ms=st.one_of(st.none(), st.integers(1, 30)),
         defined=st.booleans(),
     )
@@ -210,7 +210,7 @@ def buffer_of(changes: Changes, scratch: Path, hashed: HashFunction = good_hash)
 
 
 def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Bucket:
-    return Bucket(store, sole_place(files, scratch), pointer, WRITER, scratch)
+    return Bucket(store, sole_replica(files, scratch), pointer, WRITER, scratch)
 
 
 def committed(store: LocalStore, files: Folder, pointer: Pointer, changes: Changes, scratch: Path) -> Pointer:

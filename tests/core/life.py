@@ -15,7 +15,7 @@ from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, parse_file_name
 from spark_state_ext.backends import BackendContext, Checkpoint, CleanUp, Markers
 from spark_state_ext.backends.files import FilesBackup, FilesRestore
-from spark_state_ext.backends.replication import Place
+from spark_state_ext.backends.replication import Replica
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.commit.uploads import WorkerUploads
@@ -98,16 +98,16 @@ class Life:
             self.managers[name] = Watched(name, self.folder(name), context, self.told)
         return self.managers[name]
 
-    def places(self, *names: str) -> list[Place]:
+    def replicas(self, *names: str) -> list[Replica]:
         return [
-            Place(name, self.manager(name), FilesRestore(self.folder(name), 0.0), root=name == "a")
+            Replica(name, self.manager(name), FilesRestore(self.folder(name), 0.0), root=name == "a")
             for name in names or self.names
         ]
 
     def bucket(self, pointer: Pointer | None = None, store: LocalStore | None = None, *names: str) -> Bucket:
         return Bucket(
             store or self.store,
-            self.places(*names),
+            self.replicas(*names),
             pointer or self.pointers[-1],
             WRITER,
             self.local,

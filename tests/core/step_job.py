@@ -28,7 +28,7 @@ from core_support import KEYS, SCHEMA, Changes, Model, Row, buffer_of, changed, 
 from fsspec.implementations.local import LocalFileSystem
 
 from arrow_schemas import Pointer, Writer
-from spark_state_ext.backends.files import sole_place
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit import cadence
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
@@ -57,7 +57,7 @@ class Steps:
     kills: ClassVar[bool] = False
     after: ClassVar[bool] = False
     hit: ClassVar[str] = ""
-    note: ClassVar[Path]
+    record: ClassVar[Path]
 
     @classmethod
     def around(cls, name: str, work: Callable[[], Any]) -> Any:
@@ -65,7 +65,7 @@ class Steps:
         cls.left -= 1
         failing = cls.left == -1
         if failing:
-            cls.note.write_text(name)
+            cls.record.write_text(name)
             if not cls.after:
                 cls._fail(name)
         try:
@@ -154,7 +154,9 @@ def go_on(folder: Path, files: Folder, store: LocalStore, until: int) -> None:
     expected = models()
     while (pointer := committed(folder)).batch + 1 < until:
         batch = pointer.batch + 1
-        bucket = Bucket(store, sole_place(files, folder), pointer, Writer("q", "r", batch, "h"), folder, None, RETAINED)
+        bucket = Bucket(
+            store, sole_replica(files, folder), pointer, Writer("q", "r", batch, "h"), folder, None, RETAINED
+        )
         if bucket.read(scanned) != expected[batch]:
             os._exit(WRONG)
         new = replace(bucket.commit(buffer_of(CHANGES[batch], folder)), batch=batch)
@@ -176,10 +178,16 @@ def run(folder: Path, protocol: str) -> None:
     go_on(folder, files, store, BATCHES)
     # As the next batch would.
     clean_up(files, committed(folder), folder)
-    for place in ("local", "empty"):
-        final = LocalStore(folder / place, SCHEMA) if place == "empty" else store
+    for replica in ("local", "empty"):
+        final = LocalStore(folder / replica, SCHEMA) if replica == "empty" else store
         bucket = Bucket(
-            final, sole_place(files, folder), committed(folder), Writer("q", "r", BATCHES, "h"), folder, None, RETAINED
+            final,
+            sole_replica(files, folder),
+            committed(folder),
+            Writer("q", "r", BATCHES, "h"),
+            folder,
+            None,
+            RETAINED,
         )
         if bucket.read(scanned) != models()[BATCHES]:
             os._exit(WRONG)
@@ -224,17 +232,17 @@ def main(base: Path, protocol: str, fate: str, when: str, share: int, shares: in
     for n in range(share, 1_000, shares):
         folder = base / str(n)
         shutil.copytree(base / f"begun-{share}", folder)
-        Steps.note = folder / "failed"
+        Steps.record = folder / "failed"
         Steps.left = n
         job = partial(run, folder, protocol)
         code = in_a_child(job)
         Steps.left = -1
         assert code != WRONG, f"step {n}"
-        if not Steps.note.exists():
+        if not Steps.record.exists():
             assert code == UNHIT
             print(json.dumps(failed))
             return
-        name = Steps.note.read_text()
+        name = Steps.record.read_text()
         # A background failure is logged and the job goes on; any other ends it.
         assert code == FAILED or fate == "raise", f"step {n}, {name}: exit code {code}"
         assert in_a_child(job) == UNHIT, f"after step {n}, {name}"

@@ -222,9 +222,9 @@ class LocalStoreContract:
     def test_compaction_keeps_every_later_state(self) -> None:
         store = self.store(chunk_rows=2)
         refs, models = self.chain(store, 16)
-        merged = store.compact(refs[9])
-        assert merged is not None
-        assert merged.newest.version <= 9 + 1
+        compacted = store.compact(refs[9])
+        assert compacted is not None
+        assert compacted.newest.version <= 9 + 1
         assert [scanned(store.view(ref)) for ref in refs] == models
         assert len(store.view(refs[9]).runs) < 10
         assert store.prune(refs[9]) > 0
@@ -233,11 +233,11 @@ class LocalStoreContract:
     def test_a_merged_run_is_not_used_for_a_checkpoint_inside_it(self) -> None:
         store = self.store()
         refs, models = self.chain(store, 8)
-        merged = store.compact(refs[7])
-        assert merged is not None
-        assert (merged.oldest, merged.newest) == (refs[0], refs[7])
+        compacted = store.compact(refs[7])
+        assert compacted is not None
+        assert (compacted.oldest, compacted.newest) == (refs[0], refs[7])
         for ref, model in zip(refs[:-1], models[:-1], strict=True):
-            assert merged.key not in {run.key for run in store.view(ref).runs}
+            assert compacted.key not in {run.key for run in store.view(ref).runs}
             assert scanned(store.view(ref)) == model
         store.prune(refs[7])
         for ref in refs[:-1]:
@@ -279,7 +279,7 @@ class LocalStoreContract:
         assert not store.has(zombie)
 
     def test_merges_at_odds_leave_both_views_whole(self) -> None:
-        """A zombie merges deep, a newer call merged shallow: neither prunes what the other reads."""
+        """A zombie compactions deep, a newer call merged shallow: neither prunes what the other reads."""
         store = self.store()
         refs, models = self.chain(store, 9)
         # 3..9 merged by a call at 9, 1..5 by a zombie at 5, as if the two had overlapped.

@@ -19,7 +19,7 @@ from spark_state_ext.cli.abandoned import (
     RECENT,
     UNKNOWN,
     Found,
-    Homes,
+    QueryFolders,
     judge,
     look,
     main,
@@ -28,17 +28,17 @@ from spark_state_ext.cli.abandoned import (
 )
 from spark_state_ext.errors import LiveRunError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import new_home
+from spark_state_ext.files.operator_catalog import new_query_folder
 
 _DAY_S = 86_400.0
 _SCHEMA = json.dumps({"type": "struct", "fields": [{"name": "k", "type": "long", "nullable": True, "metadata": {}}]})
 
 
-def _query(root: Path, home: str, days: float = 100.0, operator: str = "count") -> Path:
+def _query(root: Path, query_folder: str, days: float = 100.0, operator: str = "count") -> Path:
     """A folder with state that was last written some days ago."""
-    folder = root / operator / home
+    folder = root / operator / query_folder
     (folder / "0").mkdir(parents=True)
-    file = OperatorFile(operator, home, 1, _SCHEMA, _SCHEMA)
+    file = OperatorFile(operator, query_folder, 1, _SCHEMA, _SCHEMA)
     (folder / operator_file_name(0)).write_bytes(file.encode())
     (folder / "lease").mkdir()
     (folder / "lease" / f"{1:016d}.json").write_text("{}")
@@ -78,23 +78,23 @@ def _found(newest_s: float | None, ours: bool = True) -> Found:
     ],
 )
 def test_each_folder_is_judged(found: Found, names: set[str], complete: bool, verdict: str) -> None:
-    assert judge(found, Homes(frozenset(names), complete), 100 * _DAY_S, 30 * _DAY_S) == verdict
+    assert judge(found, QueryFolders(frozenset(names), complete), 100 * _DAY_S, 30 * _DAY_S) == verdict
 
 
 def test_a_folder_that_only_pointers_can_name_is_left_without_spark(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Queries whose first tasks were not told their id have such folders, of checkpoints that were given, too."""
-    home = new_home(1_700_000_000_000, "a" * 32)
-    folder = _query(tmp_path / "root", home)
+    query_folder = new_query_folder(1_700_000_000_000, "a" * 32)
+    folder = _query(tmp_path / "root", query_folder)
     command = [str(tmp_path / "root"), "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used"), "--remove"]
     assert main(command) == 0
     assert folder.exists()
     line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith(f"unknown operator=count query={home} ")
+    assert line.startswith(f"unknown operator=count query={query_folder} ")
     assert line.endswith(' reason="needs --spark"')
     (found,) = look(Folder(str(tmp_path / "root")))
-    assert judge(found, Homes(frozenset(), complete=True), time.time(), 0.0) == ABANDONED
+    assert judge(found, QueryFolders(frozenset(), complete=True), time.time(), 0.0) == ABANDONED
 
 
 def test_what_is_abandoned_goes_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,8 +143,8 @@ def test_what_is_abandoned_goes_and_nothing_else(tmp_path: Path, capsys: pytest.
 def test_a_folder_whose_state_never_began_is_judged_like_others(tmp_path: Path, file: str) -> None:
     """A run that failed early leaves its lease, or rows in transit, and no operator file."""
     gone, used, recent = (str(UUID(int=number)) for number in range(3))
-    for home in (gone, used, recent, "notes"):
-        path = tmp_path / "root" / "count" / home / file
+    for query_folder in (gone, used, recent, "notes"):
+        path = tmp_path / "root" / "count" / query_folder / file
         path.parent.mkdir(parents=True)
         path.write_text("{}")
     other = tmp_path / "root" / "count" / str(UUID(int=9)) / "mine.txt"
@@ -153,12 +153,12 @@ def test_a_folder_whose_state_never_began_is_judged_like_others(tmp_path: Path, 
     _age(tmp_path / "root", 100)
     _age(tmp_path / "root" / "count" / recent, 2)
     root = Folder(str(tmp_path / "root"))
-    homes = Homes(frozenset([used]), complete=False)
-    found = {it.home: judge(it, homes, time.time(), 30 * _DAY_S) for it in look(root)}
+    query_folders = QueryFolders(frozenset([used]), complete=False)
+    found = {it.query_folder: judge(it, query_folders, time.time(), 30 * _DAY_S) for it in look(root)}
     assert found == {gone: ABANDONED, used: NAMED, recent: RECENT, "notes": UNKNOWN, other.parent.name: UNKNOWN}
     command = [root.root, "--checkpoint", _checkpoint(tmp_path / "checkpoint", used), "--remove"]
     assert main(command) == 0
-    assert {it.home for it in look(root)} == found.keys() - {gone}
+    assert {it.query_folder for it in look(root)} == found.keys() - {gone}
 
 
 def test_a_folder_that_somebody_writes_to_meanwhile_is_left(tmp_path: Path) -> None:
@@ -248,13 +248,13 @@ def test_state_that_spark_cannot_list_is_refused(tmp_path: Path) -> None:
 
 def test_folders_of_an_object_store_are_found_and_removed(s3: Any, tmp_path: Path) -> None:
     root = Folder(s3.root("abandoned"), s3.options)
-    for home in ("gone", "used"):
-        file = OperatorFile("count", home, 1, _SCHEMA, _SCHEMA)
-        root.child("count", home).put(operator_file_name(0), file.encode())
-        root.child("count", home, "0").put(f"1_{'0' * 32}.delta.arrow", b"rows")
+    for query_folder in ("gone", "used"):
+        file = OperatorFile("count", query_folder, 1, _SCHEMA, _SCHEMA)
+        root.child("count", query_folder).put(operator_file_name(0), file.encode())
+        root.child("count", query_folder, "0").put(f"1_{'0' * 32}.delta.arrow", b"rows")
     command = [root.root, "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used"), "--remove"]
     command += ["--storage-options", json.dumps(s3.options)]
     assert main(command) == 0
-    assert [found.home for found in look(root)] == ["gone", "used"], "they are of today"
+    assert [found.query_folder for found in look(root)] == ["gone", "used"], "they are of today"
     assert main(command, clock_s=lambda: time.time() + 40 * _DAY_S) == 0
-    assert [found.home for found in look(root)] == ["used"]
+    assert [found.query_folder for found in look(root)] == ["used"]

@@ -13,7 +13,7 @@ from core_support import KEYS, SCHEMA, WRITER, Model, Row, buffer_of, changed, f
 
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
-from spark_state_ext.backends.files import sole_place
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit import cadence
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
@@ -51,7 +51,7 @@ def test_work_that_hangs_does_not_hold_up_the_rest(monkeypatch: pytest.MonkeyPat
     background, gate, done = Background(), threading.Event(), threading.Event()
     assert background.submit("hangs", lambda: gate.wait(WAIT_S))
     deadline_s = time.monotonic() + WAIT_S
-    # A presumed snapshot whose upload hangs counts as missed.
+    # A unconfirmed snapshot whose upload hangs counts as missed.
     while time.monotonic() < deadline_s and background.busy("hangs"):
         time.sleep(0.01)
     assert not background.busy("hangs")
@@ -155,13 +155,13 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i), KEYS[(i + 5) % 9]: Row(-i, "x")}
         started_s = time.monotonic()
-        bucket = Bucket(store, sole_place(files, tmp_path), pointers[-1], WRITER, tmp_path, background)
+        bucket = Bucket(store, sole_replica(files, tmp_path), pointers[-1], WRITER, tmp_path, background)
         pointers.append(bucket.commit(buffer_of(changes, tmp_path)))
         slowest_s = max(slowest_s, time.monotonic() - started_s)
         models.append(changed(models[-1], changes))
     assert slowest_s < WAIT_S / 4, "nothing waited for the gate"
     assert not [n for n in files.names() if n.endswith("snapshot.arrow")]
-    # All these were presumed, and none is there: deltas lead back to the beginning.
+    # All these were unconfirmed, and none is there: deltas lead back to the beginning.
     assert max(len(pointer.lineage) for pointer in pointers) <= 4
     fresh = LocalStore(tmp_path / "fresh", SCHEMA)
     assert state_at(fresh, files, pointers[-1], tmp_path) == models[-1]
@@ -172,7 +172,7 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for pointer, model in zip(pointers, models, strict=True):
         if pointer.ref in arrived:
             new = LocalStore(tmp_path / str(pointer.version), SCHEMA)
-            bucket = Bucket(new, sole_place(files, tmp_path), pointer, WRITER, tmp_path)
+            bucket = Bucket(new, sole_replica(files, tmp_path), pointer, WRITER, tmp_path)
             assert state_at(new, files, pointer, tmp_path) == model
             new.close()
     assert store._environment.read(lambda txn: list(txn.items(b"pins"))) == [], "every pin was released"
@@ -207,12 +207,12 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     counts: list[int] = []
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i)}
-        pointer = Bucket(store, sole_place(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=True)).commit(
+        pointer = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=True)).commit(
             buffer_of(changes, tmp_path)
         )
         model = changed(model, changes)
         counts.append(len([n for n in files.names() if n.endswith("snapshot.arrow")]))
-    # Presumed at 3, 5 (one missed) and 7 (two missed, so written); and so on.
+    # Unconfirmed at 3, 5 (one missed) and 7 (two missed, so written); and so on.
     assert counts[5] == 0
     assert counts[6] == 1
     assert counts[-1] >= 2
@@ -235,7 +235,7 @@ def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
     lengths = []
     for i in range(12):
         changes = {KEYS[i % 9]: Row(i)}
-        pointer = Bucket(store, sole_place(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=False)).commit(
+        pointer = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=False)).commit(
             buffer_of(changes, tmp_path)
         )
         lengths.append(len(pointer.lineage))

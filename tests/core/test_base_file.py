@@ -20,7 +20,7 @@ from core_support import WRITER
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, RowSchema
 from arrow_schemas.blocks import BLOCK_BYTES
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
-from spark_state_ext.backends.files import sole_place
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files import checkpoint as checkpoint_module
@@ -71,7 +71,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
 
 
 def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Bucket:
-    return Bucket(store, sole_place(files, scratch), pointer, WRITER, scratch)
+    return Bucket(store, sole_replica(files, scratch), pointer, WRITER, scratch)
 
 
 def values_at(view: View, keys: np.ndarray) -> list[int | None]:
@@ -120,14 +120,14 @@ def test_commits_lie_over_it_and_pruning_removes_it(files: Folder, tmp_path: Pat
     assert bucket_on(store, files, pointer, tmp_path).read(lambda view: values_at(view, KEYS))[:3] == [1, None, 1001]
     old = store.view(REF)
     # Everything as one run: what it was made of is dropped at the next prune.
-    merged = store._add(
+    compacted = store._add(
         store.view(pointer.ref).scan(), pointer.lineage[-1].ref, REF, None, base=True, check=lambda txn: None
     )
     next_ref = CheckpointRef(pointer.version + 1, "9" * 32)
     store.apply([rows_of(np.array([1]), np.array([1]))], next_ref, pointer.ref)
     assert store.prune(next_ref) >= 1
     assert files_beside(store) == []
-    assert merged.key in {run.key for run in store.runs()}
+    assert compacted.key in {run.key for run in store.runs()}
     assert bucket_on(store, files, pointer, tmp_path).read(lambda view: values_at(view, KEYS))[:3] == [1, None, 1001]
     assert old.rows_max == ROWS
     store.close()
@@ -175,7 +175,7 @@ def test_an_evolved_schema_goes_the_long_way(files: Folder, tmp_path: Path) -> N
     store.close()
 
 
-_ADOPTS = """
+_INGESTS = """
 import os, sys
 from pathlib import Path
 from test_base_file import POINTER, SCHEMA, bucket_on
@@ -205,22 +205,22 @@ def test_what_a_killed_adoption_left_is_removed_at_the_next_opening(
 ) -> None:
     """And what one that lives has under way is not."""
     store = LocalStore(tmp_path / "store", SCHEMA)
-    adopts = subprocess.Popen(
-        [sys.executable, "-c", _ADOPTS, tmp_path / "store", tmp_path / "root", when],
+    ingests = subprocess.Popen(
+        [sys.executable, "-c", _INGESTS, tmp_path / "store", tmp_path / "root", when],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
-        assert adopts.stdout is not None
-        assert adopts.stdout.readline() == "there\n"
+        assert ingests.stdout is not None
+        assert ingests.stdout.readline() == "there\n"
         assert files_beside(store) == [left]
         assert LocalStore(tmp_path / "store", SCHEMA).runs() == []
         assert files_beside(store) == [left], "its process lives"
     finally:
-        adopts.kill()
-        adopts.wait()
+        ingests.kill()
+        ingests.wait()
     assert LocalStore(tmp_path / "store", SCHEMA).runs() == []
     assert files_beside(store) == []
     assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max) == ROWS
@@ -252,7 +252,7 @@ def test_on_a_disk_without_locks_what_is_old_is_removed(
 def test_small_snapshots_go_into_the_environment(
     files: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_module, "_ADOPTED_BYTES_MIN", 1 << 40)
+    monkeypatch.setattr(checkpoint_module, "_INGESTED_BYTES_MIN", 1 << 40)
     store = LocalStore(tmp_path / "store", SCHEMA)
     assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: values_at(view, KEYS))[1] == 10
     assert files_beside(store) == []

@@ -29,7 +29,7 @@ from core_support import (
 
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
-from spark_state_ext.backends.files import sole_place
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit import cadence
 from spark_state_ext.engine import bucket as bucket_module
 from spark_state_ext.engine.bucket import BATCHES_RETAINED, Bucket
@@ -43,7 +43,7 @@ from spark_state_ext.worker import memory
 from spark_state_ext.worker.spill import SpillBuffer
 
 
-class Place:
+class Replica:
     """A root, and machines with a local store each."""
 
     def __init__(self, root: str, local: Path) -> None:
@@ -94,9 +94,9 @@ class Place:
 
 
 @pytest.fixture(params=["disk", "objects"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+def replica(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replica]:
     root = str(tmp_path / "root") if request.param == "disk" else f"memory://{uuid.uuid4().hex}"
-    made = Place(root, tmp_path / "local")
+    made = Replica(root, tmp_path / "local")
     yield made
     for store in made.machines.values():
         store.close()
@@ -109,113 +109,113 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
 
 
-def test_the_first_commits(place: Place) -> None:
-    pointers, models = place.history(3)
+def test_the_first_commits(replica: Replica) -> None:
+    pointers, models = replica.history(3)
     assert [p.version for p in pointers] == [0, 1, 2, 3]
-    assert [place.state(p) for p in pointers] == models
+    assert [replica.state(p) for p in pointers] == models
     assert [len(p.lineage) for p in pointers] == [0, 1, 2, 3]
     entry = pointers[3].lineage[-1]
-    assert entry.size_bytes == place.files.size(file_name(entry.ref, DELTA))
+    assert entry.size_bytes == replica.files.size(file_name(entry.ref, DELTA))
 
 
-def test_no_change_is_no_checkpoint(place: Place) -> None:
-    pointers, _ = place.history(1)
-    names = place.files.names()
-    again = place.commit(pointers[1], {})
-    assert again == replace(pointers[1], calls=2, beats=2, retained_beat=2)
-    assert place.files.names() == names
+def test_no_change_is_no_checkpoint(replica: Replica) -> None:
+    pointers, _ = replica.history(1)
+    names = replica.files.names()
+    again = replica.commit(pointers[1], {})
+    assert again == replace(pointers[1], calls=2, heartbeats=2, retained_heartbeat=2)
+    assert replica.files.names() == names
 
 
-def test_a_quiet_bucket_is_renewed_once_in_so_many_beats(place: Place) -> None:
+def test_a_quiet_bucket_is_renewed_once_in_so_many_beats(replica: Replica) -> None:
     """Clean-up takes what is older than two renewals for a lineage that nobody follows."""
-    pointers, models = place.history(1)
+    pointers, models = replica.history(1)
     pointer, renewed = pointers[1], []
     for call in range(2, 3 * BATCHES_RETAINED):
-        after = place.commit(pointer, {})
-        assert after.calls == after.beats == call
+        after = replica.commit(pointer, {})
+        assert after.calls == after.heartbeats == call
         if after.ref != pointer.ref:
             renewed.append(call)
-            writer = read_header(place.files, after.lineage[-1].ref, DELTA).writer
-            assert (writer.beat, after.lineage[-1].beat) == (call, call)
+            writer = read_header(replica.files, after.lineage[-1].ref, DELTA).writer
+            assert (writer.heartbeat, after.lineage[-1].heartbeat) == (call, call)
         pointer = after
     assert renewed == [BATCHES_RETAINED + 2, 2 * BATCHES_RETAINED + 3]
-    assert place.state(pointer) == models[1]
+    assert replica.state(pointer) == models[1]
 
 
-def test_calls_for_timeouts_only_are_no_beats(place: Place) -> None:
-    pointers, _ = place.history(1)
-    bucket = Bucket(place.machine(), sole_place(place.files, place.local), pointers[1], WRITER, place.local)
-    after = bucket.commit(buffer_of({KEYS[0]: Row(5)}, place.local), heartbeat=False)
-    assert (after.calls, after.beats, after.lineage[-1].beat) == (2, 1, 1)
+def test_calls_for_timeouts_only_are_no_beats(replica: Replica) -> None:
+    pointers, _ = replica.history(1)
+    bucket = Bucket(replica.machine(), sole_replica(replica.files, replica.local), pointers[1], WRITER, replica.local)
+    after = bucket.commit(buffer_of({KEYS[0]: Row(5)}, replica.local), heartbeat=False)
+    assert (after.calls, after.heartbeats, after.lineage[-1].heartbeat) == (2, 1, 1)
 
 
-def test_a_store_one_behind_a_fresh_snapshot_fetches_the_delta_only(place: Place, often: None) -> None:
-    pointers, models = place.history(4)
+def test_a_store_one_behind_a_fresh_snapshot_fetches_the_delta_only(replica: Replica, often: None) -> None:
+    pointers, models = replica.history(4)
     behind, fresh = pointers[3], pointers[4]
     assert (len(behind.lineage), len(fresh.lineage)) == (3, 1)
-    assert place.state(behind, "b") == models[3]
-    bucket = bucket_on(place.machine("b"), place.files, fresh, place.local)
+    assert replica.state(behind, "b") == models[3]
+    bucket = bucket_on(replica.machine("b"), replica.files, fresh, replica.local)
     assert bucket.read(lambda view: len(view.runs)) == 4
     assert bucket.fetched_files == 1
-    assert place.state(fresh, "b") == models[4]
+    assert replica.state(fresh, "b") == models[4]
     # Without that delta the snapshot serves.
-    place.remove(place.name(fresh, DELTA))
-    assert place.state(behind, "c") == models[3]
-    assert place.state(fresh, "c") == models[4]
+    replica.remove(replica.name(fresh, DELTA))
+    assert replica.state(behind, "c") == models[3]
+    assert replica.state(fresh, "c") == models[4]
 
 
-def test_a_lost_machine(place: Place) -> None:
-    pointers, models = place.history(6)
-    place.lose()
-    assert place.state(pointers[6]) == models[6]
-    assert place.state(pointers[4], "other") == models[4]
+def test_a_lost_machine(replica: Replica) -> None:
+    pointers, models = replica.history(6)
+    replica.lose()
+    assert replica.state(pointers[6]) == models[6]
+    assert replica.state(pointers[4], "other") == models[4]
 
 
-def test_only_what_is_absent_is_fetched(place: Place) -> None:
-    pointers, models = place.history(5)
-    place.state(pointers[3], "b")
-    bucket = bucket_on(place.machine("b"), place.files, pointers[5], place.local)
+def test_only_what_is_absent_is_fetched(replica: Replica) -> None:
+    pointers, models = replica.history(5)
+    replica.state(pointers[3], "b")
+    bucket = bucket_on(replica.machine("b"), replica.files, pointers[5], replica.local)
     assert bucket.read(lambda view: view.rows_max) > 0
     assert bucket.fetched_files == 2
-    again = bucket_on(place.machine("b"), place.files, pointers[5], place.local)
+    again = bucket_on(replica.machine("b"), replica.files, pointers[5], replica.local)
     again.read(lambda view: view.rows_max)
     assert again.fetched_files == 0
-    assert place.state(pointers[5], "b") == models[5]
+    assert replica.state(pointers[5], "b") == models[5]
 
 
-def test_a_retry_and_a_restart_give_what_the_first_try_gave(place: Place) -> None:
-    pointers, models = place.history(2)
+def test_a_retry_and_a_restart_give_what_the_first_try_gave(replica: Replica) -> None:
+    pointers, models = replica.history(2)
     changes: Changes = {KEYS[0]: Row(7)}
-    attempts = [place.commit(pointers[2], changes, machine) for machine in ("a", "a", "b")]
+    attempts = [replica.commit(pointers[2], changes, machine) for machine in ("a", "a", "b")]
     assert len({p.ref for p in attempts}) == 3, "each invocation is a checkpoint of its own"
     for pointer in attempts:
         for machine in ("a", "b", "c"):
-            assert place.state(pointer, machine) == changed(models[2], changes)
+            assert replica.state(pointer, machine) == changed(models[2], changes)
 
 
-def test_two_jobs_from_one_checkpoint(place: Place) -> None:
-    pointers, models = place.history(3)
+def test_two_jobs_from_one_checkpoint(replica: Replica) -> None:
+    pointers, models = replica.history(3)
     left, right, left_model, right_model = pointers[3], pointers[3], models[3], models[3]
     for i in range(4):
-        left = place.commit(left, {KEYS[i]: Row(100 + i)}, "left")
-        right = place.commit(right, {KEYS[i]: Row(200 + i)}, "right")
+        left = replica.commit(left, {KEYS[i]: Row(100 + i)}, "left")
+        right = replica.commit(right, {KEYS[i]: Row(200 + i)}, "right")
         left_model = changed(left_model, {KEYS[i]: Row(100 + i)})
         right_model = changed(right_model, {KEYS[i]: Row(200 + i)})
     for machine in ("left", "right", "a"):
-        assert place.state(left, machine) == left_model
-        assert place.state(right, machine) == right_model
+        assert replica.state(left, machine) == left_model
+        assert replica.state(right, machine) == right_model
 
 
 @pytest.mark.usefixtures("often")
-def test_snapshots_shorten_the_lineage(place: Place) -> None:
-    pointers, models = place.history(12)
+def test_snapshots_shorten_the_lineage(replica: Replica) -> None:
+    pointers, models = replica.history(12)
     assert max(len(p.lineage) for p in pointers) <= 4
-    assert len(place.snapshots()) >= 2
+    assert len(replica.snapshots()) >= 2
     # Further back than the last snapshot the local store has merged, and files tell.
     for pointer, model in reversed(list(zip(pointers, models, strict=True))):
-        assert place.state(pointer) == model
-    place.lose()
-    bucket = bucket_on(place.machine(), place.files, pointers[12], place.local)
+        assert replica.state(pointer) == model
+    replica.lose()
+    bucket = bucket_on(replica.machine(), replica.files, pointers[12], replica.local)
     bucket.read(lambda view: view.rows_max)
     assert bucket.fetched_files == len(pointers[12].lineage)
 
@@ -223,97 +223,97 @@ def test_snapshots_shorten_the_lineage(place: Place) -> None:
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("harm", ["remove", "damage"])
 @pytest.mark.parametrize("count", [1, 2, 99])
-def test_lost_snapshots_lead_further_back(place: Place, harm: str, count: int) -> None:
-    pointers, models = place.history(14)
-    by_version = sorted(place.snapshots(), key=lambda n: parse_file_name(n)[0], reverse=True)  # type: ignore[index]
+def test_lost_snapshots_lead_further_back(replica: Replica, harm: str, count: int) -> None:
+    pointers, models = replica.history(14)
+    by_version = sorted(replica.snapshots(), key=lambda n: parse_file_name(n)[0], reverse=True)  # type: ignore[index]
     for name in by_version[:count]:
-        getattr(place, harm)(name)
-    place.lose()
-    assert place.state(pointers[14]) == models[14]
-    after = place.commit(pointers[14], {KEYS[0]: None})
-    assert place.state(after) == changed(models[14], {KEYS[0]: None})
+        getattr(replica, harm)(name)
+    replica.lose()
+    assert replica.state(pointers[14]) == models[14]
+    after = replica.commit(pointers[14], {KEYS[0]: None})
+    assert replica.state(after) == changed(models[14], {KEYS[0]: None})
 
 
 @pytest.mark.usefixtures("often")
-def test_a_snapshot_lost_with_its_delta(place: Place) -> None:
-    pointers, models = place.history(9)
+def test_a_snapshot_lost_with_its_delta(replica: Replica) -> None:
+    pointers, models = replica.history(9)
     ref = pointers[9].lineage[0].ref
-    place.remove(file_name(ref, SNAPSHOT))
-    place.remove(file_name(ref, DELTA))
+    replica.remove(file_name(ref, SNAPSHOT))
+    replica.remove(file_name(ref, DELTA))
     with pytest.raises(
         MissingCheckpointError, match=f"checkpoint {pointers[9].ref} of bucket 3 of operator 'counts'.*{ref}"
     ):
-        place.state(pointers[9], "fresh")
+        replica.state(pointers[9], "fresh")
     # Where the local store has it all, no file is needed.
-    assert place.state(pointers[9]) == models[9]
+    assert replica.state(pointers[9]) == models[9]
 
 
 @pytest.mark.parametrize("harm", ["remove", "damage"])
-def test_a_missing_version_in_between(place: Place, harm: str) -> None:
-    pointers, models = place.history(5)
-    name = place.name(pointers[3], DELTA)
-    data = place.files.get(name)
-    getattr(place, harm)(name)
-    before = place.files.names()
+def test_a_missing_version_in_between(replica: Replica, harm: str) -> None:
+    pointers, models = replica.history(5)
+    name = replica.name(pointers[3], DELTA)
+    data = replica.files.get(name)
+    getattr(replica, harm)(name)
+    before = replica.files.names()
     expected = MissingCheckpointError if harm == "remove" else CorruptFileError
     with pytest.raises(expected, match=f"checkpoint {pointers[5].ref} of bucket 3.*{pointers[3].ref}"):
-        place.state(pointers[5], "fresh")
+        replica.state(pointers[5], "fresh")
     with pytest.raises(expected):
-        place.commit(pointers[5], {KEYS[0]: Row(1)}, "fresh")
+        replica.commit(pointers[5], {KEYS[0]: Row(1)}, "fresh")
     # State is untouched, and comes back with the file.
-    assert place.state(pointers[2], "fresh") == models[2]
-    assert set(before) <= set(place.files.names())
-    place.files.put(name, data)
-    assert place.state(pointers[5], "fresh") == models[5]
+    assert replica.state(pointers[2], "fresh") == models[2]
+    assert set(before) <= set(replica.files.names())
+    replica.files.put(name, data)
+    assert replica.state(pointers[5], "fresh") == models[5]
 
 
-def test_a_snapshot_stands_in_for_a_lost_delta(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_stands_in_for_a_lost_delta(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot that was written though its pointer was never committed, or by another attempt, is as good."""
-    pointers, models = place.history(4)
-    bucket = bucket_on(place.machine(), place.files, pointers[3], place.local)
+    pointers, models = replica.history(4)
+    bucket = bucket_on(replica.machine(), replica.files, pointers[3], replica.local)
     assert pointers[4].ref is not None
-    view = place.machine().view(pointers[4].ref)
-    sealed = seal(bucket._header(pointers[4].ref, SNAPSHOT), SCHEMA, view.scan(), place.local)
+    view = replica.machine().view(pointers[4].ref)
+    sealed = seal(bucket._header(pointers[4].ref, SNAPSHOT), SCHEMA, view.scan(), replica.local)
     bucket.committer.snapshots.send(pointers[4].ref, sealed, ["files"])
-    place.remove(place.name(pointers[4], DELTA))
-    assert place.state(pointers[4], "fresh") == models[4]
+    replica.remove(replica.name(pointers[4], DELTA))
+    assert replica.state(pointers[4], "fresh") == models[4]
 
 
-def test_files_of_another_bucket_are_not_read(place: Place) -> None:
-    pointers, _ = place.history(1)
+def test_files_of_another_bucket_are_not_read(replica: Replica) -> None:
+    pointers, _ = replica.history(1)
     wrong = replace(pointers[1], bucket=4)
     with pytest.raises(LineageError, match="belongs to bucket 3 of operator 'counts'"):
-        place.state(wrong, "fresh")
+        replica.state(wrong, "fresh")
 
 
-def test_a_late_delta_after_the_job_failed(place: Place) -> None:
-    pointers, models = place.history(2)
+def test_a_late_delta_after_the_job_failed(replica: Replica) -> None:
+    pointers, models = replica.history(2)
     # An attempt wrote its delta and died; the restart commits another one; the late file changes nothing.
-    late = place.commit(pointers[2], {KEYS[0]: Row(-1)}, "dying")
-    new = place.commit(pointers[2], {KEYS[0]: Row(1)}, "b")
-    assert place.files.exists(place.name(late, DELTA))
+    late = replica.commit(pointers[2], {KEYS[0]: Row(-1)}, "dying")
+    new = replica.commit(pointers[2], {KEYS[0]: Row(1)}, "b")
+    assert replica.files.exists(replica.name(late, DELTA))
     for machine in ("a", "b", "dying", "fresh"):
-        assert place.state(new, machine) == changed(models[2], {KEYS[0]: Row(1)})
+        assert replica.state(new, machine) == changed(models[2], {KEYS[0]: Row(1)})
 
 
 @pytest.mark.usefixtures("often")
-def test_a_bucket_emptied_to_the_last_key(place: Place) -> None:
+def test_a_bucket_emptied_to_the_last_key(replica: Replica) -> None:
     """A snapshot of no rows at all."""
-    pointer = place.commit(first_pointer(), {KEYS[0]: Row(1), KEYS[1]: Row(2)})
+    pointer = replica.commit(first_pointer(), {KEYS[0]: Row(1), KEYS[1]: Row(2)})
     model: Model = {}
     for changes in [{KEYS[0]: None, KEYS[1]: None}] * 5:
-        pointer = place.commit(pointer, changes)
-        assert place.state(pointer) == {}
-    assert place.snapshots()
-    place.lose()
-    assert place.state(pointer) == {}
-    pointer = place.commit(pointer, {KEYS[2]: Row(3)})
-    assert place.state(pointer) == changed(model, {KEYS[2]: Row(3)})
+        pointer = replica.commit(pointer, changes)
+        assert replica.state(pointer) == {}
+    assert replica.snapshots()
+    replica.lose()
+    assert replica.state(pointer) == {}
+    pointer = replica.commit(pointer, {KEYS[2]: Row(3)})
+    assert replica.state(pointer) == changed(model, {KEYS[2]: Row(3)})
 
 
 @pytest.mark.usefixtures("often")
 def test_a_snapshot_that_cannot_be_written(
-    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Snapshots are optional: the batch is committed by its delta, and a later commit writes another one."""
 
@@ -321,41 +321,41 @@ def test_a_snapshot_that_cannot_be_written(
         assert SNAPSHOT in name
         raise StorageError(f"writing {name}: no")
 
-    pointers, models = place.history(2)
+    pointers, models = replica.history(2)
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "spark_state_ext"):
         patched.setattr(Folder, "put_file", refuse)
         for i in range(4):
-            pointers.append(place.commit(pointers[-1], {KEYS[i]: Row(i)}))
+            pointers.append(replica.commit(pointers[-1], {KEYS[i]: Row(i)}))
             models.append(changed(models[-1], {KEYS[i]: Row(i)}))
     assert "snapshot.arrow: no" in caplog.text
-    assert place.snapshots() == []
-    # It was presumed all the same; the lineage is traced further back.
+    assert replica.snapshots() == []
+    # It was unconfirmed all the same; the lineage is traced further back.
     assert [len(pointer.lineage) for pointer in pointers] == [0, 1, 2, 3, 1, 2, 3]
     for pointer, model in zip(pointers, models, strict=True):
-        assert place.state(pointer, "fresh") == model
-    pointers.append(place.commit(pointers[-1], {KEYS[0]: None}))
+        assert replica.state(pointer, "fresh") == model
+    pointers.append(replica.commit(pointers[-1], {KEYS[0]: None}))
     models.append(changed(models[-1], {KEYS[0]: None}))
     assert [pointer.snapshots_missed for pointer in pointers[-2:]] == [0, 1]
-    assert len(place.snapshots()) == 1
+    assert len(replica.snapshots()) == 1
     for pointer, model in zip(pointers, models, strict=True):
-        assert place.state(pointer, "fresh") == model
+        assert replica.state(pointer, "fresh") == model
 
 
-def test_memory_of_a_backlog_is_given_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_backlog_is_given_back(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(memory, "give_back", given.append)
     monkeypatch.setattr(bucket_module, "_CALLS", memory.Calls())
-    pointer = place.commit(first_pointer(), {key: Row(i, "n" * 10_000) for i, key in enumerate(KEYS)})
+    pointer = replica.commit(first_pointer(), {key: Row(i, "n" * 10_000) for i, key in enumerate(KEYS)})
     for i in range(5):
-        pointer = place.commit(pointer, {KEYS[0]: Row(i)})
+        pointer = replica.commit(pointer, {KEYS[0]: Row(i)})
     (after_bytes,) = given
     assert after_bytes > len(KEYS) * 10_000
 
 
-def test_a_damaged_local_store_does_not_stop_the_job(place: Place) -> None:
+def test_a_damaged_local_store_does_not_stop_the_job(replica: Replica) -> None:
     """The local store is a cache: whatever is wrong with it, the checkpoint files are whole."""
-    pointers, models = place.history(9)
-    store = place.machine()
+    pointers, models = replica.history(9)
+    store = replica.machine()
 
     def spoil(txn: object) -> None:
         for key, value in [(k, bytes(v)) for k, v in txn.items(b"chunks")]:  # type: ignore[attr-defined]
@@ -365,19 +365,19 @@ def test_a_damaged_local_store_does_not_stop_the_job(place: Place) -> None:
         store._checked.clear()
         store._environment.write(spoil)
         if step == "read":
-            assert place.state(pointers[-1]) == models[-1]
+            assert replica.state(pointers[-1]) == models[-1]
         else:
-            # A commit that only writes notices nothing unless it merges.
+            # A commit that only writes notices nothing unless it compactions.
             changes: Changes = {KEYS[i]: Row(i) for i in range(5 if step == "merge" else 1)}
-            pointers.append(place.commit(pointers[-1], changes))
+            pointers.append(replica.commit(pointers[-1], changes))
             models.append(changed(models[-1], changes))
-            assert place.state(pointers[-1]) == models[-1]
+            assert replica.state(pointers[-1]) == models[-1]
 
 
 @pytest.mark.usefixtures("often")
-def test_a_damaged_local_store_is_noticed_by_the_snapshot(place: Place) -> None:
-    pointers, models = place.history(3)
-    store = place.machine()
+def test_a_damaged_local_store_is_noticed_by_the_snapshot(replica: Replica) -> None:
+    pointers, models = replica.history(3)
+    store = replica.machine()
     store._checked.clear()
 
     def spoil(txn: object) -> None:
@@ -385,17 +385,17 @@ def test_a_damaged_local_store_is_noticed_by_the_snapshot(place: Place) -> None:
             txn.put(b"chunks", key, value[:-1] + bytes([value[-1] ^ 0xFF]))  # type: ignore[attr-defined]
 
     store._environment.write(spoil)
-    pointer = place.commit(pointers[3], {KEYS[0]: Row(3)})
+    pointer = replica.commit(pointers[3], {KEYS[0]: Row(3)})
     assert len(pointer.lineage) == 1, "the snapshot was written"
-    assert place.state(pointer, "fresh") == changed(models[3], {KEYS[0]: Row(3)})
-    assert place.state(pointer) == changed(models[3], {KEYS[0]: Row(3)})
+    assert replica.state(pointer, "fresh") == changed(models[3], {KEYS[0]: Row(3)})
+    assert replica.state(pointer) == changed(models[3], {KEYS[0]: Row(3)})
 
 
-def test_pruning_by_another_process_in_the_middle_of_a_read(place: Place) -> None:
-    pointers, models = place.history(8)
-    place.state(pointers[8], "fresh")
-    store = place.machine("fresh")
-    bucket = bucket_on(store, place.files, pointers[8], place.local)
+def test_pruning_by_another_process_in_the_middle_of_a_read(replica: Replica) -> None:
+    pointers, models = replica.history(8)
+    replica.state(pointers[8], "fresh")
+    store = replica.machine("fresh")
+    bucket = bucket_on(store, replica.files, pointers[8], replica.local)
     rounds = 0
 
     def read(view: object) -> int:
@@ -411,46 +411,46 @@ def test_pruning_by_another_process_in_the_middle_of_a_read(place: Place) -> Non
     assert bucket.fetched_files == 0, "the merged run has everything"
 
 
-def test_large_changes_pass_through_a_local_file(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_changes_pass_through_a_local_file(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed_module, "MEMORY_BYTES_MAX", 10)
-    pointers, models = place.history(3)
-    assert place.state(pointers[3], "fresh") == models[3]
-    assert not [p for p in place.local.iterdir() if p.is_file()]
+    pointers, models = replica.history(3)
+    assert replica.state(pointers[3], "fresh") == models[3]
+    assert not [p for p in replica.local.iterdir() if p.is_file()]
 
 
-def test_a_scratch_folder_that_is_gone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scratch_folder_that_is_gone(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed_module, "MEMORY_BYTES_MAX", 10)
-    pointers, models = place.history(1)
-    bucket = bucket_on(place.machine(), place.files, pointers[1], place.local / "gone")
+    pointers, models = replica.history(1)
+    bucket = bucket_on(replica.machine(), replica.files, pointers[1], replica.local / "gone")
     with pytest.raises(StorageError, match="gone"):
-        bucket.commit(buffer_of({KEYS[0]: Row(5)}, place.local))
-    assert place.state(pointers[1]) == models[1]
+        bucket.commit(buffer_of({KEYS[0]: Row(5)}, replica.local))
+    assert replica.state(pointers[1]) == models[1]
 
 
-def test_rows_that_were_spilled(place: Place) -> None:
-    rows = SpillBuffer(place.local, 1)
+def test_rows_that_were_spilled(replica: Replica) -> None:
+    rows = SpillBuffer(replica.local, 1)
     model: Model = {}
     for i, key in enumerate(sorted(KEYS, key=good_hash)):
-        for batch in buffer_of({key: Row(i)}, place.local):
+        for batch in buffer_of({key: Row(i)}, replica.local):
             rows.append(batch)
         model = changed(model, {key: Row(i)})
     assert rows.spilled_bytes > 0
-    pointer = bucket_on(place.machine(), place.files, first_pointer(), place.local).commit(rows)
-    assert place.state(pointer, "fresh") == model
+    pointer = bucket_on(replica.machine(), replica.files, first_pointer(), replica.local).commit(rows)
+    assert replica.state(pointer, "fresh") == model
 
 
 def test_another_attempt_on_this_machine_restores_it_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While this one looks where a snapshot that never arrived may be found instead."""
-    places = sole_place(Folder(str(tmp_path / "root")).child("3"), tmp_path)
+    replicas = sole_replica(Folder(str(tmp_path / "root")).child("3"), tmp_path)
     pointer = first_pointer()
     source = LocalStore(tmp_path / "source", SCHEMA)
     for n in range(3):
         buffer = buffer_of({KEYS[n]: Row(n)}, tmp_path)
-        pointer = Bucket(source, places, pointer, WRITER, tmp_path).commit(buffer)
+        pointer = Bucket(source, replicas, pointer, WRITER, tmp_path).commit(buffer)
     # The lineage begins at a checkpoint whose snapshot is still on its way.
     pointer = replace(pointer, lineage=pointer.lineage[-1:])
     store = LocalStore(tmp_path / "store", SCHEMA)
-    mine, other = (Bucket(store, places, pointer, WRITER, tmp_path) for _ in range(2))
+    mine, other = (Bucket(store, replicas, pointer, WRITER, tmp_path) for _ in range(2))
     further_back = mine._loader._further_back
 
     def late(*arguments: Any) -> Any:

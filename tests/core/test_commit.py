@@ -10,9 +10,9 @@ from core_support import Refs, first_pointer
 
 from arrow_schemas import CheckpointRef, LineageEntry, Pointer
 from arrow_schemas.lineage import SNAPSHOT, file_name
-from arrow_schemas.pointer import BOTH, V1, InlineDelta, Standing
-from spark_state_ext.backends.files import sole_place
-from spark_state_ext.backends.replication import Place, is_complete, taken_over
+from arrow_schemas.pointer import BOTH, V1, InlineDelta, ReplicationStatus
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.backends.replication import Replica, is_complete, taken_over
 from spark_state_ext.commit.decisions import CommitOptions, How, assured, decide, pending, settled
 from spark_state_ext.files.folder import Folder
 
@@ -20,20 +20,20 @@ _REFS = [Refs().next(1), *(CheckpointRef(version, f"{version:032x}") for version
 SAID = {"state": "there"}
 
 
-def _places(*names: str) -> list[Place]:
-    found: list[Place] = []
+def _replicas(*names: str) -> list[Replica]:
+    found: list[Replica] = []
     for name in names:
-        (place,) = sole_place(Folder(f"memory://{name}"), Path("nothing is written"), name)
-        found.append(replace(place, root=name == "a"))
+        (replica,) = sole_replica(Folder(f"memory://{name}"), Path("nothing is written"), name)
+        found.append(replace(replica, root=name == "a"))
     return found
 
 
-def _pointer(inline: range, **standings: Standing) -> Pointer:
+def _pointer(inline: range, **replication: ReplicationStatus) -> Pointer:
     return replace(
         first_pointer(),
         lineage=tuple(LineageEntry(ref, 10) for ref in _REFS),
         inline=tuple(InlineDelta(_REFS[version - 1], b"%d" % version, version, version) for version in inline),
-        standings=standings,
+        replication=replication,
     )
 
 
@@ -46,68 +46,73 @@ def _versions(pointer: Pointer) -> list[int]:
 
 
 def test_inline_copies_are_dropped_when_every_backend_has_confirmed_them() -> None:
-    pointer = _pointer(range(4, 7), a=Standing(_REFS[2]), b=Standing(_REFS[2]))
+    pointer = _pointer(range(4, 7), a=ReplicationStatus(_REFS[2]), b=ReplicationStatus(_REFS[2]))
     assert settled(pointer, {}) == pointer
     after = settled(pointer, _done(("a", 4), ("a", 5)))
-    assert after.standings == {"a": Standing(_REFS[4]), "b": Standing(_REFS[2])}
+    assert after.replication == {"a": ReplicationStatus(_REFS[4]), "b": ReplicationStatus(_REFS[2])}
     assert (_versions(after), after.markers) == ([4, 5, 6], {"a": SAID})
     after = settled(after, _done(("b", 4)))
-    assert (_versions(after), after.standings["b"].through) == ([5, 6], _REFS[3])
+    assert (_versions(after), after.replication["b"].through) == ([5, 6], _REFS[3])
     after = settled(after, _done(("a", 6), ("b", 5), ("b", 6)))
     assert _versions(after) == []
-    assert after.standings == {"a": Standing(_REFS[5]), "b": Standing(_REFS[5])}
+    assert after.replication == {"a": ReplicationStatus(_REFS[5]), "b": ReplicationStatus(_REFS[5])}
 
 
 def test_a_gap_stops_what_a_backend_is_known_to_have() -> None:
     """That 5 and 6 are there says nothing of 4."""
-    pointer = _pointer(range(4, 7), a=Standing(_REFS[2]))
+    pointer = _pointer(range(4, 7), a=ReplicationStatus(_REFS[2]))
     after = settled(pointer, _done(("a", 5), ("a", 6)))
-    assert (after.standings["a"].through, _versions(after)) == (_REFS[2], [4, 5, 6])
+    assert (after.replication["a"].through, _versions(after)) == (_REFS[2], [4, 5, 6])
 
 
 def test_a_backend_that_catches_up_holds_everything_once_its_snapshot_is_there() -> None:
-    pointer = _pointer(range(5, 7), a=Standing(_REFS[4]), b=Standing(_REFS[3], since=_REFS[3]))
+    pointer = _pointer(range(5, 7), a=ReplicationStatus(_REFS[4]), b=ReplicationStatus(_REFS[3], since=_REFS[3]))
     after = settled(pointer, _done(("a", 6), ("b", 5), ("b", 6)))
     # Its deltas count for what is kept inline; for a restore it does not count yet.
-    assert (_versions(after), after.standings["b"]) == ([], Standing(_REFS[5], _REFS[3]))
-    assert not is_complete(after.standings["b"])
+    assert (_versions(after), after.replication["b"]) == ([], ReplicationStatus(_REFS[5], _REFS[3]))
+    assert not is_complete(after.replication["b"])
     after = settled(after, {("b", file_name(_REFS[3], SNAPSHOT)): {}})
-    assert after.standings["b"] == Standing(_REFS[5])
+    assert after.replication["b"] == ReplicationStatus(_REFS[5])
 
 
 def test_while_nobody_has_anything_all_that_is_inline_stays() -> None:
     pointer = _pointer(range(4, 7))
     assert settled(pointer, {}) == pointer
     first = replace(
-        _pointer(range(1, 3), a=Standing(None)), lineage=(LineageEntry(_REFS[0], 1), LineageEntry(_REFS[1], 1))
+        _pointer(range(1, 3), a=ReplicationStatus(None)), lineage=(LineageEntry(_REFS[0], 1), LineageEntry(_REFS[1], 1))
     )
     assert settled(first, {}) == first
-    assert settled(first, _done(("a", 1))).standings["a"] == Standing(_REFS[0])
+    assert settled(first, _done(("a", 1))).replication["a"] == ReplicationStatus(_REFS[0])
 
 
 def test_how_configured_backends_see_an_input_pointer() -> None:
     new = first_pointer()
-    assert taken_over(new, _places("a", "b")).standings == {"a": Standing(None), "b": Standing(None)}
+    assert taken_over(new, _replicas("a", "b")).replication == {
+        "a": ReplicationStatus(None),
+        "b": ReplicationStatus(None),
+    }
     # Before format 4 pointers name no backend: they mean the root.
     old = _pointer(range(0))
-    assert taken_over(old, _places("b", "a")).standings == {"a": Standing(_REFS[5])}
-    assert taken_over(old, _places("b")).standings == {}
-    both = replace(_pointer(range(0), a=Standing(_REFS[5]), b=Standing(_REFS[4])), markers={"a": SAID, "b": SAID})
+    assert taken_over(old, _replicas("b", "a")).replication == {"a": ReplicationStatus(_REFS[5])}
+    assert taken_over(old, _replicas("b")).replication == {}
+    both = replace(
+        _pointer(range(0), a=ReplicationStatus(_REFS[5]), b=ReplicationStatus(_REFS[4])), markers={"a": SAID, "b": SAID}
+    )
     # What is configured no more loses its marker, and comes back as a stranger.
-    only = taken_over(both, _places("b", "c"))
-    assert (only.standings, only.markers) == ({"b": Standing(_REFS[4])}, {"b": SAID})
-    assert taken_over(both, _places("c")).standings == {}
+    only = taken_over(both, _replicas("b", "c"))
+    assert (only.replication, only.markers) == ({"b": ReplicationStatus(_REFS[4])}, {"b": SAID})
+    assert taken_over(both, _replicas("c")).replication == {}
 
 
 def test_what_is_pending_is_in_order_for_each_backend() -> None:
-    pointer = _pointer(range(4, 7), a=Standing(_REFS[4]), b=Standing(None))
+    pointer = _pointer(range(4, 7), a=ReplicationStatus(_REFS[4]), b=ReplicationStatus(None))
     assert [(name, delta.ref.version) for name, delta in pending(pointer)] == [("a", 6), ("b", 4), ("b", 5), ("b", 6)]
 
 
 def test_what_all_have_confirmed() -> None:
-    pointer = _pointer(range(4, 7), a=Standing(_REFS[4]), b=Standing(_REFS[3], _REFS[3]))
+    pointer = _pointer(range(4, 7), a=ReplicationStatus(_REFS[4]), b=ReplicationStatus(_REFS[3], _REFS[3]))
     after = assured(pointer, {"a": SAID})
-    assert after.standings == {"a": Standing(_REFS[5]), "b": Standing(_REFS[5], _REFS[3])}
+    assert after.replication == {"a": ReplicationStatus(_REFS[5]), "b": ReplicationStatus(_REFS[5], _REFS[3])}
     assert (after.inline, after.markers) == ((), {"a": SAID, "b": {}})
 
 

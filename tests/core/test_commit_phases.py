@@ -12,7 +12,7 @@ from core_support import SCHEMA
 from life import RETAINED, WAIT_S, Life
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
-from arrow_schemas.pointer import Standing
+from arrow_schemas.pointer import ReplicationStatus
 from spark_state_ext.backends import CleanUp
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.uploads import WorkerUploads
@@ -35,7 +35,7 @@ def test_the_phases_come_in_order(life: Life) -> None:
     pointer = life.batch()
     # The call is over, and one backend has not even begun.
     assert [delta.ref for delta in pointer.inline] == [pointer.ref]
-    assert pointer.standings == {"a": Standing(None), "b": Standing(None)}
+    assert pointer.replication == {"a": ReplicationStatus(None), "b": ReplicationStatus(None)}
     assert life.told[:4] == ["a init", "b init", "a snapshot 1", "b snapshot 1"]
     assert "b has 1.delta" not in life.told
     gate_of_b.set()
@@ -44,7 +44,7 @@ def test_the_phases_come_in_order(life: Life) -> None:
     assert {"a has 1.delta", "b has 1.delta"} <= set(life.told)
     # The next pointer says so, and drops what it held.
     after = life.batch({})
-    assert after.standings == {"a": Standing(pointer.ref), "b": Standing(pointer.ref)}
+    assert after.replication == {"a": ReplicationStatus(pointer.ref), "b": ReplicationStatus(pointer.ref)}
     assert after.inline == ()
     assert pointer.ref is not None
     assert after.markers == {name: {"state": file_name(pointer.ref, DELTA)} for name in ("a", "b")}
@@ -137,10 +137,10 @@ def test_a_commit_waits_where_clean_up_would_not_know_of_what_is_late(life: Life
     life.manager("a").gate.clear()
     for _ in range(4):
         life.batch()
-    assert [delta.beat for delta in life.pointers[-1].inline] == [1, 2, 3, 4]
+    assert [delta.heartbeat for delta in life.pointers[-1].inline] == [1, 2, 3, 4]
     started_s = time.monotonic()
     threading.Timer(0.4, life.manager("a").gate.set).start()
-    assert [delta.beat for delta in life.batch().inline] == [5]
+    assert [delta.heartbeat for delta in life.batch().inline] == [5]
     assert time.monotonic() - started_s >= 0.39
 
 
@@ -163,7 +163,7 @@ def test_a_job_that_was_down_for_long_is_not_late(life: Life) -> None:
     life.manager("a").gate.clear()
     pointer = life.batch()
     life.pointers[-1] = replace(pointer, inline=tuple(replace(it, made_ms=1) for it in pointer.inline))
-    life.store.note({}, list(life.store.notes()))
+    life.store.record({}, list(life.store.records()))
     life.uploads, life.managers = WorkerUploads(), {}
     life.batch()
 
@@ -178,7 +178,7 @@ def test_over_the_bound_a_commit_waits(life: Life) -> None:
     pointer = life.batch()
     assert time.monotonic() - started_s > 0.2
     assert pointer.inline == ()
-    assert pointer.standings == {"a": Standing(pointer.ref)}
+    assert pointer.replication == {"a": ReplicationStatus(pointer.ref)}
     assert life.restored(pointer, "a") == life.models[-1]
 
 
@@ -187,7 +187,7 @@ def test_the_last_call_of_a_task_waits_for_the_others(life: Life) -> None:
     life.manager("a").gate.clear()
     pointer = life.batch(may_defer=True)
     # It says that everything is there, which holds once what is left has been waited for.
-    assert (pointer.inline, pointer.standings) == ((), {"a": Standing(pointer.ref)})
+    assert (pointer.inline, pointer.replication) == ((), {"a": ReplicationStatus(pointer.ref)})
     assert [upload.file for upload in life.left] == [file_name(pointer.ref, DELTA)] if pointer.ref else []
     assert not any(upload.done.done() for upload in life.left)
     life.manager("a").gate.set()
@@ -202,7 +202,7 @@ def test_without_a_journal_the_call_waits(life: Life) -> None:
     started_s = time.monotonic()
     pointer = life.batch()
     assert time.monotonic() - started_s > 0.2
-    assert (pointer.inline, pointer.standings) == ((), {"a": Standing(pointer.ref)})
+    assert (pointer.inline, pointer.replication) == ((), {"a": ReplicationStatus(pointer.ref)})
 
 
 def test_a_journal_that_is_left_out_is_emptied_first(life: Life) -> None:
@@ -268,19 +268,19 @@ def test_files_that_somebody_deleted_are_answered_with_a_fresh_full_backup(
     for name in life.folder("b").names()[:3]:
         life.folder("b").remove(name)
     pointer = life.pointers[-1]
-    head = pointer.standings["b"].through
+    head = pointer.replication["b"].through
     assert head is not None
     with pytest.raises(LostFilesError, match="deleted"):
         life.manager("b").clean_up(CleanUp(pointer, head, RETAINED, lambda: None)).result(WAIT_S)
-    life.bucket().committer.snapshots.lose("b", pointer.beats)
+    life.bucket().committer.snapshots.lose("b", pointer.heartbeats)
     after = life.batch()
     assert "somebody has deleted files from b: it gets a fresh full backup" in caplog.text
-    assert after.standings["b"] == Standing(after.ref, since=after.ref)
+    assert after.replication["b"] == ReplicationStatus(after.ref, since=after.ref)
     life.settle()
     after = life.batch()
     life.settle()
     after = life.batch({})
-    assert after.standings["b"] == Standing(after.ref)
+    assert after.replication["b"] == ReplicationStatus(after.ref)
     assert life.restored(after, "b") == life.models[-1]
     assert len(life.files("b", SNAPSHOT)) == 1
 
@@ -292,9 +292,9 @@ def test_where_all_was_deleted_the_backup_comes_before_the_pointer(life: Life) -
     life.settle()
     for name in life.folder("a").names():
         life.folder("a").remove(name)
-    life.bucket().committer.snapshots.lose("a", life.pointers[-1].beats)
+    life.bucket().committer.snapshots.lose("a", life.pointers[-1].heartbeats)
     pointer = life.batch()
-    assert pointer.standings == {"a": Standing(pointer.ref)}
+    assert pointer.replication == {"a": ReplicationStatus(pointer.ref)}
     assert life.restored(pointer) == life.models[-1]
 
 
@@ -302,7 +302,7 @@ def _lose_all(life: Life, name: str) -> None:
     """Somebody deletes a backend's files, and that is found out."""
     for file in life.folder(name).names():
         life.folder(name).remove(file)
-    life.bucket().committer.snapshots.lose(name, life.pointers[-1].beats)
+    life.bucket().committer.snapshots.lose(name, life.pointers[-1].heartbeats)
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])
@@ -344,11 +344,11 @@ def test_what_is_lost_is_not_forgotten_by_the_pointer_of_another_attempt(life: L
         store.restore(rows, run.newest, run.parent, snapshot=run.base)
     counted = life.batch()
     assert counted.parent == before.ref
-    assert counted.standings["a"].through != counted.ref, "nothing was sent in full"
+    assert counted.replication["a"].through != counted.ref, "nothing was sent in full"
     life.settle()
     life.store = here
     after = life.batch()
-    assert after.standings == {"a": Standing(after.ref)}
+    assert after.replication == {"a": ReplicationStatus(after.ref)}
     assert life.restored(after) == life.models[-1]
     # Answered, and committed: that is all.
     snapshots = life.files("a", SNAPSHOT)
@@ -356,4 +356,4 @@ def test_what_is_lost_is_not_forgotten_by_the_pointer_of_another_attempt(life: L
         life.batch()
         life.settle()
     assert life.files("a", SNAPSHOT) == snapshots
-    assert not [name for name in here.notes() if "lost" in name or "answered" in name]
+    assert not [name for name in here.records() if "lost" in name or "answered" in name]

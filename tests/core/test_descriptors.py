@@ -81,7 +81,7 @@ def _files_below(folder: Path) -> int:
 def test_a_store_has_as_many_files_as_are_counted(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "bucket", SCHEMA)
     assert _files_below(tmp_path) == descriptors.FILES_OF_A_STORE
-    store.note({"a": b"b"})
+    store.record({"a": b"b"})
     store.runs()
     assert _files_below(tmp_path) == descriptors.FILES_OF_A_STORE
     store.close()

@@ -160,7 +160,7 @@ from spark_state_ext.store.shared import SharedEnvironment
 shared = SharedEnvironment(Path(sys.argv[1]), MAP_BYTES_MIN)
 shared.read(lambda txn: None)
 shared.discard()
-shared.write(lambda txn: txn.put(b"notes", b"a", b"new"))
+shared.write(lambda txn: txn.put(b"records", b"a", b"new"))
 """
 
 
@@ -185,8 +185,8 @@ def test_closing_and_using_at_once(tmp_path: Path) -> None:
 
     def use(number: int) -> None:
         while time.monotonic() < stop_s:
-            stores[number].note({f"{number}": b"%d" % rounds[number]})
-            assert stores[number].notes()[f"{number}"] == b"%d" % rounds[number]
+            stores[number].record({f"{number}": b"%d" % rounds[number]})
+            assert stores[number].records()[f"{number}"] == b"%d" % rounds[number]
             assert stores[number].map_bytes >= MAP_BYTES_MIN
             rounds[number] += 1
 
@@ -360,7 +360,7 @@ def test_a_map_that_grows_while_it_is_opened(tmp_path: Path, monkeypatch: pytest
         _shared(tmp_path / "bucket")
 
 
-_ADOPTS = """
+_INGESTS = """
 import resource, subprocess, sys
 from pathlib import Path
 from spark_state_ext.errors import StoreFullError
@@ -368,29 +368,29 @@ from spark_state_ext.store.shared import SharedEnvironment
 folder, grows = Path(sys.argv[1]), len(sys.argv) > 2
 shared = SharedEnvironment(folder, 1 << 20)
 if grows:
-    shared.write(lambda txn: txn.put(b"notes", b"large", bytes(80 << 20)), need_bytes=2 << 30)
+    shared.write(lambda txn: txn.put(b"records", b"large", bytes(80 << 20)), need_bytes=2 << 30)
     sys.exit()
-shared.write(lambda txn: txn.put(b"notes", b"a", b"1"))
+shared.write(lambda txn: txn.put(b"records", b"a", b"1"))
 subprocess.run([sys.executable, __file__, str(folder), "grows"], check=True)
 used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
 resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), -1))
-print(shared.read(lambda txn: bytes(txn.get(b"notes", b"a"))))
+print(shared.read(lambda txn: bytes(txn.get(b"records", b"a"))))
 try:
-    shared.write(lambda txn: txn.put(b"notes", b"larger", bytes(100 << 20)), need_bytes=2 << 30)
+    shared.write(lambda txn: txn.put(b"records", b"larger", bytes(100 << 20)), need_bytes=2 << 30)
     sys.exit("the limit was never met")
 except StoreFullError as error:
     assert "spark.executor.pyspark.memory" in str(error), error
-print(shared.read(lambda txn: bytes(txn.get(b"notes", b"a"))))
+print(shared.read(lambda txn: bytes(txn.get(b"records", b"a"))))
 resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
-shared.write(lambda txn: txn.put(b"notes", b"larger", bytes(100 << 20)), need_bytes=2 << 30)
-print(shared.read(lambda txn: len(txn.get(b"notes", b"larger"))))
+shared.write(lambda txn: txn.put(b"records", b"larger", bytes(100 << 20)), need_bytes=2 << 30)
+print(shared.read(lambda txn: len(txn.get(b"records", b"larger"))))
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space as Linux has them")
 def test_what_another_process_has_grown_beyond_the_address_space_is_read_all_the_same(tmp_path: Path) -> None:
     script = tmp_path / "adopts.py"
-    script.write_text(_ADOPTS)
+    script.write_text(_INGESTS)
     done = subprocess.run(
         [sys.executable, script, tmp_path / "bucket"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

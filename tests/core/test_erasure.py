@@ -74,7 +74,7 @@ def _removed(life: Life) -> None:
 def _clean(life: Life) -> None:
     """At each batch; in a job the bucket's turn comes with every (*R* / 4)th, and at least every tenth."""
     pointer = life.pointers[-1]
-    through = pointer.standings["a"].through
+    through = pointer.replication["a"].through
     assert through is not None
     life.manager("a").clean_up(CleanUp(pointer, through, RETAINED, lambda: None)).result(30)
 
@@ -86,9 +86,9 @@ def _clean(life: Life) -> None:
         pytest.param({}, 2 * (DELTAS_MAX + 1) * (RETAINED + 1) + 3 * RETAINED + 3, id="never changed again"),
     ],
 )
-def test_no_file_holds_a_removed_key_after_so_many_batches(life: Life, changes: Changes, beats: int) -> None:
+def test_no_file_holds_a_removed_key_after_so_many_batches(life: Life, changes: Changes, heartbeats: int) -> None:
     _removed(life)
-    for _ in range(beats):
+    for _ in range(heartbeats):
         life.batch(changes)
         life.settle()
         _clean(life)
@@ -209,7 +209,7 @@ def test_another_window_begins_anew(life: Life) -> None:
     life.options = replace(life.options, erase_window_ms=2 * WINDOW_MS)
     pointer = life.batch({})
     assert pointer.ages is not None
-    assert pointer.ages.marks == ((life.batch_ms, pointer.beats),)
+    assert pointer.ages.marks == ((life.batch_ms, pointer.heartbeats),)
     assert erased_before(pointer.ages) is None
     life.options = replace(life.options, erase_window_ms=None)
     assert life.batch({}).ages is None
@@ -236,13 +236,13 @@ def test_times_are_in_the_pointer_and_older_releases_pass_them_by() -> None:
 
 def test_a_clock_that_is_set_back_keeps_more() -> None:
     pointer = first_pointer()
-    for beats in range(100):
-        pointer = marked(replace(pointer, beats=beats), beats * WINDOW_MS // 8, WINDOW_MS)
+    for heartbeats in range(100):
+        pointer = marked(replace(pointer, heartbeats=heartbeats), heartbeats * WINDOW_MS // 8, WINDOW_MS)
     assert pointer.ages is not None
     before = erased_before(pointer.ages)
     assert before is not None
     assert 99 - 8 - 5 - 1 <= before <= 99 - 8 - 4
-    back = marked(replace(pointer, beats=100), 90 * WINDOW_MS // 8, WINDOW_MS)
+    back = marked(replace(pointer, heartbeats=100), 90 * WINDOW_MS // 8, WINDOW_MS)
     assert back.ages is not None
     assert (erased_before(back.ages) or 0) < before
 
@@ -259,11 +259,11 @@ def test_a_root_that_is_added_after_a_removal_never_holds_the_key(life: Life) ->
     _removed(life)
     life.names = ("a", "b")
     for batches in range(4):
-        if is_complete(life.pointers[-1].standings.get("b")):
+        if is_complete(life.pointers[-1].replication.get("b")):
             break
         life.batch({KEYS[0]: Row(batches)})
         life.settle()
-    assert is_complete(life.pointers[-1].standings["b"])
+    assert is_complete(life.pointers[-1].replication["b"])
     life.names = ("b",)
     for _ in range(2):
         life.batch()

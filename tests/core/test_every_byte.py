@@ -25,7 +25,7 @@ from core_support import KEYS, SCHEMA, WRITER, Refs, Row, run_of
 
 from arrow_schemas import LineageEntry, LineageHeader, OperatorFile, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
-from arrow_schemas.pointer import InlineDelta, Standing
+from arrow_schemas.pointer import InlineDelta, ReplicationStatus
 from spark_state_ext.errors import StateError
 from spark_state_ext.files import checkpoint
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header, verify_checkpoint, write_checkpoint
@@ -122,20 +122,23 @@ def _pointer() -> Kind:
         schema_id=1,
         batch=41,
         watermark_ms=5_000,
-        home="6f1d7f0e",
+        query_folder="6f1d7f0e",
         lineage=tuple(lineage),
         rows=12,
-        timeout_floor_ms=1_000,
-        timeout_floor_version=2,
+        timer_low_watermark_ms=1_000,
+        timer_low_watermark_version=2,
         earliest_timeout_ms=6_000,
         parent=lineage[0].ref,
         calls=40,
-        beats=30,
+        heartbeats=30,
         snapshots_missed=1,
-        standings={"files": Standing(lineage[0].ref), "west": Standing(lineage[0].ref, lineage[0].ref)},
+        replication={
+            "files": ReplicationStatus(lineage[0].ref),
+            "west": ReplicationStatus(lineage[0].ref, lineage[0].ref),
+        },
         markers={"files": {"state": "marker"}},
         inline=(InlineDelta(lineage[1].ref, b"\x00\xff" * 5, 1_700_000_000_000, 4),),
-        spread=("run-2", 8),
+        partitioning=("run-2", 8),
     )
     return Kind(pointer.encode(), Pointer.decode)
 

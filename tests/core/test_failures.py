@@ -16,7 +16,7 @@ from life import Life
 from arrow_schemas.lineage import DELTA
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Clocks, Ended, Run, counts
-from spark_state_ext.commit.ledger import FAILED, RUNNING, Note, note_name
+from spark_state_ext.commit.ledger import FAILED, RUNNING, UploadRecord, record_name
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.errors import CommitTimeoutError, StateError, UploadFailedError
 from spark_state_ext.store import LocalStore
@@ -32,10 +32,10 @@ def _new_process(life: Life) -> None:
     uploads, life.uploads = life.uploads, WorkerUploads()
     # They hang until the test is over.
     life.managers = {f"{name} of {len(life.managers)}": manager for name, manager in life.managers.items()}
-    for name, value in life.store.notes().items():
-        note = Note.decode(value)
-        if note is not None and note.owner == uploads.owner:
-            life.store.note({name: replace(note, owner="1 0").encode()})
+    for name, value in life.store.records().items():
+        record = UploadRecord.decode(value)
+        if record is not None and record.owner == uploads.owner:
+            life.store.record({name: replace(record, owner="1 0").encode()})
 
 
 @pytest.fixture
@@ -106,13 +106,15 @@ def test_clocks_are_for_attempts_at_the_same_task() -> None:
     for value, run in ((made, Run("r", 5)), (made, Run("s", 4)), (None, Run("r", 4)), (b"7", Run("r", 4))):
         assert Clocks.kept(value, run) == {}
     assert Clocks.kept(Clocks(Run(), {"a": 1.5}).encode(), Run()) == {}
-    assert Note.decode(made) is None
+    assert UploadRecord.decode(made) is None
 
 
 def test_notes_of_earlier_releases_are_of_no_run() -> None:
-    assert Note.decode(b'["failed", "1 2", 3.5, {}, "why"]') == Note(FAILED, "1 2", 3.5, {}, "why", Run())
-    note = Note(RUNNING, "1 2", 3.5, run=Run("r", 4))
-    assert Note.decode(note.encode()) == note
+    assert UploadRecord.decode(b'["failed", "1 2", 3.5, {}, "why"]') == UploadRecord(
+        FAILED, "1 2", 3.5, {}, "why", Run()
+    )
+    record = UploadRecord(RUNNING, "1 2", 3.5, run=Run("r", 4))
+    assert UploadRecord.decode(record.encode()) == record
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -294,14 +296,14 @@ def test_another_process_that_hangs_since_a_run_that_is_over_is_not_waited_for(l
     life.options = SHORT
     life.manager("a").gate.clear()
     life.batch()
-    (name,) = [name for name in life.store.notes() if name.startswith(note_name("a", ""))]
-    found = Note.decode(life.store.notes()[name])
+    (name,) = [name for name in life.store.records() if name.startswith(record_name("a", ""))]
+    found = UploadRecord.decode(life.store.records()[name])
     assert found is not None
     uploads, life.uploads, managers, life.managers = life.uploads, WorkerUploads(), life.managers, {}
-    life.store.note({name: replace(found, owner=other_process, since_s=found.since_s - 60).encode()})
+    life.store.record({name: replace(found, owner=other_process, since_s=found.since_s - 60).encode()})
     # Within its run it is, and it has taken too long.
     assert _waited_s(life) < 0.5
-    life.store.note({name: replace(found, owner=other_process, since_s=found.since_s - 60).encode()})
+    life.store.record({name: replace(found, owner=other_process, since_s=found.since_s - 60).encode()})
     life.run = Run("another", 1)
     life.batch()
     life.settle()

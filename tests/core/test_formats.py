@@ -31,7 +31,7 @@ from arrow_schemas.lineage import (
     file_name,
     parse_file_name,
 )
-from arrow_schemas.pointer import BOTH, V1, InlineDelta, Standing
+from arrow_schemas.pointer import BOTH, V1, InlineDelta, ReplicationStatus
 
 _IDS = st.text("0123456789abcdef", min_size=32, max_size=32)
 _REFS = st.builds(CheckpointRef, st.integers(1, 2**63 - 1), _IDS)
@@ -62,27 +62,27 @@ _BARE_POINTERS = st.builds(
     schema_id=st.integers(0, 9),
     batch=st.integers(-1, 2**62),
     watermark_ms=st.none() | st.integers(-(2**62), 2**62),
-    home=st.text(),
+    query_folder=st.text(),
     calls=st.integers(0, 2**62),
-    beats=st.integers(0, 2**62),
+    heartbeats=st.integers(0, 2**62),
     snapshots_missed=st.integers(0, 9),
     rows=st.integers(0, 2**40),
-    timeout_floor_ms=st.integers(0, 2**50),
-    timeout_floor_version=st.integers(0, 2**50),
+    timer_low_watermark_ms=st.integers(0, 2**50),
+    timer_low_watermark_version=st.integers(0, 2**50),
     earliest_timeout_ms=st.none() | st.integers(0, 2**50),
-    standings=st.dictionaries(st.text(), st.builds(Standing, _REFS, st.none() | _REFS), max_size=2),
+    replication=st.dictionaries(st.text(), st.builds(ReplicationStatus, _REFS, st.none() | _REFS), max_size=2),
     markers=st.dictionaries(st.text(), st.dictionaries(st.text(), st.text(), max_size=2), max_size=2),
     inline=_lineages().flatmap(
         lambda refs: st.tuples(*(st.builds(InlineDelta, st.just(ref), _BYTES, _TIMES) for ref in refs))
     ),
-    spread=st.none() | st.tuples(st.text(), st.integers(1, 2**31)),
+    partitioning=st.none() | st.tuples(st.text(), st.integers(1, 2**31)),
     made_by=st.none() | st.text(),
 )
 _POINTERS = st.builds(_with_lineage, _BARE_POINTERS, _lineages(), st.booleans())
 _REF = CheckpointRef(7, "0" * 31 + "7")
 _INLINE = InlineDelta(_REF, b"\x00\xff" * 5, 1_700_000_000_000, 7)
 _POINTER = Pointer(
-    "counts", 3, 8, 0, 41, 5_000, lineage=(LineageEntry(_REF, 99, 6),), rows=12, beats=6, inline=(_INLINE,)
+    "counts", 3, 8, 0, 41, 5_000, lineage=(LineageEntry(_REF, 99, 6),), rows=12, heartbeats=6, inline=(_INLINE,)
 )
 
 
@@ -149,11 +149,11 @@ def test_a_pointer_is_written_in_the_old_format_and_in_both(pointer: Pointer) ->
         schema_id=pointer.schema_id,
         batch=pointer.batch,
         watermark_ms=pointer.watermark_ms,
-        home=pointer.home,
-        lineage=tuple(replace(entry, beat=0) for entry in pointer.lineage),
+        query_folder=pointer.query_folder,
+        lineage=tuple(replace(entry, heartbeat=0) for entry in pointer.lineage),
         rows=pointer.rows,
-        timeout_floor_ms=pointer.timeout_floor_ms,
-        timeout_floor_version=pointer.timeout_floor_version,
+        timer_low_watermark_ms=pointer.timer_low_watermark_ms,
+        timer_low_watermark_version=pointer.timer_low_watermark_version,
         earliest_timeout_ms=pointer.earliest_timeout_ms,
         parent=refs[-2] if len(refs) > 1 else None,
     )

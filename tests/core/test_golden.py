@@ -13,7 +13,7 @@ from core_support import WRITER
 from arrow_schemas import OperatorFile, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import POINTER_FORMAT
-from spark_state_ext.backends.files import sole_place
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header
 from spark_state_ext.files.folder import Folder
@@ -75,14 +75,14 @@ def test_state_at_the_pointer(golden: Path, tmp_path: Path, snapshot: str) -> No
         (golden / "3" / file_name(pointer.lineage[0].ref, SNAPSHOT)).unlink()
     store = LocalStore(tmp_path / "local", _operator(golden).row_schema())
     files = Folder(str(golden)).child("3")
-    bucket = Bucket(store, sole_place(files, tmp_path), pointer, WRITER, tmp_path)
+    bucket = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path)
     batches = bucket.read(lambda view: list(view.scan()))
     known = int.from_bytes((golden / "pointer.bin").read_bytes()[4:6], "little") > 2
     # Clean-up goes by these; what older formats do not tell is long ago.
-    assert (pointer.calls, pointer.beats, pointer.lineage[-1].beat) == ((6, 5, 4) if known else (0, 0, 0))
+    assert (pointer.calls, pointer.heartbeats, pointer.lineage[-1].heartbeat) == ((6, 5, 4) if known else (0, 0, 0))
     writer = read_header(files, pointer.lineage[-2].ref, DELTA).writer
-    assert writer.beat == (3 if known else 0)
-    assert (pointer.retained, pointer.retained_beat) == ((100, 5) if known else (0, 0))
+    assert writer.heartbeat == (3 if known else 0)
+    assert (pointer.retained, pointer.retained_heartbeat) == ((100, 5) if known else (0, 0))
     store.close()
     assert bucket.fetched_files == (3 if snapshot == "whole" else 4)
     assert _same(_as_json(batches), _expected(golden))
@@ -103,7 +103,7 @@ def test_each_file_and_any_arrow_reader(golden: Path, tmp_path: Path) -> None:
         kinds.append(kind)
     # Since format 4, a delta may be in the pointer only.
     pointer = Pointer.decode((golden / "pointer.bin").read_bytes())
-    assert len(pointer.inline) == (pointer.standings != {})
+    assert len(pointer.inline) == (pointer.replication != {})
     assert sorted(kinds) == [*[DELTA] * (4 - len(pointer.inline)), SNAPSHOT]
 
 

@@ -26,7 +26,7 @@ from arrow_schemas.lineage import DELTA, file_name
 from arrow_schemas.pointer import BOTH, V1
 from spark_state_ext.backends import Checkpoint
 from spark_state_ext.backends.files import FilesRestore
-from spark_state_ext.backends.replication import Place
+from spark_state_ext.backends.replication import Replica
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptStoreError, InterruptedRestoreError, LiveRunError, StorageError
@@ -49,10 +49,10 @@ class Restores:
         self.folder = folder
         self._exits = exits
 
-    def place(self, name: str, *, timeout_s: float = 0.0, **options: Any) -> Place:
+    def replica(self, name: str, *, timeout_s: float = 0.0, **options: Any) -> Replica:
         options = {"implementation": STORE, "log": str(self.log(name)), **options}
         files = Folder(str(self.life.local / name), options).child("3")
-        return Place(name, self.life.manager(name), FilesRestore(files, timeout_s), root=name == "a")
+        return Replica(name, self.life.manager(name), FilesRestore(files, timeout_s), root=name == "a")
 
     def log(self, name: str) -> Path:
         return self.folder / f"asked-{name}"
@@ -62,7 +62,7 @@ class Restores:
 
     def bucket(
         self,
-        *places: Place,
+        *replicas: Replica,
         prefer: str | None = None,
         pointer: Pointer | None = None,
         options: CommitOptions | None = None,
@@ -71,7 +71,7 @@ class Restores:
         self._exits.callback(store.close)
         return Bucket(
             store,
-            places,
+            replicas,
             pointer or self.life.pointers[-1],
             WRITER,
             self.folder,
@@ -123,7 +123,7 @@ def test_a_process_ends_while_it_restores(life: Life, tmp_path: Path, number: si
 
 
 def test_a_restore_that_is_closed_ends_though_no_backend_answers(restores: Restores) -> None:
-    bucket = restores.bucket(restores.place("a", takes_s=TAKES_S), restores.place("b", takes_s=TAKES_S))
+    bucket = restores.bucket(restores.replica("a", takes_s=TAKES_S), restores.replica("b", takes_s=TAKES_S))
     reading = _in_thread(lambda: bucket.read(scanned))
     _eventually(lambda: restores.asked("a"))
     bucket.close()
@@ -133,7 +133,7 @@ def test_a_restore_that_is_closed_ends_though_no_backend_answers(restores: Resto
 
 def test_what_is_asked_meanwhile_may_end_a_restore(restores: Restores) -> None:
     """As when another run has taken the state over."""
-    bucket = restores.bucket(restores.place("a", takes_s=TAKES_S))
+    bucket = restores.bucket(restores.replica("a", takes_s=TAKES_S))
 
     def lost() -> None:
         raise LiveRunError("another run has it")
@@ -145,19 +145,19 @@ def test_what_is_asked_meanwhile_may_end_a_restore(restores: Restores) -> None:
 
 def test_a_file_that_cannot_be_read_ends_the_reads_of_the_others(restores: Restores) -> None:
     """They would be tried again for ten minutes, for nobody."""
-    place = restores.place("a", timeout_s=TAKES_S, fails="refused")
-    files = place.restore.restore()
+    replica = restores.replica("a", timeout_s=TAKES_S, fails="refused")
+    files = replica.restore.restore()
 
     class FirstDenied(FilesRestore):
         def restore(self) -> Any:
             return _FirstDenied(files)
 
         def close(self) -> None:
-            place.restore.close()
+            replica.restore.close()
 
     # Other tests have left some that hang.
     before = set(threading.enumerate())
-    bucket = restores.bucket(replace(place, restore=FirstDenied(Folder(str(restores.folder)), 0.0)))
+    bucket = restores.bucket(replace(replica, restore=FirstDenied(Folder(str(restores.folder)), 0.0)))
     reading = _in_thread(lambda: bucket.read(scanned))
     with pytest.raises(StorageError, match="no permission"):
         reading.result(ENDS_S)
@@ -213,7 +213,7 @@ def test_a_store_that_is_built_anew_in_the_middle_of_a_restore_is_restored(
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(LocalStore, "restore", restore)
-    assert restores.bucket(restores.place("a")).read(scanned) == restores.life.models[-1]
+    assert restores.bucket(restores.replica("a")).read(scanned) == restores.life.models[-1]
 
 
 def test_a_closed_pool_ends_its_threads_and_drops_what_waits() -> None:
@@ -248,8 +248,8 @@ def test_a_load_that_fails_for_a_snapshot_fails_the_commit(restores: Restores, m
 
     monkeypatch.setattr(LocalStore, "pin", damaged)
     bucket = life.bucket()
-    for place in bucket._places:
-        monkeypatch.setattr(place.restore, "restore", lambda: _Failing())
+    for replica in bucket._replicas:
+        monkeypatch.setattr(replica.restore, "restore", lambda: _Failing())
     with pytest.raises(StorageError, match="503"):
         bucket.commit(buffer_of({KEYS[0]: Row(1)}, life.local))
     # The next attempt has others.
@@ -276,7 +276,7 @@ def test_a_backend_that_does_not_answer_is_asked_once(
     restores: Restores, fails: str, prefer: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each of a dozen files would wait for it otherwise, for a minute as a rule."""
-    broken, whole = restores.place("b", fails=fails), restores.place("a")
+    broken, whole = restores.replica("b", fails=fails), restores.replica("a")
     bucket = restores.bucket(broken, whole, prefer=prefer)
     assert bucket.read(scanned) == restores.life.models[-1]
     assert len(restores.asked("b")) == 1
@@ -290,7 +290,7 @@ def test_what_only_a_backend_has_that_did_not_answer_is_asked_of_it(restores: Re
     """It may be back; and if not, that is the error, not what the other one lacks."""
     name = file_name(restores.life.pointers[-1].lineage[-1].ref, DELTA)
     restores.life.folder("a").remove(name)
-    bucket = restores.bucket(restores.place("b", fails="refused"), restores.place("a"))
+    bucket = restores.bucket(restores.replica("b", fails="refused"), restores.replica("a"))
     with pytest.raises(StorageError, match="refused"):
         bucket.read(scanned)
     assert sum(name in line for line in restores.asked("b")) in (1, 2)
@@ -299,21 +299,21 @@ def test_what_only_a_backend_has_that_did_not_answer_is_asked_of_it(restores: Re
 def test_a_backend_that_is_silent_is_done_without(restores: Restores) -> None:
     """It gives no error either, as a network drive whose server is gone."""
     options = CommitOptions(commit_delay_ms_max=0, commit_timeout_ms=500)
-    bucket = restores.bucket(restores.place("b", takes_s=TAKES_S), restores.place("a"), prefer="b", options=options)
+    bucket = restores.bucket(restores.replica("b", takes_s=TAKES_S), restores.replica("a"), prefer="b", options=options)
     assert _in_thread(lambda: bucket.read(scanned)).result(ENDS_S) == restores.life.models[-1]
     assert len(restores.asked("b")) == 1
 
 
 def test_a_sole_backend_that_is_silent_ends_the_restore(restores: Restores) -> None:
     options = CommitOptions(commit_delay_ms_max=0, commit_timeout_ms=500)
-    bucket = restores.bucket(restores.place("b", takes_s=TAKES_S), options=options)
+    bucket = restores.bucket(restores.replica("b", takes_s=TAKES_S), options=options)
     with pytest.raises(StorageError, match="the backend b has neither answered nor failed"):
         _in_thread(lambda: bucket.read(scanned)).result(ENDS_S)
 
 
 def test_a_backend_that_is_slow_over_a_file_but_answers_is_waited_for(restores: Restores) -> None:
     options = CommitOptions(commit_delay_ms_max=0, commit_timeout_ms=700)
-    bucket = restores.bucket(restores.place("a", takes_s=0.4), options=options)
+    bucket = restores.bucket(restores.replica("a", takes_s=0.4), options=options)
     assert bucket.read(scanned) == restores.life.models[-1]
 
 
@@ -322,8 +322,8 @@ def test_a_backend_that_cannot_even_be_opened_is_done_without(restores: Restores
         def init(self, checkpoint: Checkpoint) -> None:
             raise StorageError("no route to host")
 
-    away = replace(restores.place("b"), restore=Away(Folder(str(restores.folder)), 0.0))
-    assert restores.bucket(away, restores.place("a")).read(scanned) == restores.life.models[-1]
+    away = replace(restores.replica("b"), restore=Away(Folder(str(restores.folder)), 0.0))
+    assert restores.bucket(away, restores.replica("a")).read(scanned) == restores.life.models[-1]
     with pytest.raises(StorageError, match="no route to host"):
         restores.bucket(away).read(scanned)
 
@@ -335,8 +335,8 @@ def test_backends_are_opened_before_any_file_is_asked_for(restores: Restores) ->
         def init(self, checkpoint: Checkpoint) -> None:
             time.sleep(0.3)
 
-    places = [replace(it, restore=Slow(restores.life.folder(it.name), 0.0)) for it in map(restores.place, "ab")]
-    assert restores.bucket(*places).read(scanned) == restores.life.models[-1]
+    replicas = [replace(it, restore=Slow(restores.life.folder(it.name), 0.0)) for it in map(restores.replica, "ab")]
+    assert restores.bucket(*replicas).read(scanned) == restores.life.models[-1]
 
 
 # -- gaps ------------------------------------------------------------------------------------------
@@ -350,12 +350,12 @@ def test_all_gaps_of_a_preferred_backend_are_told(
     pointer = restores.life.pointers[-1]
     if write is not None:
         pointer = Pointer.decode(replace(pointer, inline=()).encode(write), V1)
-        assert not pointer.standings
+        assert not pointer.replication
     names = [it for it in restores.life.folder("a").names() if it.endswith(".arrow")]
     for name in names[2:8:2]:
         restores.life.folder("a").remove(name)
     restores.life.folder("a").put(names[1], b"damaged")
-    bucket = restores.bucket(restores.place("a"), restores.place("b"), prefer="a", pointer=pointer)
+    bucket = restores.bucket(restores.replica("a"), restores.replica("b"), prefer="a", pointer=pointer)
     assert bucket.read(scanned) == restores.life.models[-1]
     told = [it for it in caplog.records if "that it should have" in it.getMessage()]
     assert len(told) == 1

@@ -16,8 +16,8 @@ from core_support import KEYS, SCHEMA, WRITER, Changes, Model, Row, changed, fir
 
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
-from spark_state_ext.backends.files import sole_place
-from spark_state_ext.commit.cadence import presuming_snapshot
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.cadence import with_unconfirmed_snapshot
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, CorruptPointerError, LineageError, MissingCheckpointError
 from spark_state_ext.files.checkpoint import write_checkpoint
@@ -97,7 +97,7 @@ class SeedFiles:
             first_pointer(), lineage=entries, parent=parents.get(parent) if parent is None else ref(parent), rows=99
         )
         try:
-            return Bucket(store, sole_place(self.files, self.path), pointer, WRITER, self.path).read(
+            return Bucket(store, sole_replica(self.files, self.path), pointer, WRITER, self.path).read(
                 scanned
             ), store.applied
         finally:
@@ -268,7 +268,7 @@ def test_the_local_store_must_agree_with_the_pointer(folder: SeedFiles) -> None:
         first_pointer(), lineage=(LineageEntry(ref("21_f4d05ac9"), 1),), parent=CheckpointRef(20, "b" * 32), rows=9
     )
     with pytest.raises(LineageError, match=f"was built on {ref('20_d8e2ca47')}; its pointer says 20_b"):
-        Bucket(store, sole_place(folder.files, folder.path), pointer, WRITER, folder.path).read(scanned)
+        Bucket(store, sole_replica(folder.files, folder.path), pointer, WRITER, folder.path).read(scanned)
     store.close()
 
 
@@ -280,7 +280,7 @@ def test_what_a_load_fetches() -> None:
     chain = Chain((a, b, c, d))
     deltas = [Fetch(r, DELTA) for r in (b, c, d)]
     assert plan_load(chain, [], ()) == [Fetch(a, SNAPSHOT), *deltas]
-    # The presumed snapshot is gone: the chain has to reach further back, and then does.
+    # The unconfirmed snapshot is gone: the chain has to reach further back, and then does.
     assert plan_load(chain, [], {Fetch(a, SNAPSHOT)}) is None
     assert plan_load(Chain((a, b, c, d), rooted=True), [], {Fetch(a, SNAPSHOT)}) == [Fetch(a, DELTA), *deltas]
     # A delta is gone: snapshots from there on are tried, the deepest first.
@@ -293,7 +293,7 @@ def test_what_a_load_fetches() -> None:
 def test_a_pruned_pointer_begins_with_its_own_checkpoint() -> None:
     refs = [CheckpointRef(version, f"{version:032x}") for version in (90, 99, 100)]
     pointer = replace(first_pointer(), lineage=tuple(LineageEntry(r, 1, r.version) for r in refs), parent=refs[1])
-    pruned = presuming_snapshot(pointer)
+    pruned = with_unconfirmed_snapshot(pointer)
     assert [e.ref for e in pruned.lineage] == refs[2:]
     # It says still what it was built on: a store that is there needs the delta only.
     chain = Chain.of(pruned)
@@ -304,20 +304,20 @@ def test_a_pruned_pointer_begins_with_its_own_checkpoint() -> None:
 
 def test_calls_and_beats_are_counted() -> None:
     pointer = counted(first_pointer(), True, 5)
-    assert (pointer.calls, pointer.beats) == (1, 1)
+    assert (pointer.calls, pointer.heartbeats) == (1, 1)
     pointer = counted(pointer, False, 5)
-    assert (pointer.calls, pointer.beats) == (2, 1)
+    assert (pointer.calls, pointer.heartbeats) == (2, 1)
 
 
 def test_more_batches_to_retain_count_at_once_and_fewer_when_nothing_retained_is_from_before() -> None:
-    pointer = replace(first_pointer(), beats=50, retained=10, retained_beat=50)
+    pointer = replace(first_pointer(), heartbeats=50, retained=10, retained_heartbeat=50)
     raised = counted(pointer, True, 12)
-    assert (raised.retained, raised.retained_beat) == (12, 51)
+    assert (raised.retained, raised.retained_heartbeat) == (12, 51)
     lowered = [pointer]
     for _ in range(40):
         lowered.append(counted(lowered[-1], True, 3))
-    # Those of beats up to 50 may be named by what was retained, sent late, and renewed under 10.
+    # Those of heartbeats up to 50 may be named by what was retained, sent late, and renewed under 10.
     assert [p.retained for p in lowered] == [10] * 33 + [3] * 8
     # Raised again in between, it counts from there.
     again = counted(counted(lowered[5], True, 10), True, 3)
-    assert (again.retained, again.retained_beat) == (10, 56)
+    assert (again.retained, again.retained_heartbeat) == (10, 56)

@@ -134,7 +134,7 @@ class TestLocalStore(LocalStoreContract):
         ref = self.add(store, None, {KEYS[0]: Row(1)})
         ref = self.add(store, ref, {KEYS[1]: Row(2)})
         pin = store.pin(store.view(ref), 60)
-        store.note({"a": b"1"})
+        store.record({"a": b"1"})
         (key, value), *_ = store._environment.read(lambda txn: [(k, bytes(v)) for k, v in txn.items(table)])
 
         def put(value: bytes) -> None:
@@ -151,10 +151,10 @@ class TestLocalStore(LocalStoreContract):
                 with pytest.raises(CorruptStoreError, match="differs from its checksum"):
                     store.renew(pin, 60)
             else:
-                assert store.notes() == {}
+                assert store.records() == {}
         put(value)
         assert scanned(store.view(ref)) == {KEYS[0]: Row(1), KEYS[1]: Row(2)}
-        assert store.notes() == {"a": b"1"}
+        assert store.records() == {"a": b"1"}
         store.renew(pin, 60)
 
     @pytest.mark.parametrize("buckets", [1, 64])

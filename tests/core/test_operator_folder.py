@@ -154,14 +154,14 @@ def test_a_refusal_is_not_remembered(tmp_path: Path) -> None:
 def test_another_attempt_at_a_first_batch_is_no_other_query(tmp_path: Path) -> None:
     """Where tasks are not told their query each attempt begins in a folder of its own; `strict` must let it begin."""
     files, batch_ms = Folder(str(tmp_path)), 1_700_000_000_000
-    first = operator_catalog.new_home(batch_ms, "a" * 32)
-    for home in (first, "query"):
-        files.child("starting").put(f"{batch_ms}-{home[:1] * 32}", home.encode())
-        operator_catalog.admit(files, _wanted(query=home), True, batch_ms=batch_ms)
+    first = operator_catalog.new_query_folder(batch_ms, "a" * 32)
+    for query_folder in (first, "query"):
+        files.child("starting").put(f"{batch_ms}-{query_folder[:1] * 32}", query_folder.encode())
+        operator_catalog.admit(files, _wanted(query=query_folder), True, batch_ms=batch_ms)
     files.child("spill", "t1700").put("rows.payloads", b"")
-    second = operator_catalog.new_home(batch_ms, "b" * 32)
+    second = operator_catalog.new_query_folder(batch_ms, "b" * 32)
     operator_catalog.admit(files, _wanted(query=second), True, batch_ms=batch_ms)
-    third = operator_catalog.new_home(batch_ms + 1, "c" * 32)
+    third = operator_catalog.new_query_folder(batch_ms + 1, "c" * 32)
     with pytest.raises(ExistingStateError, match=f"where other queries have theirs: query, {first}"):
         operator_catalog.admit(files, _wanted(query=third), True, batch_ms=batch_ms + 1)
 

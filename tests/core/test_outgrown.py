@@ -1,4 +1,4 @@
-"""A state larger than merges may be: its snapshots become runs, and the store stays small."""
+"""A state larger than compactions may be: its snapshots become runs, and the store stays small."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 
 from arrow_schemas import CheckpointRef, Pointer, RowSchema
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
-from spark_state_ext.backends.files import sole_place
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StoreFullError
 from spark_state_ext.files import checkpoint as checkpoint_module
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
-from spark_state_ext.store.merging import choose_merge
+from spark_state_ext.store.compaction import choose_compaction
 from spark_state_ext.store.runs import sorted_run
 from spark_state_ext.worker.background import Background
 from spark_state_ext.worker.spill import SpillBuffer
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 KEYS, CHANGED, ROW_BYTES = 20_000, 500, 26
-MERGE_BYTES_MAX = 512 << 10
+COMPACTION_BYTES_MAX = 512 << 10
 STATE_BYTES = KEYS * ROW_BYTES
 
 
@@ -51,15 +51,15 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.store = LocalStore(folder / "store", SCHEMA, merge_bytes_max=MERGE_BYTES_MAX)
-        self.places = sole_place(Folder(str(folder / "root")).child("3"), folder)
+        self.store = LocalStore(folder / "store", SCHEMA, compaction_bytes_max=COMPACTION_BYTES_MAX)
+        self.replicas = sole_replica(Folder(str(folder / "root")).child("3"), folder)
         self.pointer: Pointer = replace(first_pointer(), operator="counts")
         self.values = np.full(KEYS, -1)
         self.rng = np.random.default_rng(1)
         self.background: Background | None = None
 
     def bucket(self) -> Bucket:
-        return Bucket(self.store, self.places, self.pointer, WRITER, self.folder, self.background, 2)
+        return Bucket(self.store, self.replicas, self.pointer, WRITER, self.folder, self.background, 2)
 
     def batch(self, keys: np.ndarray) -> None:
         value = self.pointer.version + 1
@@ -84,7 +84,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr(checkpoint_module, "_ADOPTED_BYTES_MIN", 64 << 10)
+    monkeypatch.setattr(checkpoint_module, "_INGESTED_BYTES_MIN", 64 << 10)
     return Job(tmp_path)
 
 
@@ -93,13 +93,13 @@ def test_the_store_stays_in_proportion_to_the_state(job: Job) -> None:
     runs: list[int] = []
     on_disk: list[int] = []
 
-    def note() -> None:
+    def record() -> None:
         view = job.store.view(job.pointer.ref)
         sizes.append(view.size_bytes)
         runs.append(len(view.runs))
         on_disk.append(sum(path.stat().st_size for path in job.store._environment.folder.glob("base-*")))
 
-    job.history(400, note)
+    job.history(400, record)
     assert max(sizes) < 4 * STATE_BYTES
     assert max(sizes[200:]) <= 1.2 * max(sizes[:200]), "it does not grow with the batches"
     assert max(runs) < 25
@@ -120,13 +120,13 @@ def test_where_snapshots_come_late(job: Job) -> None:
     job.background = Background()
     ends: set[CheckpointRef] = set()
 
-    def note() -> None:
+    def record() -> None:
         ends.update(run.newest for run in job.store.view(job.pointer.ref).runs if run.file_bytes)
 
-    job.history(250, note)
+    job.history(250, record)
     assert job.background.wait(30)
     job.batch(np.arange(9))
-    note()
+    record()
     assert len(ends) > 1, "a snapshot lies on the way from the head down, whatever was merged meanwhile"
     assert ends == job.snapshots()
     job.check()
@@ -176,7 +176,7 @@ def test_a_state_that_shrinks_leaves_nothing_behind(job: Job) -> None:
 @given(st.lists(st.integers(1, 1_000), max_size=30), st.integers(1, 5_000), st.integers(0, 30))
 def test_no_merge_crosses_the_border(sizes: list[int], bytes_max: int, border: int) -> None:
     border = min(border, len(sizes))
-    chosen = choose_merge(sizes, bytes_max, border)
+    chosen = choose_compaction(sizes, bytes_max, border)
     if chosen is not None:
         start, stop = chosen
         assert stop <= border or start >= border

@@ -16,8 +16,8 @@ from spark_state_ext.store.reclaim import note_use, reclaim
 HOUR_S = 3_600.0
 
 
-def store_in(stores: Path, bucket: int, home: str = "home") -> LocalStore:
-    store = LocalStore(stores / "root-operator" / home / "s0" / str(bucket), SCHEMA)
+def store_in(stores: Path, bucket: int, query_folder: str = "home") -> LocalStore:
+    store = LocalStore(stores / "root-operator" / query_folder / "s0" / str(bucket), SCHEMA)
     assert note_use(store.folder)
     return store
 

@@ -14,7 +14,7 @@ from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import NO_RUN, Refused, Run
-from spark_state_ext.commit.ledger import Note
+from spark_state_ext.commit.ledger import UploadRecord
 from spark_state_ext.commit.snapshots import Tally
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.errors import UploadFailedError
@@ -155,7 +155,7 @@ def test_a_backend_that_never_gets_to_catch_up_is_an_error(life: Life, clock: Cl
     began_s = clock.now_s
     _until_error(life, clock)
     assert clock.now_s - began_s >= TIMEOUT_S
-    assert not is_complete(life.pointers[-1].standings["b"])
+    assert not is_complete(life.pointers[-1].replication["b"])
 
 
 def test_a_sole_backend_that_refuses_snapshots_is_an_error(life: Life, clock: Clock) -> None:
@@ -194,8 +194,8 @@ def test_a_snapshot_that_arrives_late_counts(life: Life) -> None:
 def test_notes_of_one_kind_are_not_taken_for_those_of_another() -> None:
     refused = Refused(Run("a run", 3), 1.0, 2.0, 4, "full", 1.5)
     assert Refused.decode(refused.encode()) == refused
-    assert Note.decode(refused.encode()) is None
-    assert Note.decode(b'["1_a", "2_b", "3_c", "4_d", "5_e"]') is None
-    assert Refused.decode(Note("done", "me", 1.0).encode()) is None
+    assert UploadRecord.decode(refused.encode()) is None
+    assert UploadRecord.decode(b'["1_a", "2_b", "3_c", "4_d", "5_e"]') is None
+    assert Refused.decode(UploadRecord("done", "me", 1.0).encode()) is None
     assert Refused.decode(None) is None
     assert not Refused(NO_RUN, 0.0, 1e9).for_long(1.0), "one alone may have been mended since"

@@ -17,7 +17,7 @@ from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, file_name, new_checkpoint_id
 from spark_state_ext.backends import STATE, BackendContext
 from spark_state_ext.backends.files import FilesBackup, FilesRestore
-from spark_state_ext.backends.replication import Place
+from spark_state_ext.backends.replication import Replica
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
@@ -77,10 +77,10 @@ def test_a_confirmed_delta_outlives_an_attempt_that_sends_it_again(
         uploads.owner = f"{os.getpid()} {name}"
         folder = Folder(root, {"implementation": f"{__name__}.Failing"}).child("3")
         context = BackendContext("a", {}, "counts", "", 3, CallerExecutor(), tmp_path, 0.2)
-        places = [Place("a", FilesBackup(folder, context), FilesRestore(folder, 0.0), root=True)]
+        replicas = [Replica("a", FilesBackup(folder, context), FilesRestore(folder, 0.0), root=True)]
         store = LocalStore(tmp_path / name, SCHEMA)
         return lambda pointer: Bucket(
-            store, places, pointer, WRITER, tmp_path, uploads=uploads, options=CommitOptions()
+            store, replicas, pointer, WRITER, tmp_path, uploads=uploads, options=CommitOptions()
         )
 
     here, there = host("here"), host("there")

@@ -18,12 +18,12 @@ from life import WAIT_S, Life
 
 from arrow_schemas import CheckpointRef, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT
-from arrow_schemas.pointer import BOTH, V1, V2, Standing
+from arrow_schemas.pointer import BOTH, V1, V2, ReplicationStatus
 from spark_state_ext.backends import Markers
 from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit import cadence
 from spark_state_ext.commit import snapshots as snapshots_module
-from spark_state_ext.commit.ledger import FAILED, RUNNING, Note, note_name
+from spark_state_ext.commit.ledger import FAILED, RUNNING, UploadRecord, record_name
 from spark_state_ext.commit.snapshots import check_name
 from spark_state_ext.engine import bucket as bucket_module
 from spark_state_ext.errors import (
@@ -46,11 +46,11 @@ def test_a_backend_that_is_added_catches_up(life: Life) -> None:
         life.batch()
     life.names = ("a", "b")
     pointer = life.batch()
-    assert pointer.standings["b"] == Standing(pointer.ref, since=pointer.ref)
+    assert pointer.replication["b"] == ReplicationStatus(pointer.ref, since=pointer.ref)
     life.batch()
     life.settle()
     pointer = life.batch({})
-    assert pointer.standings == {"a": Standing(pointer.ref), "b": Standing(pointer.ref)}
+    assert pointer.replication == {"a": ReplicationStatus(pointer.ref), "b": ReplicationStatus(pointer.ref)}
     assert (life.files("b", SNAPSHOT), life.files("b", DELTA)) == ([5], [6])
     for name in ("a", "b"):
         assert life.restored(pointer, name) == life.models[-1]
@@ -84,7 +84,7 @@ def test_a_backend_catches_up_after_its_first_snapshot_failed(
         life.batch()
         life.settle()
     pointer = life.batch({})
-    assert is_complete(pointer.standings["b"])
+    assert is_complete(pointer.replication["b"])
     assert life.restored(pointer, "b") == life.models[-1]
 
 
@@ -95,33 +95,33 @@ def test_a_backend_catches_up_though_the_end_of_its_first_snapshot_could_not_be_
         life.batch()
     life.settle()
     life.names = ("a", "b")
-    note, failed = life.store.note, []
+    record, failed = life.store.record, []
 
-    def full(notes: Mapping[str, bytes], removed: Collection[str] = ()) -> None:
-        if any((told := Note.decode(value)) is not None and told.state == FAILED for value in notes.values()):
+    def full(records: Mapping[str, bytes], removed: Collection[str] = ()) -> None:
+        if any((told := UploadRecord.decode(value)) is not None and told.state == FAILED for value in records.values()):
             failed.append(1)
             raise StoreFullError("the disk is full")
-        note(notes, removed)
+        record(records, removed)
 
     life.manager("b").fails_with = PermissionError("not yet")
-    monkeypatch.setattr(life.store, "note", full)
+    monkeypatch.setattr(life.store, "record", full)
     life.batch()
     life.settle()
     assert failed
     assert "is failed could not be noted: the disk is full" in caplog.text
     life.manager("b").fails_with = None
-    monkeypatch.setattr(life.store, "note", note)
+    monkeypatch.setattr(life.store, "record", record)
     # It stands as under way, in a process that lives. That is believed for a while only.
     snapshots = life.told.count("b snapshot 5")
     life.batch()
     life.settle()
     assert life.told.count("b snapshot 6") == snapshots == 1, "the delta"
-    assert not is_complete(life.pointers[-1].standings["b"])
+    assert not is_complete(life.pointers[-1].replication["b"])
     monkeypatch.setattr(snapshots_module, "HUNG_S", 0.0)
     life.batch()
     life.settle()
     pointer = life.batch({})
-    assert is_complete(pointer.standings["b"])
+    assert is_complete(pointer.replication["b"])
     assert life.restored(pointer, "b") == life.models[-1]
 
 
@@ -136,7 +136,7 @@ def test_a_backend_that_catches_up_and_cannot_be_asked_keeps_no_commit(
     life.manager("b").fails_with = ConnectionError("nobody is at home")
     life.batch()
     life.settle()
-    life.store.note({}, [name for name in life.store.notes() if name.startswith(note_name("b", ""))])
+    life.store.record({}, [name for name in life.store.records() if name.startswith(record_name("b", ""))])
 
     def size(self: Folder, name: str) -> int:
         if self.root == life.folder("b").root:
@@ -153,7 +153,7 @@ def test_a_backend_that_catches_up_and_cannot_be_asked_keeps_no_commit(
         life.batch()
         life.settle()
     pointer = life.batch({})
-    assert is_complete(pointer.standings["b"])
+    assert is_complete(pointer.replication["b"])
     assert life.restored(pointer, "b") == life.models[-1]
 
 
@@ -165,7 +165,7 @@ def _sent_from_another_machine(life: Life) -> tuple[Pointer, str]:
     life.names = ("a", "b")
     pointer = life.batch()
     life.settle()
-    assert pointer.standings["b"] == Standing(pointer.ref, since=pointer.ref)
+    assert pointer.replication["b"] == ReplicationStatus(pointer.ref, since=pointer.ref)
     life.store = LocalStore(life.local / "another machine", SCHEMA)
     life.stores.append(life.store)
     (name,) = (it for it in life.folder("b").names() if SNAPSHOT in it)
@@ -195,7 +195,7 @@ def test_a_snapshot_from_another_machine_that_is_damaged_is_replaced(
     for _ in range(4):
         pointers.append(life.batch())
         life.settle()
-    assert [is_complete(pointer.standings["b"]) for pointer in pointers] == [False, False, True, True]
+    assert [is_complete(pointer.replication["b"]) for pointer in pointers] == [False, False, True, True]
     told = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert [name in record.getMessage() for record in told] == [True]
     assert "the backend b did not catch up: " in caplog.text
@@ -220,12 +220,12 @@ def test_a_snapshot_from_another_machine_counts_when_it_was_read_back(
     real = Folder.get
     monkeypatch.setattr(Folder, "get", get)
     for _ in range(3):
-        assert not is_complete(life.batch().standings["b"])
+        assert not is_complete(life.batch().replication["b"])
     may_read.set()
     life.settle()
     assert reads == [name]
     pointer = life.batch()
-    assert is_complete(pointer.standings["b"])
+    assert is_complete(pointer.replication["b"])
     assert life.files("b", SNAPSHOT) == [4]
     life.settle()
     assert life.restored(pointer, "b") == life.models[-1]
@@ -251,7 +251,7 @@ def test_a_snapshot_from_another_machine_that_cannot_be_read_is_read_again_by_th
     for _ in range(2):
         pointer = life.batch()
         life.settle()
-    assert is_complete(pointer.standings["b"])
+    assert is_complete(pointer.replication["b"])
     assert life.files("b", SNAPSHOT) == [4]
 
 
@@ -263,11 +263,11 @@ def test_a_snapshot_is_read_back_anew_when_the_process_that_read_it_has_ended(li
         text=True,
         check=True,
     ).stdout.strip()
-    life.store.note({check_name("b", name): Note(RUNNING, ended, time.monotonic()).encode()})
+    life.store.record({check_name("b", name): UploadRecord(RUNNING, ended, time.monotonic()).encode()})
     for _ in range(2):
         pointer = life.batch()
         life.settle()
-    assert is_complete(pointer.standings["b"])
+    assert is_complete(pointer.replication["b"])
 
 
 def test_a_backend_that_cannot_be_asked_is_not_taken_for_one_that_has_lost_what_another_has_lost(
@@ -281,7 +281,7 @@ def test_a_backend_that_cannot_be_asked_is_not_taken_for_one_that_has_lost_what_
         life.batch()
         life.settle()
     pointer = life.batch({})
-    assert is_complete(pointer.standings["b"])
+    assert is_complete(pointer.replication["b"])
     for name in life.folder("a").names():
         life.folder("a").remove(name)
 
@@ -320,10 +320,10 @@ def test_a_backend_that_is_left_out_is_forgotten_and_its_files_stay(life: Life) 
         life.batch()
     life.settle()
     assert life.folder("a").names() == before
-    assert "a" not in life.pointers[-1].standings
+    assert "a" not in life.pointers[-1].replication
     life.names = ("a", "b")
     pointer = life.batch()
-    assert pointer.standings["a"].since == pointer.ref
+    assert pointer.replication["a"].since == pointer.ref
 
 
 def test_one_place_for_another_at_once(life: Life) -> None:
@@ -333,7 +333,7 @@ def test_one_place_for_another_at_once(life: Life) -> None:
     life.settle()
     life.names = ("b",)
     pointer = life.batch()
-    assert pointer.standings == {"b": Standing(pointer.ref)}
+    assert pointer.replication == {"b": ReplicationStatus(pointer.ref)}
     assert life.restored(pointer, "b") == life.models[-1]
 
 

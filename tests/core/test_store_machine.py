@@ -79,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.store = LocalStore(self.folder, SCHEMA, chunk_rows=self.chunk_rows, merge_bytes_max=1 << 14)
+        self.store = LocalStore(self.folder, SCHEMA, chunk_rows=self.chunk_rows, compaction_bytes_max=1 << 14)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -117,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.chain) > 2)
     @rule(data=st.data())
     def zombie(self, data: st.DataObject) -> None:
-        """A call with an old input pointer adds, merges and prunes; the committed head must not notice."""
+        """A call with an old input pointer adds, compactions and prunes; the committed head must not notice."""
         at = data.draw(st.integers(0, len(self.chain) - 2))
         ref, model = self.chain[at]
         changes = data.draw(change_sets(max_size=3))

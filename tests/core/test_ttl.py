@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from arrow_schemas import RowSchema
 from arrow_schemas.row import EXPIRES_MS, KEY_HASH
-from spark_state_ext.backends.files import sole_place
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
@@ -314,7 +314,7 @@ def test_pieces_are_the_whole_view(store: LocalStore, seed: int) -> None:
 # -- buckets --------------------------------------------------------------------------------------
 
 
-class Place:
+class Replica:
     """A bucket that several processes' stores could serve."""
 
     def __init__(self, folder: Path) -> None:
@@ -323,7 +323,7 @@ class Place:
         self.pointer = first_pointer()
 
     def bucket(self) -> Bucket:
-        return Bucket(self.store, sole_place(self.files, self.local), self.pointer, WRITER, self.local)
+        return Bucket(self.store, sole_replica(self.files, self.local), self.pointer, WRITER, self.local)
 
     def commit(self, rows: dict[int, Row]) -> None:
         buffer = SpillBuffer(self.local, 1 << 20)
@@ -332,8 +332,8 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    made = Place(tmp_path)
+def replica(tmp_path: Path) -> Iterator[Replica]:
+    made = Replica(tmp_path)
     yield made
     made.store.close()
 
@@ -347,40 +347,40 @@ def scanned(batches: Iterator[pa.RecordBatch]) -> dict[int, Row]:
     return found
 
 
-def test_a_scan_reads_a_piece_at_a_time(place: Place) -> None:
-    assert list(place.bucket().scan()) == []
+def test_a_scan_reads_a_piece_at_a_time(replica: Replica) -> None:
+    assert list(replica.bucket().scan()) == []
     model = {key: Row(key) for key in range(20)}
-    place.commit(model)
-    place.commit({3: Row(33), 4: Row(defined=False, deleted=True)})
+    replica.commit(model)
+    replica.commit({3: Row(33), 4: Row(defined=False, deleted=True)})
     model = {**model, 3: Row(33)}
     del model[4]
-    pieces = list(place.bucket().scan())
+    pieces = list(replica.bucket().scan())
     assert len(pieces) == 5
     assert scanned(iter(pieces)) == model
 
 
 @pytest.mark.parametrize("what", ["commits", "rebuild", "another machine"])
-def test_a_scan_goes_on_whatever_happens_beside_it(place: Place, what: str, tmp_path: Path) -> None:
+def test_a_scan_goes_on_whatever_happens_beside_it(replica: Replica, what: str, tmp_path: Path) -> None:
     """The next batches commit, compact and prune while a function still scans: it sees the batch it began in."""
     model = {key: Row(key) for key in range(40)}
-    place.commit(model)
-    place.commit({3: Row(33)})
+    replica.commit(model)
+    replica.commit({3: Row(33)})
     model[3] = Row(33)
-    bucket = place.bucket()
+    bucket = replica.bucket()
     scan = bucket.scan()
     found = rows_of(next(scan))
     if what == "commits":
         for at in range(12):
-            place.commit({key: Row(1_000 + at) for key in range(at, 40)})
-        ref = place.pointer.ref
+            replica.commit({key: Row(1_000 + at) for key in range(at, 40)})
+        ref = replica.pointer.ref
         assert ref is not None
-        place.store.compact(ref)
-        place.store.prune(ref)
-        assert not any(run.newest == bucket.pointer.ref for run in place.store.runs()), (
+        replica.store.compact(ref)
+        replica.store.prune(ref)
+        assert not any(run.newest == bucket.pointer.ref for run in replica.store.runs()), (
             "the run is gone, or this tests nothing"
         )
     elif what == "rebuild":
-        place.store.rebuild()
+        replica.store.rebuild()
     else:
         bucket._store = LocalStore(tmp_path / "other", STORED, chunk_rows=3)
         bucket._loader._store = bucket._store

@@ -23,7 +23,7 @@ from spark_state_ext.backends import STATE, Checkpoint, CleanUp, Markers
 from spark_state_ext.commit.committer import await_all
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Run
-from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, Note, note_name
+from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, UploadRecord, record_name
 from spark_state_ext.commit.uploads import THREADS_MAX, Upload, WorkerUploads
 from spark_state_ext.errors import CommitTimeoutError, StorageError, UploadFailedError
 from spark_state_ext.files.sealed import SealedFile
@@ -79,16 +79,16 @@ def _upload(store: LocalStore, manager: Manager, ref: CheckpointRef, backend: st
 
 def _submit(store: LocalStore, uploads: WorkerUploads, mine: list[Upload]) -> None:
     """As the committer does: noted first."""
-    notes: dict[str, bytes] = {}
+    records: dict[str, bytes] = {}
     for upload in mine:
-        notes |= upload.note(RUNNING, uploads.owner)
-    store.note(notes)
+        records |= upload.record(RUNNING, uploads.owner)
+    store.record(records)
     uploads.submit(mine)
 
 
-def _noted(store: LocalStore, upload: Upload) -> Note | None:
-    value = store.notes().get(note_name(upload.backend, upload.file))
-    return None if value is None else Note.decode(value)
+def _noted(store: LocalStore, upload: Upload) -> UploadRecord | None:
+    value = store.records().get(record_name(upload.backend, upload.file))
+    return None if value is None else UploadRecord.decode(value)
 
 
 def test_files_of_a_bucket_go_one_after_the_other_and_are_noted(store: LocalStore) -> None:
@@ -108,9 +108,9 @@ def test_files_of_a_bucket_go_one_after_the_other_and_are_noted(store: LocalStor
     assert manager.kept == [upload.markers[STATE] for upload in mine]
     for upload in mine:
         assert uploads.find(store, "a", upload.file) is None
-        note = _noted(store, upload)
-        assert note is not None
-        assert (note.state, note.markers, note.owner) == (DONE, upload.markers, process.token())
+        record = _noted(store, upload)
+        assert record is not None
+        assert (record.state, record.markers, record.owner) == (DONE, upload.markers, process.token())
 
 
 def test_buckets_go_side_by_side_on_a_bounded_number_of_threads(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_what_comes_after_a_failure_is_not_sent(store: LocalStore) -> None:
     with pytest.raises(UploadFailedError, match=r"3_\w+\.delta\.arrow to the backend a failed: PermissionError"):
         await_all(mine, uploads, CommitOptions())
     assert len(manager.kept) == 2
-    states = [None if (note := _noted(store, upload)) is None else note.state for upload in mine]
+    states = [None if (record := _noted(store, upload)) is None else record.state for upload in mine]
     # The last two were never begun, so the next call finds nothing of them and begins them anew.
     assert states == [DONE, DONE, FAILED, None, None]
     with pytest.raises(StorageError, match="was not sent, as"):
@@ -315,12 +315,12 @@ def test_work_that_no_thread_can_be_made_for_is_not_kept(monkeypatch: pytest.Mon
 
 def test_a_value_that_is_no_note_is_passed_over(store: LocalStore) -> None:
     for value in (b"", b"{}", b"[1]", b"7", b"\xff"):
-        assert Note.decode(value) is None
-    note = Note(DONE, "1 2", 3.5, {"state": "m"}, "")
-    assert Note.decode(note.encode()) == note
-    store.note({"a": note.encode(), "b": b"x"})
-    store.note({"c": b"y"}, ["b", "not there"])
-    assert store.notes() == {"a": note.encode(), "c": b"y"}
+        assert UploadRecord.decode(value) is None
+    record = UploadRecord(DONE, "1 2", 3.5, {"state": "m"}, "")
+    assert UploadRecord.decode(record.encode()) == record
+    store.record({"a": record.encode(), "b": b"x"})
+    store.record({"c": b"y"}, ["b", "not there"])
+    assert store.records() == {"a": record.encode(), "c": b"y"}
 
 
 def test_a_store_that_was_closed_meanwhile_does_not_stay_open(store: LocalStore) -> None:
@@ -335,6 +335,6 @@ def test_a_store_that_was_closed_meanwhile_does_not_stay_open(store: LocalStore)
     gate.set()
     await_all(mine, uploads, CommitOptions())
     assert not [folder for folder in Environment._open if store.folder in folder.parents]
-    assert all(Note.decode(value) for value in other.notes().values())
-    assert len(other.notes()) == 3
+    assert all(UploadRecord.decode(value) for value in other.records().values())
+    assert len(other.records()) == 3
     other.close()

@@ -36,7 +36,7 @@ from arrow_schemas.lineage import (
     parse_file_name,
 )
 from arrow_schemas.operator import OperatorFile
-from arrow_schemas.pointer import BOTH, V1, V2, InlineDelta, LineageEntry, Pointer, Standing
+from arrow_schemas.pointer import BOTH, V1, V2, InlineDelta, LineageEntry, Pointer, ReplicationStatus
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header, write_checkpoint
@@ -113,7 +113,17 @@ def _pointers() -> list[bytes]:
     made = [
         Pointer("counts", 0, 1, 0, -1, None),
         Pointer("counts", 3, 8, 1, 4, 5_000, "home", lineage[2:], 9, 1, 2, 3, _REFS[2], 9, 8, 1),
-        Pointer("c", 3, 8, 1, 4, None, lineage=lineage, standings={"a": Standing(_REFS[1], _REFS[0])}, spread=("r", 2)),
+        Pointer(
+            "c",
+            3,
+            8,
+            1,
+            4,
+            None,
+            lineage=lineage,
+            replication={"a": ReplicationStatus(_REFS[1], _REFS[0])},
+            partitioning=("r", 2),
+        ),
     ]
     inline = replace(
         made[-1], markers={"a": {"b": "c"}}, inline=tuple(InlineDelta(ref, b"12", 9, 3) for ref in _REFS[1:])

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, LineageHeader, file_name
-from arrow_schemas.pointer import InlineDelta, Standing
+from arrow_schemas.pointer import InlineDelta, ReplicationStatus
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
@@ -105,7 +105,7 @@ def main(folder: Path) -> None:
         for i, (ref, rows) in enumerate(zip(refs, changes, strict=True)):
             parent = refs[i - 1] if i else None
             store.apply([rows], ref, parent)
-            writer = replace(_WRITER, beat=i + 1)
+            writer = replace(_WRITER, heartbeat=i + 1)
             header = LineageHeader(DELTA, "golden", 3, ref, parent, tuple(refs[:i]), 0, writer, "0.1.0")
             kinds = [(DELTA, [rows])]
             if i == 1:
@@ -115,13 +115,13 @@ def main(folder: Path) -> None:
                 with path.open("wb") as file:
                     write_checkpoint(file, replace(header, kind=kind), schema, batches)
                 if i == 3:  # not sent yet when its pointer was made
-                    inline = (InlineDelta(ref, path.read_bytes(), 1_700_000_000_000, writer.beat),)
+                    inline = (InlineDelta(ref, path.read_bytes(), 1_700_000_000_000, writer.heartbeat),)
                 else:
                     bucket.put_file(file_name(ref, kind), path)
                 if kind == SNAPSHOT:
                     entries = entries[-1:]
                 else:
-                    entries.append(LineageEntry(ref, path.stat().st_size, writer.beat))
+                    entries.append(LineageEntry(ref, path.stat().st_size, writer.heartbeat))
         pointer = Pointer(
             operator="golden",
             bucket=3,
@@ -129,21 +129,21 @@ def main(folder: Path) -> None:
             schema_id=0,
             batch=7,
             watermark_ms=1_700_000_000_000,
-            home=_WRITER.query_id,
+            query_folder=_WRITER.query_id,
             lineage=tuple(entries),
             parent=refs[-2],
             calls=6,
-            beats=5,
+            heartbeats=5,
             retained=100,
-            retained_beat=5,
+            retained_heartbeat=5,
             snapshots_missed=1,
             rows=25,
-            timeout_floor_ms=1_690_000_000_000,
-            timeout_floor_version=2,
-            standings={"files": Standing(refs[2]), "west": Standing(refs[2], refs[1])},
+            timer_low_watermark_ms=1_690_000_000_000,
+            timer_low_watermark_version=2,
+            replication={"files": ReplicationStatus(refs[2]), "west": ReplicationStatus(refs[2], refs[1])},
             markers={"files": {"state": file_name(refs[2], DELTA)}, "west": {"state": file_name(refs[2], DELTA)}},
             inline=inline,
-            spread=("golden run", 4),
+            partitioning=("golden run", 4),
         )
         files.put("pointer.bin", pointer.encode())
         expected = [row for batch in store.view(refs[-1]).scan() for row in batch.to_pylist()]

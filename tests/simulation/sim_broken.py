@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from sim_parts import Built, look
+from sim_parts import Built, probe
 
 from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.ages import Ages
@@ -16,11 +16,11 @@ from spark_state_ext.backends.files import FilesBackup
 from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit.committer import Committer, HandedIn
 from spark_state_ext.commit.decisions import How, assured, settled
-from spark_state_ext.commit.ledger import DONE, note_name, notes_of
+from spark_state_ext.commit.ledger import DONE, record_name, upload_records
 from spark_state_ext.commit.snapshots import Snapshots
 from spark_state_ext.commit.uploads import Upload
+from spark_state_ext.engine import aligned_timeouts, probes
 from spark_state_ext.engine import bucket as bucket_module
-from spark_state_ext.engine import probes, together
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, MissingRunError
 from spark_state_ext.files import erasure, retention
@@ -66,7 +66,9 @@ class DeltaOnASibling(Bucket):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         loader = _ByVersion(self._store, self._sources, self.pointer.operator, self.pointer.bucket, self._scratch)
-        loader.folders = [place.backup.folder for place in self._places if isinstance(place.backup, FilesBackup)]
+        loader.folders = [
+            replica.backup.folder for replica in self._replicas if isinstance(replica.backup, FilesBackup)
+        ]
         self._loader = loader
 
 
@@ -144,12 +146,12 @@ def clean_up_after_the_batches_retained(
     entries: Iterable[Entry], pointer: Pointer, retained: int, *args: Any
 ) -> Decision:
     """A checkpoint from before the retained batches is taken for one that no pointer names."""
-    return _CLASSIFY(entries, replace(pointer, beats=pointer.beats + 2 * retained), retained, *args)
+    return _CLASSIFY(entries, replace(pointer, heartbeats=pointer.heartbeats + 2 * retained), retained, *args)
 
 
 def clean_up_by_calls(entries: Iterable[Entry], pointer: Pointer, *args: Any) -> Decision:
     """Time is counted in the pointer's own calls, whatever they are for."""
-    return _CLASSIFY(entries, replace(pointer, beats=pointer.calls), *args)
+    return _CLASSIFY(entries, replace(pointer, heartbeats=pointer.calls), *args)
 
 
 def clean_up_unverified(*args: Any) -> Decision:
@@ -157,7 +159,7 @@ def clean_up_unverified(*args: Any) -> Decision:
     return replace(_CLASSIFY(*args), lean_on=())
 
 
-class EveryCallABeat(Bucket):
+class EveryCallAHeartbeat(Bucket):
     """Calls are counted whatever they are for."""
 
     def commit(self, rows: SpillBuffer, heartbeat: bool = True, **kwargs: Any) -> Pointer:
@@ -188,12 +190,12 @@ class DroppedAtOnce(Committer):
 
 
 class NotedAtOnce(Committer):
-    """The note that an upload is done is made before it is."""
+    """The record that an upload is done is made before it is."""
 
     def _submit(self, uploads: Sequence[Upload], *also: Any) -> None:
         super()._submit(uploads, *also)
         for upload in uploads:
-            upload.store.note(upload.note(DONE, self._uploads.owner, markers={}))
+            upload.store.record(upload.record(DONE, self._uploads.owner, markers={}))
 
 
 class LeftAlone(Committer):
@@ -216,22 +218,22 @@ class GapPassedBy(Committer):
     """A backend is taken to have everything before the newest delta that it has confirmed."""
 
     def _looked_at(self, pointer: Pointer) -> Pointer:
-        notes = notes_of(self._store)
+        records = upload_records(self._store)
         found = super()._looked_at(pointer)
-        standings = dict(found.standings)
+        replication = dict(found.replication)
         for delta in pointer.inline:
-            for name, standing in standings.items():
-                note = notes.get(note_name(name, delta.name))
-                if note is not None and note.state == DONE:
-                    standings[name] = replace(standing, through=delta.ref)
-        return settled(replace(found, standings=standings), {})
+            for name, status in replication.items():
+                record = records.get(record_name(name, delta.name))
+                if record is not None and record.state == DONE:
+                    replication[name] = replace(status, through=delta.ref)
+        return settled(replace(found, replication=replication), {})
 
 
 class CaughtUpAtOnce(Snapshots):
     """A backend that is added counts as whole when its full snapshot is under way."""
 
-    def caught_up(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
-        return super().caught_up(pointer, names, known=True)
+    def bootstrapping(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
+        return super().bootstrapping(pointer, names, known=True)
 
 
 class NeverLate(Committer):
@@ -244,7 +246,7 @@ class NeverLate(Committer):
 
 def called_for_its_own(earliest_timeout_ms: int | None, now_ms: int, *, alone: bool) -> int | None:
     """A bucket is called when its own timeouts are over, whatever becomes of its neighbours."""
-    return together.next_call_ms(earliest_timeout_ms, now_ms, alone=True)
+    return aligned_timeouts.next_call_ms(earliest_timeout_ms, now_ms, alone=True)
 
 
 def removed_root_unnoticed(*args: Any) -> None:
@@ -253,10 +255,12 @@ def removed_root_unnoticed(*args: Any) -> None:
 
 def looking_by_the_pointer(key: str, run: str, committer: Committer, *args: Any) -> None:
     """What was confirmed since the pointer was made is not looked for."""
-    places, pointer = args
-    names = [place.name for place in places if is_complete(it := pointer.standings.get(place.name)) and it.through]
+    replicas, pointer = args
+    names = [
+        replica.name for replica in replicas if is_complete(it := pointer.replication.get(replica.name)) and it.through
+    ]
     if names:
-        look(key, run, committer, *args)
+        probe(key, run, committer, *args)
 
 
 def newest_file_only(files: Readable, pointer: Pointer, through: CheckpointRef) -> bool:
@@ -273,11 +277,11 @@ def erased_with_the_window(ages: Ages | None) -> int | None:
     """What was made before the window is taken for what no pointer of the window needs."""
     if ages is None or not ages.marks:
         return None
-    before = [beat for time_ms, beat in ages.marks if time_ms <= ages.marks[-1][0] - ages.window_ms]
+    before = [heartbeat for time_ms, heartbeat in ages.marks if time_ms <= ages.marks[-1][0] - ages.window_ms]
     return before[-1] if before else None
 
 
-def renewed_by_beats_only(ages: Ages, now_ms: int) -> bool:
+def renewed_by_heartbeats_only(ages: Ages, now_ms: int) -> bool:
     """A checkpoint may be as old as it likes, if few batches came."""
     return erasure.snapshot_asked(ages, now_ms)
 
@@ -289,13 +293,13 @@ def committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) ->
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.committer = kind(
-                *(self._store, self._places, self._uploads, self._options, self._batches_retained),
+                *(self._store, self._replicas, self._uploads, self._options, self._batches_retained),
                 *(self._runner, self._scratch),
                 run=self._run,
             )
-            places = {place.name: place for place in self._places}
+            replicas = {replica.name: replica for replica in self._replicas}
             self.committer.snapshots = snapshots(
-                *(self._store, places, self._uploads, self._options, self._batches_retained),
+                *(self._store, replicas, self._uploads, self._options, self._batches_retained),
                 *(self._runner, self._scratch),
             )
 
@@ -313,7 +317,7 @@ BROKEN = {
     "clean-up after the batches retained": Built(classify=clean_up_after_the_batches_retained),
     "clean-up leaning on what it did not verify": Built(classify=clean_up_unverified),
     "clean-up by calls": Built(classify=clean_up_by_calls),
-    "every call counted as a beat": Built(bucket=EveryCallABeat),
+    "every call counted as a beat": Built(bucket=EveryCallAHeartbeat),
     "no renewal": Built(bucket=NeverRenewed),
     "leaked pins": Built(bucket=LeakedPins),
     "inline copies dropped at once": Built(bucket=committing(DroppedAtOnce)),
@@ -324,11 +328,11 @@ BROKEN = {
     "caught up at once": Built(bucket=committing(Committer, CaughtUpAtOnce)),
     "never late": Built(bucket=committing(NeverLate)),
     "neighbours on different attempts": Built(next_call_ms=called_for_its_own),
-    "a removed root unnoticed": Built(look=removed_root_unnoticed),
-    "a look at what the pointer says only": Built(look=looking_by_the_pointer),
+    "a removed root unnoticed": Built(probe=removed_root_unnoticed),
+    "a look at what the pointer says only": Built(probe=looking_by_the_pointer),
     "erased at once": Built(patches=((retention, "erased_before", erased_at_once),)),
     "erased with the window": Built(patches=((retention, "erased_before", erased_with_the_window),)),
-    "erased and not renewed": Built(patches=((bucket_module, "is_old", renewed_by_beats_only),)),
+    "erased and not renewed": Built(patches=((bucket_module, "is_old", renewed_by_heartbeats_only),)),
     "a look at the newest file only": Built(patches=((probes, "has_state", newest_file_only),)),
 }
 

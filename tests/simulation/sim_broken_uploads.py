@@ -13,7 +13,7 @@ from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.files import FilesBackup
 from spark_state_ext.commit import committer as committer_module
 from spark_state_ext.commit.committer import Committer
-from spark_state_ext.commit.ledger import DONE, Note, note_name
+from spark_state_ext.commit.ledger import DONE, UploadRecord, record_name
 from spark_state_ext.commit.snapshots import _LOST, Snapshots
 from spark_state_ext.errors import MissingCheckpointError, UploadFailedError
 from spark_state_ext.files.sealed import SealedFile
@@ -44,12 +44,12 @@ def _whoever_failed(*_: Any) -> bool:
 class ToldOnce(Committer):
     """A failure is forgotten when it is told, so that the next attempt at the task takes it for mended."""
 
-    def _raise_failed(self, pointer: Pointer, notes: Mapping[str, Note]) -> None:
+    def _raise_failed(self, pointer: Pointer, records: Mapping[str, UploadRecord]) -> None:
         try:
-            super()._raise_failed(pointer, notes)
+            super()._raise_failed(pointer, records)
         except UploadFailedError:
-            names = [note_name(name, delta.name) for name in self._places for delta in pointer.inline]
-            self._store.note({}, names)
+            names = [record_name(name, delta.name) for name in self._replicas for delta in pointer.inline]
+            self._store.record({}, names)
             raise
 
 
@@ -58,16 +58,16 @@ class ForgottenAtOnce(Snapshots):
 
     def without_lost(self, pointer: Pointer) -> Pointer:
         found = super().without_lost(pointer)
-        self._store.note({}, [note_name(name, _LOST) for name in self.lost])
+        self._store.record({}, [record_name(name, _LOST) for name in self.lost])
         return found
 
 
 class ForgottenWhenAnswered(Snapshots):
     """That a backend lacks files is forgotten when an attempt has seen to it, whichever attempt Spark takes."""
 
-    def caught_up(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
-        made = super().caught_up(pointer, names, known)
-        self._store.note({}, [note_name(name, _LOST) for name in names])
+    def bootstrapping(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
+        made = super().bootstrapping(pointer, names, known)
+        self._store.record({}, [record_name(name, _LOST) for name in names])
         return made
 
 
@@ -75,7 +75,7 @@ class CaughtUpByItsSize(Snapshots):
     """A backend that joins counts as whole when the full snapshot that another machine sent is found, whatever its bytes."""
 
     def _begin_check(self, name: str, ref: CheckpointRef) -> bool:
-        self._tell(ref, [name], Note(DONE, self._uploads.owner, self._clock_s()))
+        self._tell(ref, [name], UploadRecord(DONE, self._uploads.owner, self._clock_s()))
         return True
 
 

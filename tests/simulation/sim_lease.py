@@ -129,11 +129,11 @@ class LeaseWorld:
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
-        self.home = Folder(f"memory://{self._name}/home")
+        self.query_folder = Folder(f"memory://{self._name}/home")
         self.now_s = 0.0
         self.late: list[Callable[[], object]] = []
         self.drivers: list[Driver] = []
-        self._log = LeaseLog(self.home)
+        self._log = LeaseLog(self.query_folder)
         self._found: Found | None = None
         # Who holds it by the records, since when another did not, and when it was renewed last.
         self.owner: Driver | None = None
@@ -228,8 +228,8 @@ class LeaseWorld:
     def _begin(self, driver: Driver) -> None:
         offset_s, wall_s = self._random.uniform(0, 1e6), self._random.uniform(-3_600, 3_600)
         clock = Clock(lambda: self.now_s + offset_s, lambda: 1e9 + self.now_s + wall_s, self.pass_time)
-        lease = Lease(self.home, driver.identity, LEASE_MS, clock)
-        files, beside = LateFiles(self.home.child("lease"), self.late), Beside()
+        lease = Lease(self.query_folder, driver.identity, LEASE_MS, clock)
+        files, beside = LateFiles(self.query_folder.child("lease"), self.late), Beside()
         lease._log._files = files  # type: ignore[assignment]  # as it is used there
         lease._beside = beside  # type: ignore[assignment]
         driver.processes.append(Process(lease, files, beside))

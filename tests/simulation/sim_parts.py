@@ -16,13 +16,13 @@ import pyarrow as pa
 from sim_stores import DiedError
 
 from arrow_schemas import Pointer, RowSchema
-from spark_state_ext.backends.replication import Place
+from spark_state_ext.backends.replication import Replica
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.commit.uploads import Upload, WorkerUploads
-from spark_state_ext.engine import together
+from spark_state_ext.engine import aligned_timeouts
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.engine.probes import Looks
+from spark_state_ext.engine.probes import Probes
 from spark_state_ext.files import retention
 from spark_state_ext.files.retention import Decision
 from spark_state_ext.store import LocalStore, View
@@ -49,7 +49,7 @@ __all__ = [
     "WrongStateError",
     "changed",
     "changes_of",
-    "look",
+    "probe",
     "rows_of",
     "scanned",
 ]
@@ -89,13 +89,13 @@ class Config:
     Parameters
     ----------
     checkpoint_v2
-        Spark's checkpoint format 2: the driver notes which attempt counts. Format 1 finds state by batch number: what is
+        Spark's checkpoint format 2: the driver records which attempt counts. Format 1 finds state by batch number: what is
         in its file, or what an executor has in memory.
     last_wins
         Under format 1, a later attempt overwrites the file of an earlier one.
     retained
         Spark's minBatchesToRetain.
-    adopts
+    ingests
         Snapshots are copied as they are, as large ones are; else they go into the environment.
     one_disk
         Two of the executors are on one machine.
@@ -114,7 +114,7 @@ class Config:
     timeouts
         There are processing-time timeouts, which call buckets in batches without data.
     replaces
-        In the store of the checkpoint files, a file takes another one's place in one step.
+        In the store of the checkpoint files, a file takes another one's replica in one step.
     same_run
         The query that starts again has the identity of the run before.
     erase_window_ms
@@ -124,7 +124,7 @@ class Config:
     checkpoint_v2: bool
     last_wins: bool
     retained: int
-    adopts: bool
+    ingests: bool
     one_disk: bool = False
     ends_calmly: bool = False
     journal: bool = False
@@ -146,12 +146,16 @@ class History:
     steps: tuple[Step, ...]
 
 
-def look(key: str, run: str, committer: Committer, places: Sequence[Place], pointer: Pointer) -> None:
+def probe(key: str, run: str, committer: Committer, replicas: Sequence[Replica], pointer: Pointer) -> None:
     """Look for what backends confirmed, as a run's first call of a bucket does."""
-    begun = Looks.once(
-        key, run, partial(committer.known, pointer), places, lambda name: committer.snapshots.lose(name, pointer.beats)
+    begun = Probes.once(
+        key,
+        run,
+        partial(committer.known, pointer),
+        replicas,
+        lambda name: committer.snapshots.lose(name, pointer.heartbeats),
     )
-    Looks.await_all(begun)
+    Probes.await_all(begun)
 
 
 @dataclass(frozen=True)
@@ -166,16 +170,16 @@ class Built:
         Clean-up's decision.
     next_call_ms
         When a bucket asks to be called for timeouts.
-    look
-        What a run's first call of a bucket does about files that are gone: key, run, committer, places, pointer.
+    probe
+        What a run's first call of a bucket does about files that are gone: key, run, committer, replicas, pointer.
     patches
         What else is put in its place while a history runs: object, name, value.
     """
 
     bucket: type[Bucket] = Bucket
     classify: Callable[..., Decision] = retention.classify
-    next_call_ms: Callable[..., int | None] = together.next_call_ms
-    look: Callable[[str, str, Committer, Sequence[Place], Pointer], None] = look
+    next_call_ms: Callable[..., int | None] = aligned_timeouts.next_call_ms
+    probe: Callable[[str, str, Committer, Sequence[Replica], Pointer], None] = probe
     patches: tuple[tuple[Any, str, Any], ...] = ()
 
 

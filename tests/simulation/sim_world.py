@@ -50,19 +50,19 @@ from sim_stores import DiedError, Fault, FaultyFolder, dies, fails, opened
 
 from arrow_schemas import CheckpointRef, Pointer, Writer
 from arrow_schemas.lineage import SNAPSHOT, file_name, parse_file_name
-from arrow_schemas.pointer import Standing
+from arrow_schemas.pointer import ReplicationStatus
 from spark_state_ext.backends import STATE
 from spark_state_ext.backends import files as files_module
-from spark_state_ext.backends.files import sole_place
-from spark_state_ext.backends.replication import Place, is_complete
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.backends.replication import Replica, is_complete
 from spark_state_ext.commit import cadence
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.commit.uploads import Upload
 from spark_state_ext.engine import bucket as bucket_module
+from spark_state_ext.engine.aligned_timeouts import has_nothing_due
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.engine.together import rests
 from spark_state_ext.errors import (
     CorruptError,
     LiveRunError,
@@ -74,7 +74,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files import checkpoint, retention
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.horizon import recent_beats
+from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.restore import loader
 from spark_state_ext.restore.load_plan import Fetch
 from spark_state_ext.store import LocalStore
@@ -161,7 +161,7 @@ class World:
         self.deleted = 0
         self.commits = 0
         self._calm = False
-        # The run, where each begins with a look for files that are gone.
+        # The run, where each begins with a probe for files that are gone.
         self.looking = ""
 
     @property
@@ -402,8 +402,8 @@ class World:
         """Whether a backend gives a pointer's state back, with what is inline."""
         if pointer.ref is None:
             return True
-        standings = pointer.standings or {"a": Standing(pointer.ref)}
-        return is_complete(standings.get(name)) and pointer.encode() not in self.false[name]
+        replication = pointer.replication or {"a": ReplicationStatus(pointer.ref)}
+        return is_complete(replication.get(name)) and pointer.encode() not in self.false[name]
 
     def _raid(self, numbers: Numbers) -> None:
         """Only where another backend holds all that Spark may hand out, in which nothing is damaged."""
@@ -422,7 +422,7 @@ class World:
             for file in files.names():
                 files.remove(file)
         self.false[name].update(self.models.keys() - self.empty)
-        self.noticed = {key: beats for key, beats in self.noticed.items() if key[-1] != name}
+        self.noticed = {key: heartbeats for key, heartbeats in self.noticed.items() if key[-1] != name}
 
     # -- attempts ----------------------------------------------------------------------------------
 
@@ -495,7 +495,7 @@ class World:
             left: list[Upload] = []
             for number, call in attempt.calls.items():
                 pointer = attempt.partition[number].pointer
-                if not attempt.heartbeat and self.config.timeouts and rests(pointer, attempt.now_ms):
+                if not attempt.heartbeat and self.config.timeouts and has_nothing_due(pointer, attempt.now_ms):
                     made = pointer
                 else:
                     made, committer = self._call(attempt, number, run, fault, numbers)
@@ -528,7 +528,7 @@ class World:
             if made is before:
                 continue
             self.commits += 1
-            for name in made.standings:
+            for name in made.replication:
                 # What was false stays so, until the backend gets everything anew.
                 renewed = made.ref != before.ref and _renewed(made, name)
                 if before.encode() in self.false[name] and not renewed:
@@ -548,11 +548,11 @@ class World:
             attempt.partition[number].pointer,
             attempt.calls[number],
         )
-        places = self._places(number, fault)
+        replicas = self._replicas(number, fault)
         store = executor.machine.store(number)
-        bucket = self._bucket(store, places, pointer, attempt.batch, executor, run, attempt.now_ms)
+        bucket = self._bucket(store, replicas, pointer, attempt.batch, executor, run, attempt.now_ms)
         if self.looking:
-            self._built.look(f"{self._name}/{number}", self.looking, bucket.committer, places, pointer)
+            self._built.probe(f"{self._name}/{number}", self.looking, bucket.committer, replicas, pointer)
         found, expected = bucket.read(scanned), self.models[pointer.encode()]
         if found != expected:
             raise WrongStateError(f"batch {attempt.batch} read {found}; {pointer.ref} was written as {expected}")
@@ -567,18 +567,18 @@ class World:
         after_ms = self._built.next_call_ms(pointer.earliest_timeout_ms, now_ms, alone=alone)
         return None if after_ms is None else now_ms + after_ms
 
-    def _places(self, bucket: int, fault: Fault | None = None, names: Sequence[str] = ()) -> list[Place]:
-        places: list[Place] = []
+    def _replicas(self, bucket: int, fault: Fault | None = None, names: Sequence[str] = ()) -> list[Replica]:
+        replicas: list[Replica] = []
         for name in names or self.configured:
             files = self.folders[name][bucket]
             folder: Any = files if fault is None else FaultyFolder(files, fault)
-            places += [replace(place, root=name == "a") for place in sole_place(folder, self.folder, name)]
-        return places
+            replicas += [replace(replica, root=name == "a") for replica in sole_replica(folder, self.folder, name)]
+        return replicas
 
     def _bucket(
         self,
         store: LocalStore,
-        places: list[Place],
+        replicas: list[Replica],
         pointer: Pointer,
         batch: int,
         executor: Executor | None,
@@ -588,7 +588,7 @@ class World:
         writer = Writer("query", "run", batch, "simulated")
         return self._built.bucket(
             store,
-            places,
+            replicas,
             pointer,
             writer,
             self.folder,
@@ -609,9 +609,9 @@ class World:
     def _submit_clean_up(self, executor: Executor, pointer: Pointer, numbers: Numbers) -> None:
         """Of each backend that holds the pointer's state, with the listing of now, to be used later."""
         for name in self.configured:
-            standings = pointer.standings or {"a": Standing(pointer.ref)}
-            if is_complete(standings.get(name)) and standings[name].through is not None:
-                self._submit_clean_up_of(name, standings[name].through, executor, pointer, numbers)
+            replication = pointer.replication or {"a": ReplicationStatus(pointer.ref)}
+            if is_complete(replication.get(name)) and replication[name].through is not None:
+                self._submit_clean_up_of(name, replication[name].through, executor, pointer, numbers)
 
     def _submit_clean_up_of(
         self, of: str, head: CheckpointRef | None, executor: Executor, pointer: Pointer, numbers: Numbers
@@ -622,7 +622,7 @@ class World:
         fault = self._fault(numbers) if numbers.below(4) == 0 and not self._calm else None
         files: Any = here if fault is None else FaultyFolder(here, fault)
         store = executor.machine.store(number)
-        committer = self._bucket(store, self._places(number), pointer, self.batch, executor).committer
+        committer = self._bucket(store, self._replicas(number), pointer, self.batch, executor).committer
         # Files that may be deleted before another run takes the state over.
         left = numbers.below(6) if numbers.below(8) == 0 and not self._calm else 1 << 30
 
@@ -638,8 +638,8 @@ class World:
                     files, pointer, self.config.retained, self.folder, still_ours, NOW_S, entries, head=head
                 )
             except LostFilesError:
-                committer.snapshots.lose(of, pointer.beats)
-                self.noticed[(*executor.machine.disk, number, of)] = pointer.beats
+                committer.snapshots.lose(of, pointer.heartbeats)
+                self.noticed[(*executor.machine.disk, number, of)] = pointer.heartbeats
             finally:
                 gone = {entry.name for entry in entries} - set(here.names())
                 self.deleted += len(gone)
@@ -688,13 +688,15 @@ class World:
                 raise WrongStateError(f"after batch {batch} the row of batch {newest} is in the buckets {having}")
 
     def _check_noticed(self, machine: Machine, name: str, before: Pointer, made: Pointer, since: int) -> None:
-        """Who knows since a beat that a backend's files are gone must not hand on that it has them."""
+        """Who knows since a heartbeat that a backend's files are gone must not hand on that it has them."""
         if before.encode() not in self.false[name]:
             self.noticed.pop((*machine.disk, made.bucket, name), None)
             return
         # What was noticed longer ago is noticed again.
-        fresh = since >= 0 and since >= before.beats - recent_beats(max(self.config.retained, before.retained))
-        if fresh and made.encode() in self.false[name] and is_complete(made.standings[name]):
+        fresh = since >= 0 and since >= before.heartbeats - recent_heartbeats(
+            max(self.config.retained, before.retained)
+        )
+        if fresh and made.encode() in self.false[name] and is_complete(made.replication[name]):
             raise WrongStateError(f"{made.ref} says that {name} has what is lost, as is known since beat {since}")
 
     def _check_with(self, pointer: Pointer, names: Sequence[str]) -> None:
@@ -709,7 +711,7 @@ class World:
     def _check_on(self, store: LocalStore, pointer: Pointer, names: Sequence[str]) -> None:
         expected = self.models[pointer.encode()]
         try:
-            found = self._bucket(store, self._places(pointer.bucket, names=names), pointer, self.batch, None).read(
+            found = self._bucket(store, self._replicas(pointer.bucket, names=names), pointer, self.batch, None).read(
                 scanned
             )
         except (CorruptError, MissingCheckpointError) as error:
@@ -752,13 +754,13 @@ def _renewed(pointer: Pointer, name: str) -> bool:
     """Whether a backend gets all of a pointer's state with it."""
     if pointer.ref is None:
         return True
-    return pointer.standings[name].since == pointer.ref or (
+    return pointer.replication[name].since == pointer.ref or (
         pointer.markers.get(name, {}).get(STATE) == file_name(pointer.ref, SNAPSHOT)
     )
 
 
 @contextmanager
-def small(adopts: bool, built: Built) -> Iterator[None]:
+def small(ingests: bool, built: Built) -> Iterator[None]:
     """Everything happens sooner, and one thing at a time, so that a history is the same again."""
     ids = random.Random(49374)
     values = (
@@ -766,8 +768,8 @@ def small(adopts: bool, built: Built) -> Iterator[None]:
         (cadence, "DELTAS_MIN", 1),
         (cadence, "DELTAS_MAX", 2),
         # So that both ways to compare files are gone.
-        (files_module, "_PIECE_BYTES", 1 << 10 if adopts else files_module._PIECE_BYTES),
-        (checkpoint, "_ADOPTED_BYTES_MIN", 0 if adopts else checkpoint._ADOPTED_BYTES_MIN),
+        (files_module, "_PIECE_BYTES", 1 << 10 if ingests else files_module._PIECE_BYTES),
+        (checkpoint, "_INGESTED_BYTES_MIN", 0 if ingests else checkpoint._INGESTED_BYTES_MIN),
         (loader, "_in_order", _one_by_one),
         (retention, "classify", built.classify),
         *built.patches,
@@ -786,7 +788,7 @@ def simulate(history: History, built: Built = DEFAULT) -> World:
     """Run a history to its end; raises `WrongStateError` when anything is."""
     world = World(history.config, built)
     try:
-        with small(history.config.adopts, built):
+        with small(history.config.ingests, built):
             for step in history.steps:
                 world.step(step)
             world.check()

@@ -289,14 +289,14 @@ def store_that_refuses(place: Place) -> None:
 
 def another_live_driver(place: Place) -> None:
     place.pandas(count, lease_ms=_LIVE_MS)
-    home = next((place.folder / "root" / "mistaken").glob("*/lease")).parent
-    other = RunIdentity("another application", "another plan", home.name, "elsewhere")
+    query_folder = next((place.folder / "root" / "mistaken").glob("*/lease")).parent
+    other = RunIdentity("another application", "another plan", query_folder.name, "elsewhere")
     held: list[Lease] = []
 
     def is_held() -> bool:
         # The driver of the first run renews its lease until it notices that the query has ended.
         with contextlib.suppress(LiveRunError):
-            lease = Lease(Folder(str(home)), other, _LIVE_MS)
+            lease = Lease(Folder(str(query_folder)), other, _LIVE_MS)
             lease.hold()
             held.append(lease)
         return bool(held)

@@ -262,12 +262,14 @@ def test_a_copied_checkpoint_with_a_copied_query_folder_runs_on_its_own(spark: A
     for _ in range(3):
         run(spark, tmp_path)
     shutil.copytree(tmp_path / "checkpoint", tmp_path / "copied checkpoint")
-    [home] = [it for it in (tmp_path / "root" / "guarded").iterdir() if (it / "lease").is_dir()]
-    shutil.copytree(home, tmp_path / "copied" / "guarded" / home.name)
-    before = sorted(it for it in home.rglob("*") if it.suffix == ".arrow")
+    [query_folder] = [it for it in (tmp_path / "root" / "guarded").iterdir() if (it / "lease").is_dir()]
+    shutil.copytree(query_folder, tmp_path / "copied" / "guarded" / query_folder.name)
+    before = sorted(it for it in query_folder.rglob("*") if it.suffix == ".arrow")
     copied = {"root": tmp_path / "copied", "checkpoint": tmp_path / "copied checkpoint"}
     assert run(spark, tmp_path, **copied) == [("1", 8), ("2", 4)]
-    assert before == sorted(it for it in home.rglob("*") if it.suffix == ".arrow"), "the first one's are left alone"
+    assert before == sorted(it for it in query_folder.rglob("*") if it.suffix == ".arrow"), (
+        "the first one's are left alone"
+    )
 
 
 @pytest.mark.parametrize("clean_up", [True, False])

@@ -24,7 +24,7 @@ def test_pointers_tell_the_home_of_a_query_whose_id_is_another(
 ) -> None:
     job = Job(spark, "arrow", tmp_path, count, output=COUNTS)
     job.run(keyed("a", "b"))
-    (home,) = (it for it in (tmp_path / "root" / "tested").iterdir() if it.name != "starting")
+    (query_folder,) = (it for it in (tmp_path / "root" / "tested").iterdir() if it.name != "starting")
     metadata = job.checkpoint / "metadata"
     (job.checkpoint / ".metadata.crc").unlink()
     metadata.write_text(json.dumps({"id": str(uuid.uuid4())}))
@@ -32,7 +32,9 @@ def test_pointers_tell_the_home_of_a_query_whose_id_is_another(
     later_s = time.time() + 40 * 86_400
 
     assert main(command, clock_s=lambda: later_s) == 0
-    assert f"abandoned operator=tested query={home.name}" in capsys.readouterr().out, "as far as that can be told"
+    assert f"abandoned operator=tested query={query_folder.name}" in capsys.readouterr().out, (
+        "as far as that can be told"
+    )
     assert main([*command, "--spark", "--remove"], clock_s=lambda: later_s) == 0
-    assert f"named operator=tested query={home.name}" in capsys.readouterr().out
-    assert home.exists()
+    assert f"named operator=tested query={query_folder.name}" in capsys.readouterr().out
+    assert query_folder.exists()

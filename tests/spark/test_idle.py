@@ -35,19 +35,19 @@ def test_an_idle_run_keeps_its_lease_until_it_ends(session: Any, tmp_path: Path)
         while query.lastProgress is None and query.isActive and time.monotonic() < deadline_s:
             time.sleep(0.1)
         assert query.exception() is None
-        home = Folder(str(tmp_path / "root" / "guarded" / str(query.id)))
+        query_folder = Folder(str(tmp_path / "root" / "guarded" / str(query.id)))
         # Two leases' time after its only batch.
         time.sleep(12.0)
         for copied in range(2):
             other = RunIdentity("another application", f"plan {copied}", str(query.id), "another host")
             with pytest.raises(LiveRunError, match="Stop the other run"):
-                Lease(home, other, 6_000).hold()
+                Lease(query_folder, other, 6_000).hold()
     finally:
         query.stop()
     deadline_s = time.monotonic() + WAIT_S
-    log = LeaseLog(home)
+    log = LeaseLog(query_folder)
     while (found := log.newest()) is not None and not found.record.released and time.monotonic() < deadline_s:
         time.sleep(0.1)
     started_s = time.monotonic()
-    Lease(home, RunIdentity("another application", "plan"), 60_000).hold()
+    Lease(query_folder, RunIdentity("another application", "plan"), 60_000).hold()
     assert time.monotonic() - started_s < 30.0, "it did not wait for the lease"

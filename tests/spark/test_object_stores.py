@@ -56,8 +56,8 @@ def store(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
 
 def _files(root: str, options: dict[str, Any]) -> list[str]:
     operator = Folder(root, options).child("tested")
-    homes = [name for name in operator.names() if name not in ("spill", "starting")]
-    found = [operator.child(home, str(bucket)).names() for home in homes for bucket in range(4)]
+    query_folders = [name for name in operator.names() if name not in ("spill", "starting")]
+    found = [operator.child(query_folder, str(bucket)).names() for query_folder in query_folders for bucket in range(4)]
     return [name for names in found for name in names]
 
 
@@ -120,9 +120,9 @@ def test_beside_a_backend_of_another_package(spark: Any, tmp_path: Path) -> None
         counted.run()
     # Synchronously once, so that both have everything.
     counted.run(backends=["fsspec", other])
-    homes = [home for home in (root / "tested").iterdir() if home.name != "starting"]
-    for home in homes:
-        for bucket in home.glob("[0-9]*"):
+    query_folders = [query_folder for query_folder in (root / "tested").iterdir() if query_folder.name != "starting"]
+    for query_folder in query_folders:
+        for bucket in query_folder.glob("[0-9]*"):
             shutil.rmtree(bucket)
     counted.run(backends=["changelog", "fsspec", other], restore_from="other")
 

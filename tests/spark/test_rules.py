@@ -92,8 +92,8 @@ def test_more_than_the_shuffle_should_carry_goes_through_spill_files(spark: Any,
     assert found == [(key, rows // 5) for key in range(5)]
     spilled = list((tmp_path / "root").rglob("spill/0-*/*.payloads"))
     assert spilled
-    homes = {path.name for path in (tmp_path / "root" / "ruled").iterdir()} - {"starting", "spill"}
-    assert homes == {first["id"]}, "the state lies where the spill files do"
+    query_folders = {path.name for path in (tmp_path / "root" / "ruled").iterdir()} - {"starting", "spill"}
+    assert query_folders == {first["id"]}, "the state lies where the spill files do"
     small = pa.table({"k": pa.array([0], pa.int64()), "v": pa.array([b"x"], pa.binary())})
     _, found = counted(spark, tmp_path, small, "k long, v binary", buckets=1)
     assert found == [(0, rows // 5 + 1)]

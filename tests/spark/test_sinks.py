@@ -237,7 +237,7 @@ class _Job:
             .start()
         )
 
-    def see_that_all_is_right(self, homes: int = 1) -> None:
+    def see_that_all_is_right(self, query_folders: int = 1) -> None:
         rows: dict[int, int] = {}
         for batch in range(self.batches):
             table = pq.read_table(self.folder / "out" / f"a{batch}")
@@ -245,7 +245,7 @@ class _Job:
             rows.update(zip(table["key"].to_pylist(), table["n"].to_pylist(), strict=True))
         assert rows == dict.fromkeys(range(KEYS), self.batches)
         found = [path.name for path in (self.folder / "root" / "sunk").iterdir()]
-        assert len([name for name in found if name not in ("starting", "spill")]) == homes, found
+        assert len([name for name in found if name not in ("starting", "spill")]) == query_folders, found
 
 
 def _called(sink: Sink, folder: str, df: Any, batch: int) -> None:
@@ -279,7 +279,7 @@ def test_a_first_batch_that_failed_is_begun_again(spark: Any, tmp_path: Path, si
     assert (tmp_path / "failed").exists()
     job.start(1)
     # In a folder of its own where nobody told it its query. Which of both the pointers name is as it should be.
-    job.see_that_all_is_right(homes=1 if sink is in_own_thread else 2)
+    job.see_that_all_is_right(query_folders=1 if sink is in_own_thread else 2)
 
 
 @pytest.mark.connect
@@ -288,7 +288,7 @@ def test_a_first_batch_that_failed_is_begun_again_over_connect(connect: Any, tmp
     with pytest.raises(Exception, match="the sink is away"):
         job.start(1)
     job.start(1)
-    job.see_that_all_is_right(homes=2)
+    job.see_that_all_is_right(query_folders=2)
 
 
 def test_strict_goes_on_refusing_to_begin_anew(spark: Any, tmp_path: Path) -> None:
@@ -328,5 +328,7 @@ def test_two_queries_of_one_plan_keep_apart_where_tasks_are_not_told_theirs(spar
         for done in [pool.submit(run, at) for at in range(2)]:
             done.result()
     assert found == [dict.fromkeys(range(KEYS), 3)] * 2
-    homes = [path.name for path in (tmp_path / "root" / "sunk").iterdir() if path.name not in ("starting", "spill")]
-    assert len(homes) == 2
+    query_folders = [
+        path.name for path in (tmp_path / "root" / "sunk").iterdir() if path.name not in ("starting", "spill")
+    ]
+    assert len(query_folders) == 2

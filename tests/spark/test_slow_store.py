@@ -14,7 +14,7 @@ from streams import finish
 from watched_store import STORE
 
 from spark_state_ext.store.environment import Environment
-from spark_state_ext.store.notes import every
+from spark_state_ext.store.records import every
 from spark_state_ext.worker.metrics import read as read_metrics
 
 pytestmark = pytest.mark.spark
@@ -49,8 +49,8 @@ def _counted(batches: list[list[str]]) -> list[dict[str, int]]:
 def _failed_notes(job: Job) -> int:
     """In how many local stores it is noted that an upload failed."""
     folders = {path.parents[1] for path in (job.folder / "local").rglob("data.mdb")}
-    notes = [Environment.at(folder, 1 << 20).read(every) for folder in folders]
-    return sum(any(b'"failed"' in value for value in found.values()) for found in notes)
+    records = [Environment.at(folder, 1 << 20).read(every) for folder in folders]
+    return sum(any(b'"failed"' in value for value in found.values()) for found in records)
 
 
 def _right(job: Job, fed: list[list[str]]) -> bool:

@@ -45,7 +45,7 @@ class SqliteFiles:
     def __init__(self, context: BackendContext) -> None:
         self._path = str(context.options["path"])
         bucket = "" if context.bucket is None else context.bucket
-        self.root = f"sqlite:{self._path}/{context.operator}/{context.home}/{bucket}"
+        self.root = f"sqlite:{self._path}/{context.operator}/{context.query_folder}/{bucket}"
         self.identity = self.root
         self.closed = threading.Event()
 

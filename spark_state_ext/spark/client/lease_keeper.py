@@ -122,32 +122,34 @@ class Kept:
         if now_s < self._not_before_s:
             return
         active, ended = set(active), self._active - set(active)
-        failed = self._each(active, lambda home: self._renew(home, now_ms))
-        failed |= self._each(ended, lambda home: self._release(home, now_ms))
+        failed = self._each(active, lambda query_folder: self._renew(query_folder, now_ms))
+        failed |= self._each(ended, lambda query_folder: self._release(query_folder, now_ms))
         # What could not be released is tried again.
-        self._active = {home for home in active if self._seen.get(home) is not None} | (ended & failed.keys())
+        self._active = {query_folder for query_folder in active if self._seen.get(query_folder) is not None} | (
+            ended & failed.keys()
+        )
         untold = bool(active - self._active - failed.keys())
         if now_s >= self._list_at_s:
             self._list_at_s = now_s + _SELDOM_S
             self._untold = self._find_untold() if untold else []
         # Which of the queries these belong to, nobody can tell; so they are not released.
-        homes = self._untold if untold else []
-        failed |= self._each(homes, lambda home: self._renew(home, now_ms))
-        if failed and len(failed) == len(active | ended | set(homes)):
+        query_folders = self._untold if untold else []
+        failed |= self._each(query_folders, lambda query_folder: self._renew(query_folder, now_ms))
+        if failed and len(failed) == len(active | ended | set(query_folders)):
             raise next(iter(failed.values()))
 
-    def _each(self, homes: Iterable[str], work: Callable[[str], None]) -> dict[str, StateError]:
+    def _each(self, query_folders: Iterable[str], work: Callable[[str], None]) -> dict[str, StateError]:
         """Do `work` for each query folder; one that is damaged keeps no other one from it."""
         failed: dict[str, StateError] = {}
-        for home in homes:
+        for query_folder in query_folders:
             try:
-                work(home)
+                work(query_folder)
             except StateError as error:
-                failed[home] = error
+                failed[query_folder] = error
                 self._say(
                     "the lease below %s cannot be looked after by this process: %s. While its query has no batches "
                     "for lease_ms, another run may take its state over",
-                    self.folder.where(home),
+                    self.folder.where(query_folder),
                     error,
                 )
         return failed
@@ -162,26 +164,26 @@ class Kept:
             error,
         )
 
-    def _renew(self, home: str, now_ms: int) -> None:
-        log = LeaseLog(self.folder.child(home))
-        found, before = log.newest(), self._seen.get(home)
-        self._seen[home] = found
+    def _renew(self, query_folder: str, now_ms: int) -> None:
+        log = LeaseLog(self.folder.child(query_folder))
+        found, before = log.newest(), self._seen.get(query_folder)
+        self._seen[query_folder] = found
         if found is None:
             return
         if found.record.owner.application != self.application:
-            self._say("query %s: the state at %s is held by %s", home, log.root, found.record.owner)
+            self._say("query %s: the state at %s is held by %s", query_folder, log.root, found.record.owner)
         elif before is not None and before.number == found.number:
             # No task has renewed it since the last look.
             record = replace(found.record, renewed_ms=now_ms, released=False, nonce=uuid.uuid4().hex)
             if log.append(found, record):
-                self._seen[home] = Found(found.number + 1, record)
+                self._seen[query_folder] = Found(found.number + 1, record)
 
-    def _release(self, home: str, now_ms: int) -> None:
-        log = LeaseLog(self.folder.child(home))
+    def _release(self, query_folder: str, now_ms: int) -> None:
+        log = LeaseLog(self.folder.child(query_folder))
         found = log.newest()
         if found is not None and found.record.owner.application == self.application and not found.record.released:
             log.append(found, replace(found.record, renewed_ms=now_ms, released=True, nonce=uuid.uuid4().hex))
-        self._seen.pop(home, None)
+        self._seen.pop(query_folder, None)
 
     def _find_untold(self) -> list[str]:
         """Query folders of this application whose tasks were not told their query."""

@@ -23,23 +23,23 @@ from arrow_schemas.row import RowSchema
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.commit.snapshots import Tally
 from spark_state_ext.commit.uploads import WorkerUploads
+from spark_state_ext.engine.aligned_timeouts import has_nothing_due, next_call_ms
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.engine.deferral import Spread, TaskEnd
-from spark_state_ext.engine.first_home import FirstHomes
+from spark_state_ext.engine.deferral import Partitioning, TaskEnd
+from spark_state_ext.engine.first_query_folder import FirstQueryFolders
 from spark_state_ext.engine.folders import local_folder, operator_folder, scratch_folder, stores_folder
 from spark_state_ext.engine.housekeeping import CleanUps, drop_spill_files, reclaim_in_turn
 from spark_state_ext.engine.job import PANDAS, Job
-from spark_state_ext.engine.places import (
+from spark_state_ext.engine.replicas import (
     Leases,
     bring_back,
-    forget_places,
+    forget_replicas,
     names_a_holder,
-    places_of,
     prepare,
     refuse_elsewhere,
+    replicas_of,
 )
 from spark_state_ext.engine.task import TaskInfo
-from spark_state_ext.engine.together import next_call_ms, rests
 from spark_state_ext.errors import (
     BucketCountChangedError,
     CorruptFileError,
@@ -111,7 +111,7 @@ def _rested(job: Job, state: GroupState) -> bool:
         return False
     stored, now_ms = bytes(state.get[0]), state.getCurrentProcessingTimeMs()
     pointer = Pointer.decode(stored, job.pointer_read)
-    if not rests(pointer, now_ms):
+    if not has_nothing_due(pointer, now_ms):
         return False
     state.update((stored,))
     _ask_for_next_call(state, pointer, now_ms, current_task(job))
@@ -155,46 +155,46 @@ class _BucketCall:
         # What a new worker asks a store first is tried again for as long as a commit may take.
         tried = partial(retried, timeout_s=job.commit.commit_timeout_ms / 1000)
         # A query keeps the folder it began in, whatever later tasks are told of their query.
-        self._home = stored.home if stored is not None else tried(self._first_home)
-        self._call.query_id = self._task.query_id or self._home
-        self._files = self._operator_folder.child(self._home)
+        self._query_folder = stored.query_folder if stored is not None else tried(self._first_query_folder)
+        self._call.query_id = self._task.query_id or self._query_folder
+        self._files = self._operator_folder.child(self._query_folder)
         if stored is not None and not names_a_holder(job, stored):
             # Before anything is written there.
             tried(lambda: refuse_elsewhere(job, self._operator_folder, stored, self._scratch))
-        self._leases = Leases.of(job, self._task, self._operator_folder, self._home)
+        self._leases = Leases.of(job, self._task, self._operator_folder, self._query_folder)
         tried(self._leases.hold)
         self._operator = tried(lambda: self._admitted(stored))
         self._schema = self._operator.row_schema()
         self._pointer = stored if stored is not None else self._first_pointer()
         schema_id = self._operator.schema_id
-        self._prepare = partial(prepare, job, self._operator_folder, self._home, self._scratch, schema_id)
+        self._prepare = partial(prepare, job, self._operator_folder, self._query_folder, self._scratch, schema_id)
         tried(self._prepare)
-        self._places = places_of(job, self._home, self._bucket_number, self._scratch)
+        self._replicas = replicas_of(job, self._query_folder, self._bucket_number, self._scratch)
         self._uploads = WorkerUploads.shared()
         self._bucket = self._made = self._opened()
         # A run that has lost its state to another one need not read on.
         self._bucket.while_restoring(self._leases.hold)
         retained, where = self._task.batches_retained, f"{self._files.root}/{self._bucket_number}"
-        brought = partial(bring_back, self._operator_folder, self._home, self._operator)
-        self._clean_ups = CleanUps(self._bucket, self._places, self._leases, retained, where, brought)
+        brought = partial(bring_back, self._operator_folder, self._query_folder, self._operator)
+        self._clean_ups = CleanUps(self._bucket, self._replicas, self._leases, retained, where, brought)
         # While the function runs; the commit waits for it.
-        self._clean_ups.look(self._pointer, job.plan_id)
+        self._clean_ups.probe(self._pointer, job.plan_id)
         run_id = job.plan_id if self._task.batch is not None else ""
-        self._spread = Spread(run_id, self._task.partitions, self._task.partition, job.buckets)
+        self._partitioning = Partitioning(run_id, self._task.partitions, self._task.partition, job.buckets)
         self._task_end = TaskEnd.of(self._task.attempt)
         self._work = KeyWork(
             job, self._function, self._bucket, self._schema, self._times, self._batch, self._call, self._leases.hold
         )
 
-    def _first_home(self) -> str:
+    def _first_query_folder(self) -> str:
         batch_ms = self._times.processing_ms
-        return FirstHomes.of(self._operator_folder, self._task.query_id, batch_ms, self._heartbeat or b"")
+        return FirstQueryFolders.of(self._operator_folder, self._task.query_id, batch_ms, self._heartbeat or b"")
 
     def give_up(self) -> None:
         """The call failed: end what it still has under way, and have the next one begin with other managers."""
         if self._made is not None:
             self._made.close()
-            forget_places(self._job, self._home, self._bucket_number)
+            forget_replicas(self._job, self._query_folder, self._bucket_number)
 
     # -- the call ----------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class _BucketCall:
         call.cache_hit = call.restored_files == 0
         log = MetricsLog.at(folder)
         log.add(call)
-        if self._spread.is_last(self._task_end.called):
+        if self._partitioning.is_last(self._task_end.called):
             # A worker may be gone within a second of its last batch.
             log.flush()
 
@@ -267,11 +267,11 @@ class _BucketCall:
         """The new pointer; what it claims is so when the task's last call returns."""
         bucket, end = self._bucket_number, self._task_end
         self._clean_ups.raise_failed()
-        if self._clean_ups.looked():
+        if self._clean_ups.probed():
             # Where another backend than the root has lost the operator's files too.
             self._prepare()
         has_heartbeat = self._heartbeat is not None
-        expected = self._spread.expected(self._pointer, self._files) if has_heartbeat else frozenset[int]()
+        expected = self._partitioning.expected(self._pointer, self._files) if has_heartbeat else frozenset[int]()
         may_defer = end.may_leave(bucket, expected)
         room_bytes = self._job.commit.task_inline_bytes_max - end.inline_bytes
         self._bucket.committer.while_waiting = self._leases.hold
@@ -280,7 +280,7 @@ class _BucketCall:
         left, hold = self._bucket.committer.left, self._leases.hold
         self._call.wait_ms = 1000 * end.over(bucket, left, expected, self._uploads, self._job.commit, hold)
         if has_heartbeat:
-            pointer = replace(pointer, spread=self._spread.noted(bucket, self._files))
+            pointer = replace(pointer, partitioning=self._partitioning.noted(bucket, self._files))
         return self._stamped(pointer)
 
     # -- input -------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class _BucketCall:
             schema_id=self._operator.schema_id,
             batch=-1,
             watermark_ms=None,
-            home=self._home,
+            query_folder=self._query_folder,
         )
 
     def _stamped(self, pointer: Pointer) -> Pointer:
@@ -347,8 +347,10 @@ class _BucketCall:
             # This call saw to every row due before the threshold; those that stay due were written anew, in the run of
             # the new checkpoint. Without a new checkpoint there were none.
             fresh = pointer.ref != self._pointer.ref
-            floor_version = pointer.version if fresh else pointer.version + 1
-            pointer = replace(pointer, timeout_floor_ms=threshold_ms, timeout_floor_version=floor_version)
+            low_watermark_version = pointer.version if fresh else pointer.version + 1
+            pointer = replace(
+                pointer, timer_low_watermark_ms=threshold_ms, timer_low_watermark_version=low_watermark_version
+            )
         return pointer
 
     def _hand_over(self, pointer: Pointer) -> None:
@@ -385,7 +387,7 @@ class _BucketCall:
         ask = partial(
             admit,
             self._operator_folder,
-            job.operator_file(self._home),
+            job.operator_file(self._query_folder),
             job.strict,
             case_sensitive=job.case_sensitive,
         )
@@ -418,13 +420,13 @@ class _BucketCall:
         )
 
     def _opened(self) -> Bucket:
-        folder = local_folder(self._job, self._home, self._operator.schema_id, self._bucket_number)
+        folder = local_folder(self._job, self._query_folder, self._operator.schema_id, self._bucket_number)
         writer = Writer(self._call.query_id, self._call.run_id, self._batch, socket.gethostname())
         # Rows are written under the schema in force now, whatever that of the pointer we were given.
         pointer = replace(self._pointer, schema_id=self._operator.schema_id)
         return Bucket(
             _store(str(folder), self._schema),
-            self._places,
+            self._replicas,
             pointer,
             writer,
             self._scratch,

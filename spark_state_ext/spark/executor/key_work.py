@@ -260,7 +260,7 @@ class KeyWork:
         threshold_ms = self.threshold_ms()
         if threshold_ms is None:
             return []
-        floor = self._bucket.pointer.timeout_floor_ms, self._bucket.pointer.timeout_floor_version
+        floor = self._bucket.pointer.timer_low_watermark_ms, self._bucket.pointer.timer_low_watermark_version
         bytes_max: int = self._bucket.read(lambda view: view.expired_bytes_max(threshold_ms, *floor))
         if bytes_max <= self._job.memory_bytes_max // 4:
             return []
@@ -272,7 +272,7 @@ class KeyWork:
         threshold_ms = self.threshold_ms()
         if threshold_ms is None:
             return self._schema.empty()
-        floor = self._bucket.pointer.timeout_floor_ms, self._bucket.pointer.timeout_floor_version
+        floor = self._bucket.pointer.timer_low_watermark_ms, self._bucket.pointer.timer_low_watermark_version
         found: pa.RecordBatch = self._bucket.read(lambda view: view.expired(threshold_ms, *floor, after, upto))
         return sorted_run(found)
 

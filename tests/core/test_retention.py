@@ -19,7 +19,7 @@ from object_store import S3
 
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
-from spark_state_ext.backends.files import sole_place
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit import cadence
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, LiveRunError
@@ -39,13 +39,13 @@ def ref(version: int, sibling: str = "a") -> CheckpointRef:
     return CheckpointRef(version, sibling * 32)
 
 
-def pointer_at(version: int, first: int, calls: int | None = None, beats: int | None = None) -> Pointer:
+def pointer_at(version: int, first: int, calls: int | None = None, heartbeats: int | None = None) -> Pointer:
     """A pointer of a bucket whose version *v* was written in its call *v*."""
     return replace(
         first_pointer(),
         lineage=tuple(LineageEntry(ref(v), 1, v) for v in range(first, version + 1)),
         calls=version if calls is None else calls,
-        beats=version if beats is None else beats,
+        heartbeats=version if heartbeats is None else heartbeats,
     )
 
 
@@ -72,29 +72,29 @@ class Known(dict[CheckpointRef, LineageHeader]):
         return self[asked]
 
     def origins(self, asked: Sequence[CheckpointRef]) -> list[Origin]:
-        return [Origin(self[found].writer.beat, self[found].parent) for found in asked]
+        return [Origin(self[found].writer.heartbeat, self[found].parent) for found in asked]
 
     def with_(self, *headers: LineageHeader) -> Known:
         return Known({**self, **{h.ref: h for h in headers}})
 
 
-def line(first: int, last: int, presumed: Sequence[int], sibling: str = "a") -> Known:
-    """Headers of consecutive versions, written at beats of the same number."""
+def line(first: int, last: int, unconfirmed: Sequence[int], sibling: str = "a") -> Known:
+    """Headers of consecutive versions, written at heartbeats of the same number."""
     made = Known()
     for v in range(first, last + 1):
-        start = max([1, *(p for p in presumed if p < v)])
+        start = max([1, *(p for p in unconfirmed if p < v)])
         lineage = tuple(ref(at, sibling if at >= first else "a") for at in range(start, v))
         made[ref(v, sibling)] = header(ref(v, sibling), lineage, v)
     return made
 
 
-def header(of: CheckpointRef, lineage: tuple[CheckpointRef, ...], beat: int) -> LineageHeader:
-    writer = Writer("q", "r", 0, "h", beat)
+def header(of: CheckpointRef, lineage: tuple[CheckpointRef, ...], heartbeat: int) -> LineageHeader:
+    writer = Writer("q", "r", 0, "h", heartbeat)
     return LineageHeader(DELTA, "counts", 3, of, lineage[-1] if lineage else None, lineage, 0, writer, "0")
 
 
 PRESUMED = [10, 20, 30, 35]
-# Two snapshots are older than what may be named still, for the pointer of version 42 and beat 42.
+# Two snapshots are older than what may be named still, for the pointer of version 42 and heartbeat 42.
 POINTER = pointer_at(42, 35)
 HEADERS = line(1, 42, PRESUMED)
 LINEAR = [*deltas(*range(1, 43)), *snapshots(10, 20, 30, 35)]
@@ -122,35 +122,35 @@ def test_snapshots_are_found_however_many_never_arrived() -> None:
 
 
 @pytest.mark.parametrize(("beats", "expected"), [(30 + RECENT, [20, 10]), (31 + RECENT, [30, 20])])
-def test_a_snapshot_that_executors_may_be_before_is_not_leaned_on(beats: int, expected: list[int]) -> None:
+def test_a_snapshot_that_executors_may_be_before_is_not_leaned_on(heartbeats: int, expected: list[int]) -> None:
     """Rule 15: needed until so many batches after the one that replaced it."""
-    decision = decided(LINEAR, pointer=pointer_at(42, 35, beats=beats))
+    decision = decided(LINEAR, pointer=pointer_at(42, 35, heartbeats=heartbeats))
     assert [found.version for found in decision.lean_on] == expected
 
 
 def test_a_quiet_bucket_counts_beats_and_not_versions() -> None:
     """Its pointer is old but live: what counts is when it was replaced, not how many versions there are."""
     names = [*deltas(*range(1, 32)), *snapshots(10, 20, 30)]
-    decision = decided(names, pointer=pointer_at(31, 30, beats=100_000))
+    decision = decided(names, pointer=pointer_at(31, 30, heartbeats=100_000))
     assert decision.lean_on == (ref(30), ref(20))
 
 
 def test_calls_without_a_beat_do_not_count() -> None:
     """A lineage in parallel may get none of them, and be where it was."""
-    decision = decided(LINEAR, pointer=pointer_at(42, 35, calls=100_000, beats=31))
+    decision = decided(LINEAR, pointer=pointer_at(42, 35, calls=100_000, heartbeats=31))
     assert decision.delete == ()
 
 
 def test_files_from_before_beats_were_counted_go_too() -> None:
     """They tell none, which is long ago once those that are counted are many."""
-    untold = Known({found: replace(h, writer=replace(h.writer, beat=0)) for found, h in HEADERS.items()})
-    for beats, expected in ((RECENT, ()), (RECENT + 1, (ref(35), ref(30)))):
-        assert decided(LINEAR, untold, pointer_at(42, 35, beats, beats)).lean_on == expected
+    untold = Known({found: replace(h, writer=replace(h.writer, heartbeat=0)) for found, h in HEADERS.items()})
+    for heartbeats, expected in ((RECENT, ()), (RECENT + 1, (ref(35), ref(30)))):
+        assert decided(LINEAR, untold, pointer_at(42, 35, heartbeats, heartbeats)).lean_on == expected
 
 
 def test_while_more_batches_were_retained_lately_that_counts() -> None:
     """Pointers and renewals are of that time still."""
-    pointer = replace(POINTER, retained=5, retained_beat=40)
+    pointer = replace(POINTER, retained=5, retained_heartbeat=40)
     assert decided(LINEAR, pointer=pointer).lean_on == (ref(20), ref(10))
 
 
@@ -189,10 +189,10 @@ def test_temporary_files_go_by_age_only() -> None:
     assert decision.delete == (".tmp-1-x",)
 
 
-def _with_sibling(beat: int, version: int = 15) -> tuple[list[str], Known]:
-    """A version was written twice; the other one's beat is given."""
+def _with_sibling(heartbeat: int, version: int = 15) -> tuple[list[str], Known]:
+    """A version was written twice; the other one's heartbeat is given."""
     lineage = tuple(ref(v) for v in range(10 * ((version - 1) // 10), version))
-    sibling = header(ref(version, "b"), lineage, beat)
+    sibling = header(ref(version, "b"), lineage, heartbeat)
     return [*LINEAR, file_name(sibling.ref, DELTA)], HEADERS.with_(sibling)
 
 
@@ -201,9 +201,9 @@ LONG_OVER = 42 - RECENT - 1
 
 @pytest.mark.parametrize("beat", [15, LONG_OVER])
 @pytest.mark.parametrize("version", [15, 41])
-def test_a_sibling_goes_when_its_beat_is_long_over(beat: int, version: int) -> None:
+def test_a_sibling_goes_when_its_beat_is_long_over(heartbeat: int, version: int) -> None:
     """Whatever its version: a lineage that is over may have had more of them."""
-    names, headers = _with_sibling(beat, version)
+    names, headers = _with_sibling(heartbeat, version)
     decision = decided(names, headers)
     assert file_name(ref(version, "b"), DELTA) in decision.delete
     assert len(decision.delete) == 21
@@ -235,9 +235,9 @@ def test_a_sibling_from_between_the_two_snapshots_keeps_one_more() -> None:
 
 
 @pytest.mark.parametrize("beat", [38, LONG_OVER + 1])
-def test_age_alone_never_suffices(beat: int) -> None:
+def test_age_alone_never_suffices(heartbeat: int) -> None:
     """A sibling that may be followed still keeps all that it leans on, down to the second snapshot."""
-    names, headers = _with_sibling(beat)
+    names, headers = _with_sibling(heartbeat)
     names += snapshots(5)
     decision = classify(listed(names, age_s=1_000 * DAY_S), POINTER, RETAINED, NOW_S, headers)
     kept = {file_name(ref(15, "b"), DELTA), *deltas(*range(5, 15)), *snapshots(5, 10)}
@@ -325,9 +325,9 @@ class Scene:
             self.batch(batch)
 
     def batch(self, batch: int) -> None:
-        places = sole_place(self.files, self.local)
+        replicas = sole_replica(self.files, self.local)
         writer = Writer("q", "r", batch, "h")
-        bucket = Bucket(self.store, places, self.pointers[-1], writer, self.local, None, RETAINED)
+        bucket = Bucket(self.store, replicas, self.pointers[-1], writer, self.local, None, RETAINED)
         changes = {KEYS[batch % 9]: Row(batch), KEYS[(batch + 4) % 9]: None if batch % 4 == 3 else Row(-batch, "n")}
         self.pointers.append(replace(bucket.commit(buffer_of(changes, self.local)), batch=batch))
         self.models.append(changed(self.models[-1], changes))

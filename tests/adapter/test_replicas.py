@@ -16,11 +16,11 @@ from arrow_schemas.row import RowSchema
 from spark_state_ext.backends import STATE, BackendContext, Markers
 from spark_state_ext.backends.files import FilesBackend, FilesBackup
 from spark_state_ext.backends.registry import Backend
-from spark_state_ext.backends.replication import Place
+from spark_state_ext.backends.replication import Replica
 from spark_state_ext.commit.uploads import Upload, WorkerUploads
-from spark_state_ext.engine import places
+from spark_state_ext.engine import replicas
 from spark_state_ext.engine.job import Job
-from spark_state_ext.engine.places import forget_places, places_of
+from spark_state_ext.engine.replicas import forget_replicas, replicas_of
 from spark_state_ext.errors import InterruptedRestoreError
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
@@ -56,28 +56,28 @@ class ClosingBackend(FilesBackend):
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr(places, "factory_of", lambda kind: ClosingBackend())
-    monkeypatch.setattr(places, "_kept", type(places._kept)())
-    monkeypatch.setattr(places, "_leaving", [])
+    monkeypatch.setattr(replicas, "factory_of", lambda kind: ClosingBackend())
+    monkeypatch.setattr(replicas, "_kept", type(replicas._kept)())
+    monkeypatch.setattr(replicas, "_leaving", [])
     root = str(tmp_path / "root")
     return replace(recorded_job("pandas", "NoTimeout", None, 1 << 20), root=root, backends=(Backend(root),))
 
 
-def _place(job: Job, tmp_path: Path, bucket: int = 3) -> Place:
-    (place,) = places_of(job, "home", bucket, tmp_path)
-    return place
+def _replica(job: Job, tmp_path: Path, bucket: int = 3) -> Replica:
+    (replica,) = replicas_of(job, "home", bucket, tmp_path)
+    return replica
 
 
-def _closed(place: Place) -> bool:
+def _closed(replica: Replica) -> bool:
     """After all that waits in the background."""
     assert Background.shared().wait(WAIT_S)
-    assert isinstance(place.backup, Closing)
-    return place.backup.closed.is_set()
+    assert isinstance(replica.backup, Closing)
+    return replica.backup.closed.is_set()
 
 
-def _restore_is_closed(place: Place) -> bool:
+def _restore_is_closed(replica: Replica) -> bool:
     try:
-        return not place.restore.restore().size("operator_0.json")
+        return not replica.restore.restore().size("operator_0.json")
     except InterruptedRestoreError:
         return True
     except FileNotFoundError:
@@ -86,23 +86,23 @@ def _restore_is_closed(place: Place) -> bool:
 
 def test_managers_are_kept_until_their_bucket_is_forgotten(job: Job, tmp_path: Path) -> None:
     """As after a call that failed: its restore has ended, and the next call must be able to read."""
-    place = _place(job, tmp_path)
-    assert _place(job, tmp_path) is place
-    forget_places(job, "home", 3)
-    assert _restore_is_closed(place)
-    assert _closed(place)
-    again = _place(job, tmp_path)
-    assert again is not place
+    replica = _replica(job, tmp_path)
+    assert _replica(job, tmp_path) is replica
+    forget_replicas(job, "home", 3)
+    assert _restore_is_closed(replica)
+    assert _closed(replica)
+    again = _replica(job, tmp_path)
+    assert again is not replica
     assert not _restore_is_closed(again)
     # What is not kept, nobody need close.
-    forget_places(job, "home", 4)
+    forget_replicas(job, "home", 4)
 
 
 def test_managers_of_buckets_that_were_used_long_ago_are_closed(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "_BUCKETS_MAX", 2)
-    first, second, third = (_place(job, tmp_path, bucket) for bucket in range(3))
+    monkeypatch.setattr(replicas, "_BUCKETS_MAX", 2)
+    first, second, third = (_replica(job, tmp_path, bucket) for bucket in range(3))
     assert _closed(first)
     assert _restore_is_closed(first)
     assert not _closed(second)
@@ -111,20 +111,20 @@ def test_managers_of_buckets_that_were_used_long_ago_are_closed(
 
 def test_a_backup_with_uploads_under_way_is_closed_later(job: Job, tmp_path: Path) -> None:
     """Another attempt in this process waits for them."""
-    place, other = _place(job, tmp_path), _place(job, tmp_path, 4)
-    assert isinstance(place.backup, Closing)
+    replica, other = _replica(job, tmp_path), _replica(job, tmp_path, 4)
+    assert isinstance(replica.backup, Closing)
     store = LocalStore(tmp_path / "store", RowSchema((), ()))
     ref = CheckpointRef(1, new_checkpoint_id())
     name = file_name(ref, DELTA)
-    markers = place.backup.snapshot(ref, {STATE: SealedFile.of(name, b"x")})
-    upload = Upload(store, place.name, place.backup, ref, name, markers, 1)
+    markers = replica.backup.snapshot(ref, {STATE: SealedFile.of(name, b"x")})
+    upload = Upload(store, replica.name, replica.backup, ref, name, markers, 1)
     uploads = WorkerUploads.shared()
     uploads.submit([upload])
-    forget_places(job, "home", 3)
-    assert not _closed(place)
-    place.backup.gate.set_result(markers)
+    forget_replicas(job, "home", 3)
+    assert not _closed(replica)
+    replica.backup.gate.set_result(markers)
     assert upload.done.result(WAIT_S) == markers
-    forget_places(job, "home", 4)
+    forget_replicas(job, "home", 4)
     assert _closed(other)
-    assert _closed(place)
+    assert _closed(replica)
     store.close()

@@ -1,4 +1,4 @@
-"""A look at what backends had confirmed, when a run first comes to a bucket."""
+"""A probe at what backends had confirmed, when a run first comes to a bucket."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from core_support import KEYS, Row, buffer_of
 from life import Life
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT
-from arrow_schemas.pointer import Standing
+from arrow_schemas.pointer import ReplicationStatus
 from spark_state_ext.commit import cadence
 from spark_state_ext.engine import probes
 from spark_state_ext.engine.housekeeping import CleanUps
-from spark_state_ext.engine.places import Leases
-from spark_state_ext.engine.probes import Looks
+from spark_state_ext.engine.probes import Probes
+from spark_state_ext.engine.replicas import Leases
 from spark_state_ext.errors import LiveRunError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease
@@ -29,19 +29,19 @@ WAIT_S = 30.0
 
 @pytest.fixture(autouse=True)
 def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Looks, "_seen", OrderedDict())
-    monkeypatch.setattr(Looks, "_beside", DaemonPool("looks"))
-    monkeypatch.setattr(Looks, "_wait_from_s", 0.0)
+    monkeypatch.setattr(Probes, "_seen", OrderedDict())
+    monkeypatch.setattr(Probes, "_beside", DaemonPool("probes"))
+    monkeypatch.setattr(Probes, "_wait_from_s", 0.0)
 
 
-def _look(life: Life, run: str = "run", brought: list[str] | None = None) -> None:
+def _probe(life: Life, run: str = "run", brought: list[str] | None = None) -> None:
     def bring_back() -> None:
         if brought is not None:
             brought.append("back")
 
-    clean_ups = CleanUps(life.bucket(), life.places(), Leases(()), life.batches_retained, str(life.local), bring_back)
-    clean_ups.look(life.pointers[-1], run)
-    clean_ups.looked()
+    clean_ups = CleanUps(life.bucket(), life.replicas(), Leases(()), life.batches_retained, str(life.local), bring_back)
+    clean_ups.probe(life.pointers[-1], run)
+    clean_ups.probed()
 
 
 def _remove(life: Life, name: str) -> None:
@@ -53,13 +53,13 @@ def test_a_root_that_was_removed_is_noticed_while_the_local_store_is_warm(
 ) -> None:
     life.history(5)
     brought: list[str] = []
-    _look(life, brought=brought)
+    _probe(life, brought=brought)
     assert brought == []
     assert not caplog.text
     _remove(life, "a")
-    _look(life, brought=brought)
+    _probe(life, brought=brought)
     assert brought == [], "this run has looked already"
-    _look(life, "another run", brought)
+    _probe(life, "another run", brought)
     assert brought == ["back"]
     assert "a cannot give back" in caplog.text
     assert f"state of {life.local}, which it had: somebody has removed it" in caplog.text
@@ -67,17 +67,17 @@ def test_a_root_that_was_removed_is_noticed_while_the_local_store_is_warm(
     pointer = life.batch()
     assert "somebody has deleted files from a: it gets a fresh full backup" in caplog.text
     assert life.files("a", SNAPSHOT) == [pointer.version]
-    assert pointer.standings == {"a": Standing(pointer.ref)}
+    assert pointer.replication == {"a": ReplicationStatus(pointer.ref)}
     assert life.restored(pointer) == life.models[-1]
 
 
 def test_what_was_confirmed_since_the_pointer_was_made_is_looked_for(life: Life) -> None:
-    """The pointer holds all of it inline, and the commit would let go of that as the store has it by the notes."""
+    """The pointer holds all of it inline, and the commit would let go of that as the store has it by the records."""
     life.batch()
     life.settle()
-    assert life.pointers[-1].standings["a"].through is None
+    assert life.pointers[-1].replication["a"].through is None
     _remove(life, "a")
-    _look(life)
+    _probe(life)
     pointer = life.batch()
     assert life.restored(pointer) == life.models[-1]
 
@@ -89,7 +89,7 @@ def test_a_root_that_went_while_deltas_were_sent_there_is_noticed_though_it_has_
         life.batch()
         life.settle()
     life.batch({})
-    _look(life)
+    _probe(life)
     pointer = life.batch()
     assert life.files("a", SNAPSHOT) == [pointer.version]
     assert life.restored(pointer) == life.models[-1]
@@ -108,7 +108,7 @@ def test_snapshots_that_never_came_are_passed_by(
         if f".{SNAPSHOT}." in name or (lost and name.startswith("1_")):
             life.folder("a").remove(name)
     caplog.clear()
-    _look(life)
+    _probe(life)
     assert ("a cannot give back" in caplog.text) == lost
 
 
@@ -118,16 +118,16 @@ def test_a_backend_that_joined_late_lacks_nothing(life: Life, caplog: pytest.Log
     for _ in range(3):
         life.batch()
         life.settle()
-    assert life.batch({}).standings["b"].since is None
+    assert life.batch({}).replication["b"].since is None
     assert 1 not in life.files("b", DELTA)
-    _look(life)
+    _probe(life)
     assert not caplog.text
 
 
 def test_a_quiet_bucket_is_written_in_full_too(life: Life) -> None:
     life.history(5)
     _remove(life, "a")
-    _look(life)
+    _probe(life)
     pointer = life.batch({})
     assert life.files("a", SNAPSHOT) == [pointer.version]
     assert life.restored(pointer) == life.models[-1]
@@ -137,11 +137,11 @@ def test_a_full_backup_that_no_pointer_tells_of_is_made_again(life: Life) -> Non
     """Another attempt at the batch is handed the pointer from before that."""
     life.history(5)
     _remove(life, "a")
-    _look(life)
+    _probe(life)
     life.bucket().commit(buffer_of({KEYS[0]: Row(1)}, life.local))
-    _look(life, "another process")
+    _probe(life, "another process")
     pointer = life.batch()
-    assert pointer.standings == {"a": Standing(pointer.ref)}
+    assert pointer.replication == {"a": ReplicationStatus(pointer.ref)}
     assert life.restored(pointer) == life.models[-1]
 
 
@@ -149,26 +149,26 @@ def test_of_two_backends_the_one_that_was_removed_gets_a_full_backup(life: Life)
     life.names = ("a", "b")
     life.history(5)
     _remove(life, "b")
-    _look(life)
+    _probe(life)
     for _ in range(3):
         life.batch()
         life.settle()
     pointer = life.batch({})
-    assert pointer.standings["b"] == Standing(pointer.ref)
+    assert pointer.replication["b"] == ReplicationStatus(pointer.ref)
     assert life.restored(pointer, "b") == life.models[-1]
 
 
 def test_a_backend_that_has_a_snapshot_only_lacks_nothing(life: Life, caplog: pytest.LogCaptureFixture) -> None:
     life.history(5)
     _remove(life, "a")
-    _look(life)
+    _probe(life)
     pointer = life.batch()
-    ref = pointer.standings["a"].through
+    ref = pointer.replication["a"].through
     assert ref is not None
     life.settle()
     life.folder("a").remove(f"{ref}.delta.arrow")
     caplog.clear()
-    _look(life, "another run")
+    _probe(life, "another run")
     assert not caplog.text
 
 
@@ -182,12 +182,12 @@ def test_a_store_that_cannot_be_reached_is_looked_at_again(
     _remove(life, "a")
     with monkeypatch.context() as patch:
         patch.setattr(Folder, "size", away)
-        _look(life)
+        _probe(life)
     assert "cannot be told: 503" in caplog.text
     assert "deleted" not in caplog.text
-    _look(life)
+    _probe(life)
     # No commit waits for a store that did not answer just now.
-    Looks._beside.submit(lambda: None).result(WAIT_S)
+    Probes._beside.submit(lambda: None).result(WAIT_S)
     life.batch()
     assert "somebody has deleted files from a" in caplog.text
 
@@ -200,23 +200,23 @@ def test_a_run_that_was_replaced_brings_nothing_back(life: Life, monkeypatch: py
     _remove(life, "a")
     monkeypatch.setattr(Leases, "check", lost)
     brought: list[str] = []
-    _look(life, brought=brought)
+    _probe(life, brought=brought)
     assert brought == []
-    assert life.store.notes().keys() == {name for name in life.store.notes() if "lost" not in name}
+    assert life.store.records().keys() == {name for name in life.store.records() if "lost" not in name}
 
 
 def test_what_a_late_task_misses_may_have_been_deleted_rightly(
     life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A task that nobody waits for any more looks for a checkpoint that is old by now."""
+    """A task that nobody waits for any more probes for a checkpoint that is old by now."""
     life.history(5)
     old = life.pointers[-1]
     life.history(40)
-    ref = old.standings["a"].through
+    ref = old.replication["a"].through
     assert ref is not None
     life.folder("a").remove(f"{ref}.delta.arrow")
     life.pointers.append(old)
-    _look(life)
+    _probe(life)
     life.pointers.pop()
     life.batch()
     assert "gets a fresh full backup" not in caplog.text
@@ -227,17 +227,17 @@ def test_a_query_folder_that_is_removed_under_a_running_query_is_looked_for_agai
     lease.hold()
     life.history(5)
 
-    def looked() -> bool:
-        clean_ups = CleanUps(life.bucket(), life.places(), Leases((lease,)), life.batches_retained, str(life.local))
-        clean_ups.look(life.pointers[-1], "run")
-        return clean_ups.looked()
+    def probed() -> bool:
+        clean_ups = CleanUps(life.bucket(), life.replicas(), Leases((lease,)), life.batches_retained, str(life.local))
+        clean_ups.probe(life.pointers[-1], "run")
+        return clean_ups.probed()
 
-    assert looked()
-    assert not looked()
+    assert probed()
+    assert not probed()
     shutil.rmtree(life.local / "home")
     lease._look("")
-    assert looked()
-    assert not looked()
+    assert probed()
+    assert not probed()
 
 
 def test_nobody_waits_long_for_a_look(
@@ -253,14 +253,14 @@ def test_nobody_waits_long_for_a_look(
     life.history(5)
     monkeypatch.setattr(Folder, "size", hangs)
     monkeypatch.setattr(probes, "_WAIT_S_MAX", 0.05)
-    clean_ups = CleanUps(life.bucket(), life.places(), Leases(()), life.batches_retained, str(life.local))
-    clean_ups.look(life.pointers[-1], "run")
+    clean_ups = CleanUps(life.bucket(), life.replicas(), Leases(()), life.batches_retained, str(life.local))
+    clean_ups.probe(life.pointers[-1], "run")
     assert began.wait(WAIT_S)
-    clean_ups.looked()
+    clean_ups.probed()
     assert "a backend does not tell whether it has what it confirmed" in caplog.text
     monkeypatch.undo()
     # The next ones do not wait at all, for a while.
-    monkeypatch.setattr(Looks, "_wait_from_s", math.inf)
-    clean_ups.looked()
+    monkeypatch.setattr(Probes, "_wait_from_s", math.inf)
+    clean_ups.probed()
     life.batch()
     ends.set()

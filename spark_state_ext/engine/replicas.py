@@ -13,7 +13,7 @@ from arrow_schemas.operator import OperatorFile, operator_file_name, parse_opera
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends import BackendContext, BackupManager
 from spark_state_ext.backends.registry import FSSPEC, Backend, factory_of
-from spark_state_ext.backends.replication import Place, is_complete
+from spark_state_ext.backends.replication import Replica, is_complete
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.task import TaskInfo
@@ -24,10 +24,10 @@ from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_record import RunIdentity
 from spark_state_ext.worker.background import Background
 
-__all__ = ["Leases", "bring_back", "forget_places", "names_a_holder", "places_of", "prepare", "refuse_elsewhere"]
+__all__ = ["Leases", "bring_back", "forget_replicas", "names_a_holder", "replicas_of", "prepare", "refuse_elsewhere"]
 
 _BUCKETS_MAX = 1_024
-_kept: OrderedDict[tuple[str, str, int], list[Place]] = OrderedDict()
+_kept: OrderedDict[tuple[str, str, int], list[Replica]] = OrderedDict()
 # Backups whose bucket was forgotten while they had uploads under way.
 _leaving: list[BackupManager] = []
 _leaving_lock = threading.Lock()
@@ -35,7 +35,7 @@ _prepared: set[tuple[str, str, str]] = set()
 _prepared_lock = threading.Lock()
 
 
-def places_of(job: Job, home: str, bucket: int, scratch: Path) -> list[Place]:
+def replicas_of(job: Job, query_folder: str, bucket: int, scratch: Path) -> list[Replica]:
     """The managers of a bucket's backends.
 
     Raises
@@ -43,36 +43,36 @@ def places_of(job: Job, home: str, bucket: int, scratch: Path) -> list[Place]:
     ExecutorPackageError
         When no package of this Python has a backend of the kind asked for.
     """
-    key = (job.plan_id, home, bucket)
+    key = (job.plan_id, query_folder, bucket)
     # Taken out and put in again: in the order of their last use.
-    places = _kept.pop(key, None)
-    if places is None:
-        places = []
+    replicas = _kept.pop(key, None)
+    if replicas is None:
+        replicas = []
         for backend in job.backends:
-            factory, context = factory_of(backend.kind), _context(job, backend, home, bucket, scratch)
+            factory, context = factory_of(backend.kind), _context(job, backend, query_folder, bucket, scratch)
             backup, restore = factory.backup_manager(context), factory.restore_manager(context)
-            places.append(Place(backend.name, backup, restore, _is_root(job, backend)))
-    _kept[key] = places
+            replicas.append(Replica(backend.name, backup, restore, _is_root(job, backend)))
+    _kept[key] = replicas
     if len(_kept) > _BUCKETS_MAX:
         # Of queries that stopped, most likely.
         _close(_kept.pop(next(iter(_kept))))
-    return places
+    return replicas
 
 
-def forget_places(job: Job, home: str, bucket: int) -> None:
+def forget_replicas(job: Job, query_folder: str, bucket: int) -> None:
     """Close the managers of a bucket, as after a call that failed: the next call has others made.
 
     Restores end. Uploads that are under way do not: a backup is closed when it has none.
     """
-    _close(_kept.pop((job.plan_id, home, bucket), []))
+    _close(_kept.pop((job.plan_id, query_folder, bucket), []))
 
 
-def _close(places: Iterable[Place]) -> None:
+def _close(replicas: Iterable[Replica]) -> None:
     """Restores end at once; backups are closed after what waits in the background, which may hand them snapshots."""
-    for place in places:
-        place.restore.close()
-        work = partial(_close_backups, place.backup)
-        Background.shared().submit(f"closing of the backup manager {id(place.backup)} of {place.name}", work)
+    for replica in replicas:
+        replica.restore.close()
+        work = partial(_close_backups, replica.backup)
+        Background.shared().submit(f"closing of the backup manager {id(replica.backup)} of {replica.name}", work)
 
 
 def _close_backups(another: BackupManager) -> None:
@@ -91,12 +91,12 @@ def _is_root(job: Job, backend: Backend) -> bool:
     return backend.kind == FSSPEC and (backend.root, dict(backend.storage_options)) == here
 
 
-def _context(job: Job, backend: Backend, home: str, bucket: int | None, scratch: Path) -> BackendContext:
+def _context(job: Job, backend: Backend, query_folder: str, bucket: int | None, scratch: Path) -> BackendContext:
     return BackendContext(
         name=backend.name,
         options=backend.factory_options,
         operator=job.operator,
-        home=home,
+        query_folder=query_folder,
         bucket=bucket,
         executor=WorkerUploads.shared().pool(backend.name),
         cleaner=WorkerUploads.shared().cleaner,
@@ -118,7 +118,7 @@ class Leases:
     leases: tuple[Lease, ...]
 
     @staticmethod
-    def of(job: Job, task: TaskInfo, root: Folder, home: str) -> Leases:
+    def of(job: Job, task: TaskInfo, root: Folder, query_folder: str) -> Leases:
         """Those of a task's run.
 
         Parameters
@@ -126,12 +126,12 @@ class Leases:
         job, task
             The job, and what the task was told.
         root
-            The operator's folder at the job's root, where `home` lies.
+            The operator's folder at the job's root, where `query folder` lies.
         """
-        folders = [root.child(home)]
+        folders = [root.child(query_folder)]
         for backend in job.backends:
             if backend.kind == FSSPEC and not _is_root(job, backend):
-                folders.append(Folder(backend.root, backend.storage_options).child(job.operator, home))
+                folders.append(Folder(backend.root, backend.storage_options).child(job.operator, query_folder))
         me = RunIdentity.here(job.application_id, job.plan_id, task.query_id, local=job.local_mode)
         return Leases(tuple(Lease.of(folder, me, job.lease_ms) for folder in folders))
 
@@ -151,12 +151,12 @@ class Leases:
             lease.check()
 
 
-def prepare(job: Job, root: Folder, home: str, scratch: Path, schema_id: int) -> None:
-    """Have every backend keep what is there for the operator as a whole; once a process, home and schema.
+def prepare(job: Job, root: Folder, query_folder: str, scratch: Path, schema_id: int) -> None:
+    """Have every backend keep what is there for the operator as a whole; once a process, query folder and schema.
 
     Parameters
     ----------
-    job, root, home
+    job, root, query folder
         As for `Leases.of`.
     scratch
         Local folder for temporary files.
@@ -165,28 +165,29 @@ def prepare(job: Job, root: Folder, home: str, scratch: Path, schema_id: int) ->
     """
     others = [backend for backend in job.backends if not _is_root(job, backend)]
     with _prepared_lock:
-        missing = [it for it in others if (it.name, home, f"{job.operator} {schema_id}") not in _prepared]
+        missing = [it for it in others if (it.name, query_folder, f"{job.operator} {schema_id}") not in _prepared]
         if not missing:
             return
-        files = root.child(home)
+        files = root.child(query_folder)
         names = [name for name in files.names() if parse_operator_file_name(name) is not None]
         names.sort(key=lambda name: name == operator_file_name(schema_id))
         resources = {name: files.get(name) for name in names}
         for backend in missing:
-            context = _context(job, backend, home, None, scratch)
+            context = _context(job, backend, query_folder, None, scratch)
             admin = factory_of(backend.kind).admin(BackendContext(**{**context.__dict__, "resources": resources}))
             admin.create_resources()
             admin.validate_resources()
-            _prepared.add((backend.name, home, f"{job.operator} {schema_id}"))
+            _prepared.add((backend.name, query_folder, f"{job.operator} {schema_id}"))
 
 
 def names_a_holder(job: Job, pointer: Pointer) -> bool:
-    """Whether the job names a place that holds the state of a pointer, or the pointer is too old to say which do."""
-    return not pointer.standings or any(backend.name in pointer.standings for backend in job.backends)
+    """Whether the job names a replica that holds the state of a pointer, or the pointer is too old to say which do."""
+    return not pointer.replication or any(backend.name in pointer.replication for backend in job.backends)
 
 
 def refuse_elsewhere(job: Job, root: Folder, pointer: Pointer, scratch: Path) -> None:
-    """Refuse a job that names none of the places which hold its state; nothing is written, nor asked of the right ones.
+    """Refuse a job that names none of the replicas which hold its state; nothing is written, nor asked of the right
+    ones.
 
     Copying all files to another place is a move: then the newest file that the pointer counts on is there.
 
@@ -208,18 +209,20 @@ def refuse_elsewhere(job: Job, root: Folder, pointer: Pointer, scratch: Path) ->
     """
     if names_a_holder(job, pointer):
         return
-    confirmed = {it.through for it in pointer.standings.values() if is_complete(it)}
-    files = root.child(pointer.home)
+    confirmed = {it.through for it in pointer.replication.values() if is_complete(it)}
+    files = root.child(pointer.query_folder)
     if confirmed <= {None}:
         # All of it is in Spark's own state. The operator file was there before the first pointer.
         moved = files.exists(operator_file_name(pointer.schema_id))
     else:
-        there = [place.restore.restore() for place in places_of(job, pointer.home, pointer.bucket, scratch)]
-        moved = any(has_checkpoint(place, ref) for place in there for ref in confirmed if ref is not None)
+        there = [
+            replica.restore.restore() for replica in replicas_of(job, pointer.query_folder, pointer.bucket, scratch)
+        ]
+        moved = any(has_checkpoint(replica, ref) for replica in there for ref in confirmed if ref is not None)
     if not moved:
-        old = ", ".join(pointer.standings)
+        old = ", ".join(pointer.replication)
         names = ", ".join(backend.name for backend in job.backends)
-        if Backend(job.root).name in pointer.standings:
+        if Backend(job.root).name in pointer.replication:
             # The root is right, and was left out.
             where, mend = names, f"add 'fsspec' to backends, which stands for the root {job.root}"
         else:
@@ -231,18 +234,18 @@ def refuse_elsewhere(job: Job, root: Folder, pointer: Pointer, scratch: Path) ->
         )
 
 
-def bring_back(root: Folder, home: str, operator: OperatorFile) -> None:
+def bring_back(root: Folder, query_folder: str, operator: OperatorFile) -> None:
     """Write the operator file that is in force where somebody has deleted it; other backends get it as for `prepare`.
 
     Parameters
     ----------
-    root, home
+    root, query folder
         As for `Leases.of`.
     operator
         The file.
     """
-    files, name = root.child(home), operator_file_name(operator.schema_id)
+    files, name = root.child(query_folder), operator_file_name(operator.schema_id)
     if not files.exists(name):
         files.create(name, operator.encode())
     with _prepared_lock:
-        _prepared.difference_update([it for it in _prepared if it[1] == home])
+        _prepared.difference_update([it for it in _prepared if it[1] == query_folder])

@@ -12,7 +12,7 @@ import pytest
 from arrow_schemas import Pointer
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine import deferral
-from spark_state_ext.engine.deferral import Spread, TaskEnd
+from spark_state_ext.engine.deferral import Partitioning, TaskEnd
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 
@@ -21,55 +21,57 @@ RUN = "run-1"
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Folder:
+def query_folder(tmp_path: Path) -> Folder:
     return Folder(str(tmp_path / "home"))
 
 
-def _pointer(bucket: int, spread: tuple[str, int] | None = None) -> Pointer:
-    return Pointer("counts", bucket, BUCKETS, 0, 3, None, spread=spread)
+def _pointer(bucket: int, partitioning: tuple[str, int] | None = None) -> Pointer:
+    return Pointer("counts", bucket, BUCKETS, 0, 3, None, partitioning=partitioning)
 
 
 @pytest.mark.parametrize("told", [1, 2, 3, 4, 6, 7, 8, 200])
 @pytest.mark.parametrize("real", [1, 2, 3, 4, 6, 7, 8, 200])
-def test_what_is_expected_is_what_is_called_or_nothing_is_expected(told: int, real: int, home: Folder) -> None:
+def test_what_is_expected_is_what_is_called_or_nothing_is_expected(told: int, real: int, query_folder: Folder) -> None:
     """Whatever number tasks are told, right or wrong."""
     run = f"run-{uuid.uuid4()}"
     tasks = {partition: [b for b in range(BUCKETS) if b % real == partition] for partition in range(real)}
     # A batch in which everyone compares, and then another.
     noted = {
-        bucket: Spread(run, told, partition, BUCKETS).noted(bucket, home)
+        bucket: Partitioning(run, told, partition, BUCKETS).noted(bucket, query_folder)
         for partition, buckets in tasks.items()
         for bucket in buckets
     }
     right = all(bucket % told == bucket % real for bucket in range(BUCKETS))
-    assert ("spread-" + run in home.names()) == (not right)
+    assert ("spread-" + run in query_folder.names()) == (not right)
     for partition, buckets in tasks.items():
         for bucket in buckets:
             # In another process than the one that found a difference.
-            Spread._unlike.clear()
-            expected = Spread(run, told, partition, BUCKETS).expected(_pointer(bucket, noted[bucket]), home)
+            Partitioning._unlike.clear()
+            expected = Partitioning(run, told, partition, BUCKETS).expected(
+                _pointer(bucket, noted[bucket]), query_folder
+            )
             assert expected == (frozenset(buckets) if right else frozenset())
 
 
 def test_the_last_call_of_a_task_is_told_by_its_buckets() -> None:
-    spread = Spread(RUN, 2, 1, BUCKETS)
-    assert not spread.is_last({1, 3})
-    assert spread.is_last({5, 3, 1})
+    partitioning = Partitioning(RUN, 2, 1, BUCKETS)
+    assert not partitioning.is_last({1, 3})
+    assert partitioning.is_last({5, 3, 1})
     # Tasks that are not told how many there are.
-    assert not Spread("", None, 1, BUCKETS).is_last(range(BUCKETS))
+    assert not Partitioning("", None, 1, BUCKETS).is_last(range(BUCKETS))
 
 
-def test_nothing_is_expected_before_a_batch_has_compared(home: Folder) -> None:
-    spread = Spread(RUN, 2, 0, BUCKETS)
-    assert spread.expected(_pointer(0), home) == frozenset()
-    assert spread.expected(_pointer(0, ("another run", 2)), home) == frozenset()
-    assert spread.expected(_pointer(0, (RUN, 3)), home) == frozenset()
-    assert spread.expected(_pointer(0, (RUN, 2)), home) == {0, 2, 4, 6}
+def test_nothing_is_expected_before_a_batch_has_compared(query_folder: Folder) -> None:
+    partitioning = Partitioning(RUN, 2, 0, BUCKETS)
+    assert partitioning.expected(_pointer(0), query_folder) == frozenset()
+    assert partitioning.expected(_pointer(0, ("another run", 2)), query_folder) == frozenset()
+    assert partitioning.expected(_pointer(0, (RUN, 3)), query_folder) == frozenset()
+    assert partitioning.expected(_pointer(0, (RUN, 2)), query_folder) == {0, 2, 4, 6}
     # Where tasks are not told their run, or the number, there is nothing to go by.
-    for nothing in (replace(spread, run_id=""), replace(spread, partitions=None)):
-        assert nothing.noted(0, home) is None
-        assert nothing.expected(_pointer(0, (RUN, 2)), home) == frozenset()
-    assert home.names() == []
+    for nothing in (replace(partitioning, run_id=""), replace(partitioning, partitions=None)):
+        assert nothing.noted(0, query_folder) is None
+        assert nothing.expected(_pointer(0, (RUN, 2)), query_folder) == frozenset()
+    assert query_folder.names() == []
 
 
 class _Waits:
@@ -122,20 +124,20 @@ def test_what_was_left_and_failed_fails_the_last_call(monkeypatch: pytest.Monkey
 
 
 def test_where_the_store_does_not_answer_nothing_is_expected_and_it_is_asked_again(
-    home: Folder, monkeypatch: pytest.MonkeyPatch
+    query_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another worker may have found a difference."""
     run = f"run-{uuid.uuid4()}"
-    assert Spread(run, 2, 0, BUCKETS).noted(3, home) is None
-    Spread._unlike.clear()  # in another process
+    assert Partitioning(run, 2, 0, BUCKETS).noted(3, query_folder) is None
+    Partitioning._unlike.clear()  # in another process
 
     def unwell(*args: object, **kwargs: object) -> None:
         raise ConnectionResetError(104, "Connection reset by peer")
 
-    spread, pointer = Spread(run, 2, 0, BUCKETS), _pointer(0, (run, 2))
+    partitioning, pointer = Partitioning(run, 2, 0, BUCKETS), _pointer(0, (run, 2))
     with monkeypatch.context() as patch:
-        patch.setattr(type(home._fs), "info", unwell)
-        assert spread.expected(pointer, home) == frozenset()
-        assert not Spread._unlike
-    assert spread.expected(pointer, home) == frozenset()
-    assert list(Spread._unlike.values()) == [True]
+        patch.setattr(type(query_folder._fs), "info", unwell)
+        assert partitioning.expected(pointer, query_folder) == frozenset()
+        assert not Partitioning._unlike
+    assert partitioning.expected(pointer, query_folder) == frozenset()
+    assert list(Partitioning._unlike.values()) == [True]

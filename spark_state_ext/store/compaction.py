@@ -9,12 +9,12 @@ from arrow_schemas.lineage import CheckpointRef
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store.runs import Run
 
-__all__ = ["MERGE_BYTES_MAX", "choose_merge", "choose_runs", "droppable", "outgrown"]
+__all__ = ["COMPACTION_BYTES_MAX", "choose_compaction", "choose_runs", "droppable", "outgrown"]
 
 FANOUT = 4
 # One commit never rewrites more than this; runs that would need more stay apart.
-MERGE_BYTES_MAX = 256 << 20
-# A run joins a merge while it is not much larger than all newer ones together.
+COMPACTION_BYTES_MAX = 256 << 20
+# A run joins a compaction while it is not much larger than all newer ones together.
 _GROWTH = 1.5
 
 
@@ -22,7 +22,7 @@ def choose_runs(runs: Iterable[Run], head: CheckpointRef | None) -> list[Run]:
     """The runs that make up a checkpoint, newest first.
 
     Runs form a graph (run → checkpoints it covers → parent). From the head, each step takes the run that ends
-    exactly there and reaches deepest; a merged run is thereby never used for a checkpoint inside it. Where that way
+    exactly there and reaches deepest; a compacted run is thereby never used for a checkpoint inside it. Where that way
     breaks off, because processes merged at odds with each other, the next best is tried.
 
     Raises
@@ -62,8 +62,8 @@ def _best_last(runs: list[Run]) -> list[Run]:
     return sorted(runs, key=lambda run: (not run.base, run.oldest.version), reverse=True)
 
 
-def outgrown(sizes: Sequence[int], bytes_max: int = MERGE_BYTES_MAX) -> bool:
-    """Whether runs are more than bounded merges can keep few and free of rows that were written anew.
+def outgrown(sizes: Sequence[int], bytes_max: int = COMPACTION_BYTES_MAX) -> bool:
+    """Whether runs are more than bounded compactions can keep few and free of rows that were written anew.
 
     Four runs that hold most of a state beyond a quarter of the bound can no longer be merged. Then it takes a snapshot,
     which goes through all of them anyway, to replace them.
@@ -78,7 +78,9 @@ def outgrown(sizes: Sequence[int], bytes_max: int = MERGE_BYTES_MAX) -> bool:
     return sum(sizes) > bytes_max // 2
 
 
-def choose_merge(sizes: Sequence[int], bytes_max: int = MERGE_BYTES_MAX, border: int = 0) -> tuple[int, int] | None:
+def choose_compaction(
+    sizes: Sequence[int], bytes_max: int = COMPACTION_BYTES_MAX, border: int = 0
+) -> tuple[int, int] | None:
     """Which neighbouring runs to merge now (tiered, so that a row is rewritten a logarithmic number of times).
 
     Parameters

@@ -1,4 +1,5 @@
-"""The query folder in which a bucket's state begins, ``<root>/<operator>/<home>``; afterwards the pointer names it.
+"""The query folder in which a bucket's state begins, ``<root>/<operator>/<query folder>``; afterwards the pointer names
+it.
 
 Tasks that are told their query begin in the folder of that name. Others cannot know it: an action in a thread of the
 user's own, and every action of `foreachBatch` over Spark Connect. What all calls of a first batch share is the batch's
@@ -16,16 +17,22 @@ from typing import ClassVar
 
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, homes_of_batch, is_home, new_home
+from spark_state_ext.files.operator_catalog import (
+    SPILL_FOLDER,
+    STARTING_FOLDER,
+    is_query_folder,
+    new_query_folder,
+    query_folders_of_batch,
+)
 
-__all__ = ["FirstHomes", "starting_is_stale"]
+__all__ = ["FirstQueryFolders", "starting_is_stale"]
 
 # Who starts a query again whose first batch failed has this long for it; the notes are small.
 _STALE_AFTER_MS = 30 * 86_400_000
 _STARTING = re.compile(r"(\d{1,15})-[0-9a-f]{32}")
 
 
-class FirstHomes:
+class FirstQueryFolders:
     """Where first batches began, as far as this process knows."""
 
     _MAX = 256
@@ -56,14 +63,14 @@ class FirstHomes:
         number = (nonce or uuid.uuid4().bytes).hex()
         name = f"{batch_ms}-{number}"
         key = f"{operator.identity} {name}"
-        home = cls._known.get(key)
-        if home is None:
-            wanted = query_id if _may_begin(operator, query_id, batch_ms) else new_home(batch_ms, number)
-            home = _agreed(operator.child(STARTING_FOLDER), name, wanted)
-            cls._known[key] = home
+        query_folder = cls._known.get(key)
+        if query_folder is None:
+            wanted = query_id if _may_begin(operator, query_id, batch_ms) else new_query_folder(batch_ms, number)
+            query_folder = _agreed(operator.child(STARTING_FOLDER), name, wanted)
+            cls._known[key] = query_folder
             while len(cls._known) > cls._MAX:
                 cls._known.popitem(last=False)
-        return home
+        return query_folder
 
 
 def _may_begin(operator: Folder, query_id: str, batch_ms: int) -> bool:
@@ -75,17 +82,19 @@ def _may_begin(operator: Folder, query_id: str, batch_ms: int) -> bool:
     if not query_id:
         return False
     # Packing tasks spill there before any call. In this order: who begins notes it first.
-    return {SPILL_FOLDER}.issuperset(operator.child(query_id).names()) or query_id in homes_of_batch(operator, batch_ms)
+    return {SPILL_FOLDER}.issuperset(operator.child(query_id).names()) or query_id in query_folders_of_batch(
+        operator, batch_ms
+    )
 
 
 def _agreed(notes: Folder, name: str, wanted: str) -> str:
     """What the first who came noted."""
     if notes.create(name, wanted.encode()):
         return wanted
-    home = notes.get(name).decode(errors="replace")
-    if not is_home(home):
+    query_folder = notes.get(name).decode(errors="replace")
+    if not is_query_folder(query_folder):
         raise CorruptFileError(f"{notes.where(name)} names no folder of a query. Remove it and start the query again.")
-    return home
+    return query_folder
 
 
 def starting_is_stale(name: str, now_ms: int) -> bool:

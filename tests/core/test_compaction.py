@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spark_state_ext.store.merging import FANOUT, choose_merge
+from spark_state_ext.store.compaction import FANOUT, choose_compaction
 
 SIZES = st.lists(st.integers(1, 1_000), max_size=30)
 
@@ -13,7 +13,7 @@ SIZES = st.lists(st.integers(1, 1_000), max_size=30)
 @given(SIZES, st.integers(1, 5_000))
 def test_one_merge_reads_a_bounded_number_of_bytes(sizes: list[int], bytes_max: int) -> None:
     """Rule 11."""
-    chosen = choose_merge(sizes, bytes_max)
+    chosen = choose_compaction(sizes, bytes_max)
     if chosen is not None:
         start, stop = chosen
         assert stop - start >= FANOUT
@@ -27,7 +27,7 @@ def test_runs_stay_few_and_rows_are_rewritten_seldom(commits: list[int]) -> None
     rewritten = 0
     for size in commits:
         runs.insert(0, size)
-        chosen = choose_merge(runs)
+        chosen = choose_compaction(runs)
         if chosen is not None:
             start, stop = chosen
             rewritten += sum(runs[start:stop])

@@ -1,4 +1,4 @@
-"""Notes: small values that the processes of a machine leave each other in a bucket's local store, table ``notes``.
+"""Notes: small values that the processes of a machine leave each other in a bucket's local store, table ``records``.
 
 They are of use as long as they are there, like all of the store; nothing may depend on one.
 """
@@ -17,15 +17,15 @@ __all__ = ["every", "put", "remove"]
 _TABLE = b"notes"
 
 
-def put(txn: Writing, notes: Mapping[str, bytes]) -> None:
-    """Leave notes, in the place of those of the same names."""
-    for name, value in notes.items():
+def put(txn: Writing, records: Mapping[str, bytes]) -> None:
+    """Leave records, in the place of those of the same names."""
+    for name, value in records.items():
         key = name.encode()
         txn.put(_TABLE, key, checked(key, value))
 
 
 def every(txn: Reader) -> dict[str, bytes]:
-    """All notes; a damaged one is as good as none."""
+    """All records; a damaged one is as good as none."""
     found: dict[str, bytes] = {}
     for key, value in txn.items(_TABLE):
         with contextlib.suppress(CorruptStoreError):
@@ -34,6 +34,6 @@ def every(txn: Reader) -> dict[str, bytes]:
 
 
 def remove(txn: Writing, names: Iterable[str]) -> None:
-    """Remove notes, where they are there."""
+    """Remove records, where they are there."""
     for name in names:
         txn.delete(_TABLE, name.encode())

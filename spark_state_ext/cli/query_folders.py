@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import StorageError, UsageError
 
-__all__ = ["homes_of", "session"]
+__all__ = ["query_folders_of", "session"]
 
 _POINTER = "value.groupState.pointer"
 
@@ -33,8 +33,8 @@ def session() -> SparkSession:
     return made
 
 
-def homes_of(spark: SparkSession, location: str) -> frozenset[str]:
-    """The homes in the pointers of a checkpoint; none where it has no operator of ours.
+def query_folders_of(spark: SparkSession, location: str) -> frozenset[str]:
+    """The query folders in the pointers of a checkpoint; none where it has no operator of ours.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def homes_of(spark: SparkSession, location: str) -> frozenset[str]:
     CorruptPointerError, VersionSkewError
         When what looks like a pointer cannot be read.
     """
-    homes: set[str] = set()
+    query_folders: set[str] = set()
     try:
         operators = spark.read.format("state-metadata").load(location).select("operatorId", "stateStoreName").collect()
         for operator, store in sorted({(row.operatorId, row.stateStoreName) for row in operators}):
@@ -59,10 +59,10 @@ def homes_of(spark: SparkSession, location: str) -> frozenset[str]:
             if "groupState.pointer" not in _fields(state.schema["value"].dataType):
                 continue  # another operator of the query, which is none of ours
             pointers = state.select(_POINTER).where(f"{_POINTER} IS NOT NULL")
-            homes.update(Pointer.decode(bytes(row.pointer)).home for row in pointers.toLocalIterator())
+            query_folders.update(Pointer.decode(bytes(row.pointer)).query_folder for row in pointers.toLocalIterator())
     except PySparkException as error:
         raise StorageError(f"Spark cannot read the state of {location}: {error}. Leave --spark out.") from error
-    return frozenset(homes)
+    return frozenset(query_folders)
 
 
 def _fields(value: Any) -> set[str]:

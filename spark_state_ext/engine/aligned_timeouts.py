@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from arrow_schemas.pointer import Pointer
 
-__all__ = ["next_call_ms", "rests"]
+__all__ = ["next_call_ms", "has_nothing_due"]
 
 
 def next_call_ms(earliest_timeout_ms: int | None, now_ms: int, *, alone: bool) -> int | None:
@@ -37,7 +37,7 @@ def next_call_ms(earliest_timeout_ms: int | None, now_ms: int, *, alone: bool) -
     return None if earliest_timeout_ms is None else max(1, earliest_timeout_ms - now_ms)
 
 
-def rests(pointer: Pointer, now_ms: int) -> bool:
+def has_nothing_due(pointer: Pointer, now_ms: int) -> bool:
     """Whether a call for timeouts finds nothing to do, and hands the pointer on as it is.
 
     Parameters
