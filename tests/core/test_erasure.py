@@ -80,7 +80,7 @@ def _clean(life: Life) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "beats"),
+    ("changes", "heartbeats"),
     [
         pytest.param({KEYS[0]: Row(7)}, 2 * (DELTAS_MAX + 1) + 3 * RETAINED + 3, id="changed in every batch"),
         pytest.param({}, 2 * (DELTAS_MAX + 1) * (RETAINED + 1) + 3 * RETAINED + 3, id="never changed again"),

@@ -121,7 +121,7 @@ def test_snapshots_are_found_however_many_never_arrived() -> None:
     assert sorted(decision.delete) == sorted(deltas(*range(1, 10)))
 
 
-@pytest.mark.parametrize(("beats", "expected"), [(30 + RECENT, [20, 10]), (31 + RECENT, [30, 20])])
+@pytest.mark.parametrize(("heartbeats", "expected"), [(30 + RECENT, [20, 10]), (31 + RECENT, [30, 20])])
 def test_a_snapshot_that_executors_may_be_before_is_not_leaned_on(heartbeats: int, expected: list[int]) -> None:
     """Rule 15: needed until so many batches after the one that replaced it."""
     decision = decided(LINEAR, pointer=pointer_at(42, 35, heartbeats=heartbeats))
@@ -199,7 +199,7 @@ def _with_sibling(heartbeat: int, version: int = 15) -> tuple[list[str], Known]:
 LONG_OVER = 42 - RECENT - 1
 
 
-@pytest.mark.parametrize("beat", [15, LONG_OVER])
+@pytest.mark.parametrize("heartbeat", [15, LONG_OVER])
 @pytest.mark.parametrize("version", [15, 41])
 def test_a_sibling_goes_when_its_beat_is_long_over(heartbeat: int, version: int) -> None:
     """Whatever its version: a lineage that is over may have had more of them."""
@@ -234,7 +234,7 @@ def test_a_sibling_from_between_the_two_snapshots_keeps_one_more() -> None:
     assert set(decision.delete) == set(deltas(*range(1, 10)))
 
 
-@pytest.mark.parametrize("beat", [38, LONG_OVER + 1])
+@pytest.mark.parametrize("heartbeat", [38, LONG_OVER + 1])
 def test_age_alone_never_suffices(heartbeat: int) -> None:
     """A sibling that may be followed still keeps all that it leans on, down to the second snapshot."""
     names, headers = _with_sibling(heartbeat)
