@@ -120,7 +120,7 @@ def test_what_an_index_shows_leads_nowhere_else(built: Built) -> None:
     assert "![" not in prose
     assert "<img" not in prose
     # What links led to is named.
-    assert "`docs/operating.md`" in shown
+    assert "`docs/operating/README.md`" in shown
 
 
 def test_what_is_installed_with_it(built: Built) -> None:

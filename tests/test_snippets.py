@@ -205,12 +205,12 @@ def test_few_snippets_are_not_run_and_say_why() -> None:
 def test_an_example_of_s3(s3: Any) -> None:
     """The options reach a server that is not Amazon's."""
     pytest.importorskip("s3fs")
-    (block,) = [it for it in blocks(ROOT / "docs" / "operating.md") if "endpoint_url" in it.text]
+    (block,) = [it for it in blocks(ROOT / "docs" / "operating" / "s3.md") if "endpoint_url" in it.text]
     names: dict[str, Any] = {}
     # Its server takes any credentials.
     exec(block.text.replace("http://localhost:9000", s3.endpoint).replace('"…"', '"any"'), names)
     state: ArrowState = names["state"]
-    folder = Folder(state.root, state.storage_options)
+    folder = Folder(state.options.root, state.options.storage_options)
     folder.put("file", b"bytes")
     assert folder.get("file") == b"bytes"
 

@@ -17,15 +17,17 @@ __all__ = ["local_folder", "operator_folder", "scratch_folder", "stores_folder"]
 
 def operator_folder(job: Job) -> Folder:
     """The folder ``<root>/<operator>``; a query's state is in a folder below it, its query folder."""
-    return Folder(job.root, job.storage_options).child(job.operator)
+    return Folder(job.options.root, job.options.storage_options).child(job.operator)
 
 
 def local_folder(job: Job, query_folder: str, schema_id: int, bucket: int) -> Path:
     """Folder of a bucket's local store: the root, operator, query folder, schema and bucket each have one of their
     own."""
     # And so does each container of a machine, as LMDB tells processes apart by their numbers.
-    root = hashlib.blake2b(f"{job.root}\0{namespace()}".encode(), digest_size=8).hexdigest()
-    return stores_folder(job.local_dir) / f"{root}-{job.operator}" / query_folder / f"s{schema_id}" / str(bucket)
+    root = hashlib.blake2b(f"{job.options.root}\0{namespace()}".encode(), digest_size=8).hexdigest()
+    return (
+        stores_folder(job.options.local_dir) / f"{root}-{job.operator}" / query_folder / f"s{schema_id}" / str(bucket)
+    )
 
 
 def scratch_folder(local_dir: str | None) -> Path:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from arrow_schemas.operator import OperatorFile
-from spark_state_ext.backends.registry import Backend
-from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import VersionSkewError
-from spark_state_ext.functions.ttl import Ttl
 from spark_state_ext.version import __version__
 
 __all__ = ["ARROW", "PANDAS", "ROWS", "Job"]
@@ -24,12 +22,8 @@ class Job:
 
     Parameters
     ----------
-    operator, root, storage_options, buckets, local_dir, strict, lease_ms, memory_bytes_max, local_keep_s, restore_from
-        As given to `ArrowState`.
-    pointer_read, clean_up, strict_output
-        As given to `ArrowState`.
-    backends, commit
-        Its backends without the changelog, and how commits are made.
+    options
+        Those of `ArrowState`.
     key_schema, state_schema
         `StructType.json()` of the grouping and of the state columns.
     columns
@@ -57,8 +51,6 @@ class Job:
         How the function is called: `PANDAS`, `ROWS` or `ARROW`.
     input_schema, output_schema
         `StructType.json()` of the input's columns and of the output.
-    ttl
-        As given to `ArrowState`.
     function
         Of a built-in operator, as in `OperatorFile`.
     case_sensitive
@@ -69,9 +61,7 @@ class Job:
         Version of this package on the client.
     """
 
-    operator: str
-    root: str
-    buckets: int
+    options: StateOptions
     key_schema: str
     state_schema: str
     columns: tuple[str, ...]
@@ -84,26 +74,18 @@ class Job:
     application_id: str
     local_mode: bool
     plan_id: str
-    local_dir: str | None
-    strict: bool
-    lease_ms: int
-    memory_bytes_max: int
     batches_retained: int
-    local_keep_s: float
-    backends: tuple[Backend, ...]
-    commit: CommitOptions
-    restore_from: str | None
-    pointer_read: str
-    clean_up: bool
     api: str
     input_schema: str
     output_schema: str
-    ttl: Ttl | None = None
     function: str | None = None
-    strict_output: bool = True
     case_sensitive: bool = False
-    storage_options: dict[str, Any] = field(default_factory=dict)
     package_version: str = __version__
+
+    @property
+    def operator(self) -> str:
+        """Name of the operator."""
+        return self.options.operator
 
     def to_plain(self) -> dict[str, Any]:
         """As builtin values, which any version of this package can at least look at."""
@@ -129,15 +111,18 @@ class Job:
                 **plain,
                 "columns": tuple(plain["columns"]),
                 "key_positions": tuple(plain["key_positions"]),
-                "backends": tuple(Backend(**backend) for backend in plain["backends"]),
-                "commit": CommitOptions(**plain["commit"]),
-                "ttl": None if plain["ttl"] is None else Ttl(**plain["ttl"]),
+                "options": StateOptions.from_plain(plain["options"]),
             }
         )
 
     def operator_file(self, query_folder: str) -> OperatorFile:
-        """The operator file this job asks for, for state in the folder `query folder`."""
+        """The operator file this job asks for, for state in the folder `query_folder`."""
         asked = OperatorFile(
-            self.operator, query_folder, self.buckets, self.key_schema, self.state_schema, function=self.function
+            self.options.operator,
+            query_folder,
+            self.options.buckets,
+            self.key_schema,
+            self.state_schema,
+            function=self.function,
         )
-        return asked if self.ttl is None else asked.with_expiry()
+        return asked if self.options.ttl is None else asked.with_expiry()

@@ -48,7 +48,7 @@ def replicas_of(job: Job, query_folder: str, bucket: int, scratch: Path) -> list
     replicas = _kept.pop(key, None)
     if replicas is None:
         replicas = []
-        for backend in job.backends:
+        for backend in job.options.backends:
             factory, context = factory_of(backend.kind), _context(job, backend, query_folder, bucket, scratch)
             backup, restore = factory.backup_manager(context), factory.restore_manager(context)
             replicas.append(Replica(backend.name, backup, restore, _is_root(job, backend)))
@@ -87,7 +87,7 @@ def _close_backups(another: BackupManager) -> None:
 
 
 def _is_root(job: Job, backend: Backend) -> bool:
-    here = (job.root.rstrip("/") or job.root, dict(job.storage_options))
+    here = (job.options.root.rstrip("/") or job.options.root, dict(job.options.storage_options))
     return backend.kind == FSSPEC and (backend.root, dict(backend.storage_options)) == here
 
 
@@ -101,7 +101,7 @@ def _context(job: Job, backend: Backend, query_folder: str, bucket: int | None, 
         executor=WorkerUploads.shared().pool(backend.name),
         cleaner=WorkerUploads.shared().cleaner,
         scratch=scratch,
-        timeout_s=job.commit.commit_timeout_ms / 1000,
+        timeout_s=job.options.commit.commit_timeout_ms / 1000,
     )
 
 
@@ -129,11 +129,11 @@ class Leases:
             The operator's folder at the job's root, where `query folder` lies.
         """
         folders = [root.child(query_folder)]
-        for backend in job.backends:
+        for backend in job.options.backends:
             if backend.kind == FSSPEC and not _is_root(job, backend):
                 folders.append(Folder(backend.root, backend.storage_options).child(job.operator, query_folder))
         me = RunIdentity.here(job.application_id, job.plan_id, task.query_id, local=job.local_mode)
-        return Leases(tuple(Lease.of(folder, me, job.lease_ms) for folder in folders))
+        return Leases(tuple(Lease.of(folder, me, job.options.lease_ms) for folder in folders))
 
     @property
     def times_removed(self) -> int:
@@ -163,7 +163,7 @@ def prepare(job: Job, root: Folder, query_folder: str, scratch: Path, schema_id:
     schema_id
         Number of the operator file in force, which the root has.
     """
-    others = [backend for backend in job.backends if not _is_root(job, backend)]
+    others = [backend for backend in job.options.backends if not _is_root(job, backend)]
     with _prepared_lock:
         missing = [it for it in others if (it.name, query_folder, f"{job.operator} {schema_id}") not in _prepared]
         if not missing:
@@ -182,7 +182,7 @@ def prepare(job: Job, root: Folder, query_folder: str, scratch: Path, schema_id:
 
 def names_a_holder(job: Job, pointer: Pointer) -> bool:
     """Whether the job names a replica that holds the state of a pointer, or the pointer is too old to say which do."""
-    return not pointer.replication or any(backend.name in pointer.replication for backend in job.backends)
+    return not pointer.replication or any(backend.name in pointer.replication for backend in job.options.backends)
 
 
 def refuse_elsewhere(job: Job, root: Folder, pointer: Pointer, scratch: Path) -> None:
@@ -221,15 +221,15 @@ def refuse_elsewhere(job: Job, root: Folder, pointer: Pointer, scratch: Path) ->
         moved = any(has_checkpoint(replica, ref) for replica in there for ref in confirmed if ref is not None)
     if not moved:
         old = ", ".join(pointer.replication)
-        names = ", ".join(backend.name for backend in job.backends)
-        if Backend(job.root).name in pointer.replication:
+        names = ", ".join(backend.name for backend in job.options.backends)
+        if Backend(job.options.root).name in pointer.replication:
             # The root is right, and was left out.
-            where, mend = names, f"add 'fsspec' to backends, which stands for the root {job.root}"
+            where, mend = names, f"add 'fsspec' to backends, which stands for the root {job.options.root}"
         else:
             where, mend = str(files.root), f"set the root back to {old}"
         raise StateElsewhereError(
-            f"operator {job.operator!r} has its state in {old}, and the job names {names}, where it is not (looked for "
-            f"in {where}): {mend}. To move the state, keep both places for a while with backends=[…], or copy all "
+            f"operator {job.operator!r} has its state in {old}, and the job names {names}, where it is not "
+            f"(looked for in {where}): {mend}. To move the state, keep both for a while with backends=[…], or copy all "
             "files of the old place first. Nothing was written and no state is lost."
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -22,9 +23,10 @@ from pyspark.sql.types import (
 )
 
 from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.engine import limits
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.job import ARROW, PANDAS, ROWS, Job
+from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.functions.ttl import EXPIRES_COLUMN, Ttl
@@ -148,10 +150,19 @@ class Recorder:
 
 
 def job(api: str, conf: str, ttl: Ttl | None, memory_bytes: int) -> Job:
+    # Less memory than users may set, so that few rows are too many.
+    with patch.object(limits, "MEMORY_BYTES_MIN", 1):
+        options = StateOptions(
+            root="/",
+            operator="worked",
+            buckets=8,
+            local_dir="/",
+            lease_ms=1_000,
+            memory_bytes_max=memory_bytes,
+            ttl=ttl,
+        )
     return Job(
-        operator="worked",
-        root="/",
-        buckets=8,
+        options=options,
         key_schema=KEY_TYPE.json(),
         state_schema=STATE_TYPE.json(),
         columns=("k", "at", "value"),
@@ -164,21 +175,10 @@ def job(api: str, conf: str, ttl: Ttl | None, memory_bytes: int) -> Job:
         application_id="",
         local_mode=False,
         plan_id="plan",
-        local_dir="/",
-        strict=False,
-        lease_ms=1_000,
-        memory_bytes_max=memory_bytes,
         batches_retained=100,
-        local_keep_s=86_400.0,
-        backends=(),
-        commit=CommitOptions(),
-        restore_from=None,
-        pointer_read="v2",
-        clean_up=True,
         api=api,
         input_schema=INPUT_TYPE.json(),
         output_schema=OUTPUT_TYPE.json(),
-        ttl=ttl,
     )
 
 

@@ -31,7 +31,8 @@ def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _job(root: Path, *backends: Backend) -> Job:
     made = job("pandas", "NoTimeout", None, 1 << 20)
-    return replace(made, root=str(root), backends=backends or (Backend(str(root)),))
+    options = replace(made.options, root=str(root), backends=backends or (Backend(str(root)),))
+    return replace(made, options=options)
 
 
 def _pointer(*replication: tuple[Path | str, ReplicationStatus]) -> Pointer:
@@ -48,8 +49,8 @@ def _root(path: Path, *names: str) -> Path:
 
 
 def _refuse(the_job: Job, pointer: Pointer, scratch: Path) -> None:
-    the_job = replace(the_job, operator="operator")
-    refuse_elsewhere(the_job, Folder(the_job.root).child("operator"), pointer, scratch)
+    the_job = replace(the_job, options=replace(the_job.options, operator="operator"))
+    refuse_elsewhere(the_job, Folder(the_job.options.root).child("operator"), pointer, scratch)
 
 
 def _tree(path: Path) -> list[Path]:

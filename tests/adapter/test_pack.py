@@ -10,9 +10,9 @@ import pytest
 
 from arrow_schemas.labels import buckets_of, label_bucket
 from spark_state_ext.backends.registry import Backend
-from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.folders import operator_folder
 from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.spark.shuffle import pack as packing
 from spark_state_ext.spark.shuffle.pack import pack
 from spark_state_ext.spark.shuffle.payload import decode
@@ -22,9 +22,15 @@ BUCKETS = 3
 
 def job(root: Path) -> Job:
     return Job(
-        operator="packed",
-        root=str(root / "root"),
-        buckets=BUCKETS,
+        options=StateOptions(
+            root=str(root / "root"),
+            operator="packed",
+            buckets=BUCKETS,
+            local_dir=str(root / "local"),
+            lease_ms=1_000,
+            memory_bytes_max=1 << 20,
+            backends=(Backend(str(root / "root")),),
+        ),
         key_schema="",
         state_schema="",
         columns=("c0", "c1"),
@@ -37,17 +43,7 @@ def job(root: Path) -> Job:
         application_id="",
         local_mode=False,
         plan_id="plan",
-        local_dir=str(root / "local"),
-        strict=False,
-        lease_ms=1_000,
-        memory_bytes_max=1 << 20,
         batches_retained=100,
-        local_keep_s=86_400.0,
-        backends=(Backend(str(root / "root")),),
-        commit=CommitOptions(),
-        restore_from=None,
-        pointer_read="v2",
-        clean_up=True,
         api="pandas",
         input_schema="",
         output_schema="",

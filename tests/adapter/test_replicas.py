@@ -60,7 +60,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.setattr(replicas, "_kept", type(replicas._kept)())
     monkeypatch.setattr(replicas, "_leaving", [])
     root = str(tmp_path / "root")
-    return replace(recorded_job("pandas", "NoTimeout", None, 1 << 20), root=root, backends=(Backend(root),))
+    made = recorded_job("pandas", "NoTimeout", None, 1 << 20)
+    return replace(made, options=replace(made.options, root=root, backends=(Backend(root),)))
 
 
 def _replica(job: Job, tmp_path: Path, bucket: int = 3) -> Replica:

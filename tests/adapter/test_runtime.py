@@ -38,7 +38,8 @@ def test_containers_that_share_a_folder_have_stores_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LMDB counts on it that two processes which use a store have two numbers."""
-    the_job = replace(job("pandas", "NoTimeout", None, 1 << 20), local_dir=str(tmp_path))
+    the_job = job("pandas", "NoTimeout", None, 1 << 20)
+    the_job = replace(the_job, options=replace(the_job.options, local_dir=str(tmp_path)))
     found = []
     for container in ("pid:[4026531836]", "pid:[4026532617]", "pid:[4026531836]"):
         monkeypatch.setattr(folders, "namespace", lambda container=container: container)

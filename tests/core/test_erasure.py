@@ -1,6 +1,6 @@
 """Removed keys: after how many batches, or within which time, no file holds them, and how a new root never does.
 
-The numbers are those of `docs/operating.md`, under "Erasing".
+The numbers are those of `docs/operating/erasing.md`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from api_jobs import ApiJob
 from jobs import CLASSIC, COUNTS, KEYED, keyed, table
 
-from spark_state_ext.spark.client import limits
+from spark_state_ext.engine import limits
 
 pytestmark = pytest.mark.spark
 

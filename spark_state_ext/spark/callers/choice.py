@@ -37,7 +37,7 @@ def caller_of(job: Job, function: Callable[..., Any], schema: RowSchema) -> Call
         job.timezone,
         job.frame_rows_max,
         output,
-        job.strict_output,
+        job.options.strict_output,
     )
 
 

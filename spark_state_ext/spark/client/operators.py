@@ -48,6 +48,7 @@ from spark_state_ext.spark.client.operator_columns import (
     selected,
     state_type_of,
 )
+from spark_state_ext.spark.client.planner import Request, planned
 from spark_state_ext.spark.client.state import ArrowState
 from spark_state_ext.spark.shuffle.combine import Combining
 
@@ -116,7 +117,7 @@ def aggregate(
     state_type = state_type_of(bound, narrow.schema)
     refuse_doubles([*names, *aggregates], "output columns of aggregate")
     found = event_time_of(narrow.schema)
-    lives_by = event_time_of(df.schema) if found is None and state.ttl is not None else None
+    lives_by = event_time_of(df.schema) if found is None and state.options.ttl is not None else None
     if lives_by is not None:
         # Comes along for the time to live, whose clock it may be.
         narrow, _ = selected(df, key_columns, specs, F.col(quoted(df.columns)[lives_by[0]]).alias("__at"))
@@ -134,7 +135,7 @@ def aggregate(
     )
     output = StructType([*(plain(field) for field in key_fields), *result_fields(bound, narrow.schema)])
     timeout = _EVENT_TIME if found else _NO_TIMEOUT
-    return state.planned(
+    asked = Request(
         ARROW,
         narrow,
         quoted(names),
@@ -147,6 +148,7 @@ def aggregate(
         combining=combining,
         function=identity("aggregate", functions_of(specs, bound, narrow.schema)),
     )
+    return planned(state.options, asked)
 
 
 def deduplicate(
@@ -281,7 +283,7 @@ def sessionize(
     )
     state_type = StructType([StructField(SESSIONS, ArrayType(session))])
     function = Sessions(Aggregates(bound), "__end", 1000 * gap_ms)
-    return state.planned(
+    asked = Request(
         ARROW,
         narrow,
         quoted(names),
@@ -293,6 +295,7 @@ def sessionize(
         "sessionize",
         function=identity("sessionize", functions_of(specs, bound, narrow.schema)),
     )
+    return planned(state.options, asked)
 
 
 def top_k(
@@ -409,7 +412,7 @@ def top_k(
     rows = StructType([StructField(field.name, field.dataType) for field in kept])
     output_type = StructType([*output, StructField(rank, IntegerType())])
     state_type = StructType([StructField(TOP, ArrayType(rows))])
-    return state.planned(
+    asked = Request(
         ARROW,
         wide,
         quoted(key_names),
@@ -420,9 +423,10 @@ def top_k(
         _NO_TIMEOUT,
         "top_k",
         # Under a time to live by event time each row's time counts.
-        combining=None if state.ttl is not None else Combining(function.thin, wide.schema),
+        combining=None if state.options.ttl is not None else Combining(function.thin, wide.schema),
         function=identity("top_k", {"k": k, "order_by": order_text(orders, order_names, downwards)}),
     )
+    return planned(state.options, asked)
 
 
 def _partially(partial: PartialAggregation, keys: Sequence[StructField], buffers: StructType) -> Combining:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spark_state_ext.engine.limits import check_flags
 from spark_state_ext.errors import UsageError
-from spark_state_ext.spark.client.limits import check_flags
 from spark_state_ext.spark.client.plain import is_plain
 from spark_state_ext.spark.client.state import ArrowState
 from spark_state_ext.spark.client.tuning import Change, untune

@@ -57,7 +57,7 @@ def _entry_name(plain: dict[str, Any], function: Callable[..., Any]) -> str:
     # A partial has no name of its own.
     named = getattr(function, "func", function)
     name = built_in or getattr(named, "__name__", type(named).__name__)
-    return re.sub(r"\W", "_", f"arrow_state_{plain['operator']}_{name}")
+    return re.sub(r"\W", "_", f"arrow_state_{plain['options']['operator']}_{name}")
 
 
 def _loader() -> Callable[[str], Any]:

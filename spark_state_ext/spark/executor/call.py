@@ -110,7 +110,7 @@ def _rested(job: Job, state: GroupState) -> bool:
     if job.timeout_conf != GroupStateTimeout.ProcessingTimeTimeout:
         return False
     stored, now_ms = bytes(state.get[0]), state.getCurrentProcessingTimeMs()
-    pointer = Pointer.decode(stored, job.pointer_read)
+    pointer = Pointer.decode(stored, job.options.pointer_read)
     if not has_nothing_due(pointer, now_ms):
         return False
     state.update((stored,))
@@ -139,12 +139,12 @@ class _BucketCall:
         stored = state.getOption
         # Before the call has come so far, there is nothing to end.
         self._made: Bucket | None = None
-        self._stored = Pointer.decode(bytes(stored[0]), job.pointer_read) if stored is not None else None
+        self._stored = Pointer.decode(bytes(stored[0]), job.options.pointer_read) if stored is not None else None
         before = self._stored.batch if self._stored is not None else -1
         # A thread that lives on may tell the batch in which it was made (`_refuse_later`).
         self._batch = max(before + 1, -1 if self._task.batch is None else self._task.batch)
         self._operator_folder = operator_folder(job)
-        self._scratch = scratch_folder(job.local_dir)
+        self._scratch = scratch_folder(job.options.local_dir)
         self._call = CallMetrics(
             self._task.query_id, self._task.run_id or job.plan_id, self._batch, job.operator, bucket
         )
@@ -153,7 +153,7 @@ class _BucketCall:
         """Have the state at hand: the run holds it, it is this job's, and its backends are ready."""
         job, stored = self._job, self._stored
         # What a new worker asks a store first is tried again for as long as a commit may take.
-        tried = partial(retried, timeout_s=job.commit.commit_timeout_ms / 1000)
+        tried = partial(retried, timeout_s=job.options.commit.commit_timeout_ms / 1000)
         # A query keeps the folder it began in, whatever later tasks are told of their query.
         self._query_folder = stored.query_folder if stored is not None else tried(self._first_query_folder)
         self._call.query_id = self._task.query_id or self._query_folder
@@ -180,7 +180,7 @@ class _BucketCall:
         # While the function runs; the commit waits for it.
         self._clean_ups.probe(self._pointer, job.plan_id)
         run_id = job.plan_id if self._task.batch is not None else ""
-        self._partitioning = Partitioning(run_id, self._task.partitions, self._task.partition, job.buckets)
+        self._partitioning = Partitioning(run_id, self._task.partitions, self._task.partition, job.options.buckets)
         self._task_end = TaskEnd.of(self._task.attempt)
         self._work = KeyWork(
             job, self._function, self._bucket, self._schema, self._times, self._batch, self._call, self._leases.hold
@@ -200,7 +200,7 @@ class _BucketCall:
 
     def run(self, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
         started_s = time.perf_counter()
-        sorter = HashSorter(self._scratch, HASH_COLUMN, self._job.memory_bytes_max)
+        sorter = HashSorter(self._scratch, HASH_COLUMN, self._job.options.memory_bytes_max)
         if self._stored is None:
             # Where the state begins is told by the heartbeat, which is one of the payloads.
             self._fill(sorter, frames)
@@ -208,7 +208,7 @@ class _BucketCall:
         else:
             self._open()
             self._fill(sorter, frames)
-        rows = SpillBuffer(self._scratch, self._job.memory_bytes_max)
+        rows = SpillBuffer(self._scratch, self._job.options.memory_bytes_max)
         # Also a bucket without rows is restored, so that no later batch has to wait for it.
         with timing(self._call, "read_ms"):
             self._bucket.read(lambda view: None)
@@ -223,13 +223,13 @@ class _BucketCall:
             pointer = self._committed(rows)
         if self._bucket_number == 0:
             drop_spill_files(self._operator_folder, self._task, pointer.calls, self._times.processing_ms)
-        if self._job.clean_up:
+        if self._job.options.clean_up:
             self._clean_ups.in_turn(self._pointer, pointer)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             pointer = replace(pointer, earliest_timeout_ms=self._work.earliest_timeout(rows))
         self._hand_over(pointer)
-        stores = stores_folder(self._job.local_dir)
-        reclaim_in_turn(stores, self._scratch, self._job.local_keep_s)
+        stores = stores_folder(self._job.options.local_dir)
+        reclaim_in_turn(stores, self._scratch, self._job.options.local_keep_s)
         self._call.total_ms = 1000 * (time.perf_counter() - started_s)
         self._call.cpu_ms = 1000 * (self._cpu_s + time.thread_time())
         self._note_metrics(pointer, rows, stores / "metrics")
@@ -273,12 +273,12 @@ class _BucketCall:
         has_heartbeat = self._heartbeat is not None
         expected = self._partitioning.expected(self._pointer, self._files) if has_heartbeat else frozenset[int]()
         may_defer = end.may_leave(bucket, expected)
-        room_bytes = self._job.commit.task_inline_bytes_max - end.inline_bytes
+        room_bytes = self._job.options.commit.task_inline_bytes_max - end.inline_bytes
         self._bucket.committer.while_waiting = self._leases.hold
         pointer = self._bucket.commit(rows, has_heartbeat, may_defer=may_defer, room_bytes=room_bytes)
         end.inline_bytes += sum(len(delta.data) for delta in pointer.inline)
         left, hold = self._bucket.committer.left, self._leases.hold
-        self._call.wait_ms = 1000 * end.over(bucket, left, expected, self._uploads, self._job.commit, hold)
+        self._call.wait_ms = 1000 * end.over(bucket, left, expected, self._uploads, self._job.options.commit, hold)
         if has_heartbeat:
             pointer = replace(pointer, partitioning=self._partitioning.noted(bucket, self._files))
         return self._stamped(pointer)
@@ -326,7 +326,7 @@ class _BucketCall:
         return Pointer(
             operator=self._job.operator,
             bucket=self._bucket_number,
-            buckets=self._job.buckets,
+            buckets=self._job.options.buckets,
             schema_id=self._operator.schema_id,
             batch=-1,
             watermark_ms=None,
@@ -354,7 +354,7 @@ class _BucketCall:
         return pointer
 
     def _hand_over(self, pointer: Pointer) -> None:
-        self._state.update((pointer.encode(self._job.commit.pointer_write),))
+        self._state.update((pointer.encode(self._job.options.commit.pointer_write),))
         if self._job.timeout_conf == GroupStateTimeout.EventTimeTimeout:
             # Due at the next advance of the watermark, so that no advance passes a bucket by.
             self._state.setTimeoutTimestamp(max(self._times.watermark_ms, 1))
@@ -366,10 +366,10 @@ class _BucketCall:
     def _admitted(self, pointer: Pointer | None) -> OperatorFile:
         job = self._job
         if pointer is not None:
-            if pointer.buckets != job.buckets:
+            if pointer.buckets != job.options.buckets:
                 raise BucketCountChangedError(
                     f"operator {job.operator!r} has its state in {pointer.buckets} buckets and the job asks for "
-                    f"{job.buckets}: "
+                    f"{job.options.buckets}: "
                     f"set buckets={pointer.buckets}, or start from a new checkpoint location."
                 )
             if pointer.operator != job.operator:
@@ -388,7 +388,7 @@ class _BucketCall:
             admit,
             self._operator_folder,
             job.operator_file(self._query_folder),
-            job.strict,
+            job.options.strict,
             case_sensitive=job.case_sensitive,
         )
         in_force = ask(batch_ms=batch_ms)
@@ -433,8 +433,8 @@ class _BucketCall:
             Background.shared(),
             self._task.batches_retained,
             uploads=self._uploads,
-            options=self._job.commit,
-            restore_from=self._job.restore_from,
+            options=self._job.options.commit,
+            restore_from=self._job.options.restore_from,
             # Not what Spark calls the run: `foreachBatch` may set another job group.
             run=Run(self._job.plan_id, self._task.stage),
             batch_ms=self._times.processing_ms,

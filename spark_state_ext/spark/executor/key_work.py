@@ -85,7 +85,7 @@ class KeyWork:
         self._times = times
         self._metrics = metrics
         self._sweep = 0, 0
-        self._expiry = Expiry(schema, job.ttl, self._clock_ms())
+        self._expiry = Expiry(schema, job.options.ttl, self._clock_ms())
         self._caller = caller_of(job, function, self._expiry.shown)
         self._context = CallContext(
             bucket=bucket.pointer.bucket,
@@ -195,7 +195,7 @@ class KeyWork:
             found: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
         self._metrics.keys += groups.count
         written_ms = np.full(groups.count, self._clock_ms(), dtype=np.int64)
-        if job.ttl is not None and job.ttl.clock == "event":
+        if job.options.ttl is not None and job.options.ttl.clock == "event":
             times = event_times(job, groups.rows)
             assert times is not None, "checked when the plan was made"
             latest_ms = np.maximum.reduceat(times.fill_null(0).to_numpy(), groups.starts) // 1000
@@ -235,14 +235,14 @@ class KeyWork:
 
     def _sweep_range(self) -> tuple[int, int]:
         """Hashes (after, upto] in which this call removes what has expired: each call another range, in turn."""
-        if self._job.ttl is None:
+        if self._job.options.ttl is None:
             return 0, 0
         ranges: list[tuple[int, int]] = self._bucket.read(lambda view: list(view.ranges()))
         return ranges[self._bucket.pointer.calls % len(ranges)] if ranges else (0, 0)
 
     def _clock_ms(self) -> int:
         """The time by the clock of the time to live."""
-        event_time = self._job.ttl is not None and self._job.ttl.clock == "event"
+        event_time = self._job.options.ttl is not None and self._job.options.ttl.clock == "event"
         return max(self._times.watermark_ms, 0) if event_time else self._times.processing_ms
 
     def _scan(self) -> Iterator[pa.Table]:
@@ -262,7 +262,7 @@ class KeyWork:
             return []
         floor = self._bucket.pointer.timer_low_watermark_ms, self._bucket.pointer.timer_low_watermark_version
         bytes_max: int = self._bucket.read(lambda view: view.expired_bytes_max(threshold_ms, *floor))
-        if bytes_max <= self._job.memory_bytes_max // 4:
+        if bytes_max <= self._job.options.memory_bytes_max // 4:
             return []
         borders: list[int] = self._bucket.read(lambda view: [upto for _, upto in view.ranges()])
         return borders

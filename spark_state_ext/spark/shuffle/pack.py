@@ -83,11 +83,11 @@ def pack(
     packer = _Packer(job, task, inline_share(partition), combiner)
     if context is not None and partition == 0:
         # Every bucket is called in every batch with data: to restore, to time out, to be cleaned up.
-        labels = [bucket_label(bucket) for bucket in range(job.buckets)]
-        empty = pa.nulls(job.buckets, _OUTPUT.field("event_time").type)
-        others = pa.array([_begun_beside(job, task)] * job.buckets, pa.int32())
+        labels = [bucket_label(bucket) for bucket in range(job.options.buckets)]
+        empty = pa.nulls(job.options.buckets, _OUTPUT.field("event_time").type)
+        others = pa.array([_begun_beside(job, task)] * job.options.buckets, pa.int32())
         yield pa.RecordBatch.from_arrays(
-            [pa.array(labels, pa.int32()), pa.array([heartbeat()] * job.buckets), empty, others], schema=_OUTPUT
+            [pa.array(labels, pa.int32()), pa.array([heartbeat()] * job.options.buckets), empty, others], schema=_OUTPUT
         )
     held: list[pa.RecordBatch] = []
     held_bytes = 0
@@ -111,7 +111,7 @@ def _begun_beside(job: Job, task: TaskInfo) -> int | None:
     """
     if task.batch != 0:
         return None if task.batch is None else 0
-    timeout_s = job.commit.commit_timeout_ms / 1000
+    timeout_s = job.options.commit.commit_timeout_ms / 1000
     ids: list[str] = retried(lambda: others_beside(operator_folder(job)), timeout_s=timeout_s)
     return 0 if task.query_id in ids else len(ids)
 
@@ -121,18 +121,18 @@ class _Packer:
         self._job = job
         self._combiner = combiner
         self._task = task
-        self._labels = pa.array([bucket_label(bucket) for bucket in range(job.buckets)], pa.int32())
+        self._labels = pa.array([bucket_label(bucket) for bucket in range(job.options.buckets)], pa.int32())
         self._target_bytes = payload_bytes_max(job.frame_rows_max)
         self._inline_bytes = 0
         self._bucket_bytes_max = bucket_bytes_max
-        self._bucket_bytes = [0] * job.buckets
+        self._bucket_bytes = [0] * job.options.buckets
         self._spill: _SpillFile | None = None
 
     def packed(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
         if self._combiner is not None:
             table = combined(table, self._combiner, RowSchema(key_fields(self._job.key_schema), ()))
         hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
-        buckets = buckets_of(hashes, self._job.buckets)
+        buckets = buckets_of(hashes, self._job.options.buckets)
         times = event_times(self._job, table)
         # Combined rows are by hash already.
         if np.any(buckets[1:] < buckets[:-1]):
@@ -145,7 +145,7 @@ class _Packer:
         data = table.combine_chunks().to_batches()[0]
         row_bytes = max(1, data.get_total_buffer_size() // data.num_rows)
         step = max(1, self._target_bytes // row_bytes)
-        bounds = np.searchsorted(buckets, np.arange(self._job.buckets + 1))
+        bounds = np.searchsorted(buckets, np.arange(self._job.options.buckets + 1))
         rows: list[tuple[int, bytes, Any]] = []
         size = 0
         for bucket in np.flatnonzero(np.diff(bounds)).tolist():
@@ -237,7 +237,9 @@ class _SpillFile:
     def __init__(self, job: Job, task: TaskInfo) -> None:
         self._files = operator_folder(job)
         self._name = f"{spill_folder(task.query_id, task.batch, time.time())}/{uuid.uuid4().hex}.payloads"
-        self._file: IO[bytes] = tempfile.NamedTemporaryFile(dir=scratch_folder(job.local_dir), prefix="payloads-")  # noqa: SIM115
+        self._file: IO[bytes] = tempfile.NamedTemporaryFile(  # noqa: SIM115
+            dir=scratch_folder(job.options.local_dir), prefix="payloads-"
+        )
 
     def add(self, payload: bytes) -> bytes:
         offset = self._file.tell()

@@ -1,0 +1,168 @@
+"""What a user sets of an operator's state: checked where it is made, and handed to executors as a whole."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from arrow_schemas.pointer import BOTH, V1, V2
+from spark_state_ext.backends.registry import FSSPEC, Backend, configured, refuse_unusable
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.engine.limits import check_flags, check_sizes, check_times, erase_window_ms
+from spark_state_ext.errors import UsageError
+from spark_state_ext.files.folder import refuse_relative
+from spark_state_ext.functions.ttl import Ttl
+
+__all__ = ["StateOptions"]
+
+_OPERATOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateOptions:
+    """The options of `ArrowState`, checked.
+
+    Parameters
+    ----------
+    root, operator, buckets, local_dir, storage_options, strict, strict_output, lease_ms, memory_bytes_max, local_keep_s
+        As given to `ArrowState`.
+    pointer_read, clean_up, ttl
+        As given to `ArrowState`.
+    backends
+        The backends without the changelog.
+    commit
+        How commits are made.
+    restore_from
+        Name of the backend that state is restored from when there is a choice.
+
+    Raises
+    ------
+    UsageError
+        When one of them cannot work.
+
+    Examples
+    --------
+    >>> StateOptions(root="/state", backends=(Backend("/state"),)).buckets
+    16
+    """
+
+    root: str
+    operator: str = "state"
+    buckets: int = 16
+    local_dir: str | None = None
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    strict: bool = False
+    strict_output: bool = True
+    lease_ms: int = 10_000
+    memory_bytes_max: int = 256 << 20
+    local_keep_s: float = 86_400.0
+    backends: tuple[Backend, ...] = ()
+    commit: CommitOptions = field(default_factory=CommitOptions)
+    restore_from: str | None = None
+    pointer_read: str = V2
+    clean_up: bool = True
+    ttl: Ttl | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.operator, str) or not _OPERATOR_NAME.fullmatch(self.operator):
+            raise UsageError(
+                "operator must be a name of at most 100 letters, digits, '.', '_' and '-', the first a letter or "
+                f"digit, not {self.operator!r}"
+            )
+        if not isinstance(self.storage_options, Mapping):
+            raise UsageError(f"storage_options must be a mapping, such as a dict, not {self.storage_options!r}")
+        object.__setattr__(self, "storage_options", dict(self.storage_options))
+        check_flags(strict=self.strict, strict_output=self.strict_output, clean_up=self.clean_up)
+        commit = self.commit
+        check_sizes(self.buckets, self.memory_bytes_max, commit.inline_bytes_max, commit.task_inline_bytes_max)
+        check_times(self.lease_ms, self.local_keep_s, commit.commit_delay_ms_max, commit.commit_timeout_ms)
+        refuse_relative(self.root, "root")
+        if self.local_dir is not None and not self.local_dir.startswith("/"):
+            raise UsageError(f"local_dir must be an absolute path, not {self.local_dir!r}")
+        if self.ttl is not None and not isinstance(self.ttl, Ttl):
+            raise UsageError(f"ttl must be a Ttl, such as Ttl(duration_ms=86_400_000), not {self.ttl!r}")
+        self._check_pointers()
+
+    def _check_pointers(self) -> None:
+        write, read = self.commit.pointer_write, self.pointer_read
+        if write not in (V1, V2, BOTH) or read not in (V1, V2):
+            raise UsageError(
+                f"pointer_write must be 'v1', 'v2' or 'both' and pointer_read 'v1' or 'v2', not {write!r} and {read!r}"
+            )
+        if read == V1 and write == V2:
+            raise UsageError("pointer_read='v1' cannot read what pointer_write='v2' writes: write 'v1' or 'both'")
+
+    @staticmethod
+    def given(
+        root: str | os.PathLike[str],
+        *,
+        local_dir: str | os.PathLike[str] | None,
+        storage_options: Mapping[str, Any] | None,
+        backends: Sequence[str | Backend],
+        restore_from: str | None,
+        commit: Mapping[str, Any],
+        erase_within_s: int | None,
+        **others: Any,
+    ) -> StateOptions:
+        """Options as a user writes them.
+
+        Parameters
+        ----------
+        root, local_dir, storage_options, backends, restore_from, erase_within_s, others
+            As given to `ArrowState`.
+        commit
+            Those of `CommitOptions` that a user sets.
+
+        Raises
+        ------
+        UsageError
+            When an argument cannot work, or names a place that no executor could use.
+        """
+        root = _path("root", root)
+        local_dir = None if local_dir is None else _path("local_dir", local_dir)
+        told = {**others, "local_dir": local_dir}
+        if storage_options is not None:
+            told["storage_options"] = storage_options
+        # What is refused of an argument alone is refused first.
+        StateOptions(root=root, commit=CommitOptions(**commit), **told)
+        write, storage = commit["pointer_write"], dict(storage_options or {})
+        window_ms = erase_window_ms(erase_within_s, write, V2, others["clean_up"])
+        journal, found = configured(backends, root, storage, restore_from)
+        if write != V2 and [backend.name for backend in found] != [Backend(root).name]:
+            raise UsageError(
+                "the first pointer format knows one backend only, the root: with pointer_write='v1' or 'both' backends "
+                "may be 'changelog' and 'fsspec'"
+            )
+        refuse_unusable(root, storage, found)
+        return StateOptions(
+            root=root,
+            backends=tuple(found),
+            commit=CommitOptions(journal=journal, erase_window_ms=window_ms, **commit),
+            restore_from=Backend(root).name if restore_from == FSSPEC else restore_from,
+            **told,
+        )
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> StateOptions:
+        """Inverse of `dataclasses.asdict`, on an executor."""
+        return StateOptions(
+            **{
+                **plain,
+                "backends": tuple(Backend(**backend) for backend in plain["backends"]),
+                "commit": CommitOptions(**plain["commit"]),
+                "ttl": None if plain["ttl"] is None else Ttl(**plain["ttl"]),
+            }
+        )
+
+
+def _path(name: str, value: str | os.PathLike[str]) -> str:
+    try:
+        path = os.fspath(value)
+    except TypeError:
+        path = None
+    if not isinstance(path, str):
+        raise UsageError(f"{name} must be a path or a URL as str or os.PathLike, not {value!r}")
+    return path
