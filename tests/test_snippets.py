@@ -30,7 +30,7 @@ from spark_state_ext import ArrowState, disable
 from spark_state_ext.files.folder import Folder
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SAID = "Python snippets of this page run as pasted, one after the other"
 _WAIT_S = 120
 _BLOCK = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -50,6 +50,11 @@ class Block:
     @property
     def place(self) -> str:
         return f"{self.page.name}:{self.line}"
+
+
+def told_as(page: Path) -> str:
+    """The name of a page that tells it from those in other folders: `README`, `docs-operating-README`."""
+    return "-".join(page.relative_to(ROOT).with_suffix("").parts)
 
 
 def blocks(page: Path, language: str = "python") -> list[Block]:
@@ -114,7 +119,7 @@ def pages() -> Iterator[Any]:
         if code and ".remote(" not in code:
             marks = [pytest.mark.spark] if "SparkSession" in code else []
             marks += [pytest.mark.slow] if page.stem == "operators" else []
-            yield pytest.param(page, id=page.stem, marks=marks)
+            yield pytest.param(page, id=told_as(page), marks=marks)
 
 
 @pytest.mark.parametrize("page", list(pages()))
@@ -147,7 +152,7 @@ def test_a_page_runs_as_pasted(
         if spark is not None:
             disable(spark)
     assert [query.exception() for query in queries if query.exception()] == []
-    if page.name == "README.md":
+    if page == ROOT / "README.md":
         # The second snippet goes on with the query of the first.
         assert len(queries) == 2
         assert len({query.id for query in queries}) == 1
@@ -305,7 +310,7 @@ def setup() -> configparser.ConfigParser:
     return parser
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=page.stem) for page in PAGES])
+@pytest.mark.parametrize("page", [pytest.param(page, id=told_as(page)) for page in PAGES])
 def test_commands_are_there(page: Path) -> None:
     """Modules and their options, targets of make, extras, and programs that PySpark brings."""
     for place, command in commands(page):

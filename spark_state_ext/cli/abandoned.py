@@ -1,10 +1,10 @@
 """Folders of queries that no checkpoint names any more: found, and removed.
 
-``python -m spark_state_ext abandoned ROOT --checkpoint LOCATION …`` (`docs/operating/abandoned-state.md`). A query's state lies in
-``<root>/<operator>/<query folder>``. Its query folder is the query's id, which the Spark checkpoint has in the file
-``metadata``; but where the query's first tasks were not told their query, it has another name, which only the pointers
-in Spark's own state tell. Spark's reader of state gets at these (``--spark``); without it, nothing is taken for
-abandoned that was written within a long time.
+``python -m spark_state_ext abandoned ROOT --checkpoint LOCATION …`` (`docs/operating/abandoned-state.md`). A query's
+state lies in ``<root>/<operator>/<query folder>``. Its query folder is the query's id, which the Spark checkpoint has
+in the file ``metadata``; but where the query's first tasks were not told their query, it has another name, which only
+the pointers in Spark's own state tell. Spark's reader of state gets at these (``--spark``); without it, nothing is
+taken for abandoned that was written within a long time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Going back: make an older batch the last one of a Spark checkpoint, so that its query goes on from there.
 
-``python -m spark_state_ext rollback CHECKPOINT --to-batch N`` (`docs/operating/going-back.md`). To remove offsets and commits is
-not enough: the state that later batches wrote stays, and some of Spark's file managers do not overwrite it, so that
-the query would go on with it and lose what it counts anew, in silence.
+``python -m spark_state_ext rollback CHECKPOINT --to-batch N`` (`docs/operating/going-back.md`). To remove offsets and
+commits is not enough: the state that later batches wrote stays, and some of Spark's file managers do not overwrite it,
+so that the query would go on with it and lose what it counts anew, in silence.
 
 State goes first, the newest version first, then commits, then offsets. A query that is started after the command was
 stopped in the middle finds no state for the batch that it wants, and fails; or only the offsets of the next batch are

@@ -34,7 +34,7 @@ from spark_state_ext.store.view import View
 __all__ = ["LocalStore"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-_STORE_FORMAT = 3
+_STORE_FORMAT = 4
 # Chunks of one write transaction; LMDB keeps a transaction's dirty pages in memory.
 _TRANSACTION_BYTES = 16 << 20
 # Chunks remembered as checked; beyond, all are checked anew.

@@ -14,7 +14,7 @@ from spark_state_ext.store.transaction import Reader, Writing
 
 __all__ = ["every", "put", "remove"]
 
-_TABLE = b"notes"
+_TABLE = b"records"
 
 
 def put(txn: Writing, records: Mapping[str, bytes]) -> None:

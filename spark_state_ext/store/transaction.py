@@ -9,7 +9,7 @@ import lmdb
 
 __all__ = ["DATABASES", "Reader", "Writing"]
 
-DATABASES = (b"meta", b"runs", b"chunks", b"pins", b"notes")
+DATABASES = (b"meta", b"runs", b"chunks", b"pins", b"records")
 
 
 class Reader:

@@ -180,7 +180,7 @@ import os, sys
 from pathlib import Path
 from core_support import KEYS, SCHEMA, WRITER, Refs, Row, run_of
 from arrow_schemas import LineageHeader
-from spark_state_ext import sealed
+from spark_state_ext.files import sealed
 sealed.MEMORY_BYTES_MAX = 0
 ref = Refs().next(1)
 header = LineageHeader("delta", "counts", 3, ref, None, (), 0, WRITER, "0.1.0")

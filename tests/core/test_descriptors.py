@@ -24,7 +24,8 @@ import os, resource, socket, sys, threading
 from pathlib import Path
 from core_support import KEYS, SCHEMA, Refs, Row, run_of, scanned
 from spark_state_ext.errors import StateError, StorageError, TooManyOpenFilesError
-from spark_state_ext.store import LocalStore, descriptors
+from spark_state_ext.store import LocalStore
+from spark_state_ext.worker import descriptors
 from spark_state_ext.store.environment import Environment
 
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])
@@ -205,11 +206,13 @@ def test_what_others_hold_is_said_with_the_limit(tmp_path: Path) -> None:
 _FIRST = """
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.worker.spill import local_errors
-from spark_state_ext.store.local_disk import boot_id, storage_error
+from spark_state_ext.store.local_disk import storage_error
+from spark_state_ext.worker import boot
+from spark_state_ext.worker.boot import boot_id
 written(1).close()
 (name,) = os.listdir(folder / "1")
-from spark_state_ext.store import local_disk
-local_disk._boot_id.cache_clear()
+
+boot._boot_id.cache_clear()
 root = Folder(str(folder / "root"))
 root.put("a", b"a")
 limited(64)

@@ -26,12 +26,12 @@ WAIT_S = 30.0
 
 
 def _put(name: bytes, value: bytes = b"value") -> Callable[[Writing], None]:
-    return lambda txn: txn.put(b"notes", name, value)
+    return lambda txn: txn.put(b"records", name, value)
 
 
 def _got(name: bytes) -> Callable[[Reader], bytes | None]:
     def work(txn: Reader) -> bytes | None:
-        value = txn.get(b"notes", name)
+        value = txn.get(b"records", name)
         return None if value is None else bytes(value)
 
     return work
@@ -261,16 +261,16 @@ def test_new_and_grown_environments_are_whole(tmp_path: Path) -> None:
 
 def _leave_free_pages_at_the_end(shared: SharedEnvironment) -> None:
     def put_and_delete(txn: Writing) -> None:
-        txn.put(b"notes", b"large", b"x" * 300_000)
-        txn.delete(b"notes", b"large")
+        txn.put(b"records", b"large", b"x" * 300_000)
+        txn.delete(b"records", b"large")
 
     def put_many(txn: Writing) -> None:
         for number in range(300):
-            txn.put(b"notes", b"%04d" % number, b"x" * 1500)
+            txn.put(b"records", b"%04d" % number, b"x" * 1500)
 
     def delete_some(txn: Writing) -> None:
         for number in range(0, 300, 7):
-            txn.delete(b"notes", b"%04d" % number)
+            txn.delete(b"records", b"%04d" % number)
 
     # Pages to use again, but no many in a row.
     shared.write(put_many)
@@ -298,7 +298,7 @@ def test_a_write_that_fails_lets_go_of_others_that_wait(tmp_path: Path, failure:
         time.sleep(0.3)  # until the others wait
         if failure == "an error":
             raise KeyError("no")
-        txn.put(b"notes", b"large", bytes(2 * MAP_BYTES_MIN))
+        txn.put(b"records", b"large", bytes(2 * MAP_BYTES_MIN))
 
     def first() -> None:
         try:
@@ -360,7 +360,7 @@ def test_a_map_that_grows_while_it_is_opened(tmp_path: Path, monkeypatch: pytest
         _shared(tmp_path / "bucket")
 
 
-_INGESTS = """
+_GROWS = """
 import resource, subprocess, sys
 from pathlib import Path
 from spark_state_ext.errors import StoreFullError
@@ -390,7 +390,7 @@ print(shared.read(lambda txn: len(txn.get(b"records", b"larger"))))
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space as Linux has them")
 def test_what_another_process_has_grown_beyond_the_address_space_is_read_all_the_same(tmp_path: Path) -> None:
     script = tmp_path / "adopts.py"
-    script.write_text(_INGESTS)
+    script.write_text(_GROWS)
     done = subprocess.run(
         [sys.executable, script, tmp_path / "bucket"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -127,7 +127,7 @@ class TestLocalStore(LocalStoreContract):
         with pytest.raises(CorruptStoreError):
             store.view(ref)
 
-    @pytest.mark.parametrize("table", [b"runs", b"pins", b"notes"])
+    @pytest.mark.parametrize("table", [b"runs", b"pins", b"records"])
     def test_no_bit_of_an_entry_changes_unnoticed(self, table: bytes) -> None:
         """A smaller hash_max would hide rows, a smaller number of tombstones would bring deleted ones back."""
         store = self.store()
