@@ -280,11 +280,11 @@ def checked_module(words: list[str]) -> None:
     main = importlib.util.find_spec(f"{module}.__main__") if spec.submodule_search_locations else spec
     assert main is not None, module
     assert main.origin is not None, module
-    if "argparse" not in Path(main.origin).read_text():
+    if "argparse" not in Path(main.origin).read_text() and module != "spark_state_ext":
         assert not given, "it takes no arguments"
         return
     told = help_of(module)
-    if module == "benchmarks" and given:
+    if module in ("benchmarks", "spark_state_ext") and given:
         assert re.search(rf"^ +{given[0]}\b|`{given[0]}`", told, re.MULTILINE), given[0]
         told = help_of(*words[:2]) if any(word.startswith("--") for word in given) else told
     for word in given:

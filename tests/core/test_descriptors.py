@@ -102,7 +102,7 @@ stores = [written(number) for number in range(60)]
 for _ in range(2):
     for number, store in enumerate(stores):
         assert right(store, number)
-        store.note({"a": b"b"})
+        store.record({"a": b"b"})
         assert opened() - before <= 3 * limit // 4, opened() - before
         assert len(Environment._open) <= descriptors.stores_max()
 assert len(Environment._open) == descriptors.stores_max() == 24
@@ -148,7 +148,7 @@ def use(thread):
     try:
         for round in range(3):
             for number in range(thread, 60, 4):
-                stores[number].note({str(round): b"b"})
+                stores[number].record({str(round): b"b"})
                 assert right(stores[number], number)
     except BaseException as error:
         failed.append(error)

@@ -71,7 +71,7 @@ def run(tmp_path: Path, script: str) -> list[str]:
 
 USES = {
     "read": "store.runs()",
-    "write": "store.note({'child': b'1'})",
+    "write": "store.record({'child': b'1'})",
     "a run": "store.apply([run_of({KEYS[0]: Row(9)})], refs.next(9), None)",
     "size": "store.map_bytes",
     "prune": "store.prune(ref)",
