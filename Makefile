@@ -1,14 +1,22 @@
 # Every target sets itself up in .venv on first use: packages, and a Java runtime if the machine has none.
 PYTHON ?= python3
+SEED ?= 1
 VENV := $(CURDIR)/.venv
 BOOTSTRAP := $(PYTHON) scripts/bootstrap.py --venv $(VENV)
 IN_VENV := . $(VENV)/env.sh &&
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format demo matrix venv clean
+.PHONY: help check test soak lint format demo matrix venv clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+check: ## lint, types and the tests that need neither Spark nor a server: a minute or two
+	@$(BOOTSTRAP) --extras demo,test,lint
+	@$(IN_VENV) python -m ruff check .
+	@$(IN_VENV) python -m ruff format --check .
+	@$(IN_VENV) python -m mypy
+	@$(IN_VENV) python -m pytest -n 2 -q -m "not slow and not spark and not connect" $(UNITS)
 
 test: ## lint, types and the whole test suite (TESTS="..." hands arguments to pytest)
 	@$(BOOTSTRAP) --extras demo,test,lint
@@ -16,6 +24,13 @@ test: ## lint, types and the whole test suite (TESTS="..." hands arguments to py
 	@$(IN_VENV) python -m ruff format --check .
 	@$(IN_VENV) python -m mypy
 	@$(IN_VENV) python -m pytest -n 2 $(TESTS)
+
+soak: ## the long forms, for hours: 20,000 histories, two drivers on each kind of store, sampling under kills, the matrix
+	@$(BOOTSTRAP) --extras demo,test,lint
+	@$(IN_VENV) python tests/simulation/run.py --histories 20000 --seed $(SEED)
+	@$(IN_VENV) python tests/chaos/two_drivers.py --seconds 600
+	@$(IN_VENV) python tests/spark/sample_job.py .soak --timeouts processing --format 1 --restarts 500 --kills 100
+	@$(PYTHON) scripts/matrix.py
 
 lint: ## ruff and mypy only
 	@$(BOOTSTRAP) --extras demo,test,lint

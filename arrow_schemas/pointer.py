@@ -2,8 +2,8 @@
 
 Spark commits it atomically with the batch and hands every retry and restart the pointer of the batch before, so
 it is the commit log (`docs/design`). Up to format 3: one backend, committed synchronously; every delta the pointer
-names is durable before Spark sees the pointer. Format 1 said the same of its snapshot; since format 2 that is presumed
-only, and the pointer tells what it was built on. Since format 3 it counts the bucket's calls and heartbeats, which
+names is durable before Spark sees the pointer. Format 1 said the same of its snapshot; since format 2 it may be
+unconfirmed, and the pointer tells what it was built on. Since format 3 it counts the bucket's calls and heartbeats, which
 clean-up goes by. Format 4 holds deltas that are not durable elsewhere yet, and tells which backend has confirmed what.
 
 Format 1 is still written where that is asked for, with or without the newer fields beside it, so that a job can go back
@@ -116,7 +116,8 @@ class Pointer:
     query_folder
         Folder of the state below ``<root>/<operator>``: the query's id.
     lineage
-        Checkpoints since the presumed last snapshot, that one first, the committed one last. Empty: no state yet.
+        Checkpoints since the last snapshot, which may be unconfirmed: that one first, the committed one last. Empty: no
+        state yet.
     parent
         The checkpoint that the committed one was built on; None for the first, and where format 1 did not tell.
     calls
@@ -132,11 +133,11 @@ class Pointer:
     rows
         Upper bound of the bucket's live rows.
     timer_low_watermark_ms, timer_low_watermark_version
-        Rows of checkpoints older than the version that time out before the floor have been dealt with.
+        Rows of checkpoints older than the version that time out before that time have been dealt with.
     earliest_timeout_ms
         Lower bound of the bucket's next processing-time timeout, or None.
     replication
-        What each backend has confirmed, by name; a backend that is not named has nothing that can be relied on.
+        What each replica has, by the backend's name; a backend that is not named has nothing that can be relied on.
     markers
         ``{backend: {store: marker}}``: where that lies, in the backend's own words.
     inline

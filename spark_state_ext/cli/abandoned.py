@@ -86,7 +86,7 @@ class Found:
 def judge(found: Found, query_folders: QueryFolders, now_s: float, older_than_s: float) -> str:
     """Whether a folder is `ABANDONED`, `NAMED` by a checkpoint, too `RECENT` to tell, or `UNKNOWN`.
 
-    Unknown is what is none of ours, and what only pointers can name, where `query folders` are not complete.
+    Unknown is what is none of ours, and what only pointers can name, where `query_folders` are not complete.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def judge(found: Found, query_folders: QueryFolders, now_s: float, older_than_s:
     now_s
         The time, seconds since 1970.
     older_than_s
-        For how long nobody has written to it, where `query folders` are not complete; else a day will do.
+        For how long nobody has written to it, where `query_folders` are not complete; else a day will do.
     """
     if found.query_folder in query_folders.names:
         return NAMED

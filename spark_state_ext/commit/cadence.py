@@ -1,4 +1,4 @@
-"""When a snapshot is due, and what a pointer presumes of it. Pure functions over values."""
+"""When a snapshot is due, and what a pointer says of it before it is confirmed. Pure functions over values."""
 
 from __future__ import annotations
 

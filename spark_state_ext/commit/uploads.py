@@ -73,7 +73,7 @@ class Upload:
     done: Future[Markers] = field(default_factory=Future)
 
     def record(self, state: str, owner: str, **also: Any) -> dict[str, bytes]:
-        """a record of how it stands."""
+        """A record of how it stands."""
         return {
             record_name(self.backend, self.file): UploadRecord(
                 state, owner, self.since_s, run=self.run, **also

@@ -318,7 +318,7 @@ class Bucket:
         return replace(made, ages=ages)
 
     def _arrived(self, new: Pointer) -> bool:
-        """Whether the last snapshot that was unconfirmed is there."""
+        """Whether the last unconfirmed snapshot is there by now."""
         unconfirmed = new.lineage[0].ref
         busy = self._runner.busy(self._snapshot_work(unconfirmed))
         return not busy and self.committer.snapshots.has_snapshot(new, unconfirmed)

@@ -16,7 +16,7 @@ __all__ = ["local_folder", "operator_folder", "scratch_folder", "stores_folder"]
 
 
 def operator_folder(job: Job) -> Folder:
-    """The folder ``<root>/<operator>``; a query's state is in a folder below it, its query folder."""
+    """The folder ``<root>/<operator>``; a query's state is in a folder below it, the query folder."""
     return Folder(job.options.root, job.options.storage_options).child(job.operator)
 
 

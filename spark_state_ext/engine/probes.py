@@ -1,4 +1,4 @@
-"""A probe at what a backend had confirmed: whether it is there still, when a run first comes to a bucket.
+"""Existence probes: whether a backend still has what it confirmed, when a run of the query first comes to a bucket.
 
 Where the local store is warm, no batch reads a checkpoint file. So a root that was removed meanwhile would go unnoticed
 until clean-up has its turn, and nothing but the local store would hold the state. A probe asks for the sizes of two or

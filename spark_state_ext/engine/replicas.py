@@ -126,7 +126,7 @@ class Leases:
         job, task
             The job, and what the task was told.
         root
-            The operator's folder at the job's root, where `query folder` lies.
+            The operator's folder at the job's root, where `query_folder` lies.
         """
         folders = [root.child(query_folder)]
         for backend in job.options.backends:

@@ -55,7 +55,7 @@ def has_state(files: Readable, pointer: Pointer, through: CheckpointRef) -> bool
             return any(_has(files, ref, SNAPSHOT) for ref in line[1:])
         if line[0].version == 1:
             return True
-        # Its snapshot was unconfirmed only, and is on its way or lost.
+        # Its snapshot is unconfirmed, and is on its way or lost.
         try:
             line = [*read_header(files, line[0], DELTA).lineage, *line]
         except CorruptError:

@@ -128,7 +128,7 @@ def is_new_query_folder(name: str) -> bool:
 
 
 def query_folders_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
-    """The query folders that attempts at a first batch took, by the notes that they left (`spark.query folder`).
+    """The query folders that attempts at a first batch took, by the records that they left (`engine.first_query_folder`).
 
     Parameters
     ----------

@@ -203,7 +203,7 @@ def _back_from(ref: CheckpointRef, kinds: Kinds, headers: Headers) -> Iterator[C
     """A checkpoint and its ancestors, the newest first, as far back as there are files."""
     yield ref
     while True:
-        # Each header tells the ancestors back to the snapshot unconfirmed at its time.
+        # Each header tells the ancestors back to the snapshot that was unconfirmed at its time.
         lineage = headers.of(ref).lineage
         for ref in reversed(lineage):
             if ref not in kinds:

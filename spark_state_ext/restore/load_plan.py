@@ -103,7 +103,7 @@ def plan_load(chain: Chain, runs: Iterable[Run], gone: Collection[Fetch]) -> lis
     Returns
     -------
     list of Fetch or None
-        None when the chain as known does not lead to the state: the snapshot unconfirmed at its beginning is gone, or a
+        None when the chain as known does not lead to the state: the unconfirmed snapshot at its beginning is gone, or a
         delta and every snapshot that could stand in for it.
     """
     runs = list(runs)

@@ -209,7 +209,7 @@ class Loader:
     def _note(self, fetch: Fetch, failure: Failure, gone: dict[Fetch, Failure]) -> None:
         gone[fetch] = failure
         if fetch.kind == SNAPSHOT and not isinstance(failure, MissingCheckpointError):
-            # Missing ones are unconfirmed only. A damaged one is worth knowing of.
+            # A missing one was never confirmed. A damaged one is worth knowing of.
             _LOGGER.warning("%s; the lineage before it is used in its place", failure)
 
     def _further_back(self, chain: Chain, gone: dict[Fetch, Failure]) -> Chain:

@@ -697,7 +697,7 @@ class World:
             max(self.config.retained, before.retained)
         )
         if fresh and made.encode() in self.false[name] and is_complete(made.replication[name]):
-            raise WrongStateError(f"{made.ref} says that {name} has what is lost, as is known since beat {since}")
+            raise WrongStateError(f"{made.ref} says that {name} has what is lost, as is known since heartbeat {since}")
 
     def _check_with(self, pointer: Pointer, names: Sequence[str]) -> None:
         # A disk for each, as what one needs may be inline in another.

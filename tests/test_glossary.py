@@ -1,0 +1,82 @@
+"""One word for one thing: words that were given up for those of `docs/glossary.md` do not come back."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIBRARY = sorted(path for package in ("arrow_schemas", "spark_state_ext") for path in (ROOT / package).rglob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GLOSSARY = ROOT / "docs" / "glossary.md"
+# Names in the code, and what is said in their place.
+NAMES = {
+    "Place": "Replica",
+    "sole_place": "sole_replica",
+    "Standing": "ReplicationStatus",
+    "standing": "status",
+    "standings": "replication",
+    "beat": "heartbeat",
+    "beats": "heartbeats",
+    "recent_beats": "recent_heartbeats",
+    "home": "query_folder",
+    "homes": "query_folders",
+    "Looks": "Probes",
+    "Note": "UploadRecord",
+    "note_name": "record_name",
+    "notes_of": "upload_records",
+    "adopt": "ingest",
+    "choose_merge": "choose_compaction",
+    "presumed": "unconfirmed",
+    "presuming_snapshot": "with_unconfirmed_snapshot",
+    "Spread": "Partitioning",
+    "timeout_floor_ms": "timer_low_watermark_ms",
+    "timeout_floor_version": "timer_low_watermark_version",
+    "caught_up": "bootstrapping",
+}
+# Words in text. Keys of formats stand in backticks, and keep their names until the format changes.
+WORDS = ("beat", "beats", "standing", "standings", "presumed", "homes")
+# The folder of a user's function, and those of Java and Spark, are called homes by others.
+_OTHER_HOMES = {"border.py", "server.py"}
+
+
+def _names(path: Path) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.NAME:
+            yield token.start[0], token.string
+
+
+def _text(path: Path) -> str:
+    """A page without what stands in backticks."""
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL))
+
+
+def test_names_that_were_given_up_do_not_come_back() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}, say {NAMES[name]}"
+        for path in LIBRARY
+        for line, name in _names(path)
+        if name in NAMES and not ("home" in name and path.name in _OTHER_HOMES)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_use_the_words_of_the_glossary(page: Path) -> None:
+    # The page about the change names both.
+    if page.name == "005-rooms.md":
+        return
+    found = re.findall(rf"\b(?:{'|'.join(WORDS)})\b", _text(page))
+    assert not found
+
+
+def test_the_glossary_has_one_line_a_term() -> None:
+    terms = [line.split("|")[1].strip() for line in GLOSSARY.read_text().splitlines() if re.match(r"\| \w", line)]
+    terms = [term for term in terms if term != "term"]
+    assert len(terms) > 30
+    assert len(set(terms)) == len(terms)
