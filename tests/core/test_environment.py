@@ -389,7 +389,7 @@ print(shared.read(lambda txn: len(txn.get(b"records", b"larger"))))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of address space as Linux has them")
 def test_what_another_process_has_grown_beyond_the_address_space_is_read_all_the_same(tmp_path: Path) -> None:
-    script = tmp_path / "adopts.py"
+    script = tmp_path / "ingests.py"
     script.write_text(_GROWS)
     done = subprocess.run(
         [sys.executable, script, tmp_path / "bucket"],

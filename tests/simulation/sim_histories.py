@@ -26,7 +26,7 @@ def histories(kinds: Sequence[str] = STEPS, **fixed: Any) -> st.SearchStrategy[H
         Fields of the configuration that are the same in all.
     """
     drawn: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
-        ("checkpoint_v2", "last_wins", "adopts", "one_disk", "ends_calmly", "journal", "patient", "changelog"),
+        ("checkpoint_v2", "last_wins", "ingests", "one_disk", "ends_calmly", "journal", "patient", "changelog"),
         st.booleans(),
     )
     drawn |= dict.fromkeys(("timeouts", "replaces", "same_run"), st.booleans())
