@@ -147,7 +147,8 @@ class LineageHeader:
     ref, parent
         The checkpoint, and the one it was built on (None for a bucket's first).
     lineage
-        Ancestors of `ref`, oldest first, beginning with the last snapshot, which may be unconfirmed; ends with `parent`.
+        Ancestors of `ref`, oldest first, beginning with the last snapshot, which may be unconfirmed; ends with
+        `parent`.
     schema_id
         Number *n* of the ``operator_<n>.json`` the rows conform to.
     writer

@@ -3,8 +3,9 @@
 Spark commits it atomically with the batch and hands every retry and restart the pointer of the batch before, so
 it is the commit log (`docs/design`). Up to format 3: one backend, committed synchronously; every delta the pointer
 names is durable before Spark sees the pointer. Format 1 said the same of its snapshot; since format 2 it may be
-unconfirmed, and the pointer tells what it was built on. Since format 3 it counts the bucket's calls and heartbeats, which
-clean-up goes by. Format 4 holds deltas that are not durable elsewhere yet, and tells which backend has confirmed what.
+unconfirmed, and the pointer tells what it was built on. Since format 3 it counts the bucket's calls and heartbeats,
+which clean-up goes by. Format 4 holds deltas that are not durable elsewhere yet, and tells which backend has confirmed
+what.
 
 Format 1 is still written where that is asked for, with or without the newer fields beside it, so that a job can go back
 to an older release.

@@ -49,7 +49,7 @@ class BackendContext:
         The backend's name, unique within an operator; it is what pointers call it.
     options
         As configured: plain values.
-    operator, query folder
+    operator, query_folder
         The operator, and the folder of its state below it.
     bucket
         The bucket; None for an admin, which is there for all.

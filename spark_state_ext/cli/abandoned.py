@@ -62,7 +62,7 @@ class Found:
 
     Parameters
     ----------
-    operator, query folder
+    operator, query_folder
         Where it lies.
     ours
         It has an operator file that names it; or a query's name, and only what a run leaves before its state begins.

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.pointer import Pointer, ReplicationStatus
@@ -24,6 +22,7 @@ from spark_state_ext.backends.replication import Replica, is_complete
 from spark_state_ext.commit.decisions import CommitOptions, settled
 from spark_state_ext.commit.failures import NO_RUN, Refused, Run
 from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, UploadRecord, record_name, upload_records
+from spark_state_ext.commit.tally import Tally
 from spark_state_ext.commit.uploads import Uploads
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, UploadFailedError
 from spark_state_ext.files.checkpoint import verify_checkpoint
@@ -32,7 +31,7 @@ from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.background import HUNG_S, Runner
 
-__all__ = ["Snapshots", "Tally", "check_name"]
+__all__ = ["Snapshots", "check_name"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # Checkpoints until a full snapshot that nobody here knows of is taken for lost.
@@ -42,59 +41,6 @@ _PATIENCE_VERSIONS = 10
 _LOST, _ANSWERED = "lost", "answered"
 # And about one that refuses full snapshots.
 _REFUSED = "refused"
-
-
-@dataclass(frozen=True)
-class Tally:
-    """What became of a bucket's snapshots, for metrics.
-
-    Parameters
-    ----------
-    confirmed, took_s, size_bytes
-        How many were confirmed, a backend each; in how many seconds, queues included; and their bytes.
-    failures
-        How many were not made, or were refused.
-    """
-
-    confirmed: int = 0
-    took_s: float = 0.0
-    size_bytes: int = 0
-    failures: int = 0
-
-    _lock: ClassVar[threading.Lock] = threading.Lock()
-    _of: ClassVar[dict[str, Tally]] = {}
-
-    @classmethod
-    def add(cls, store: LocalStore, more: Tally) -> None:
-        """Count what a bucket's process has seen.
-
-        Parameters
-        ----------
-        store
-            The bucket's local store.
-        more
-            What is added.
-        """
-        with cls._lock:
-            it = cls._of.get(str(store.folder), Tally())
-            cls._of[str(store.folder)] = Tally(
-                it.confirmed + more.confirmed,
-                it.took_s + more.took_s,
-                it.size_bytes + more.size_bytes,
-                it.failures + more.failures,
-            )
-
-    @classmethod
-    def take(cls, store: LocalStore) -> Tally:
-        """What was counted in this process since this was asked last.
-
-        Parameters
-        ----------
-        store
-            The bucket's local store.
-        """
-        with cls._lock:
-            return cls._of.pop(str(store.folder), Tally())
 
 
 class Snapshots:
@@ -333,7 +279,7 @@ class Snapshots:
             self._confirmed(ref, name, size_bytes, self._clock_s() - began_s)
 
     def _confirmed(self, ref: CheckpointRef, name: str, size_bytes: int, took_s: float) -> None:
-        Tally.add(self._store, Tally(1, took_s, size_bytes))
+        self._uploads.tallies.add(self._store, Tally(1, took_s, size_bytes))
         self._tell(ref, [name], UploadRecord(DONE, self._uploads.owner, self._clock_s()))
         if record_name(name, _REFUSED) in self._store.records():
             self._record_refused(name, None)
@@ -341,7 +287,7 @@ class Snapshots:
     # -- backends that refuse them ------------------------------------------------------------------
 
     def _refused(self, name: str, began_s: float, error: str) -> None:
-        Tally.add(self._store, Tally(failures=1))
+        self._uploads.tallies.add(self._store, Tally(failures=1))
         before = self.refusals().get(name)
         last_s = self._clock_s()
         if before is None:
@@ -397,7 +343,7 @@ class Snapshots:
 
     def not_sent(self, ref: CheckpointRef, names: Sequence[str], why: str) -> None:
         """Note that a snapshot which backends may wait for was not made."""
-        Tally.add(self._store, Tally(failures=len(names)))
+        self._uploads.tallies.add(self._store, Tally(failures=len(names)))
         for name, refused in self.refusals().items():
             if name in names:
                 self._record_refused(name, replace(refused, again_s=None))

@@ -8,19 +8,19 @@ machine know.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from arrow_schemas.lineage import CheckpointRef
 from spark_state_ext.backends import BackupManager, Markers
 from spark_state_ext.commit.failures import NO_RUN, Run
 from spark_state_ext.commit.ledger import DONE, FAILED, UploadRecord, record_name
+from spark_state_ext.commit.tally import Tallies
 from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker import process
@@ -85,6 +85,8 @@ class Uploads(Protocol):
     """Something that gets to uploads sooner or later."""
 
     owner: str
+    # What became of snapshots, for metrics.
+    tallies: Tallies
 
     def submit(self, uploads: Iterable[Upload]) -> None:
         """Take uploads on: those of a bucket to a backend one after the other."""
@@ -110,12 +112,8 @@ class Uploads(Protocol):
 class WorkerUploads:
     """The uploads of a worker process."""
 
-    _shared: ClassVar[WorkerUploads | None] = None
-    _shared_lock = threading.Lock()
-
     def __init__(self) -> None:
         self.owner = process.token()
-        self._pid = os.getpid()
         self._lock = threading.RLock()
         # By bucket and backend; the first of each is under way.
         self._waiting: dict[tuple[str, str], deque[Upload]] = {}
@@ -126,15 +124,7 @@ class WorkerUploads:
         self.cleaner.threads_max = THREADS_MAX
         # By bucket: how many were confirmed, in how many seconds, with how many bytes.
         self._sent: dict[str, tuple[int, float, int]] = {}
-
-    @classmethod
-    def shared(cls) -> WorkerUploads:
-        """The one of this process."""
-        with cls._shared_lock:
-            # Threads do not survive a fork.
-            if cls._shared is None or cls._shared._pid != os.getpid():
-                cls._shared = cls()
-            return cls._shared
+        self.tallies = Tallies()
 
     def pool(self, backend: str) -> DaemonPool:
         """The threads for a backend: each has its own, so that one that hangs does not hold up the others."""

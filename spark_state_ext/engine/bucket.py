@@ -52,8 +52,6 @@ _WAITING_PIN_S = 3_600.0
 _PIN_S = 600.0
 # Spark's default of spark.sql.streaming.minBatchesToRetain.
 BATCHES_RETAINED = 100
-# One for the process: all its buckets share the memory.
-_CALLS = Calls()
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,8 @@ class Bucket:
         The machine's monotonic clock.
     batch_ms
         The batch's time by Spark, milliseconds since 1970.
+    memory
+        What the process's calls changed: memory is given back when large ones are over.
     """
 
     def __init__(
@@ -127,8 +127,10 @@ class Bucket:
         run: Run | None = None,
         clock_s: Callable[[], float] = time.monotonic,
         batch_ms: int = 0,
+        memory: Calls | None = None,
     ) -> None:
         self._store = store
+        self._memory = memory or Calls()
         self._batch_ms = batch_ms
         self._replicas = list(replicas)
         self.pointer = pointer
@@ -228,7 +230,7 @@ class Bucket:
             In a child that was forked from the process that made this: the commit is its parent's.
         """
         self._store.check_process()
-        _CALLS.note(str(self._store.folder), rows.size_bytes)
+        self._memory.note(str(self._store.folder), rows.size_bytes)
         # Counted before anything is written, so that each file tells its heartbeat.
         pointer = counted(self.committer.begin(self.pointer), heartbeat, self._batches_retained)
         pointer = marked(pointer, self._batch_ms, self._options.erase_window_ms)

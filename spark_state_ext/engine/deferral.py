@@ -15,7 +15,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.commit.committer import await_all
@@ -24,11 +23,31 @@ from spark_state_ext.commit.uploads import Upload, Uploads
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 
-__all__ = ["Partitioning", "TaskEnd"]
+__all__ = ["Differences", "Partitioning", "TaskEnd", "TaskEnds"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _ATTEMPTS_MAX = 16
 _RUNS_MAX = 256
+
+
+class Differences:
+    """Where a process knows whether buckets were found in other partitions than was told."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[str, bool] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, key: str) -> bool | None:
+        """Whether there is one; None where nobody has looked."""
+        return self._found.get(key)
+
+    def note(self, key: str, found: bool) -> None:
+        """Remember it."""
+        self._found[key] = found
+        if len(self._found) > _RUNS_MAX:
+            self._found.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -45,14 +64,15 @@ class Partitioning:
         The task's.
     buckets
         The operator's number of buckets.
+    differences
+        What the process knows.
     """
 
     run_id: str
     partitions: int | None
     partition: int
     buckets: int
-
-    _unlike: ClassVar[OrderedDict[str, bool]] = OrderedDict()
+    differences: Differences = field(default_factory=Differences, compare=False)
 
     def agrees(self, bucket: int) -> bool:
         """Whether a bucket that is called here belongs here, by what was told."""
@@ -69,11 +89,11 @@ class Partitioning:
             return None
         if self.agrees(bucket):
             return self.run_id, self.partitions
-        if not self._unlike.get(self._key(query_folder)):
+        if not self.differences.get(self._key(query_folder)):
             query_folder.create(
                 self._file, f"bucket {bucket} is in partition {self.partition} of {self.partitions}".encode()
             )
-            self._remember(query_folder, True)
+            self.differences.note(self._key(query_folder), True)
         return None
 
     def expected(self, pointer: Pointer, query_folder: Folder) -> frozenset[int]:
@@ -91,13 +111,13 @@ class Partitioning:
         if not self.agrees(pointer.bucket):
             return frozenset()
         # Remembered for the number that was told: with another one, others may have found a difference since.
-        if self._key(query_folder) not in self._unlike:
+        if self.differences.get(self._key(query_folder)) is None:
             try:
-                self._remember(query_folder, query_folder.exists(self._file))
+                self.differences.note(self._key(query_folder), query_folder.exists(self._file))
             except StorageError as error:
                 _LOGGER.warning("this call waits for its own uploads, as %s", error)
                 return frozenset()
-        if self._unlike[self._key(query_folder)]:
+        if self.differences.get(self._key(query_folder)):
             return frozenset()
         return frozenset(range(self.partition, self.buckets, self.partitions))
 
@@ -120,11 +140,6 @@ class Partitioning:
     def _key(self, query_folder: Folder) -> str:
         return f"{query_folder.identity} {self.run_id} {self.partitions}"
 
-    def _remember(self, query_folder: Folder, unlike: bool) -> None:
-        self._unlike[self._key(query_folder)] = unlike
-        if len(self._unlike) > _RUNS_MAX:
-            self._unlike.popitem(last=False)
-
 
 @dataclass
 class TaskEnd:
@@ -143,19 +158,6 @@ class TaskEnd:
     called: set[int] = field(default_factory=set)
     left: list[Upload] = field(default_factory=list)
     inline_bytes: int = 0
-
-    _attempts: ClassVar[OrderedDict[int, TaskEnd]] = OrderedDict()
-
-    @classmethod
-    def of(cls, attempt: int | None) -> TaskEnd:
-        """That of the process's present attempt; Spark's number for it, which no other attempt has."""
-        if attempt is None:
-            return cls()
-        if attempt not in cls._attempts:
-            cls._attempts[attempt] = cls()
-            if len(cls._attempts) > _ATTEMPTS_MAX:
-                cls._attempts.popitem(last=False)
-        return cls._attempts[attempt]
 
     def may_leave(self, bucket: int, expected: frozenset[int]) -> bool:
         """Whether a later call will wait for what this one leaves."""
@@ -183,3 +185,20 @@ class TaskEnd:
             return 0.0
         waiting, self.left = self.left, []
         return await_all(waiting, uploads, options, while_waiting=while_waiting)
+
+
+class TaskEnds:
+    """The attempts of a process at tasks."""
+
+    def __init__(self) -> None:
+        self._attempts: OrderedDict[int, TaskEnd] = OrderedDict()
+
+    def of(self, attempt: int | None) -> TaskEnd:
+        """That of the present attempt; Spark's number for it, which no other attempt has."""
+        if attempt is None:
+            return TaskEnd()
+        if attempt not in self._attempts:
+            self._attempts[attempt] = TaskEnd()
+            if len(self._attempts) > _ATTEMPTS_MAX:
+                self._attempts.popitem(last=False)
+        return self._attempts[attempt]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 import uuid
 from collections import OrderedDict
-from typing import ClassVar
 
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.folder import Folder
@@ -36,10 +35,11 @@ class FirstQueryFolders:
     """Where first batches began, as far as this process knows."""
 
     _MAX = 256
-    _known: ClassVar[OrderedDict[str, str]] = OrderedDict()
 
-    @classmethod
-    def of(cls, operator: Folder, query_id: str, batch_ms: int, nonce: bytes) -> str:
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, str] = OrderedDict()
+
+    def of(self, operator: Folder, query_id: str, batch_ms: int, nonce: bytes) -> str:
         """The folder in which a bucket without a pointer begins.
 
         Parameters
@@ -63,13 +63,13 @@ class FirstQueryFolders:
         number = (nonce or uuid.uuid4().bytes).hex()
         name = f"{batch_ms}-{number}"
         key = f"{operator.identity} {name}"
-        query_folder = cls._known.get(key)
+        query_folder = self._known.get(key)
         if query_folder is None:
             wanted = query_id if _may_begin(operator, query_id, batch_ms) else new_query_folder(batch_ms, number)
             query_folder = _agreed(operator.child(STARTING_FOLDER), name, wanted)
-            cls._known[key] = query_folder
-            while len(cls._known) > cls._MAX:
-                cls._known.popitem(last=False)
+            self._known[key] = query_folder
+            while len(self._known) > self._MAX:
+                self._known.popitem(last=False)
         return query_folder
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends import CleanUp
@@ -29,7 +28,7 @@ from spark_state_ext.store.reclaim import reclaim
 from spark_state_ext.worker.background import Background
 from spark_state_ext.worker.retry import is_retriable
 
-__all__ = ["CleanUps", "drop_spill_files", "reclaim_in_turn"]
+__all__ = ["CleanUps", "Housekeeping"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # Within a call, which has something else to do.
@@ -43,7 +42,56 @@ _RECLAIM_EVERY_S = 3_600.0
 _SPILL_EVERY_CALLS = 10
 # Whoever goes back to an earlier batch by hand takes longer to stop and start a query.
 _SPILL_LATE_S = 60.0
-_reclaim_at_s = 0.0
+
+
+class Housekeeping:
+    """What a process does besides its calls, and remembers from one to the next.
+
+    Parameters
+    ----------
+    background
+        Does it.
+    """
+
+    def __init__(self, background: Background) -> None:
+        self.background = background
+        self.probes = Probes()
+        # Clean-ups of earlier turns that failed, by bucket and backend; told by the next commit.
+        self.failed: dict[tuple[str, str], Exception] = {}
+        # Those that nobody waits for any more, until they end.
+        self.left: dict[tuple[str, str], Future[int]] = {}
+        self._reclaim_at_s = 0.0
+
+    def drop_spill_files(self, folder: Folder, task: TaskInfo, calls: int, batch_ms: int) -> None:
+        """Have earlier batches' spill files removed beside the batch; now and then at once, where no worker gets to
+        that.
+
+        Parameters
+        ----------
+        folder
+            The operator's folder. Spill files lie with the query that tasks are told of, which may not be the state's
+            query folder; those of tasks that are not told theirs lie together, and every query of the operator looks
+            after them.
+        task
+            What the task was told.
+        calls
+            Calls of the bucket so far.
+        batch_ms
+            The batch's time by Spark.
+        """
+        background = self.background
+        work = partial(_drop_stale, folder, task, batch_ms / 1000, time.monotonic(), calls % _SPILL_EVERY_CALLS == 0)
+        if background.finished == 0 and calls % _SPILL_EVERY_CALLS == 0:
+            work()
+        else:
+            background.submit(f"spill files in {folder.root}", work)
+
+    def reclaim_in_turn(self, stores: Path, scratch: Path, keep_s: float) -> None:
+        """Have local stores removed that no task has used for long; each process looks once an hour."""
+        now_s = time.monotonic()
+        if now_s >= self._reclaim_at_s:
+            self._reclaim_at_s = now_s + _RECLAIM_EVERY_S
+            self.background.submit("reclaiming local stores", lambda: reclaim(stores, scratch, keep_s))
 
 
 class CleanUps:
@@ -61,14 +109,11 @@ class CleanUps:
         Spark's ``minBatchesToRetain``.
     key
         Of the bucket.
+    shared
+        The process's.
     bring_back
         Writes what the operator as a whole needs, where somebody has deleted it.
     """
-
-    # Of earlier turns, by bucket and backend; told by the next commit.
-    _failed: ClassVar[dict[tuple[str, str], Exception]] = {}
-    # Those that nobody waits for any more, until they end.
-    _left: ClassVar[dict[tuple[str, str], Future[int]]] = {}
 
     def __init__(
         self,
@@ -77,8 +122,10 @@ class CleanUps:
         leases: Leases,
         batches_retained: int,
         key: str,
+        shared: Housekeeping,
         bring_back: Callable[[], None] = lambda: None,
     ) -> None:
+        self._shared = shared
         self._bucket = bucket
         self._replicas = replicas
         self._leases = leases
@@ -91,11 +138,11 @@ class CleanUps:
         """As `Probes.once`; `probed` comes before the commit."""
         run_id = f"{run_id} {self._leases.times_removed}"
         known, lost = partial(self._bucket.committer.known, committed), partial(self._lose, committed.heartbeats)
-        self._probes = Probes.once(self._key, run_id, known, self._replicas, lost)
+        self._probes = self._shared.probes.once(self._key, run_id, known, self._replicas, lost)
 
     def probed(self) -> bool:
         """As `Probes.await_all`; whether there was anything to wait for."""
-        Probes.await_all(self._probes, self._leases.hold)
+        self._shared.probes.await_all(self._probes, self._leases.hold)
         return bool(self._probes)
 
     def raise_failed(self) -> None:
@@ -107,7 +154,7 @@ class CleanUps:
             When one did, and trying again does not help.
         """
         for replica in self._replicas:
-            failed = self._failed.pop((self._key, replica.name), None)
+            failed = self._shared.failed.pop((self._key, replica.name), None)
             if failed is not None:
                 raise CleanUpFailedError(
                     f"old files in the backend {replica.name} cannot be deleted: {failed}. The state is as it should "
@@ -127,7 +174,7 @@ class CleanUps:
         due = clean_up_due(new.calls, committed.bucket, self._batches_retained)
         if not due and not is_marked(committed, new):
             return
-        background = Background.shared()
+        background = self._shared.background
         known = taken_over(committed, self._replicas)
         for replica in self._replicas:
             status = known.replication.get(replica.name)
@@ -159,15 +206,15 @@ class CleanUps:
 
     def _clean_up(self, replica: Replica, request: CleanUp, asked_s: float) -> None:
         key = self._key, replica.name
-        if key in self._left and not self._left[key].done():
+        if key in self._shared.left and not self._shared.left[key].done():
             return
-        self._left.pop(key, None)
+        self._shared.left.pop(key, None)
         try:
             try:
                 cleaning = replica.backup.clean_up(request)
                 if not wait([cleaning], _CLEAN_UP_S_MAX).done:
                     _LOGGER.warning("the clean-up in %s takes long; it is left to itself", replica.name)
-                    self._left[key] = cleaning
+                    self._shared.left[key] = cleaning
                     return
                 cleaning.result()
             except LostFilesError as error:
@@ -178,7 +225,7 @@ class CleanUps:
             raise
         except StateError as error:
             if isinstance(error, StorageError) and not is_retriable(error):
-                self._failed[key] = error
+                self._shared.failed[key] = error
             # Of no harm to a batch.
             _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", replica.name, error)
 
@@ -188,29 +235,6 @@ class CleanUps:
         # Before it is noted: should it fail, whoever notices next does it.
         self._bring_back()
         self._bucket.committer.snapshots.lose(name, heartbeats)
-
-
-def drop_spill_files(folder: Folder, task: TaskInfo, calls: int, batch_ms: int) -> None:
-    """Have earlier batches' spill files removed beside the batch; now and then at once, where no worker gets to that.
-
-    Parameters
-    ----------
-    folder
-        The operator's folder. Spill files lie with the query that tasks are told of, which may not be the state's query
-        folder; those of tasks that are not told theirs lie together, and every query of the operator looks after them.
-    task
-        What the task was told.
-    calls
-        Calls of the bucket so far.
-    batch_ms
-        The batch's time by Spark.
-    """
-    background = Background.shared()
-    work = partial(_drop_stale, folder, task, batch_ms / 1000, time.monotonic(), calls % _SPILL_EVERY_CALLS == 0)
-    if background.finished == 0 and calls % _SPILL_EVERY_CALLS == 0:
-        work()
-    else:
-        background.submit(f"spill files in {folder.root}", work)
 
 
 def _drop_stale(folder: Folder, task: TaskInfo, began_s: float, asked_s: float, in_common: bool) -> None:
@@ -232,12 +256,3 @@ def _drop_stale(folder: Folder, task: TaskInfo, began_s: float, asked_s: float, 
     except StorageError as error:
         # Of no harm to this batch; a late attempt at an old one may be writing there.
         _LOGGER.warning("old spill files are left to the next batch: %s", error)
-
-
-def reclaim_in_turn(stores: Path, scratch: Path, keep_s: float) -> None:
-    """Have local stores removed that no task has used for long; each process looks once an hour."""
-    global _reclaim_at_s
-    now_s = time.monotonic()
-    if now_s >= _reclaim_at_s:
-        _reclaim_at_s = now_s + _RECLAIM_EVERY_S
-        Background.shared().submit("reclaiming local stores", lambda: reclaim(stores, scratch, keep_s))

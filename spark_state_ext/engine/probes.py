@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import ClassVar
 
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.replication import Replica, is_complete
@@ -33,17 +32,17 @@ _SLICE_S = 1.0
 
 
 class Probes:
-    """What a process has looked at."""
+    """What a process has probed."""
 
-    # Its own thread: a store that hangs keeps neither snapshots nor clean-up from going on.
-    _beside: ClassVar[DaemonPool] = DaemonPool("looks")
-    # By bucket and backend: the run that looked, or is about to.
-    _seen: ClassVar[OrderedDict[tuple[str, str], str]] = OrderedDict()
-    _wait_from_s: ClassVar[float] = 0.0
+    def __init__(self) -> None:
+        # Its own thread: a store that hangs keeps neither snapshots nor clean-up from going on.
+        self.beside = DaemonPool("probes")
+        # By bucket and backend: the run that probed, or is about to.
+        self._seen: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._wait_from_s = 0.0
 
-    @classmethod
     def once(
-        cls,
+        self,
         key: str,
         run_id: str,
         known: Callable[[], Pointer],
@@ -70,25 +69,24 @@ class Probes:
         list of Future
             What the commit waits for.
         """
-        new = [replica for replica in replicas if cls._seen.get((key, replica.name)) != run_id]
+        new = [replica for replica in replicas if self._seen.get((key, replica.name)) != run_id]
         pointer = known() if new else None
         begun: list[Future[None]] = []
         for replica in new:
             status = None if pointer is None else pointer.replication.get(replica.name)
             if pointer is None or status is None or not is_complete(status) or status.through is None:
                 continue
-            cls._seen[key, replica.name] = run_id
-            if len(cls._seen) > _SEEN_MAX:
-                cls._seen.popitem(last=False)
+            self._seen[key, replica.name] = run_id
+            if len(self._seen) > _SEEN_MAX:
+                self._seen.popitem(last=False)
             try:
                 there = partial(has_state, replica.restore.restore(), pointer, status.through)
-                begun.append(cls._beside.submit(cls._probe, key, replica.name, there, lost, time.monotonic()))
+                begun.append(self.beside.submit(self._probe, key, replica.name, there, lost, time.monotonic()))
             except StateError as error:
-                cls._again(key, replica.name, error)
+                self._again(key, replica.name, error)
         return begun
 
-    @classmethod
-    def await_all(cls, probes: Sequence[Future[None]], while_waiting: Callable[[], None] = lambda: None) -> None:
+    def await_all(self, probes: Sequence[Future[None]], while_waiting: Callable[[], None] = lambda: None) -> None:
         """Wait for looks, but not long where a store does not answer: what they find then, the next commit mends.
 
         Parameters
@@ -101,18 +99,17 @@ class Probes:
         until_s = time.monotonic() + _WAIT_S_MAX
         while wait(probes, 0.0).not_done:
             now_s = time.monotonic()
-            if now_s < cls._wait_from_s:
+            if now_s < self._wait_from_s:
                 return
             if now_s >= until_s:
-                cls._wait_from_s = now_s + _WAIT_S_MAX
+                self._wait_from_s = now_s + _WAIT_S_MAX
                 _LOGGER.warning("a backend does not tell whether it has what it confirmed; batches go on meanwhile")
                 return
             wait(probes, min(_SLICE_S, until_s - now_s))
             while_waiting()
 
-    @classmethod
     def _probe(
-        cls, key: str, name: str, there: Callable[[], bool], lost: Callable[[str], None], asked_s: float
+        self, key: str, name: str, there: Callable[[], bool], lost: Callable[[str], None], asked_s: float
     ) -> None:
         try:
             if there() or time.monotonic() - asked_s > _LATE_S:
@@ -128,14 +125,13 @@ class Probes:
             # The run's next call tells, too.
             _LOGGER.warning("%s", error)
         except StateError as error:
-            cls._again(key, name, error)
+            self._again(key, name, error)
         except Exception:
             # A fault of ours, which nobody else would tell of.
             _LOGGER.exception("looking for the state of %s in %s failed", key, name)
 
-    @classmethod
-    def _again(cls, key: str, name: str, error: StateError) -> None:
+    def _again(self, key: str, name: str, error: StateError) -> None:
         """The next call has another look."""
         _LOGGER.warning("whether %s has what it confirmed cannot be told: %s", name, error)
-        cls._seen.pop((key, name), None)
-        cls._wait_from_s = time.monotonic() + _WAIT_S_MAX
+        self._seen.pop((key, name), None)
+        self._wait_from_s = time.monotonic() + _WAIT_S_MAX

@@ -20,89 +20,197 @@ from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import StateElsewhereError
 from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.ownership.lease import Lease
+from spark_state_ext.ownership.lease import Lease, LeaseRegistry
 from spark_state_ext.ownership.lease_record import RunIdentity
 from spark_state_ext.worker.background import Background
 
-__all__ = ["Leases", "bring_back", "forget_replicas", "names_a_holder", "replicas_of", "prepare", "refuse_elsewhere"]
+__all__ = ["Leases", "Replicas", "names_a_holder"]
 
 _BUCKETS_MAX = 1_024
-_kept: OrderedDict[tuple[str, str, int], list[Replica]] = OrderedDict()
-# Backups whose bucket was forgotten while they had uploads under way.
-_leaving: list[BackupManager] = []
-_leaving_lock = threading.Lock()
-_prepared: set[tuple[str, str, str]] = set()
-_prepared_lock = threading.Lock()
 
 
-def replicas_of(job: Job, query_folder: str, bucket: int, scratch: Path) -> list[Replica]:
-    """The managers of a bucket's backends.
+class Replicas:
+    """The managers of a process's buckets, kept from call to call.
 
-    Raises
-    ------
-    ExecutorPackageError
-        When no package of this Python has a backend of the kind asked for.
+    Parameters
+    ----------
+    background
+        Closes those that are not needed any more.
+    uploads
+        Gives backends their threads, and tells which of them are at work.
     """
-    key = (job.plan_id, query_folder, bucket)
-    # Taken out and put in again: in the order of their last use.
-    replicas = _kept.pop(key, None)
-    if replicas is None:
-        replicas = []
-        for backend in job.options.backends:
-            factory, context = factory_of(backend.kind), _context(job, backend, query_folder, bucket, scratch)
-            backup, restore = factory.backup_manager(context), factory.restore_manager(context)
-            replicas.append(Replica(backend.name, backup, restore, _is_root(job, backend)))
-    _kept[key] = replicas
-    if len(_kept) > _BUCKETS_MAX:
-        # Of queries that stopped, most likely.
-        _close(_kept.pop(next(iter(_kept))))
-    return replicas
 
+    def __init__(self, background: Background, uploads: WorkerUploads) -> None:
+        self._background = background
+        self._uploads = uploads
+        self._kept: OrderedDict[tuple[str, str, int], list[Replica]] = OrderedDict()
+        # Backups whose bucket was forgotten while they had uploads under way.
+        self._leaving: list[BackupManager] = []
+        self._leaving_lock = threading.Lock()
+        self._prepared: set[tuple[str, str, str]] = set()
+        self._prepared_lock = threading.Lock()
 
-def forget_replicas(job: Job, query_folder: str, bucket: int) -> None:
-    """Close the managers of a bucket, as after a call that failed: the next call has others made.
+    def of(self, job: Job, query_folder: str, bucket: int, scratch: Path) -> list[Replica]:
+        """The managers of a bucket's backends.
 
-    Restores end. Uploads that are under way do not: a backup is closed when it has none.
-    """
-    _close(_kept.pop((job.plan_id, query_folder, bucket), []))
+        Raises
+        ------
+        ExecutorPackageError
+            When no package of this Python has a backend of the kind asked for.
+        """
+        key = (job.plan_id, query_folder, bucket)
+        # Taken out and put in again: in the order of their last use.
+        replicas = self._kept.pop(key, None)
+        if replicas is None:
+            replicas = []
+            for backend in job.options.backends:
+                factory, context = factory_of(backend.kind), self._context(job, backend, query_folder, bucket, scratch)
+                backup, restore = factory.backup_manager(context), factory.restore_manager(context)
+                replicas.append(Replica(backend.name, backup, restore, _is_root(job, backend)))
+        self._kept[key] = replicas
+        if len(self._kept) > _BUCKETS_MAX:
+            # Of queries that stopped, most likely.
+            self._close(self._kept.pop(next(iter(self._kept))))
+        return replicas
 
+    def forget(self, job: Job, query_folder: str, bucket: int) -> None:
+        """Close the managers of a bucket, as after a call that failed: the next call has others made.
 
-def _close(replicas: Iterable[Replica]) -> None:
-    """Restores end at once; backups are closed after what waits in the background, which may hand them snapshots."""
-    for replica in replicas:
-        replica.restore.close()
-        work = partial(_close_backups, replica.backup)
-        Background.shared().submit(f"closing of the backup manager {id(replica.backup)} of {replica.name}", work)
+        Restores end. Uploads that are under way do not: a backup is closed when it has none.
+        """
+        self._close(self._kept.pop((job.plan_id, query_folder, bucket), []))
 
+    def _close(self, replicas: Iterable[Replica]) -> None:
+        """Restores end at once; backups are closed after what waits in the background, which may hand them
+        snapshots."""
+        for replica in replicas:
+            replica.restore.close()
+            work = partial(self._close_backups, replica.backup)
+            self._background.submit(f"closing of the backup manager {id(replica.backup)} of {replica.name}", work)
 
-def _close_backups(another: BackupManager) -> None:
-    """Close a backup, and those that had uploads under way when it was their turn."""
-    uploads = WorkerUploads.shared()
-    with _leaving_lock:
-        _leaving.append(another)
-        idle = [backup for backup in _leaving if not uploads.is_at(backup)]
-        _leaving[:] = [backup for backup in _leaving if backup not in idle]
-    for backup in idle:
-        backup.close()
+    def _close_backups(self, another: BackupManager) -> None:
+        """Close a backup, and those that had uploads under way when it was their turn."""
+        uploads = self._uploads
+        with self._leaving_lock:
+            self._leaving.append(another)
+            idle = [backup for backup in self._leaving if not uploads.is_at(backup)]
+            self._leaving[:] = [backup for backup in self._leaving if backup not in idle]
+        for backup in idle:
+            backup.close()
+
+    def _context(
+        self, job: Job, backend: Backend, query_folder: str, bucket: int | None, scratch: Path
+    ) -> BackendContext:
+        return BackendContext(
+            name=backend.name,
+            options=backend.factory_options,
+            operator=job.operator,
+            query_folder=query_folder,
+            bucket=bucket,
+            executor=self._uploads.pool(backend.name),
+            cleaner=self._uploads.cleaner,
+            scratch=scratch,
+            timeout_s=job.options.commit.commit_timeout_ms / 1000,
+        )
+
+    def prepare(self, job: Job, root: Folder, query_folder: str, scratch: Path, schema_id: int) -> None:
+        """Have every backend keep what is there for the operator as a whole; once a process, query folder and schema.
+
+        Parameters
+        ----------
+        job, root, query_folder
+            As for `Leases.of`.
+        scratch
+            Local folder for temporary files.
+        schema_id
+            Number of the operator file in force, which the root has.
+        """
+        others = [backend for backend in job.options.backends if not _is_root(job, backend)]
+        with self._prepared_lock:
+            schema = f"{job.operator} {schema_id}"
+            missing = [it for it in others if (it.name, query_folder, schema) not in self._prepared]
+            if not missing:
+                return
+            files = root.child(query_folder)
+            names = [name for name in files.names() if parse_operator_file_name(name) is not None]
+            names.sort(key=lambda name: name == operator_file_name(schema_id))
+            resources = {name: files.get(name) for name in names}
+            for backend in missing:
+                context = self._context(job, backend, query_folder, None, scratch)
+                admin = factory_of(backend.kind).admin(BackendContext(**{**context.__dict__, "resources": resources}))
+                admin.create_resources()
+                admin.validate_resources()
+                self._prepared.add((backend.name, query_folder, f"{job.operator} {schema_id}"))
+
+    def refuse_elsewhere(self, job: Job, root: Folder, pointer: Pointer, scratch: Path) -> None:
+        """Refuse a job that names none of the replicas which hold its state; nothing is written, nor asked of the right
+        ones.
+
+        Copying all files to another place is a move: then the newest file that the pointer counts on is there.
+
+        Parameters
+        ----------
+        job, root
+            As for `Leases.of`.
+        pointer
+            The committed pointer of a bucket.
+        scratch
+            Local folder for temporary files.
+
+        Raises
+        ------
+        StateElsewhereError
+            When the state lies elsewhere, whatever the local store has of it.
+        StorageError
+            When that cannot be told.
+        """
+        if names_a_holder(job, pointer):
+            return
+        confirmed = {it.through for it in pointer.replication.values() if is_complete(it)}
+        files = root.child(pointer.query_folder)
+        if confirmed <= {None}:
+            # All of it is in Spark's own state. The operator file was there before the first pointer.
+            moved = files.exists(operator_file_name(pointer.schema_id))
+        else:
+            there = [
+                replica.restore.restore() for replica in self.of(job, pointer.query_folder, pointer.bucket, scratch)
+            ]
+            moved = any(has_checkpoint(replica, ref) for replica in there for ref in confirmed if ref is not None)
+        if not moved:
+            old = ", ".join(pointer.replication)
+            names = ", ".join(backend.name for backend in job.options.backends)
+            if Backend(job.options.root).name in pointer.replication:
+                # The root is right, and was left out.
+                where, mend = names, f"add 'fsspec' to backends, which stands for the root {job.options.root}"
+            else:
+                where, mend = str(files.root), f"set the root back to {old}"
+            raise StateElsewhereError(
+                f"operator {job.operator!r} has its state in {old}, and the job names {names}, where it is not "
+                f"(looked for in {where}): {mend}. To move the state, keep both for a while with backends=[…], or copy "
+                "all files of the old place first. Nothing was written and no state is lost."
+            )
+
+    def bring_back(self, root: Folder, query_folder: str, operator: OperatorFile) -> None:
+        """Write the operator file that is in force where somebody has deleted it; other backends get it as for
+        `prepare`.
+
+        Parameters
+        ----------
+        root, query_folder
+            As for `Leases.of`.
+        operator
+            The file.
+        """
+        files, name = root.child(query_folder), operator_file_name(operator.schema_id)
+        if not files.exists(name):
+            files.create(name, operator.encode())
+        with self._prepared_lock:
+            self._prepared.difference_update([it for it in self._prepared if it[1] == query_folder])
 
 
 def _is_root(job: Job, backend: Backend) -> bool:
     here = (job.options.root.rstrip("/") or job.options.root, dict(job.options.storage_options))
     return backend.kind == FSSPEC and (backend.root, dict(backend.storage_options)) == here
-
-
-def _context(job: Job, backend: Backend, query_folder: str, bucket: int | None, scratch: Path) -> BackendContext:
-    return BackendContext(
-        name=backend.name,
-        options=backend.factory_options,
-        operator=job.operator,
-        query_folder=query_folder,
-        bucket=bucket,
-        executor=WorkerUploads.shared().pool(backend.name),
-        cleaner=WorkerUploads.shared().cleaner,
-        scratch=scratch,
-        timeout_s=job.options.commit.commit_timeout_ms / 1000,
-    )
 
 
 @dataclass(frozen=True)
@@ -118,7 +226,7 @@ class Leases:
     leases: tuple[Lease, ...]
 
     @staticmethod
-    def of(job: Job, task: TaskInfo, root: Folder, query_folder: str) -> Leases:
+    def of(job: Job, task: TaskInfo, root: Folder, query_folder: str, registry: LeaseRegistry) -> Leases:
         """Those of a task's run.
 
         Parameters
@@ -127,13 +235,15 @@ class Leases:
             The job, and what the task was told.
         root
             The operator's folder at the job's root, where `query_folder` lies.
+        registry
+            The process's leases.
         """
         folders = [root.child(query_folder)]
         for backend in job.options.backends:
             if backend.kind == FSSPEC and not _is_root(job, backend):
                 folders.append(Folder(backend.root, backend.storage_options).child(job.operator, query_folder))
         me = RunIdentity.here(job.application_id, job.plan_id, task.query_id, local=job.local_mode)
-        return Leases(tuple(Lease.of(folder, me, job.options.lease_ms) for folder in folders))
+        return Leases(tuple(registry.of(folder, me, job.options.lease_ms) for folder in folders))
 
     @property
     def times_removed(self) -> int:
@@ -151,101 +261,6 @@ class Leases:
             lease.check()
 
 
-def prepare(job: Job, root: Folder, query_folder: str, scratch: Path, schema_id: int) -> None:
-    """Have every backend keep what is there for the operator as a whole; once a process, query folder and schema.
-
-    Parameters
-    ----------
-    job, root, query folder
-        As for `Leases.of`.
-    scratch
-        Local folder for temporary files.
-    schema_id
-        Number of the operator file in force, which the root has.
-    """
-    others = [backend for backend in job.options.backends if not _is_root(job, backend)]
-    with _prepared_lock:
-        missing = [it for it in others if (it.name, query_folder, f"{job.operator} {schema_id}") not in _prepared]
-        if not missing:
-            return
-        files = root.child(query_folder)
-        names = [name for name in files.names() if parse_operator_file_name(name) is not None]
-        names.sort(key=lambda name: name == operator_file_name(schema_id))
-        resources = {name: files.get(name) for name in names}
-        for backend in missing:
-            context = _context(job, backend, query_folder, None, scratch)
-            admin = factory_of(backend.kind).admin(BackendContext(**{**context.__dict__, "resources": resources}))
-            admin.create_resources()
-            admin.validate_resources()
-            _prepared.add((backend.name, query_folder, f"{job.operator} {schema_id}"))
-
-
 def names_a_holder(job: Job, pointer: Pointer) -> bool:
     """Whether the job names a replica that holds the state of a pointer, or the pointer is too old to say which do."""
     return not pointer.replication or any(backend.name in pointer.replication for backend in job.options.backends)
-
-
-def refuse_elsewhere(job: Job, root: Folder, pointer: Pointer, scratch: Path) -> None:
-    """Refuse a job that names none of the replicas which hold its state; nothing is written, nor asked of the right
-    ones.
-
-    Copying all files to another place is a move: then the newest file that the pointer counts on is there.
-
-    Parameters
-    ----------
-    job, root
-        As for `Leases.of`.
-    pointer
-        The committed pointer of a bucket.
-    scratch
-        Local folder for temporary files.
-
-    Raises
-    ------
-    StateElsewhereError
-        When the state lies elsewhere, whatever the local store has of it.
-    StorageError
-        When that cannot be told.
-    """
-    if names_a_holder(job, pointer):
-        return
-    confirmed = {it.through for it in pointer.replication.values() if is_complete(it)}
-    files = root.child(pointer.query_folder)
-    if confirmed <= {None}:
-        # All of it is in Spark's own state. The operator file was there before the first pointer.
-        moved = files.exists(operator_file_name(pointer.schema_id))
-    else:
-        there = [
-            replica.restore.restore() for replica in replicas_of(job, pointer.query_folder, pointer.bucket, scratch)
-        ]
-        moved = any(has_checkpoint(replica, ref) for replica in there for ref in confirmed if ref is not None)
-    if not moved:
-        old = ", ".join(pointer.replication)
-        names = ", ".join(backend.name for backend in job.options.backends)
-        if Backend(job.options.root).name in pointer.replication:
-            # The root is right, and was left out.
-            where, mend = names, f"add 'fsspec' to backends, which stands for the root {job.options.root}"
-        else:
-            where, mend = str(files.root), f"set the root back to {old}"
-        raise StateElsewhereError(
-            f"operator {job.operator!r} has its state in {old}, and the job names {names}, where it is not "
-            f"(looked for in {where}): {mend}. To move the state, keep both for a while with backends=[…], or copy all "
-            "files of the old place first. Nothing was written and no state is lost."
-        )
-
-
-def bring_back(root: Folder, query_folder: str, operator: OperatorFile) -> None:
-    """Write the operator file that is in force where somebody has deleted it; other backends get it as for `prepare`.
-
-    Parameters
-    ----------
-    root, query folder
-        As for `Leases.of`.
-    operator
-        The file.
-    """
-    files, name = root.child(query_folder), operator_file_name(operator.schema_id)
-    if not files.exists(name):
-        files.create(name, operator.encode())
-    with _prepared_lock:
-        _prepared.difference_update([it for it in _prepared if it[1] == query_folder])

@@ -13,7 +13,7 @@ from spark_state_ext.files.folder import Folder
 __all__ = [
     "SPILL_FOLDER",
     "STARTING_FOLDER",
-    "admit",
+    "OperatorCatalog",
     "query_folders_of_batch",
     "is_query_folder",
     "is_new_query_folder",
@@ -31,8 +31,6 @@ _QUERY_FOLDER = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _NEW_QUERY_FOLDER = re.compile(r"t\d{1,15}-[0-9a-f]{32}")
 # Each round ends with the file of one job written, and a job writes one.
 _ROUNDS_MAX = 5
-_admitted: dict[tuple[str, bytes], OperatorFile] = {}
-_admitted_lock = threading.Lock()
 
 
 def is_query_folder(name: str) -> bool:
@@ -40,49 +38,57 @@ def is_query_folder(name: str) -> bool:
     return _QUERY_FOLDER.fullmatch(name) is not None
 
 
-def admit(
-    operator_files: Folder,
-    wanted: OperatorFile,
-    strict: bool,
-    *,
-    again: bool = False,
-    batch_ms: int | None = None,
-    case_sensitive: bool = False,
-) -> OperatorFile:
-    """Compare a job with what is stored and write the operator file it needs. Done once a process and job.
+class OperatorCatalog:
+    """Which operator files this process has compared with which jobs."""
 
-    Parameters
-    ----------
-    operator_files
-        The folder ``<root>/<operator>``.
-    wanted
-        The operator file the job asks for.
-    strict
-        Refuse to begin anew beside the state of another query.
-    again
-        Look at the files once more, whatever this process admitted before.
-    batch_ms
-        Time of the batch that a query without state begins with: other attempts at it are no other queries.
-    case_sensitive
-        As in `OperatorFile.succeeded_by`.
+    def __init__(self) -> None:
+        self._admitted: dict[tuple[str, bytes], OperatorFile] = {}
+        self._lock = threading.Lock()
 
-    Returns
-    -------
-    OperatorFile
-        The one in force.
+    def admit(
+        self,
+        operator_files: Folder,
+        wanted: OperatorFile,
+        strict: bool,
+        *,
+        again: bool = False,
+        batch_ms: int | None = None,
+        case_sensitive: bool = False,
+    ) -> OperatorFile:
+        """Compare a job with what is stored and write the operator file it needs. Done once a process and job.
 
-    Raises
-    ------
-    BucketCountChangedError, SchemaChangedError, FunctionChangedError
-        When the stored state cannot serve the job.
-    ExistingStateError
-        When `strict` and another query's state is there.
-    """
-    key = (operator_files.identity, wanted.encode())
-    with _admitted_lock:
-        if again or key not in _admitted:
-            _admitted[key] = _admit(operator_files, wanted, strict, batch_ms, case_sensitive)
-        return _admitted[key]
+        Parameters
+        ----------
+        operator_files
+            The folder ``<root>/<operator>``.
+        wanted
+            The operator file the job asks for.
+        strict
+            Refuse to begin anew beside the state of another query.
+        again
+            Look at the files once more, whatever this process admitted before.
+        batch_ms
+            Time of the batch that a query without state begins with: other attempts at it are no other queries.
+        case_sensitive
+            As in `OperatorFile.succeeded_by`.
+
+        Returns
+        -------
+        OperatorFile
+            The one in force.
+
+        Raises
+        ------
+        BucketCountChangedError, SchemaChangedError, FunctionChangedError
+            When the stored state cannot serve the job.
+        ExistingStateError
+            When `strict` and another query's state is there.
+        """
+        key = (operator_files.identity, wanted.encode())
+        with self._lock:
+            if again or key not in self._admitted:
+                self._admitted[key] = _admit(operator_files, wanted, strict, batch_ms, case_sensitive)
+            return self._admitted[key]
 
 
 def _admit(
@@ -128,7 +134,8 @@ def is_new_query_folder(name: str) -> bool:
 
 
 def query_folders_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
-    """The query folders that attempts at a first batch took, by the records that they left (`engine.first_query_folder`).
+    """The query folders that attempts at a first batch took, by the records that they left
+    (`engine.first_query_folder`).
 
     Parameters
     ----------

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import ClassVar
 
 from spark_state_ext.errors import LiveRunError, StateError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder
@@ -27,7 +26,7 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
 from spark_state_ext.worker.threads import DaemonPool
 
-__all__ = ["LEASE_MS_MIN", "Clock", "Lease", "LeaseState"]
+__all__ = ["LEASE_MS_MIN", "Clock", "Lease", "LeaseRegistry", "LeaseState"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 LEASE_MS_MIN = 100
@@ -91,9 +90,6 @@ class Lease:
         Where the time comes from.
     """
 
-    _held: ClassVar[dict[str, Lease]] = {}
-    _lock = threading.Lock()
-
     def __init__(self, files: Folder, me: RunIdentity, lease_ms: int, clock: Clock | None = None) -> None:
         if lease_ms < LEASE_MS_MIN:
             raise UsageError(f"lease_ms must be at least {LEASE_MS_MIN}, not {lease_ms}")
@@ -117,24 +113,16 @@ class Lease:
         self._beside.threads_max = _THREADS
         self._successor: RunIdentity | None = None
         self._times_removed = 0
+        self._set_aside = False
 
-    @classmethod
-    def of(cls, files: Folder, me: RunIdentity, lease_ms: int) -> Lease:
-        """The process's lease object of a folder: the current run's, as a worker outlives queries.
+    def is_of(self, me: RunIdentity) -> bool:
+        """Whether it is the lease of a run."""
+        return (self._me.application, self._me.plan) == (me.application, me.plan)
 
-        Parameters
-        ----------
-        files, me, lease_ms
-            As for the class.
-        """
-        with cls._lock:
-            held = cls._held.get(files.identity)
-            if held is None or (held._me.application, held._me.plan) != (me.application, me.plan):
-                held = cls._held[files.identity] = cls(files, me, lease_ms)
-            elif me.query:
-                # Tasks that are not told their query take turns with tasks that are.
-                held._me = me
-            return held
+    def told(self, me: RunIdentity) -> None:
+        """A task of the run asks. Tasks that are not told their query take turns with tasks that are."""
+        if me.query:
+            self._me = me
 
     @property
     def state(self) -> LeaseState:
@@ -346,7 +334,11 @@ class Lease:
 
     def _is_replaced_here(self) -> bool:
         """Whether this process works for another run on the same folder by now."""
-        return self._held.get(self._files.identity, self) is not self
+        return self._set_aside
+
+    def set_aside(self) -> None:
+        """This process works for another run on the same folder from now on."""
+        self._set_aside = True
 
     def _not_answered(self, error: StateError) -> None:
         self._not_before_s = self._clock.monotonic_s() + self._third_s / 2
@@ -367,3 +359,29 @@ class Lease:
             f"the state at {self._log.root} was taken over by {owner}, which started later; {self._me} must not write "
             f"it any more{and_so}"
         )
+
+
+class LeaseRegistry:
+    """The lease objects of a process, one for each query folder: the current run's, as a worker outlives queries."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Lease] = {}
+        self._lock = threading.Lock()
+
+    def of(self, files: Folder, me: RunIdentity, lease_ms: int) -> Lease:
+        """The lease object of a folder.
+
+        Parameters
+        ----------
+        files, me, lease_ms
+            As for `Lease`.
+        """
+        with self._lock:
+            held = self._held.get(files.identity)
+            if held is None or not held.is_of(me):
+                if held is not None:
+                    held.set_aside()
+                held = self._held[files.identity] = Lease(files, me, lease_ms)
+            else:
+                held.told(me)
+            return held

@@ -7,12 +7,11 @@ depends on it: a snapshot that never arrived is unconfirmed only, and clean-up g
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from spark_state_ext.errors import StateError
 
@@ -54,9 +53,6 @@ class Inline:
 class Background:
     """Runs work in a thread of its own, one after the other."""
 
-    _shared: ClassVar[Background | None] = None
-    _shared_lock = threading.Lock()
-
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._waiting: OrderedDict[str, Work] = OrderedDict()
@@ -65,16 +61,6 @@ class Background:
         # Pieces of work that came to their end.
         self.finished = 0
         self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
-
-    @classmethod
-    def shared(cls) -> Background:
-        """The one of this process."""
-        with cls._shared_lock:
-            # Threads do not survive a fork.
-            if cls._shared is None or cls._shared._pid != os.getpid():
-                cls._shared = cls()
-            return cls._shared
 
     def submit(self, name: str, work: Work) -> bool:
         """Have `work` run after what waits already.

@@ -21,13 +21,13 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from spark_state_ext.worker.threads import DaemonPool
 
-__all__ = ["SCHEMA", "CallMetrics", "MetricsLog", "by_batch", "read", "timed", "timing"]
+__all__ = ["SCHEMA", "CallMetrics", "MetricsLog", "MetricsLogs", "by_batch", "read", "timed", "timing"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 FILES = "*.arrows"
@@ -185,24 +185,17 @@ class MetricsLog:
     ----------
     folder
         Made when it is not there. Of the files of processes that have ended, the newest stay.
+    beside
+        Where what is held back is written.
     """
 
-    _logs: ClassVar[dict[tuple[int, str], MetricsLog]] = {}
-    _lock = threading.Lock()
-    _beside: ClassVar[DaemonPool] = DaemonPool("metrics")
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, beside: DaemonPool | None = None) -> None:
         self._folder = folder
+        self._beside = beside or DaemonPool("metrics")
         self._held: list[dict[str, Any]] = []
         self._writing = threading.Lock()
         self._stream: Any = None
         self._writer: Any = None
-
-    @classmethod
-    def at(cls, folder: Path) -> MetricsLog:
-        """The process's log in a folder."""
-        with cls._lock:
-            return cls._logs.setdefault((os.getpid(), str(folder)), cls(folder))
 
     def add(self, call: CallMetrics) -> None:
         """Note a call; it is written with the task's last one where that is known, or within a second."""
@@ -245,6 +238,22 @@ class MetricsLog:
         path = self._folder / f"{int(time.time() * 1000)}-{os.getpid()}-{uuid.uuid4().hex[:8]}.arrows"
         self._stream = path.open("wb")
         self._writer = pa.ipc.new_stream(self._stream, SCHEMA)
+
+
+class MetricsLogs:
+    """The logs of a worker process, one for each folder."""
+
+    def __init__(self) -> None:
+        self._logs: dict[str, MetricsLog] = {}
+        self._lock = threading.Lock()
+        self._beside = DaemonPool("metrics")
+
+    def at(self, folder: Path) -> MetricsLog:
+        """The log in a folder."""
+        with self._lock:
+            if str(folder) not in self._logs:
+                self._logs[str(folder)] = MetricsLog(folder, self._beside)
+            return self._logs[str(folder)]
 
 
 @functools.cache

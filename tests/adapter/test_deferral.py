@@ -12,7 +12,7 @@ import pytest
 from arrow_schemas import Pointer
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine import deferral
-from spark_state_ext.engine.deferral import Partitioning, TaskEnd
+from spark_state_ext.engine.deferral import Partitioning, TaskEnd, TaskEnds
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 
@@ -46,7 +46,6 @@ def test_what_is_expected_is_what_is_called_or_nothing_is_expected(told: int, re
     for partition, buckets in tasks.items():
         for bucket in buckets:
             # In another process than the one that found a difference.
-            Partitioning._unlike.clear()
             expected = Partitioning(run, told, partition, BUCKETS).expected(
                 _pointer(bucket, noted[bucket]), query_folder
             )
@@ -86,19 +85,20 @@ def test_the_last_call_waits_for_what_the_others_left(monkeypatch: pytest.Monkey
     monkeypatch.setattr(deferral, "await_all", lambda left, *args, **kwargs: waited.append(list(left)))
     uploads: Any = _Waits()
     expected = frozenset({1, 3, 5})
-    end = TaskEnd.of(4711)
+    ends = TaskEnds()
+    end = ends.of(4711)
     left: Any
     for bucket, left in ((1, ["a"]), (3, [])):
         assert end.may_leave(bucket, expected)
         end.over(bucket, left, expected, uploads, CommitOptions())
         assert waited == []
-        assert TaskEnd.of(4711) is end
+        assert ends.of(4711) is end
     assert not end.may_leave(5, expected), "nobody comes after it"
     left = ["b"]
     end.over(5, left, expected, uploads, CommitOptions())
     assert waited == [["a", "b"]]
     # A call that was not expected waits by itself, and for the others.
-    other = TaskEnd.of(4712)
+    other = ends.of(4712)
     left = ["c"]
     other.over(1, left, expected, uploads, CommitOptions())
     assert not other.may_leave(2, expected)
@@ -106,8 +106,8 @@ def test_the_last_call_waits_for_what_the_others_left(monkeypatch: pytest.Monkey
     other.over(2, left, frozenset(), uploads, CommitOptions())
     assert waited[1:] == [["c", "d"]]
     # Attempts do not see each other, and where a task is not told its own, none is kept.
-    assert TaskEnd.of(4713).left == []
-    assert TaskEnd.of(None) is not TaskEnd.of(None)
+    assert ends.of(4713).left == []
+    assert ends.of(None) is not ends.of(None)
 
 
 def test_what_was_left_and_failed_fails_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_where_the_store_does_not_answer_nothing_is_expected_and_it_is_asked_aga
     """Another worker may have found a difference."""
     run = f"run-{uuid.uuid4()}"
     assert Partitioning(run, 2, 0, BUCKETS).noted(3, query_folder) is None
-    Partitioning._unlike.clear()  # in another process
+    # Each has what its own process knows.
 
     def unwell(*args: object, **kwargs: object) -> None:
         raise ConnectionResetError(104, "Connection reset by peer")
@@ -138,6 +138,6 @@ def test_where_the_store_does_not_answer_nothing_is_expected_and_it_is_asked_aga
     with monkeypatch.context() as patch:
         patch.setattr(type(query_folder._fs), "info", unwell)
         assert partitioning.expected(pointer, query_folder) == frozenset()
-        assert not Partitioning._unlike
+        assert not len(partitioning.differences)
     assert partitioning.expected(pointer, query_folder) == frozenset()
-    assert list(Partitioning._unlike.values()) == [True]
+    assert list(partitioning.differences._found.values()) == [True]

@@ -14,19 +14,15 @@ from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from arrow_schemas.pointer import ReplicationStatus
 from spark_state_ext.backends.registry import Backend
-from spark_state_ext.engine import replicas
+from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.job import Job
-from spark_state_ext.engine.replicas import refuse_elsewhere
+from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.errors import ChangedJobError, StateElsewhereError, StorageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.worker.background import Background
 
 QUERY_FOLDER = "home"
 FIRST, NEWEST = CheckpointRef(4, "a" * 32), CheckpointRef(7, "b" * 32)
-
-
-@pytest.fixture(autouse=True)
-def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "_kept", type(replicas._kept)())
 
 
 def _job(root: Path, *backends: Backend) -> Job:
@@ -50,7 +46,9 @@ def _root(path: Path, *names: str) -> Path:
 
 def _refuse(the_job: Job, pointer: Pointer, scratch: Path) -> None:
     the_job = replace(the_job, options=replace(the_job.options, operator="operator"))
-    refuse_elsewhere(the_job, Folder(the_job.options.root).child("operator"), pointer, scratch)
+    Replicas(Background(), WorkerUploads()).refuse_elsewhere(
+        the_job, Folder(the_job.options.root).child("operator"), pointer, scratch
+    )
 
 
 def _tree(path: Path) -> list[Path]:

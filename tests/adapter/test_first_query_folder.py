@@ -35,13 +35,13 @@ def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_all_calls_of_a_batch_begin_in_one_folder(told: list[str], expected: str, tmp_path: Path) -> None:
     files = Folder(str(tmp_path))
-    assert {FirstQueryFolders.of(files, query, _BATCH_MS, _NONCE) for query in told} == {expected}
+    assert {FirstQueryFolders().of(files, query, _BATCH_MS, _NONCE) for query in told} == {expected}
     assert query_folders_of_batch(files, _BATCH_MS) == {expected}
 
 
 def test_two_queries_begin_in_two_folders_whatever_their_time(tmp_path: Path) -> None:
     files = Folder(str(tmp_path))
-    query_folders = [FirstQueryFolders.of(files, "", _BATCH_MS, nonce) for nonce in (_NONCE, b"m" * 16, b"", b"")]
+    query_folders = [FirstQueryFolders().of(files, "", _BATCH_MS, nonce) for nonce in (_NONCE, b"m" * 16, b"", b"")]
     assert len(set(query_folders)) == 4
     assert query_folders_of_batch(files, _BATCH_MS) == set(query_folders)
     assert query_folders_of_batch(files, _BATCH_MS + 1) == set()
@@ -50,19 +50,19 @@ def test_two_queries_begin_in_two_folders_whatever_their_time(tmp_path: Path) ->
 def test_a_query_does_not_begin_in_the_folder_of_another(tmp_path: Path) -> None:
     # A thread of the user's that has worked for another query of the application tells the id of that one.
     files = Folder(str(tmp_path))
-    assert FirstQueryFolders.of(files, "query", _BATCH_MS, _NONCE) == "query"
+    assert FirstQueryFolders().of(files, "query", _BATCH_MS, _NONCE) == "query"
     files.child("query").put("operator_0.json", b"{}")
     # Another attempt at the batch has another number, and the batch's time.
-    assert FirstQueryFolders.of(files, "query", _BATCH_MS, b"m" * 16) == "query"
+    assert FirstQueryFolders().of(files, "query", _BATCH_MS, b"m" * 16) == "query"
     another_ms = _BATCH_MS + 60_000
-    assert FirstQueryFolders.of(files, "query", another_ms, b"o" * 16) == f"t{another_ms}-{(b'o' * 16).hex()}"
+    assert FirstQueryFolders().of(files, "query", another_ms, b"o" * 16) == f"t{another_ms}-{(b'o' * 16).hex()}"
 
 
 def test_a_query_whose_first_batch_spills_begins_in_its_own_folder(tmp_path: Path) -> None:
     # The packing tasks write there before any call does.
     files, query = Folder(str(tmp_path)), str(uuid.uuid4())
     files.child(spill_folder(query, 0, time.time())).put("a.payloads", b"rows")
-    assert FirstQueryFolders.of(files, query, _BATCH_MS, _NONCE) == query
+    assert FirstQueryFolders().of(files, query, _BATCH_MS, _NONCE) == query
 
 
 def test_calls_at_one_time_agree(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_calls_at_one_time_agree(tmp_path: Path) -> None:
 
     def call(query: str) -> None:
         begin.wait(30)
-        found.append(FirstQueryFolders.of(files, query, _BATCH_MS, _NONCE))
+        found.append(FirstQueryFolders().of(files, query, _BATCH_MS, _NONCE))
 
     threads = [threading.Thread(target=call, args=(query,)) for query in ("", "query") * 4]
     for thread in threads:
@@ -85,7 +85,7 @@ def test_calls_at_one_time_agree(tmp_path: Path) -> None:
 def test_a_damaged_note_is_told(tmp_path: Path) -> None:
     Folder(str(tmp_path)).child("starting").put(f"{_BATCH_MS}-{_NONCE.hex()}", b"../elsewhere")
     with pytest.raises(CorruptFileError, match=r"names no folder of a query\. Remove it"):
-        FirstQueryFolders.of(Folder(str(tmp_path)), "query", _BATCH_MS, _NONCE)
+        FirstQueryFolders().of(Folder(str(tmp_path)), "query", _BATCH_MS, _NONCE)
 
 
 def test_notes_are_dropped_after_a_month() -> None:

@@ -12,7 +12,7 @@ import pytest
 from life import Life
 
 from spark_state_ext.engine import housekeeping
-from spark_state_ext.engine.housekeeping import CleanUps, drop_spill_files
+from spark_state_ext.engine.housekeeping import CleanUps, Housekeeping
 from spark_state_ext.engine.in_transit import spill_folder
 from spark_state_ext.engine.replicas import Leases
 from spark_state_ext.engine.task import TaskInfo
@@ -28,14 +28,21 @@ DUE = 10
 def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
     """A worker process of its own."""
     made = Background()
-    monkeypatch.setattr(Background, "_shared", made)
-    monkeypatch.setattr(made, "_pid", Background.shared()._pid)
+    monkeypatch.setattr(Process, "housekeeping", Housekeeping(made))
     yield made
     assert made.wait(30.0)
 
 
+class Process:
+    """The worker process of a test."""
+
+    housekeeping: Housekeeping
+
+
 def _clean_ups(life: Life) -> CleanUps:
-    return CleanUps(life.bucket(), life.replicas(), Leases(()), life.batches_retained, str(life.local))
+    return CleanUps(
+        life.bucket(), life.replicas(), Leases(()), life.batches_retained, str(life.local), Process.housekeeping
+    )
 
 
 def _denied(*args: object, **kwargs: object) -> None:
@@ -47,6 +54,7 @@ def test_a_clean_up_that_is_refused_is_told_by_the_next_commit(
 ) -> None:
     life.history(40)
     pointer, before = life.pointers[-1], life.files("a", "delta")
+    mine = Process.housekeeping
     monkeypatch.setattr(Folder, "remove", _denied)
     _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(30.0)
@@ -56,7 +64,7 @@ def test_a_clean_up_that_is_refused_is_told_by_the_next_commit(
     _clean_ups(life).raise_failed()
     assert life.files("a", "delta") == before
     monkeypatch.undo()
-    monkeypatch.setattr(Background, "_shared", background)
+    monkeypatch.setattr(Process, "housekeeping", mine, raising=False)
     _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(30.0)
     assert len(life.files("a", "delta")) < len(before)
@@ -89,7 +97,7 @@ def test_lost_files_are_noticed_again_where_the_operator_file_cannot_be_brought_
     for name in life.folder("a").names():
         life.folder("a").remove(name)
     monkeypatch.setattr(CleanUps, "_is_crowded", lambda *args: True)
-    args = (life.bucket(), life.replicas(), Leases(()), life.batches_retained, str(life.local))
+    args = (life.bucket(), life.replicas(), Leases(()), life.batches_retained, str(life.local), Process.housekeeping)
     due = DUE - life.pointers[-1].bucket
     CleanUps(*args, away).in_turn(life.pointers[-1], replace(life.pointers[-1], calls=due))
     assert "nothing is cleaned up in a: 503" in caplog.text
@@ -143,14 +151,15 @@ def test_clean_ups_that_hang_take_no_threads_from_uploads_and_are_not_piled_up(
         assert not asked.acquire(timeout=0.1), "one is enough, as long as it hangs"
     finally:
         ends.set()
+    mine = Process.housekeeping
     monkeypatch.undo()
-    monkeypatch.setattr(Background, "_shared", background)
-    left = housekeeping.CleanUps._left[str(life.local), "a"]
+    monkeypatch.setattr(Process, "housekeeping", mine, raising=False)
+    left = mine.left[str(life.local), "a"]
     left.result(30.0)
     assert len(life.files("a", "delta")) < len(before)
     _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(30.0)
-    assert (str(life.local), "a") not in housekeeping.CleanUps._left
+    assert (str(life.local), "a") not in mine.left
 
 
 @pytest.mark.parametrize("finished", [0, 1])
@@ -161,7 +170,7 @@ def test_spill_files_of_earlier_batches_go(finished: int, background: Background
     for batch, made_s in ((3, began_s - 5), (7, began_s + 5)):
         folder.child(spill_folder("query", batch, made_s)).put("x.payloads", b"rows")
     for calls in (5, housekeeping._SPILL_EVERY_CALLS):
-        drop_spill_files(folder, task, calls, int(1000 * began_s))
+        Process.housekeeping.drop_spill_files(folder, task, calls, int(1000 * began_s))
         assert background.wait(30.0)
     assert folder.child("query", "spill").names() == ["7-1000005"]
 
@@ -173,10 +182,10 @@ def test_spill_files_of_this_batch_stay_whichever_batch_their_writer_was_told(
     folder, began_s = Folder(str(tmp_path)), 1_000_000.0
     for made_s in (began_s - 60, began_s + 5):
         folder.child(spill_folder("query", 3, made_s)).put("x.payloads", b"rows")
-    drop_spill_files(folder, TaskInfo("query", "run", 7), 5, int(1000 * began_s))
+    Process.housekeeping.drop_spill_files(folder, TaskInfo("query", "run", 7), 5, int(1000 * began_s))
     assert background.wait(30.0)
     assert folder.child("query", "spill").names() == ["3-1000005"]
-    drop_spill_files(folder, TaskInfo("query", "run", 8), 6, int(1000 * (began_s + 60)))
+    Process.housekeeping.drop_spill_files(folder, TaskInfo("query", "run", 8), 6, int(1000 * (began_s + 60)))
     assert background.wait(30.0)
     assert folder.child("query", "spill").names() == []
 
@@ -192,7 +201,7 @@ def test_what_tasks_left_that_were_not_told_their_query_goes_too(
     records = [f"{int(1000 * (now_s - 86_400 * days))}-{'0' * 32}" for days in (29, 31)]
     for record in records:
         folder.child(STARTING_FOLDER).put(record, b"query")
-    drop_spill_files(folder, task, housekeeping._SPILL_EVERY_CALLS, int(1000 * now_s))
+    Process.housekeeping.drop_spill_files(folder, task, housekeeping._SPILL_EVERY_CALLS, int(1000 * now_s))
     assert background.wait(30.0)
     assert folder.child("spill").names() == [f"t{int(now_s - 100)}"]
     assert folder.child(STARTING_FOLDER).names() == records[:1]
@@ -207,6 +216,6 @@ def test_spill_files_are_left_when_their_turn_comes_late(
     folder = Folder(str(tmp_path))
     now_s = time.time()
     folder.child(spill_folder("query", 3, now_s - 5)).put("x.payloads", b"rows")
-    drop_spill_files(folder, TaskInfo("query", "run", 7), 5, int(1000 * now_s))
+    Process.housekeeping.drop_spill_files(folder, TaskInfo("query", "run", 7), 5, int(1000 * now_s))
     assert background.wait(30.0)
     assert folder.child("query", "spill").names() == [f"3-{int(now_s - 5)}"]

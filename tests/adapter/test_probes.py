@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import threading
-from collections import OrderedDict
+from collections.abc import Callable
 
 import pytest
 from core_support import KEYS, Row, buffer_of
@@ -15,23 +15,31 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT
 from arrow_schemas.pointer import ReplicationStatus
 from spark_state_ext.commit import cadence
 from spark_state_ext.engine import probes
-from spark_state_ext.engine.housekeeping import CleanUps
-from spark_state_ext.engine.probes import Probes
+from spark_state_ext.engine.housekeeping import CleanUps, Housekeeping
 from spark_state_ext.engine.replicas import Leases
 from spark_state_ext.errors import LiveRunError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_record import RunIdentity
-from spark_state_ext.worker.threads import DaemonPool
+from spark_state_ext.worker.background import Background
 
 WAIT_S = 30.0
 
 
 @pytest.fixture(autouse=True)
 def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Probes, "_seen", OrderedDict())
-    monkeypatch.setattr(Probes, "_beside", DaemonPool("probes"))
-    monkeypatch.setattr(Probes, "_wait_from_s", 0.0)
+    monkeypatch.setattr(Process, "housekeeping", Housekeeping(Background()), raising=False)
+
+
+class Process:
+    """The worker process of a test."""
+
+    housekeeping: Housekeeping
+
+
+def _clean_ups(life: Life, leases: Leases, bring_back: Callable[[], None] = lambda: None) -> CleanUps:
+    retained, where = life.batches_retained, str(life.local)
+    return CleanUps(life.bucket(), life.replicas(), leases, retained, where, Process.housekeeping, bring_back)
 
 
 def _probe(life: Life, run: str = "run", brought: list[str] | None = None) -> None:
@@ -39,7 +47,7 @@ def _probe(life: Life, run: str = "run", brought: list[str] | None = None) -> No
         if brought is not None:
             brought.append("back")
 
-    clean_ups = CleanUps(life.bucket(), life.replicas(), Leases(()), life.batches_retained, str(life.local), bring_back)
+    clean_ups = _clean_ups(life, Leases(()), bring_back)
     clean_ups.probe(life.pointers[-1], run)
     clean_ups.probed()
 
@@ -187,7 +195,7 @@ def test_a_store_that_cannot_be_reached_is_looked_at_again(
     assert "deleted" not in caplog.text
     _probe(life)
     # No commit waits for a store that did not answer just now.
-    Probes._beside.submit(lambda: None).result(WAIT_S)
+    Process.housekeeping.probes.beside.submit(lambda: None).result(WAIT_S)
     life.batch()
     assert "somebody has deleted files from a" in caplog.text
 
@@ -228,7 +236,7 @@ def test_a_query_folder_that_is_removed_under_a_running_query_is_looked_for_agai
     life.history(5)
 
     def probed() -> bool:
-        clean_ups = CleanUps(life.bucket(), life.replicas(), Leases((lease,)), life.batches_retained, str(life.local))
+        clean_ups = _clean_ups(life, Leases((lease,)))
         clean_ups.probe(life.pointers[-1], "run")
         return clean_ups.probed()
 
@@ -253,14 +261,15 @@ def test_nobody_waits_long_for_a_look(
     life.history(5)
     monkeypatch.setattr(Folder, "size", hangs)
     monkeypatch.setattr(probes, "_WAIT_S_MAX", 0.05)
-    clean_ups = CleanUps(life.bucket(), life.replicas(), Leases(()), life.batches_retained, str(life.local))
+    clean_ups = _clean_ups(life, Leases(()))
     clean_ups.probe(life.pointers[-1], "run")
     assert began.wait(WAIT_S)
     clean_ups.probed()
     assert "a backend does not tell whether it has what it confirmed" in caplog.text
+    mine = Process.housekeeping
     monkeypatch.undo()
     # The next ones do not wait at all, for a while.
-    monkeypatch.setattr(Probes, "_wait_from_s", math.inf)
+    mine.probes._wait_from_s = math.inf
     clean_ups.probed()
     life.batch()
     ends.set()

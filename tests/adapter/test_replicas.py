@@ -20,7 +20,7 @@ from spark_state_ext.backends.replication import Replica
 from spark_state_ext.commit.uploads import Upload, WorkerUploads
 from spark_state_ext.engine import replicas
 from spark_state_ext.engine.job import Job
-from spark_state_ext.engine.replicas import forget_replicas, replicas_of
+from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.errors import InterruptedRestoreError
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
@@ -54,24 +54,34 @@ class ClosingBackend(FilesBackend):
         return Closing(made.folder, context)
 
 
+class Process:
+    """The worker process of a test."""
+
+    background: Background
+    uploads: WorkerUploads
+    replicas: Replicas
+
+
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.setattr(replicas, "factory_of", lambda kind: ClosingBackend())
-    monkeypatch.setattr(replicas, "_kept", type(replicas._kept)())
-    monkeypatch.setattr(replicas, "_leaving", [])
+    background, uploads = Background(), WorkerUploads()
+    monkeypatch.setattr(Process, "background", background, raising=False)
+    monkeypatch.setattr(Process, "uploads", uploads, raising=False)
+    monkeypatch.setattr(Process, "replicas", Replicas(background, uploads), raising=False)
     root = str(tmp_path / "root")
     made = recorded_job("pandas", "NoTimeout", None, 1 << 20)
     return replace(made, options=replace(made.options, root=root, backends=(Backend(root),)))
 
 
 def _replica(job: Job, tmp_path: Path, bucket: int = 3) -> Replica:
-    (replica,) = replicas_of(job, "home", bucket, tmp_path)
+    (replica,) = Process.replicas.of(job, "home", bucket, tmp_path)
     return replica
 
 
 def _closed(replica: Replica) -> bool:
     """After all that waits in the background."""
-    assert Background.shared().wait(WAIT_S)
+    assert Process.background.wait(WAIT_S)
     assert isinstance(replica.backup, Closing)
     return replica.backup.closed.is_set()
 
@@ -89,14 +99,14 @@ def test_managers_are_kept_until_their_bucket_is_forgotten(job: Job, tmp_path: P
     """As after a call that failed: its restore has ended, and the next call must be able to read."""
     replica = _replica(job, tmp_path)
     assert _replica(job, tmp_path) is replica
-    forget_replicas(job, "home", 3)
+    Process.replicas.forget(job, "home", 3)
     assert _restore_is_closed(replica)
     assert _closed(replica)
     again = _replica(job, tmp_path)
     assert again is not replica
     assert not _restore_is_closed(again)
     # What is not kept, nobody need close.
-    forget_replicas(job, "home", 4)
+    Process.replicas.forget(job, "home", 4)
 
 
 def test_managers_of_buckets_that_were_used_long_ago_are_closed(
@@ -119,13 +129,13 @@ def test_a_backup_with_uploads_under_way_is_closed_later(job: Job, tmp_path: Pat
     name = file_name(ref, DELTA)
     markers = replica.backup.snapshot(ref, {STATE: SealedFile.of(name, b"x")})
     upload = Upload(store, replica.name, replica.backup, ref, name, markers, 1)
-    uploads = WorkerUploads.shared()
+    uploads = Process.uploads
     uploads.submit([upload])
-    forget_replicas(job, "home", 3)
+    Process.replicas.forget(job, "home", 3)
     assert not _closed(replica)
     replica.backup.gate.set_result(markers)
     assert upload.done.result(WAIT_S) == markers
-    forget_replicas(job, "home", 4)
+    Process.replicas.forget(job, "home", 4)
     assert _closed(other)
     assert _closed(replica)
     store.close()

@@ -11,7 +11,7 @@ from recorded_work import job
 
 from arrow_schemas import RowSchema
 from spark_state_ext.engine import folders
-from spark_state_ext.spark.executor import call
+from spark_state_ext.engine.stores import Stores
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker import descriptors
 
@@ -20,15 +20,15 @@ SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 
 def test_only_the_stores_used_last_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "stores_max", lambda: 2)
-    monkeypatch.setattr(call, "_stores", {})
+    stores = Stores()
 
     def opened(name: str) -> LocalStore:
-        return call._store(str(tmp_path / name), SCHEMA)
+        return stores.at(str(tmp_path / name), SCHEMA)
 
     first, second = opened("a"), opened("b")
     assert opened("a") is first
     assert opened("c") is not second
-    assert list(call._stores) == [str(tmp_path / "a"), str(tmp_path / "c")]
+    assert list(stores) == [str(tmp_path / "a"), str(tmp_path / "c")]
     # Closed and opened again, it works.
     assert opened("b") is not second
     assert opened("b").runs() == []

@@ -151,7 +151,7 @@ def worker(folder: str, seed: int, pipe: Connection) -> None:
     random.seed(seed)
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     base = Path(folder)
-    uploads, background = WorkerUploads.shared(), Background.shared()
+    uploads, background = WorkerUploads(), Background()
     stores = {bucket: LocalStore(base / "local" / str(bucket), SCHEMA) for bucket in range(BUCKETS)}
     while True:
         batch, pointers, changes = pipe.recv()

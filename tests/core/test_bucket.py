@@ -31,7 +31,6 @@ from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit import cadence
-from spark_state_ext.engine import bucket as bucket_module
 from spark_state_ext.engine.bucket import BATCHES_RETAINED, Bucket
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, StorageError
 from spark_state_ext.files import sealed as sealed_module
@@ -344,10 +343,12 @@ def test_a_snapshot_that_cannot_be_written(
 def test_memory_of_a_backlog_is_given_back(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(memory, "give_back", given.append)
-    monkeypatch.setattr(bucket_module, "_CALLS", memory.Calls())
-    pointer = replica.commit(first_pointer(), {key: Row(i, "n" * 10_000) for i, key in enumerate(KEYS)})
-    for i in range(5):
-        pointer = replica.commit(pointer, {KEYS[0]: Row(i)})
+    calls, pointer = memory.Calls(), first_pointer()
+    backlog: Changes = {key: Row(i, "n" * 10_000) for i, key in enumerate(KEYS)}
+    for changes in (backlog, *({KEYS[0]: Row(i)} for i in range(5))):
+        replicas = sole_replica(replica.files, replica.local)
+        bucket = Bucket(replica.machine(), replicas, pointer, WRITER, replica.local, memory=calls)
+        pointer = bucket.commit(buffer_of(changes, replica.local))
     (after_bytes,) = given
     assert after_bytes > len(KEYS) * 10_000
 
@@ -367,7 +368,7 @@ def test_a_damaged_local_store_does_not_stop_the_job(replica: Replica) -> None:
         if step == "read":
             assert replica.state(pointers[-1]) == models[-1]
         else:
-            # A commit that only writes notices nothing unless it compactions.
+            # A commit that only writes notices nothing unless it compacts.
             changes: Changes = {KEYS[i]: Row(i) for i in range(5 if step == "merge" else 1)}
             pointers.append(replica.commit(pointers[-1], changes))
             models.append(changed(models[-1], changes))

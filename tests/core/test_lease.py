@@ -20,7 +20,7 @@ from test_create import folder_of
 
 from spark_state_ext.errors import CorruptFileError, LiveRunError, UsageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.ownership.lease import Clock, Lease, LeaseState
+from spark_state_ext.ownership.lease import Clock, Lease, LeaseRegistry, LeaseState
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
 from spark_state_ext.worker import process
@@ -398,12 +398,13 @@ def test_a_hold_that_is_not_due_costs_nothing(tmp_path: Path, clock: Virtual) ->
 
 def test_one_lease_object_a_process_and_run(tmp_path: Path) -> None:
     files = Folder(str(tmp_path))
-    first = Lease.of(files, _ME, 1_000)
-    assert Lease.of(files, _ME, 1_000) is first
-    assert Lease.of(files, replace(_ME, query=""), 1_000) is first, "whether tasks are told their query or not"
-    second = Lease.of(files, replace(_ME, plan="planned again"), 1_000)
+    registry = LeaseRegistry()
+    first = registry.of(files, _ME, 1_000)
+    assert registry.of(files, _ME, 1_000) is first
+    assert registry.of(files, replace(_ME, query=""), 1_000) is first, "whether tasks are told their query or not"
+    second = registry.of(files, replace(_ME, plan="planned again"), 1_000)
     assert second is not first
-    assert Lease.of(files.child("other"), _ME, 1_000) is not first
+    assert registry.of(files.child("other"), _ME, 1_000) is not first
     # Work of the run before, which is still under way, must not renew the lease for it.
     first.hold()
     renewed = _newest(tmp_path)
@@ -688,7 +689,7 @@ def test_two_stores_with_a_folder_of_one_name_have_a_lease_each(tmp_path: Path) 
     made = {"implementation": "fsspec.implementations.dirfs.DirFileSystem", "fs": LocalFileSystem(auto_mkdir=True)}
     folders = [Folder("store://bucket/op", {**made, "path": str(tmp_path / name)}) for name in ("east", "west")]
     for folder in folders:
-        Lease.of(folder, _ME, 10_000).hold()
+        LeaseRegistry().of(folder, _ME, 10_000).hold()
     assert all(list((tmp_path / name / "bucket" / "op" / "lease").iterdir()) for name in ("east", "west"))
 
 

@@ -20,12 +20,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files import operator_catalog
 from spark_state_ext.files.folder import Folder
-
-
-@pytest.fixture(autouse=True)
-def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if each test ran in a process of its own."""
-    monkeypatch.setattr(operator_catalog, "_admitted", {})
+from spark_state_ext.files.operator_catalog import OperatorCatalog
 
 
 def _wanted(count: str = "integer", buckets: int = 4, query: str = "query") -> OperatorFile:
@@ -38,8 +33,7 @@ def _wanted(count: str = "integer", buckets: int = 4, query: str = "query") -> O
 
 
 def _again(files: Folder, wanted: OperatorFile, strict: bool = False) -> OperatorFile:
-    operator_catalog._admitted.clear()
-    return operator_catalog.admit(files, wanted, strict)
+    return OperatorCatalog().admit(files, wanted, strict)
 
 
 def test_first_start_restart_and_evolution(tmp_path: Path) -> None:
@@ -146,9 +140,9 @@ def test_a_refusal_is_not_remembered(tmp_path: Path) -> None:
     _again(files, _wanted())
     wrong = _wanted(buckets=5)
     with pytest.raises(BucketCountChangedError):
-        operator_catalog.admit(files, wrong, False)
+        OperatorCatalog().admit(files, wrong, False)
     with pytest.raises(BucketCountChangedError):
-        operator_catalog.admit(files, wrong, False)
+        OperatorCatalog().admit(files, wrong, False)
 
 
 def test_another_attempt_at_a_first_batch_is_no_other_query(tmp_path: Path) -> None:
@@ -157,13 +151,13 @@ def test_another_attempt_at_a_first_batch_is_no_other_query(tmp_path: Path) -> N
     first = operator_catalog.new_query_folder(batch_ms, "a" * 32)
     for query_folder in (first, "query"):
         files.child("starting").put(f"{batch_ms}-{query_folder[:1] * 32}", query_folder.encode())
-        operator_catalog.admit(files, _wanted(query=query_folder), True, batch_ms=batch_ms)
+        OperatorCatalog().admit(files, _wanted(query=query_folder), True, batch_ms=batch_ms)
     files.child("spill", "t1700").put("rows.payloads", b"")
     second = operator_catalog.new_query_folder(batch_ms, "b" * 32)
-    operator_catalog.admit(files, _wanted(query=second), True, batch_ms=batch_ms)
+    OperatorCatalog().admit(files, _wanted(query=second), True, batch_ms=batch_ms)
     third = operator_catalog.new_query_folder(batch_ms + 1, "c" * 32)
     with pytest.raises(ExistingStateError, match=f"where other queries have theirs: query, {first}"):
-        operator_catalog.admit(files, _wanted(query=third), True, batch_ms=batch_ms + 1)
+        OperatorCatalog().admit(files, _wanted(query=third), True, batch_ms=batch_ms + 1)
 
 
 def test_a_folder_without_state_is_no_other_query(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import NO_RUN, Refused, Run
 from spark_state_ext.commit.ledger import UploadRecord
-from spark_state_ext.commit.snapshots import Tally
+from spark_state_ext.commit.tally import Tally
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.errors import UploadFailedError
 from spark_state_ext.files.sealed import SealedFile
@@ -167,10 +167,10 @@ def test_a_sole_backend_that_refuses_snapshots_is_an_error(life: Life, clock: Cl
 
 def test_snapshots_are_counted(life: Life, clock: Clock) -> None:
     _until_refused(life, clock)
-    tally = Tally.take(life.store)
+    tally = life.uploads.tallies.take(life.store)
     (name,) = (it for it in life.folder("a").names() if SNAPSHOT in it)
     assert (tally.confirmed, tally.size_bytes, tally.failures) == (1, life.folder("a").size(name), 1)
-    assert Tally.take(life.store) == Tally()
+    assert life.uploads.tallies.take(life.store) == Tally()
 
 
 def test_a_snapshot_that_arrives_late_counts(life: Life) -> None:
@@ -187,7 +187,7 @@ def test_a_snapshot_that_arrives_late_counts(life: Life) -> None:
     while snapshots.refusals() and time.monotonic() < deadline_s:
         time.sleep(0.005)
     assert not snapshots.refusals()
-    tally = Tally.take(life.store)
+    tally = life.uploads.tallies.take(life.store)
     assert (tally.confirmed, tally.size_bytes, tally.failures) == (1, 5, 1)
 
 

@@ -146,16 +146,20 @@ class History:
     steps: tuple[Step, ...]
 
 
+# Runs of histories have names of their own.
+_PROBES = Probes()
+
+
 def probe(key: str, run: str, committer: Committer, replicas: Sequence[Replica], pointer: Pointer) -> None:
     """Look for what backends confirmed, as a run's first call of a bucket does."""
-    begun = Probes.once(
+    begun = _PROBES.once(
         key,
         run,
         partial(committer.known, pointer),
         replicas,
         lambda name: committer.snapshots.lose(name, pointer.heartbeats),
     )
-    Probes.await_all(begun)
+    _PROBES.await_all(begun)
 
 
 @dataclass(frozen=True)

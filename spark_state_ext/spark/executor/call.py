@@ -19,26 +19,18 @@ from arrow_schemas.labels import label_bucket
 from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
-from arrow_schemas.row import RowSchema
 from spark_state_ext.commit.failures import Run
-from spark_state_ext.commit.snapshots import Tally
-from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.aligned_timeouts import has_nothing_due, next_call_ms
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.engine.deferral import Partitioning, TaskEnd
-from spark_state_ext.engine.first_query_folder import FirstQueryFolders
+from spark_state_ext.engine.deferral import Partitioning
 from spark_state_ext.engine.folders import local_folder, operator_folder, scratch_folder, stores_folder
-from spark_state_ext.engine.housekeeping import CleanUps, drop_spill_files, reclaim_in_turn
+from spark_state_ext.engine.housekeeping import CleanUps
 from spark_state_ext.engine.job import PANDAS, Job
 from spark_state_ext.engine.replicas import (
     Leases,
-    bring_back,
-    forget_replicas,
     names_a_holder,
-    prepare,
-    refuse_elsewhere,
-    replicas_of,
 )
+from spark_state_ext.engine.shared import Shared
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import (
     BucketCountChangedError,
@@ -48,26 +40,21 @@ from spark_state_ext.errors import (
     MissingCheckpointError,
     OperatorChangedError,
 )
-from spark_state_ext.files.operator_catalog import admit
 from spark_state_ext.spark.executor.key_work import KeyWork, Times
 from spark_state_ext.spark.shuffle.observed import number_rows
 from spark_state_ext.spark.shuffle.output import OUTPUT_COLUMN
 from spark_state_ext.spark.shuffle.pack import event_times
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, heartbeat_nonce
 from spark_state_ext.spark.task import current_task
-from spark_state_ext.store import LocalStore
-from spark_state_ext.store.reclaim import note_use
-from spark_state_ext.worker import descriptors
-from spark_state_ext.worker.background import Background
 from spark_state_ext.worker.memory import settle
-from spark_state_ext.worker.metrics import CallMetrics, MetricsLog, timing
+from spark_state_ext.worker.metrics import CallMetrics, timing
 from spark_state_ext.worker.retry import retried
 from spark_state_ext.worker.spill import HashSorter, SpillBuffer
+from spark_state_ext.worker.worker import Worker
 
 __all__ = ["run_bucket"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-_stores: dict[str, LocalStore] = {}
 
 
 def run_bucket(
@@ -96,7 +83,8 @@ def run_bucket(
     job = Job.from_plain(plain)
     if state.hasTimedOut and _rested(job, state):
         return
-    call = _BucketCall(job, function, label_bucket(int(key[0])), state)
+    shared = Shared.of(Worker.current())
+    call = _BucketCall(shared, job, function, label_bucket(int(key[0])), state)
     try:
         yield from call.run(frames)
     except BaseException:
@@ -126,8 +114,9 @@ def _ask_for_next_call(state: GroupState, pointer: Pointer, now_ms: int, task: T
 
 
 class _BucketCall:
-    def __init__(self, job: Job, function: Callable[..., Any], bucket: int, state: GroupState) -> None:
+    def __init__(self, shared: Shared, job: Job, function: Callable[..., Any], bucket: int, state: GroupState) -> None:
         self._cpu_s = -time.thread_time()
+        self._shared = shared
         self._job = job
         self._function = function
         self._state = state
@@ -160,41 +149,58 @@ class _BucketCall:
         self._files = self._operator_folder.child(self._query_folder)
         if stored is not None and not names_a_holder(job, stored):
             # Before anything is written there.
-            tried(lambda: refuse_elsewhere(job, self._operator_folder, stored, self._scratch))
-        self._leases = Leases.of(job, self._task, self._operator_folder, self._query_folder)
+            tried(lambda: self._shared.replicas.refuse_elsewhere(job, self._operator_folder, stored, self._scratch))
+        self._leases = Leases.of(job, self._task, self._operator_folder, self._query_folder, self._shared.leases)
         tried(self._leases.hold)
         self._operator = tried(lambda: self._admitted(stored))
         self._schema = self._operator.row_schema()
         self._pointer = stored if stored is not None else self._first_pointer()
         schema_id = self._operator.schema_id
-        self._prepare = partial(prepare, job, self._operator_folder, self._query_folder, self._scratch, schema_id)
+        self._prepare = partial(
+            self._shared.replicas.prepare,
+            job,
+            self._operator_folder,
+            self._query_folder,
+            self._scratch,
+            schema_id,
+        )
         tried(self._prepare)
-        self._replicas = replicas_of(job, self._query_folder, self._bucket_number, self._scratch)
-        self._uploads = WorkerUploads.shared()
+        self._replicas = self._shared.replicas.of(job, self._query_folder, self._bucket_number, self._scratch)
+        self._uploads = self._shared.uploads
         self._bucket = self._made = self._opened()
         # A run that has lost its state to another one need not read on.
         self._bucket.while_restoring(self._leases.hold)
         retained, where = self._task.batches_retained, f"{self._files.root}/{self._bucket_number}"
-        brought = partial(bring_back, self._operator_folder, self._query_folder, self._operator)
-        self._clean_ups = CleanUps(self._bucket, self._replicas, self._leases, retained, where, brought)
+        brought = partial(self._shared.replicas.bring_back, self._operator_folder, self._query_folder, self._operator)
+        self._clean_ups = CleanUps(
+            self._bucket, self._replicas, self._leases, retained, where, self._shared.housekeeping, brought
+        )
         # While the function runs; the commit waits for it.
         self._clean_ups.probe(self._pointer, job.plan_id)
         run_id = job.plan_id if self._task.batch is not None else ""
-        self._partitioning = Partitioning(run_id, self._task.partitions, self._task.partition, job.options.buckets)
-        self._task_end = TaskEnd.of(self._task.attempt)
+        self._partitioning = Partitioning(
+            run_id,
+            self._task.partitions,
+            self._task.partition,
+            job.options.buckets,
+            self._shared.differences,
+        )
+        self._task_end = self._shared.task_ends.of(self._task.attempt)
         self._work = KeyWork(
             job, self._function, self._bucket, self._schema, self._times, self._batch, self._call, self._leases.hold
         )
 
     def _first_query_folder(self) -> str:
         batch_ms = self._times.processing_ms
-        return FirstQueryFolders.of(self._operator_folder, self._task.query_id, batch_ms, self._heartbeat or b"")
+        return self._shared.first_query_folders.of(
+            self._operator_folder, self._task.query_id, batch_ms, self._heartbeat or b""
+        )
 
     def give_up(self) -> None:
         """The call failed: end what it still has under way, and have the next one begin with other managers."""
         if self._made is not None:
             self._made.close()
-            forget_replicas(self._job, self._query_folder, self._bucket_number)
+            self._shared.replicas.forget(self._job, self._query_folder, self._bucket_number)
 
     # -- the call ----------------------------------------------------------------------------------
 
@@ -222,14 +228,16 @@ class _BucketCall:
         with timing(self._call, "commit_ms"):
             pointer = self._committed(rows)
         if self._bucket_number == 0:
-            drop_spill_files(self._operator_folder, self._task, pointer.calls, self._times.processing_ms)
+            self._shared.housekeeping.drop_spill_files(
+                self._operator_folder, self._task, pointer.calls, self._times.processing_ms
+            )
         if self._job.options.clean_up:
             self._clean_ups.in_turn(self._pointer, pointer)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             pointer = replace(pointer, earliest_timeout_ms=self._work.earliest_timeout(rows))
         self._hand_over(pointer)
         stores = stores_folder(self._job.options.local_dir)
-        reclaim_in_turn(stores, self._scratch, self._job.options.local_keep_s)
+        self._shared.housekeeping.reclaim_in_turn(stores, self._scratch, self._job.options.local_keep_s)
         self._call.total_ms = 1000 * (time.perf_counter() - started_s)
         self._call.cpu_ms = 1000 * (self._cpu_s + time.thread_time())
         self._note_metrics(pointer, rows, stores / "metrics")
@@ -245,7 +253,7 @@ class _BucketCall:
         call, now_ms = self._call, int(time.time() * 1000)
         uploads, upload_s, uploaded_bytes = self._uploads.sent(self._bucket.store)
         call.uploads, call.upload_ms, call.uploaded_bytes = uploads, 1000 * upload_s, uploaded_bytes
-        snapshots = Tally.take(self._bucket.store)
+        snapshots = self._uploads.tallies.take(self._bucket.store)
         call.snapshots, call.snapshot_failures = snapshots.confirmed, snapshots.failures
         call.snapshot_ms, call.snapshot_bytes = 1000 * snapshots.took_s, snapshots.size_bytes
         call.ended_ms, call.changed_rows = now_ms, rows.rows
@@ -257,7 +265,7 @@ class _BucketCall:
         call.oldest_inline_ms = max((now_ms - delta.made_ms for delta in pointer.inline), default=0)
         call.restored_files, call.restore_gaps = self._bucket.fetched_files, self._bucket.restore_gaps
         call.cache_hit = call.restored_files == 0
-        log = MetricsLog.at(folder)
+        log = self._shared.metrics.at(folder)
         log.add(call)
         if self._partitioning.is_last(self._task_end.called):
             # A worker may be gone within a second of its last batch.
@@ -385,7 +393,7 @@ class _BucketCall:
             self._refuse_later(pointer)
         batch_ms = self._times.processing_ms if pointer is None else None
         ask = partial(
-            admit,
+            self._shared.catalog.admit,
             self._operator_folder,
             job.operator_file(self._query_folder),
             job.options.strict,
@@ -425,12 +433,12 @@ class _BucketCall:
         # Rows are written under the schema in force now, whatever that of the pointer we were given.
         pointer = replace(self._pointer, schema_id=self._operator.schema_id)
         return Bucket(
-            _store(str(folder), self._schema),
+            self._shared.stores.at(str(folder), self._schema),
             self._replicas,
             pointer,
             writer,
             self._scratch,
-            Background.shared(),
+            self._shared.background,
             self._task.batches_retained,
             uploads=self._uploads,
             options=self._job.options.commit,
@@ -438,22 +446,5 @@ class _BucketCall:
             # Not what Spark calls the run: `foreachBatch` may set another job group.
             run=Run(self._job.plan_id, self._task.stage),
             batch_ms=self._times.processing_ms,
+            memory=self._shared.memory,
         )
-
-
-def _store(folder: str, schema: RowSchema) -> LocalStore:
-    """This process's store object of a folder: opening one costs more than a small batch."""
-    # Taken out and put in again: in the order of their last use.
-    store = _stores.pop(folder, None)
-    if store is not None and (not note_use(store.folder) or store.is_replaced()):
-        # Taken for unused and removed, or for damaged by another worker.
-        store.close()
-        store = None
-    if store is None:
-        store = LocalStore(folder, schema)
-        note_use(store.folder)
-    _stores[folder] = store
-    while len(_stores) > descriptors.stores_max():
-        # Of queries that stopped, most likely; a worker outlives them.
-        _stores.pop(next(iter(_stores))).close()
-    return store

@@ -1,0 +1,57 @@
+"""What the calls of a worker process share."""
+
+from __future__ import annotations
+
+from spark_state_ext.commit.uploads import WorkerUploads
+from spark_state_ext.engine.deferral import Differences, TaskEnds
+from spark_state_ext.engine.first_query_folder import FirstQueryFolders
+from spark_state_ext.engine.housekeeping import Housekeeping
+from spark_state_ext.engine.replicas import Replicas
+from spark_state_ext.engine.stores import Stores
+from spark_state_ext.files.operator_catalog import OperatorCatalog
+from spark_state_ext.ownership.lease import LeaseRegistry
+from spark_state_ext.worker.background import Background
+from spark_state_ext.worker.memory import Calls
+from spark_state_ext.worker.metrics import MetricsLogs
+from spark_state_ext.worker.worker import Worker
+
+__all__ = ["Shared"]
+
+
+class Shared:
+    """Registries and bounded caches of a process's calls; a `Worker` owns them.
+
+    Attributes
+    ----------
+    background, uploads
+        What runs beside batches.
+    stores, memory
+        Local stores, and the bytes that calls changed.
+    leases, catalog, first_query_folders
+        What is known of query folders.
+    replicas, housekeeping
+        Backends' managers, and what is done besides calls.
+    task_ends, differences
+        What calls of one task leave to its last one.
+    metrics
+        Where metrics are written.
+    """
+
+    def __init__(self) -> None:
+        self.background = Background()
+        self.uploads = WorkerUploads()
+        self.stores = Stores()
+        self.memory = Calls()
+        self.leases = LeaseRegistry()
+        self.catalog = OperatorCatalog()
+        self.first_query_folders = FirstQueryFolders()
+        self.replicas = Replicas(self.background, self.uploads)
+        self.housekeeping = Housekeeping(self.background)
+        self.task_ends = TaskEnds()
+        self.differences = Differences()
+        self.metrics = MetricsLogs()
+
+    @staticmethod
+    def of(worker: Worker) -> Shared:
+        """Those of a worker."""
+        return worker.own(Shared)
