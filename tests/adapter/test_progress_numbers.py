@@ -44,7 +44,7 @@ def test_the_entry_is_named_by_operator_and_function() -> None:
     class Model:
         def __call__(self, batch: Any) -> None: ...
 
-    plain: dict[str, Any] = {"operator": "clicks.per-user", "function": None}
+    plain: dict[str, Any] = {"options": {"operator": "clicks.per-user"}, "function": None}
     named = [bucket_entry(plain, function).__name__ for function in (my_count, functools.partial(my_count), Model())]
     assert named == [f"arrow_state_clicks_per_user_{name}" for name in ("my_count", "my_count", "Model")]
     assert bucket_entry({**plain, "function": '{"name": "top_k", "parameters": {}}'}, my_count).__name__.endswith(
