@@ -96,6 +96,11 @@ class Snapshots:
         # Backends that were found to lack files, and get a full backup by this commit.
         self.lost: set[str] = set()
 
+    @property
+    def replica_names(self) -> list[str]:
+        """Names of the configured backends, in their order."""
+        return list(self._replicas)
+
     # -- files that somebody has deleted -----------------------------------------------------------
 
     def lose(self, name: str, heartbeats: int) -> None:

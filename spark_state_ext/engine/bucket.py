@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,16 +17,17 @@ from typing import TypeVar
 
 import pyarrow as pa
 
-from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer, new_checkpoint_id
-from arrow_schemas.pointer import V2, LineageEntry, Pointer
-from spark_state_ext.backends.replication import Replica, is_complete, taken_over
-from spark_state_ext.commit.cadence import snapshot_due, snapshot_overdue, with_unconfirmed_snapshot
+from arrow_schemas.lineage import DELTA, CheckpointRef, LineageHeader, Writer, new_checkpoint_id
+from arrow_schemas.pointer import LineageEntry, Pointer
+from spark_state_ext.backends.replication import Replica, taken_over
+from spark_state_ext.commit.cadence import snapshot_due
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Run
+from spark_state_ext.commit.snapshot_writer import SnapshotWriter
 from spark_state_ext.commit.uploads import Uploads, WorkerUploads
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
-from spark_state_ext.files.erasure import is_old, marked, snapshot_asked, with_change, with_snapshot
+from spark_state_ext.files.erasure import is_old, marked, with_change
 from spark_state_ext.files.horizon import counted
 from spark_state_ext.files.sealed import SealedFile, seal
 from spark_state_ext.restore.load_plan import Chain
@@ -45,11 +46,6 @@ T = TypeVar("T")
 _LOGGER = logging.getLogger("spark_state_ext")
 # Other processes may prune while we fetch; each round makes progress, so a few are plenty.
 _ROUNDS_MAX = 5
-# Unconfirmed snapshots that never arrived, in a row, until a call writes one itself: workers here die too young.
-_MISSED_MAX = 2
-# How long the runs of a snapshot stay pinned while it waits for its turn, and from each sign of life of its writer on.
-_WAITING_PIN_S = 3_600.0
-_PIN_S = 600.0
 # Spark's default of spark.sql.streaming.minBatchesToRetain.
 BATCHES_RETAINED = 100
 
@@ -144,6 +140,9 @@ class Bucket:
         self.committer = Committer(
             store, replicas, self._uploads, self._options, batches_retained, self._runner, scratch, clock_s, run
         )
+        self._snapshots = SnapshotWriter(
+            store, self.committer.snapshots, self._runner, self._options, self, scratch, batch_ms
+        )
         known = taken_over(pointer, replicas)
         # Longer than a backend that fails is tried again, so that its error is told.
         silent_s = self._options.commit_timeout_ms / 1000 * 1.1
@@ -236,11 +235,11 @@ class Bucket:
         pointer = marked(pointer, self._batch_ms, self._options.erase_window_ms)
         behind = self.committer.snapshots.behind(pointer)
         if rows.rows == 0 and not behind and not self._renewal_due(pointer):
-            return self._in_old_terms(pointer)
+            return self._snapshots.in_old_terms(pointer)
         self._writer = replace(self._writer, heartbeat=pointer.heartbeats)
         parent = self.pointer.ref
         ref = self._next_ref()
-        sealed = seal(self._header(ref, DELTA), self._store.schema, rows, self._scratch)
+        sealed = seal(self.header(ref, DELTA), self._store.schema, rows, self._scratch)
         try:
             entry = LineageEntry(ref, sealed.size_bytes, pointer.heartbeats)
             new = self._changed(replace(pointer, lineage=(*pointer.lineage, entry), parent=parent), rows)
@@ -252,7 +251,7 @@ class Bucket:
             state_bytes, self._sizes = self._reconciled(new, lambda view: (self._state_bytes(view), Sizes.of(view)))
             new = self.committer.finish(replace(new, rows=self._sizes.rows_max), handed_in)
             due = snapshot_due(new.lineage, state_bytes)
-            return self._in_old_terms(self._with_snapshots_in_time(new, due, behind, changed=rows.rows > 0))
+            return self._snapshots.in_old_terms(self._snapshots.in_time(new, due, behind, changed=rows.rows > 0))
         finally:
             sealed.let_go()
 
@@ -301,140 +300,33 @@ class Bucket:
 
     # -- snapshots ---------------------------------------------------------------------------------
 
-    def _with_snapshots_in_time(self, new: Pointer, due: bool, behind: Sequence[str], changed: bool) -> Pointer:
-        """As `_with_snapshots`, where removed keys' bytes have to be gone within a time, too."""
-        ages = new.ages
-        if ages is None:
-            return self._with_snapshots(new, due, behind)
-        arrived = False
-        # A bucket's first checkpoint has its whole state in its delta.
-        if len(new.lineage) > 1 and snapshot_asked(ages, self._batch_ms):
-            arrived = self._arrived(new)
-            if arrived and ages.snapshots_wanted == 1:
-                ages = replace(ages, snapshots_wanted=0)
-            else:
-                due = True
-        made = self._with_snapshots(new, due, behind)
-        if due and len(made.lineage) == 1 < len(new.lineage):
-            ages = with_snapshot(ages, self._batch_ms, changed, arrived)
-        return replace(made, ages=ages)
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called, or a load has failed: the next call needs other restore managers."""
+        return self._sources.is_closed
 
-    def _arrived(self, new: Pointer) -> bool:
-        """Whether the last unconfirmed snapshot is there by now."""
-        unconfirmed = new.lineage[0].ref
-        busy = self._runner.busy(self._snapshot_work(unconfirmed))
-        return not busy and self.committer.snapshots.has_snapshot(new, unconfirmed)
+    def pinned(self, pointer: Pointer, for_s: float) -> tuple[View, str]:
+        """The view at a pointer, with its runs pinned for a while."""
+        return self._reconciled(pointer, lambda view: (view, self._store.pin(view, for_s)))
 
-    def _with_snapshots(self, new: Pointer, due: bool, behind: Sequence[str]) -> Pointer:
-        """The pointer with a snapshot of its checkpoint under way, where one is due or a backend has to catch up."""
-        again = self.committer.snapshots.to_repeat(new)
-        if not (due or behind or again):
-            return new
-        if not any(is_complete(status) for status in new.replication.values()):
-            # Nothing that is configured holds this state, so the pointer must not go before something does.
-            self._write_now(new, behind)
-            return self.committer.snapshots.bootstrapping(new, behind, known=True)
-        try:
-            return self._with_snapshot(new, due, behind, again)
-        except StateError as error:
-            if self._sources.is_closed:  # by a load that failed: the next call needs other restore managers
-                raise
-            # The deltas are durable and hold everything. The snapshot stays due, so the next commit tries again.
-            _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", new.ref, error)
-            return new
-
-    def _with_snapshot(self, new: Pointer, due: bool, behind: Sequence[str], again: Sequence[str]) -> Pointer:
-        header = self._header(new.lineage[-1].ref, SNAPSHOT)
-        names = [replica.name for replica in self._replicas] if due else [*behind, *again]
-        missed = self._missed(new) if due else new.snapshots_missed
-        # Where the runner has refused for long, it does not keep up either.
-        if missed >= _MISSED_MAX or snapshot_overdue(new.lineage):
-            self._write_now(new, names)
-            return self.committer.snapshots.bootstrapping(
-                replace(with_unconfirmed_snapshot(new), snapshots_missed=0), behind, known=True
-            )
-        view, pin = self._pinned(new)
-        # Before the work begins, which records its end.
-        awaiting = self.committer.snapshots.bootstrapping(new, behind)
-        self.committer.snapshots.taken_on(names)
-        if not self._runner.submit(
-            self._snapshot_work(header.ref), lambda: self._write_snapshot(header, view, pin, names)
-        ):
-            self._unpin(pin)
-            self.committer.snapshots.not_sent(header.ref, names, "the background has too much to do")
-            return new
-        if due and self._options.pointer_write == V2:
-            return replace(with_unconfirmed_snapshot(awaiting), snapshots_missed=missed)
-        return awaiting
-
-    def _write_now(self, new: Pointer, names: Sequence[str]) -> None:
-        self._write_snapshot(self._header(new.lineage[-1].ref, SNAPSHOT), *self._pinned(new), names)
-
-    def _pinned(self, new: Pointer) -> tuple[View, str]:
-        return self._reconciled(new, lambda view: (view, self._store.pin(view, _WAITING_PIN_S)))
-
-    def _in_old_terms(self, new: Pointer) -> Pointer:
-        """The pointer as format 1 has it, where that is written: its lineage begins with a snapshot that is there."""
-        if self._options.pointer_write == V2 or not new.lineage:
-            return new
-        for at in range(len(new.lineage) - 1, -1, -1):
-            ref = new.lineage[at].ref
-            if ref.version == 1 or self.committer.snapshots.has_snapshot(new, ref):
-                return replace(new, lineage=new.lineage[at:])
-        self._write_now(new, [replica.name for replica in self._replicas])
-        return with_unconfirmed_snapshot(new)
-
-    def _missed(self, new: Pointer) -> int:
-        """How many unconfirmed snapshots in a row never arrived, that at the beginning of the lineage included."""
-        unconfirmed = new.lineage[0]
-        if unconfirmed.ref.version == 1:  # the bucket's first delta, which is the whole state of its time
-            return 0
-        if self._runner.busy(self._snapshot_work(unconfirmed.ref)):
-            return new.snapshots_missed
-        return 0 if self.committer.snapshots.has_snapshot(new, unconfirmed.ref) else new.snapshots_missed + 1
-
-    def _snapshot_work(self, ref: CheckpointRef) -> str:
-        """Name of the work that writes a checkpoint's snapshot."""
-        return f"snapshot {self._store.folder} {ref}"
-
-    def _write_snapshot(self, header: LineageHeader, view: View, pin: str, names: Sequence[str]) -> None:
-        def batches() -> Iterable[pa.RecordBatch]:
-            for batch in view.scan():
-                self._store.renew(pin, _PIN_S)
-                yield batch
-
-        try:
-            sealed = seal(header, self._store.schema, batches(), self._scratch)
-        except BaseException as error:
-            # Whoever waits for it should have another one made.
-            self.committer.snapshots.not_sent(header.ref, names, str(error) or repr(error))
-            raise
-        finally:
-            self._unpin(pin)
-            # Before it is sent, which may take far longer.
-            give_back(view.size_bytes)
-        try:
-            if self._store.outgrown(view):
-                self._ingest(sealed, header.ref)
-            self.committer.snapshots.send(header.ref, sealed, names)
-        finally:
-            sealed.let_go()
-
-    def _ingest(self, snapshot: SealedFile, ref: CheckpointRef) -> None:
-        try:
-            self._loader.ingest(snapshot, ref)
-        except StateError as error:
-            _LOGGER.warning("the local store goes on with its old runs: %s", error)
-
-    def _unpin(self, pin: str) -> None:
+    def unpin(self, pin: str) -> None:
+        """Let go of pinned runs."""
         try:
             self._store.unpin(pin)
         except StateError as error:
             _LOGGER.warning("a pin of the local store is left to expire: %s", error)
 
+    def ingest(self, snapshot: SealedFile, ref: CheckpointRef) -> None:
+        """Have the local store use a snapshot in place of the runs that it was made of."""
+        try:
+            self._loader.ingest(snapshot, ref)
+        except StateError as error:
+            _LOGGER.warning("the local store goes on with its old runs: %s", error)
+
     # -- files -------------------------------------------------------------------------------------
 
-    def _header(self, ref: CheckpointRef, kind: str) -> LineageHeader:
+    def header(self, ref: CheckpointRef, kind: str) -> LineageHeader:
+        """The header of a file of a new checkpoint."""
         return LineageHeader(
             kind=kind,
             operator=self.pointer.operator,

@@ -272,7 +272,7 @@ def test_a_snapshot_stands_in_for_a_lost_delta(replica: Replica, monkeypatch: py
     bucket = bucket_on(replica.machine(), replica.files, pointers[3], replica.local)
     assert pointers[4].ref is not None
     view = replica.machine().view(pointers[4].ref)
-    sealed = seal(bucket._header(pointers[4].ref, SNAPSHOT), SCHEMA, view.scan(), replica.local)
+    sealed = seal(bucket.header(pointers[4].ref, SNAPSHOT), SCHEMA, view.scan(), replica.local)
     bucket.committer.snapshots.send(pointers[4].ref, sealed, ["files"])
     replica.remove(replica.name(pointers[4], DELTA))
     assert replica.state(pointers[4], "fresh") == models[4]

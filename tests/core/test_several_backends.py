@@ -21,11 +21,10 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT
 from arrow_schemas.pointer import BOTH, V1, V2, ReplicationStatus
 from spark_state_ext.backends import Markers
 from spark_state_ext.backends.replication import is_complete
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit import cadence, snapshot_writer
 from spark_state_ext.commit import snapshots as snapshots_module
 from spark_state_ext.commit.ledger import FAILED, RUNNING, UploadRecord, record_name
 from spark_state_ext.commit.snapshots import check_name
-from spark_state_ext.engine import bucket as bucket_module
 from spark_state_ext.errors import (
     CorruptError,
     MissingCheckpointError,
@@ -77,7 +76,7 @@ def test_a_backend_catches_up_after_its_first_snapshot_failed(
         raise StoreFullError("no thread for it, once")
 
     if failing == "seal":
-        monkeypatch.setattr(bucket_module, "seal", seal)
+        monkeypatch.setattr(snapshot_writer, "seal", seal)
     else:
         monkeypatch.setattr(life.manager("b"), "upload", upload)
     for _ in range(5):

@@ -176,7 +176,7 @@ class NeverRenewed(Bucket):
 class LeakedPins(Bucket):
     """What a snapshot read stays pinned."""
 
-    def _unpin(self, pin: str) -> None:
+    def unpin(self, pin: str) -> None:
         return
 
 
