@@ -12,7 +12,7 @@ import numpy as np
 
 from arrow_schemas.equality import HashArray, IndexArray
 
-__all__ = ["bucket_label", "label_bucket"]
+__all__ = ["bucket_label", "buckets_of", "label_bucket"]
 
 _MASK = 0xFFFFFFFF
 _SEED = 42

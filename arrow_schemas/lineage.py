@@ -131,7 +131,10 @@ class Writer:
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> Writer:
         """Inverse of `to_plain`; `KeyError` or `TypeError` where it cannot be."""
-        return Writer(**{"heartbeat" if name == "beat" else name: value for name, value in plain.items()})
+        fields = dict(plain)
+        if "heartbeat" in fields:
+            raise TypeError("a writer has no field 'heartbeat'")
+        return Writer(**fields) if "beat" not in fields else Writer(heartbeat=fields.pop("beat"), **fields)
 
 
 @dataclass(frozen=True)

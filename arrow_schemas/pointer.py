@@ -130,7 +130,7 @@ class Pointer:
         The most batches that Spark was told to retain, so far as that matters still, and the last heartbeat at which it
         was.
     snapshots_missed
-        Presumed snapshots in a row that never arrived.
+        Unconfirmed snapshots in a row that never arrived.
     rows
         Upper bound of the bucket's live rows.
     timer_low_watermark_ms, timer_low_watermark_version

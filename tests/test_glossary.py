@@ -37,7 +37,7 @@ NAMES = {
     "Spread": "Partitioning",
     "timeout_floor_ms": "timer_low_watermark_ms",
     "timeout_floor_version": "timer_low_watermark_version",
-    "caught_up": "bootstrapping",
+    "caught_up": "with_full_snapshot",
 }
 # Words in text. Keys of formats stand in backticks, and keep their names until the format changes.
 WORDS = ("beat", "beats", "standing", "standings", "presumed", "homes")

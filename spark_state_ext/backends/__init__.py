@@ -1,4 +1,4 @@
-"""State backends: replicas that keep checkpoint files. (Samza's StateBackendFactory, SAMZA-2591, in our words.)
+"""State backends: places that keep checkpoint files. (Samza's StateBackendFactory, SAMZA-2591, in our words.)
 
 A backend is made by a factory and has three sides: a backup manager, to which commits hand their files, a restore
 manager, and an admin. Two come with the package, ``fsspec`` and ``changelog``; other packages register theirs as entry

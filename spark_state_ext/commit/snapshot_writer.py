@@ -18,8 +18,8 @@ from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader
 from arrow_schemas.pointer import V2, Pointer
 from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit.cadence import snapshot_overdue, with_unconfirmed_snapshot
+from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.decisions import CommitOptions
-from spark_state_ext.commit.snapshots import Snapshots
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.erasure import snapshot_asked, with_snapshot
 from spark_state_ext.files.sealed import SealedFile, seal
@@ -38,7 +38,15 @@ _PIN_S = 600.0
 
 
 class Snapshotted(Protocol):
-    """The bucket whose snapshots are written."""
+    """The bucket whose snapshots are written.
+
+    Parameters
+    ----------
+    committer
+        Whose `snapshots` know what became of each, and send them.
+    """
+
+    committer: Committer
 
     @property
     def is_closed(self) -> bool:
@@ -69,8 +77,6 @@ class SnapshotWriter:
     ----------
     store
         The bucket's local store.
-    snapshots
-        Knows what became of snapshots, and sends them.
     runner
         Writes them beside batches.
     options
@@ -86,7 +92,6 @@ class SnapshotWriter:
     def __init__(
         self,
         store: LocalStore,
-        snapshots: Snapshots,
         runner: Runner,
         options: CommitOptions,
         bucket: Snapshotted,
@@ -94,7 +99,6 @@ class SnapshotWriter:
         batch_ms: int,
     ) -> None:
         self._store = store
-        self._snapshots = snapshots
         self._runner = runner
         self._options = options
         self._bucket = bucket
@@ -123,17 +127,17 @@ class SnapshotWriter:
         """Whether the last unconfirmed snapshot is there by now."""
         unconfirmed = new.lineage[0].ref
         busy = self._runner.busy(self._snapshot_work(unconfirmed))
-        return not busy and self._snapshots.has_snapshot(new, unconfirmed)
+        return not busy and self._bucket.committer.snapshots.has_snapshot(new, unconfirmed)
 
     def _with_snapshots(self, new: Pointer, due: bool, behind: Sequence[str]) -> Pointer:
         """The pointer with a snapshot of its checkpoint under way, where one is due or a backend has to catch up."""
-        again = self._snapshots.to_repeat(new)
+        again = self._bucket.committer.snapshots.to_repeat(new)
         if not (due or behind or again):
             return new
         if not any(is_complete(status) for status in new.replication.values()):
             # Nothing that is configured holds this state, so the pointer must not go before something does.
             self._write_now(new, behind)
-            return self._snapshots.bootstrapping(new, behind, known=True)
+            return self._bucket.committer.snapshots.with_full_snapshot(new, behind, known=True)
         try:
             return self._with_snapshot(new, due, behind, again)
         except StateError as error:
@@ -145,23 +149,23 @@ class SnapshotWriter:
 
     def _with_snapshot(self, new: Pointer, due: bool, behind: Sequence[str], again: Sequence[str]) -> Pointer:
         header = self._bucket.header(new.lineage[-1].ref, SNAPSHOT)
-        names = self._snapshots.replica_names if due else [*behind, *again]
+        names = self._bucket.committer.snapshots.replica_names if due else [*behind, *again]
         missed = self._missed(new) if due else new.snapshots_missed
         # Where the runner has refused for long, it does not keep up either.
         if missed >= _MISSED_MAX or snapshot_overdue(new.lineage):
             self._write_now(new, names)
-            return self._snapshots.bootstrapping(
+            return self._bucket.committer.snapshots.with_full_snapshot(
                 replace(with_unconfirmed_snapshot(new), snapshots_missed=0), behind, known=True
             )
         view, pin = self._bucket.pinned(new, _WAITING_PIN_S)
         # Before the work begins, which records its end.
-        awaiting = self._snapshots.bootstrapping(new, behind)
-        self._snapshots.taken_on(names)
+        awaiting = self._bucket.committer.snapshots.with_full_snapshot(new, behind)
+        self._bucket.committer.snapshots.taken_on(names)
         if not self._runner.submit(
             self._snapshot_work(header.ref), lambda: self._write_snapshot(header, view, pin, names)
         ):
             self._bucket.unpin(pin)
-            self._snapshots.not_sent(header.ref, names, "the background has too much to do")
+            self._bucket.committer.snapshots.not_sent(header.ref, names, "the background has too much to do")
             return new
         if due and self._options.pointer_write == V2:
             return replace(with_unconfirmed_snapshot(awaiting), snapshots_missed=missed)
@@ -178,9 +182,9 @@ class SnapshotWriter:
             return new
         for at in range(len(new.lineage) - 1, -1, -1):
             ref = new.lineage[at].ref
-            if ref.version == 1 or self._snapshots.has_snapshot(new, ref):
+            if ref.version == 1 or self._bucket.committer.snapshots.has_snapshot(new, ref):
                 return replace(new, lineage=new.lineage[at:])
-        self._write_now(new, self._snapshots.replica_names)
+        self._write_now(new, self._bucket.committer.snapshots.replica_names)
         return with_unconfirmed_snapshot(new)
 
     def _missed(self, new: Pointer) -> int:
@@ -190,7 +194,7 @@ class SnapshotWriter:
             return 0
         if self._runner.busy(self._snapshot_work(unconfirmed.ref)):
             return new.snapshots_missed
-        return 0 if self._snapshots.has_snapshot(new, unconfirmed.ref) else new.snapshots_missed + 1
+        return 0 if self._bucket.committer.snapshots.has_snapshot(new, unconfirmed.ref) else new.snapshots_missed + 1
 
     def _snapshot_work(self, ref: CheckpointRef) -> str:
         """Name of the work that writes a checkpoint's snapshot."""
@@ -206,7 +210,7 @@ class SnapshotWriter:
             sealed = seal(header, self._store.schema, batches(), self._scratch)
         except BaseException as error:
             # Whoever waits for it should have another one made.
-            self._snapshots.not_sent(header.ref, names, str(error) or repr(error))
+            self._bucket.committer.snapshots.not_sent(header.ref, names, str(error) or repr(error))
             raise
         finally:
             self._bucket.unpin(pin)
@@ -215,6 +219,6 @@ class SnapshotWriter:
         try:
             if self._store.outgrown(view):
                 self._bucket.ingest(sealed, header.ref)
-            self._snapshots.send(header.ref, sealed, names)
+            self._bucket.committer.snapshots.send(header.ref, sealed, names)
         finally:
             sealed.let_go()

@@ -1,7 +1,7 @@
 """Full snapshots of a bucket in its backends: who needs one, and what became of it.
 
-A pointer says since which snapshot a backend has caught up, or that it waits for one (`ReplicationStatus.since`). Notes
-in the local store tell the processes of this machine how it stands.
+A pointer says since which snapshot a backend has caught up, or that it waits for one (`ReplicationStatus.since`).
+Records in the local store tell the processes of this machine how it stands.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class Snapshots:
             return False
         return record.owner == self._uploads.owner or self._uploads.is_alive(record.owner)
 
-    def bootstrapping(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
+    def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
         """The pointer of which backends get a full snapshot.
 
         Parameters

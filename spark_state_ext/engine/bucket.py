@@ -140,9 +140,7 @@ class Bucket:
         self.committer = Committer(
             store, replicas, self._uploads, self._options, batches_retained, self._runner, scratch, clock_s, run
         )
-        self._snapshots = SnapshotWriter(
-            store, self.committer.snapshots, self._runner, self._options, self, scratch, batch_ms
-        )
+        self._snapshots = SnapshotWriter(store, self._runner, self._options, self, scratch, batch_ms)
         known = taken_over(pointer, replicas)
         # Longer than a backend that fails is tried again, so that its error is told.
         silent_s = self._options.commit_timeout_ms / 1000 * 1.1

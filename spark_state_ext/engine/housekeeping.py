@@ -241,10 +241,10 @@ def _drop_stale(folder: Folder, task: TaskInfo, began_s: float, asked_s: float, 
     if time.monotonic() - asked_s > _SPILL_LATE_S:
         return  # the query may have gone back to an earlier batch since
     try:
-        replicas = [folder.child(task.query_id, SPILL_FOLDER)] if task.query_id else []
+        folders = [folder.child(task.query_id, SPILL_FOLDER)] if task.query_id else []
         if in_common or not task.query_id:
-            replicas.append(folder.child(SPILL_FOLDER))
-        for spills in replicas:
+            folders.append(folder.child(SPILL_FOLDER))
+        for spills in folders:
             for name in spills.names():
                 if spill_is_stale(name, task.batch, began_s, time.time()):
                     spills.remove_tree(name)

@@ -87,7 +87,7 @@ class Probes:
         return begun
 
     def await_all(self, probes: Sequence[Future[None]], while_waiting: Callable[[], None] = lambda: None) -> None:
-        """Wait for looks, but not long where a store does not answer: what they find then, the next commit mends.
+        """Wait for probes, but not long where a store does not answer: what they find then, the next commit mends.
 
         Parameters
         ----------

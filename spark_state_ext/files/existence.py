@@ -15,12 +15,12 @@ _ROUNDS_MAX = 10
 
 
 def has_checkpoint(files: Readable, ref: CheckpointRef) -> bool:
-    """Whether a replica has a file of a checkpoint: its delta, or where the place joined with it its snapshot.
+    """Whether a replica has a file of a checkpoint: its delta, or where the replica joined then, its snapshot.
 
     Raises
     ------
     StorageError
-        When the place does not tell.
+        When the replica does not tell.
     """
     return _has(files, ref, DELTA) or _has(files, ref, SNAPSHOT)
 
@@ -37,12 +37,12 @@ def has_state(files: Readable, pointer: Pointer, through: CheckpointRef) -> bool
     pointer
         Whose lineage it is.
     through
-        The newest checkpoint that the place has confirmed.
+        The newest checkpoint that the replica has confirmed.
 
     Raises
     ------
     StorageError
-        When the place does not tell.
+        When the replica does not tell.
     """
     if not has_checkpoint(files, through):
         return False

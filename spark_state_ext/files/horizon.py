@@ -8,7 +8,7 @@ from arrow_schemas.pointer import Pointer
 
 __all__ = ["DELTAS_MAX", "counted", "recent_heartbeats"]
 
-# And however small they are, so many files make a restore slow and the pointer long.
+# However small deltas are, so many files make a restore slow and the pointer long.
 DELTAS_MAX = 100
 
 

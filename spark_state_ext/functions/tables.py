@@ -20,6 +20,7 @@ __all__ = [
     "conformed",
     "is_number",
     "is_table",
+    "normal_rows",
     "refuse_nulls",
     "refuse_scalars",
     "refuse_uneven",

@@ -2,7 +2,7 @@
 
 A copied Spark checkpoint keeps its query id, so two runs can claim one folder. Immutable files keep their states apart,
 but clean-up and the user's intent do not allow it: the second live run is refused, and a run that another has replaced
-stops. Tasks renew the lease while they run, and the driver while the query is idle (`spark.keeper`).
+stops. Tasks renew the lease while they run, and the driver while the query is idle (`spark.client.lease_keeper`).
 
 A newcomer watches the record for a whole lease on its own clock before it takes over: clocks of two machines are never
 compared. A restart does not wait where the run before is known to be over: Spark itself never has one query active
@@ -379,9 +379,10 @@ class LeaseRegistry:
         with self._lock:
             held = self._held.get(files.identity)
             if held is None or not held.is_of(me):
+                made = Lease(files, me, lease_ms)
                 if held is not None:
                     held.set_aside()
-                held = self._held[files.identity] = Lease(files, me, lease_ms)
+                held = self._held[files.identity] = made
             else:
                 held.told(me)
             return held

@@ -29,7 +29,8 @@ class Chain:
     rooted
         The first one was built on no state at all, so that its delta is the whole state.
     start
-        Place of the checkpoint of which a snapshot is unconfirmed. Those before it are of use only when they are here.
+        Position of the checkpoint that the lineage begins with; its snapshot may be unconfirmed. Those before
+        it are of use only when they are here.
     """
 
     refs: tuple[CheckpointRef, ...]

@@ -306,7 +306,7 @@ class Environment:
                 with self._used(), translated(self.folder):
                     return self._in_transaction(Reader, work, write=False)
             except lmdb.MapResizedError:
-                self._ingest()
+                self._follow_resize()
         raise StorageError(
             f"the map of {self.folder} was resized {_GROW_ATTEMPTS_MAX} times in a row by other processes"
         )
@@ -325,7 +325,7 @@ class Environment:
                     self._lengthen()
                     return done
             except lmdb.MapResizedError:
-                self._ingest()
+                self._follow_resize()
             except lmdb.MapFullError:
                 self._grow(need_bytes)
         raise StoreFullError(f"the map of {self.folder} is {self.map_bytes} bytes large and still full")
@@ -345,7 +345,7 @@ class Environment:
             seen.end()
             del txn
 
-    def _ingest(self) -> None:
+    def _follow_resize(self) -> None:
         with self._alone():
             try:
                 self._resize(0)

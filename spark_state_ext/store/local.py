@@ -170,7 +170,7 @@ class LocalStore:
         return self._incoming.begin(self._environment.folder)
 
     def end_incoming(self, path: Path) -> None:
-        """Remove what is left at a path from `incoming`: nothing where it was adopted."""
+        """Remove what is left at a path from `incoming`: nothing where it was ingested."""
         self._incoming.end(path)
 
     def ingest(self, path: Path, body_bytes: int, blocks: Sequence[int], rows: int, ref: CheckpointRef) -> Run:
@@ -242,17 +242,17 @@ class LocalStore:
         chosen = choose_compaction([run.size_bytes for run in runs], self._compaction_bytes_max, border)
         if chosen is None:
             return None
-        compaction = runs[slice(*chosen)]
-        base = compaction[-1].base or compaction[-1].parent is None
+        chosen_runs = runs[slice(*chosen)]
+        base = chosen_runs[-1].base or chosen_runs[-1].parent is None
 
         def intact(txn: Reader) -> None:
-            manifest.check_present(txn, compaction, "merged")
+            manifest.check_present(txn, chosen_runs, "merged")
 
         return self._add(
-            View(self, compaction).scan(keep_tombstones=not base),
-            newest=compaction[0].newest,
-            oldest=compaction[-1].oldest,
-            parent=compaction[-1].parent,
+            View(self, chosen_runs).scan(keep_tombstones=not base),
+            newest=chosen_runs[0].newest,
+            oldest=chosen_runs[-1].oldest,
+            parent=chosen_runs[-1].parent,
             base=base,
             check=intact,
         )
@@ -346,7 +346,7 @@ class LocalStore:
     def close(self) -> None:
         """Close the environment in this process.
 
-        What still uses this object, beside batches, opens it again, and records when it is over: then it is closed once
+        What still uses this object, beside batches, opens it again, and notices when it is over: then it is closed once
         more. (Another object of the same folder opens it again when it needs it.)
         """
         self._closed = True

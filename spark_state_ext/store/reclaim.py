@@ -46,8 +46,8 @@ def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = No
     Parameters
     ----------
     stores
-        Folder that has bucket folders three levels below an operator's: ``<operator>/<query
-        folder>/<schema>/<bucket>``.
+        Folder that has bucket folders three levels below an operator's:
+        ``<operator>/<query folder>/<schema>/<bucket>``.
     scratch
         Folder of temporary files.
     keep_s

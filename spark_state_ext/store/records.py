@@ -1,4 +1,4 @@
-"""Notes: small values that the processes of a machine leave each other in a bucket's local store, table ``records``.
+"""Records: small values that the processes of a machine leave each other in a bucket's local store, table ``records``.
 
 They are of use as long as they are there, like all of the store; nothing may depend on one.
 """

@@ -334,14 +334,14 @@ def first_at_least(ascending: HashArray, wanted: HashArray) -> IndexArray:
 def newest_wins(batches: Sequence[pa.RecordBatch], schema: RowSchema, drop_tombstones: bool) -> pa.RecordBatch:
     """Merge sorted batches, given newest first: of each key the newest row, in run order."""
     if len(batches) == 1:
-        compacted = batches[0]
+        merged = batches[0]
     else:
         together = joined(batches)
         # Rows of one key stay in the order given, so the first of each group is the newest.
         order, starts = group_by_key(hashes_of(together), schema.key_columns(together))
-        compacted = together.take(pa.array(order[starts]))
-    if drop_tombstones and compacted.num_rows:
-        deleted = compacted.column(DELETED)
+        merged = together.take(pa.array(order[starts]))
+    if drop_tombstones and merged.num_rows:
+        deleted = merged.column(DELETED)
         if deleted.true_count:
-            compacted = compacted.filter(pc.invert(deleted))
-    return compacted
+            merged = merged.filter(pc.invert(deleted))
+    return merged

@@ -121,9 +121,9 @@ class View:
         for after, upto in self._small_ranges():
             pieces = self._copied(after, upto)
             if pieces:
-                compacted = newest_wins(pieces, self._schema, drop_tombstones=not keep_tombstones)
-                if compacted.num_rows:
-                    yield compacted
+                merged = newest_wins(pieces, self._schema, drop_tombstones=not keep_tombstones)
+                if merged.num_rows:
+                    yield merged
 
     def piece(self, after: int) -> tuple[int, pa.RecordBatch]:
         """Live rows with hashes beyond `after` up to some border, ascending by hash, and that border.
@@ -179,8 +179,8 @@ class View:
         now_ms
             Threshold: rows with ``timeout_ms < now_ms``.
         low_watermark_ms, low_watermark_version
-            In runs whose newest checkpoint is older than the version, rows below the floor are known to be dealt
-            with and are not looked at again.
+            In runs whose newest checkpoint is older than the version, rows that time out before the low watermark
+            are known to be dealt with and are not looked at again.
         after, upto
             Only rows with a hash in (after, upto].
         """

@@ -1,7 +1,7 @@
 """One thread a worker process for work that no batch waits for: snapshots and clean-up.
 
 Worker processes die without notice, idle ones after a minute. So whatever runs here may stop at any line, and nothing
-depends on it: a snapshot that never arrived is unconfirmed only, and clean-up goes on another time.
+depends on it: a snapshot that never arrived was never confirmed, and clean-up goes on another time.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The one object of a worker process: it owns every registry and bounded cache that calls share.
+"""The one object of a worker process: it owns the registries and bounded caches that calls share (`engine.shared`).
 
-A registry is an ordinary object of the room that it belongs to. Nothing keeps one in a module or a class: whoever needs
-one is handed it, and what stands at the edge (a Spark task's entry) asks `Worker.current` once.
+A registry is an ordinary object of the room that it belongs to. Whoever needs one is handed it, and what stands at the
+edge (a Spark task's entry) asks `Worker.current` once. Open LMDB environments, the files that clean-up has verified,
+and what a client has enabled are kept where they are used.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, cast
 
 __all__ = ["Worker"]
@@ -28,6 +28,8 @@ class Worker:
 
     _current: ClassVar[Worker | None] = None
     _current_lock = threading.Lock()
+    # Those of processes that this one was forked from: what they own is the parent's, and must not be collected here.
+    _inherited: ClassVar[list[Worker]] = []
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -39,21 +41,22 @@ class Worker:
     def current(cls) -> Worker:
         """The one of this process. A forked child has one of its own, as threads do not survive a fork."""
         with cls._current_lock:
-            if cls._current is None or cls._current._pid != os.getpid():
+            if cls._current is not None and cls._current._pid != os.getpid():
+                cls._inherited.append(cls._current)
+                cls._current = None
+            if cls._current is None:
                 cls._current = cls()
             return cls._current
 
-    def own(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
+    def own(self, kind: type[T]) -> T:
         """The worker's object of a class, made when it is first asked for.
 
         Parameters
         ----------
         kind
-            The class.
-        make
-            Makes it; the class itself where not given.
+            The class, which takes no arguments.
         """
         with self._making:
             if kind not in self._made:
-                self._made[kind] = (make or kind)()
+                self._made[kind] = kind()
             return cast(T, self._made[kind])

@@ -185,13 +185,13 @@ def job(api: str, conf: str, ttl: Ttl | None, memory_bytes: int) -> Job:
 Hash = Callable[[Key], int]
 
 
-def partitioning(key: Key) -> int:
+def spread(key: Key) -> int:
     return ((23 if key is None else key) * 0x9E3779B97F4A7C15) % 2**64
 
 
 def clashing(key: Key) -> int:
     """Few hashes, at both ends and in between."""
-    return (0, 2**63, 2**63 + 1, 2**64 - 1)[partitioning(key) % 4]
+    return (0, 2**63, 2**63 + 1, 2**64 - 1)[spread(key) % 4]
 
 
 @dataclass
@@ -202,7 +202,7 @@ class Lived:
     api: str
     conf: str = "NoTimeout"
     ttl: Ttl | None = None
-    hashed: Hash = partitioning
+    hashed: Hash = spread
     memory_bytes: int = 256
     function: Callable[..., Any] | None = None
 
@@ -259,7 +259,7 @@ class Lived:
         self.timeouts = metrics.timeouts
         self._check_order(changed)
         pointer = bucket.commit(changed)
-        # As `runtime` stamps it.
+        # As `executor.call` stamps it.
         if work.threshold_ms() is not None:
             low_watermark_version = pointer.version if pointer.ref != self.pointer.ref else pointer.version + 1
             low_watermark_ms = work.threshold_ms()

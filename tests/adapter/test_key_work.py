@@ -24,7 +24,7 @@ from recorded_work import (
     clashing,
     compare,
     ordered,
-    partitioning,
+    spread,
 )
 
 from spark_state_ext.engine.job import ARROW
@@ -66,7 +66,7 @@ HISTORIES = [
 @pytest.mark.parametrize(("conf", "which"), HISTORIES)
 def test_a_history_as_a_dict_has_it(tmp_path: Path, api: str, conf: str, which: str) -> None:
     called, timed_out = 0, 0
-    for seed, hashed, memory_bytes in ((1, partitioning, 256), (2, clashing, 256), (3, partitioning, 1 << 20)):
+    for seed, hashed, memory_bytes in ((1, spread, 256), (2, clashing, 256), (3, spread, 1 << 20)):
         lived = Lived(tmp_path / str(seed), api, conf, TTLS[which], hashed, memory_bytes)
         model = Model(api, conf, TTLS[which])
         batches = 10 if memory_bytes == 256 else 5

@@ -1,4 +1,4 @@
-"""A probe at what backends had confirmed, when a run first comes to a bucket."""
+"""A probe for what backends had confirmed, when a run first comes to a bucket."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_work_that_hangs_does_not_hold_up_the_rest(monkeypatch: pytest.MonkeyPat
     background, gate, done = Background(), threading.Event(), threading.Event()
     assert background.submit("hangs", lambda: gate.wait(WAIT_S))
     deadline_s = time.monotonic() + WAIT_S
-    # A unconfirmed snapshot whose upload hangs counts as missed.
+    # An unconfirmed snapshot whose upload hangs counts as missed.
     while time.monotonic() < deadline_s and background.busy("hangs"):
         time.sleep(0.01)
     assert not background.busy("hangs")

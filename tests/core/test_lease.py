@@ -688,8 +688,9 @@ def test_a_second_run_is_refused_on_real_clocks_and_stores(
 def test_two_stores_with_a_folder_of_one_name_have_a_lease_each(tmp_path: Path) -> None:
     made = {"implementation": "fsspec.implementations.dirfs.DirFileSystem", "fs": LocalFileSystem(auto_mkdir=True)}
     folders = [Folder("store://bucket/op", {**made, "path": str(tmp_path / name)}) for name in ("east", "west")]
+    registry = LeaseRegistry()
     for folder in folders:
-        LeaseRegistry().of(folder, _ME, 10_000).hold()
+        registry.of(folder, _ME, 10_000).hold()
     assert all(list((tmp_path / name / "bucket" / "op" / "lease").iterdir()) for name in ("east", "west"))
 
 

@@ -139,10 +139,11 @@ def test_a_refusal_is_not_remembered(tmp_path: Path) -> None:
     files = Folder(str(tmp_path))
     _again(files, _wanted())
     wrong = _wanted(buckets=5)
+    catalog = OperatorCatalog()
     with pytest.raises(BucketCountChangedError):
-        OperatorCatalog().admit(files, wrong, False)
+        catalog.admit(files, wrong, False)
     with pytest.raises(BucketCountChangedError):
-        OperatorCatalog().admit(files, wrong, False)
+        catalog.admit(files, wrong, False)
 
 
 def test_another_attempt_at_a_first_batch_is_no_other_query(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.chain) > 2)
     @rule(data=st.data())
     def zombie(self, data: st.DataObject) -> None:
-        """A call with an old input pointer adds, compactions and prunes; the committed head must not notice."""
+        """A call with an old input pointer adds, compacts and prunes; the committed head must not notice."""
         at = data.draw(st.integers(0, len(self.chain) - 2))
         ref, model = self.chain[at]
         changes = data.draw(change_sets(max_size=3))

@@ -76,8 +76,8 @@ class MemoryBucket:
         if not groups and not due:
             return []
         called = [*groups, *due]
-        sizes = [len(replicas) for replicas in groups.values()]
-        order = np.array([at for replicas in groups.values() for at in replicas], dtype=np.int64)
+        sizes = [len(places) for places in groups.values()]
+        order = np.array([at for places in groups.values() for at in places], dtype=np.int64)
         shown = {**found, **{key: self.stored[key][0] for key in due}}
         before = [self.stored.get(key, (None, None, NO_TIMEOUT))[1] for key in called]
         batch = StateBatch(
@@ -112,15 +112,13 @@ class MemoryBucket:
         step, pieces = max(1, -(-rows.num_rows // tasks)), []
         for task, start in enumerate(range(0, max(1, rows.num_rows), step)):
             piece = rows.slice(start, step)
-            replicas = list(self._grouped(piece)[0].values()) if task % 2 == 0 else [[at] for at in range(len(piece))]
-            order = np.array([at for mine in replicas for at in mine], dtype=np.int64)
-            starts = np.cumsum([0, *map(len, replicas)])[:-1].astype(np.int64)
+            places = list(self._grouped(piece)[0].values()) if task % 2 == 0 else [[at] for at in range(len(piece))]
+            order = np.array([at for mine in places for at in mine], dtype=np.int64)
+            starts = np.cumsum([0, *map(len, places)])[:-1].astype(np.int64)
             given, positions = pickle.loads(pickle.dumps(combine))(KeyedRows(piece, order, starts))
             keys = [tuple(plain(row[name]) for name in self.keys.names) for row in given.to_pylist()]
             wanted = [tuple(plain(row[name]) for name in self.keys.names) for row in piece.to_pylist()]
-            assert keys == [wanted[replicas[at][0]] for at in positions.tolist()], (
-                "positions are those of the rows' keys"
-            )
+            assert keys == [wanted[places[at][0]] for at in positions.tolist()], "positions are those of the rows' keys"
             pieces.append(given)
         return pa.concat_tables(pieces)
 

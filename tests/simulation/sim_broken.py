@@ -232,8 +232,8 @@ class GapPassedBy(Committer):
 class CaughtUpAtOnce(Snapshots):
     """A backend that is added counts as whole when its full snapshot is under way."""
 
-    def bootstrapping(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
-        return super().bootstrapping(pointer, names, known=True)
+    def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
+        return super().with_full_snapshot(pointer, names, known=True)
 
 
 class NeverLate(Committer):

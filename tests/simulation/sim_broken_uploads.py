@@ -65,8 +65,8 @@ class ForgottenAtOnce(Snapshots):
 class ForgottenWhenAnswered(Snapshots):
     """That a backend lacks files is forgotten when an attempt has seen to it, whichever attempt Spark takes."""
 
-    def bootstrapping(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
-        made = super().bootstrapping(pointer, names, known)
+    def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
+        made = super().with_full_snapshot(pointer, names, known)
         self._store.record({}, [record_name(name, _LOST) for name in names])
         return made
 

@@ -114,7 +114,7 @@ class Config:
     timeouts
         There are processing-time timeouts, which call buckets in batches without data.
     replaces
-        In the store of the checkpoint files, a file takes another one's replica in one step.
+        In the store of the checkpoint files, a file takes another one's place in one step.
     same_run
         The query that starts again has the identity of the run before.
     erase_window_ms

@@ -24,7 +24,7 @@ class DiedError(BaseException):
 
 
 class Share(DirFileSystem):  # type: ignore[misc]
-    """As an SMB share: a rename never puts a file in another one's replica."""
+    """As an SMB share: a rename never puts a file in another one's place."""
 
     protocol: ClassVar[Any] = "smb"
     cachable = False
@@ -47,7 +47,7 @@ def opened(path: str, *, replaces: bool) -> Folder:
     path
         Its path.
     replaces
-        A file takes another one's replica there in one step.
+        A file takes another one's place there in one step.
     """
     return Folder(f"memory://{path}", None if replaces else {"implementation": f"{__name__}.Share"})
 

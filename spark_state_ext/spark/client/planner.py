@@ -1,7 +1,7 @@
 """The plan of an operator: packing, Spark's shuffle, our function keyed by bucket, unpacking.
 
-It is made of public DataFrame calls only.
- What the plan does is in `docs/design`; whatever can be refused is refused here, before anything runs.
+Public DataFrame calls only. What the plan does is in `docs/design`; whatever can be refused is refused here, before
+anything runs.
 """
 
 from __future__ import annotations

@@ -81,6 +81,9 @@ def _loader() -> Callable[[str], Any]:
                 "tenacity",
             ):
                 raise
+            what = f"has no module {error.name!r}. Install it there ({sys.executable} -m pip install spark_state_ext)"
+            if missing == "spark_state_ext" and error.name != missing:
+                what = f"has another release of spark_state_ext, without {error.name!r}: install the client's there"
             # As `border` has it, which is in the package that is missing: no frames before the sentence.
             os.environ["SPARK_HIDE_TRACEBACK"] = "1"
             sys.tracebacklimit = 0
@@ -90,10 +93,8 @@ def _loader() -> Callable[[str], Any]:
             )
             raise executor_package_error(
                 f"the executors' Python {sys.executable} (version "
-                f"{sys.version.split()[0]}) has no module "
-                f"{error.name!r}. Install it there ({sys.executable} -m pip install spark_state_ext), or point "
-                "PYSPARK_PYTHON "
-                "or spark.pyspark.python at the Python that has it."
+                f"{sys.version.split()[0]}) {what}, or point PYSPARK_PYTHON or spark.pyspark.python at the Python that "
+                "has it."
             ) from None
 
     return load
