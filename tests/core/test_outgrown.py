@@ -135,7 +135,7 @@ def test_where_snapshots_come_late(job: Job) -> None:
 @pytest.mark.parametrize(
     ("where", "name", "error", "told"),
     [
-        (LocalStore, "adopt", StoreFullError("no room"), "no room"),
+        (LocalStore, "ingest", StoreFullError("no room"), "no room"),
         # What PyArrow says under a limit such as spark.executor.pyspark.memory.
         (pa, "memory_map", OSError("Memory mapping file failed: Cannot allocate memory"), "no address space"),
     ],
