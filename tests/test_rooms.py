@@ -38,3 +38,79 @@ def test_every_room_says_what_it_holds() -> None:
 def test_no_module_has_more_than_500_lines() -> None:
     long = {str(path): lines for path, _ in _modules() if (lines := len((ROOT / path).read_text().splitlines())) > 500}
     assert not long
+
+
+# The most that a reader holds in mind.
+LINES_MAX, PARAMETERS_MAX = 70, 8
+# Users' own signatures, and what has not been taken apart yet: this list only gets shorter.
+MANY_PARAMETERS = {
+    "spark_state_ext/spark/client/state.py:ArrowState.__init__",
+    "spark_state_ext/functions/state_batch.py:StateBatch.__init__",
+    "spark_state_ext/engine/bucket.py:Bucket.__init__",
+    "spark_state_ext/commit/committer.py:Committer.__init__",
+    "spark_state_ext/commit/snapshots.py:Snapshots.__init__",
+    "spark_state_ext/files/retention.py:clean_up",
+    "spark_state_ext/spark/callers/keys.py:KeyCaller.__init__",
+}
+# Classes whose instances are kept in a class or a module. The worker is the one that should be.
+KEPT = {
+    "spark_state_ext/worker/worker.py": "the worker itself",
+    "spark_state_ext/store/environment.py": "LMDB forbids to open an environment twice in a process, whoever asks",
+    "spark_state_ext/files/retention.py": "headers and verified snapshots of clean-up",
+    "spark_state_ext/spark/client/session.py": "sessions that a client has enabled, and classes that it has wrapped",
+    "spark_state_ext/spark/client/lease_keeper.py": "the driver's keeper of leases",
+}
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, node
+        elif isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef):
+                    yield f"{node.name}.{inner.name}", inner
+
+
+def _code_lines(function: ast.FunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    first = function.body[0]
+    text = ast.get_docstring(function, clean=False)
+    said = 0 if text is None else (first.end_lineno or 0) - first.lineno + 1
+    return (function.end_lineno or 0) - function.lineno + 1 - said
+
+
+def test_no_function_is_long() -> None:
+    long = {
+        f"{path}:{name}": lines
+        for path, tree in _modules()
+        for name, function in _functions(tree)
+        if (lines := _code_lines(function)) > LINES_MAX
+    }
+    assert not long
+
+
+def test_few_functions_have_many_parameters() -> None:
+    found = set()
+    for path, tree in _modules():
+        for name, function in _functions(tree):
+            given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+            if len([it for it in given if it.arg not in ("self", "cls")]) > PARAMETERS_MAX:
+                found.add(f"{path}:{name}")
+    assert found == MANY_PARAMETERS
+
+
+def test_what_a_process_has_once_is_owned_by_its_worker() -> None:
+    """No registry in a class or a module, but where it is said why."""
+    found = set()
+    for path, tree in _modules():
+        for node in [*tree.body, *(it for cls in tree.body if isinstance(cls, ast.ClassDef) for it in cls.body)]:
+            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+                continue
+            target = ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0])
+            made = ast.unparse(node.value)
+            empty = made in ("{}", "[]", "set()", "dict()") or "OrderedDict(" in made or "WeakKeyDictionary(" in made
+            instance = isinstance(node, ast.AnnAssign) and "ClassVar" in ast.unparse(node.annotation) and made == "None"
+            if target.startswith("_") and (empty or instance):
+                found.add(str(path))
+    assert found == set(KEPT)

@@ -6,7 +6,7 @@ What they do is in `spark_state_ext.operators`; here Spark's schemas become thos
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pyspark.sql import functions as F
@@ -359,33 +359,10 @@ def top_k(
         raise UsageError(f"emit of top_k must be 'all' or 'changed', not {emit!r}")
     if not isinstance(rank, str) or not rank:
         raise UsageError(f"rank of top_k is the name of a column, not {rank!r}")
-    orders = listed(order_by)
-    refuse_no_columns(orders, "order_by of top_k")
-    given = descending if isinstance(descending, (list, tuple)) else [descending] * len(orders)
-    if not all(isinstance(value, (bool, np.bool_)) for value in given):
-        raise UsageError(f"descending of top_k must be True or False, or a list of these, not {descending!r}")
-    downwards = [bool(value) for value in given]
-    if not orders or len(orders) != len(downwards):
-        raise UsageError(f"order_by of top_k has {len(orders)} columns, and descending {len(downwards)} values")
-    refuse_sort_orders(orders, df.schema.names)
+    orders, downwards = _orders(order_by, descending, df.schema.names)
     order_names = [name_of(order, df.schema.names) for order in orders]
-    key_type, places, extra = resolve_keys(df, df.schema, listed(keys))
+    key_names, extra_names, derived = _top_k_keys(df, keys, rank)
     inputs = df.schema.names
-    extra_fields = [field for field, at in zip(key_type.fields, places, strict=True) if at >= len(inputs)]
-    # Of a key that is an input column the output has that one, in whatever case it was asked for.
-    key_names = [
-        field.name if at >= len(inputs) else inputs[at] for field, at in zip(key_type.fields, places, strict=True)
-    ]
-    refuse_doubles(key_names, "keys of top_k")
-    if any(field.name in inputs for field in extra_fields):
-        raise UsageError("a key of top_k is an expression under the name of an input column: give it another, by alias")
-    extra_names = [field.name for field in extra_fields]
-    refuse_doubles([*inputs, *extra_names, rank], "output columns of top_k")
-    # A window has its column's watermark, which would then be there twice.
-    derived = [
-        column_of(key).alias(field.name, metadata=field.metadata or PLAIN)
-        for key, field in zip(extra, extra_fields, strict=True)
-    ]
     # An order column that the key has too is kept beside it.
     ordered = [
         name if name is not None and name not in key_names else f"__order{i}" for i, name in enumerate(order_names)
@@ -439,6 +416,42 @@ def _partially(partial: PartialAggregation, keys: Sequence[StructField], buffers
 
 
 # -- inside --------------------------------------------------------------------------------------------------
+
+
+def _orders(order_by: Keys, descending: bool | Sequence[bool], inputs: Sequence[str]) -> tuple[list[Any], list[bool]]:
+    """What rows of `top_k` are ordered by, and whether the largest come first, for each."""
+    orders = listed(order_by)
+    refuse_no_columns(orders, "order_by of top_k")
+    given = descending if isinstance(descending, (list, tuple)) else [descending] * len(orders)
+    if not all(isinstance(value, (bool, np.bool_)) for value in given):
+        raise UsageError(f"descending of top_k must be True or False, or a list of these, not {descending!r}")
+    downwards = [bool(value) for value in given]
+    if not orders or len(orders) != len(downwards):
+        raise UsageError(f"order_by of top_k has {len(orders)} columns, and descending {len(downwards)} values")
+    refuse_sort_orders(orders, inputs)
+    return orders, downwards
+
+
+def _top_k_keys(df: DataFrame, keys: Keys, rank: str) -> tuple[list[str], list[str], list[Any]]:
+    """Names of the keys of `top_k`; of these, names of those that are no input columns, and their columns."""
+    inputs = df.schema.names
+    key_type, places, extra = resolve_keys(df, df.schema, listed(keys))
+    extra_fields = [field for field, at in zip(key_type.fields, places, strict=True) if at >= len(inputs)]
+    # Of a key that is an input column the output has that one, in whatever case it was asked for.
+    key_names = [
+        field.name if at >= len(inputs) else inputs[at] for field, at in zip(key_type.fields, places, strict=True)
+    ]
+    refuse_doubles(key_names, "keys of top_k")
+    if any(field.name in inputs for field in extra_fields):
+        raise UsageError("a key of top_k is an expression under the name of an input column: give it another, by alias")
+    extra_names = [field.name for field in extra_fields]
+    refuse_doubles([*inputs, *extra_names, rank], "output columns of top_k")
+    # A window has its column's watermark, which would then be there twice.
+    derived = [
+        column_of(key).alias(field.name, metadata=field.metadata or PLAIN)
+        for key, field in zip(extra, extra_fields, strict=True)
+    ]
+    return key_names, extra_names, derived
 
 
 def _check(state: ArrowState, df: DataFrame, name: str) -> None:
