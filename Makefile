@@ -11,12 +11,15 @@ IN_VENV := . $(VENV)/env.sh &&
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-check: ## lint, types and the tests that need neither Spark nor a server: a minute or two
+# Quick tests of decisions and formats, and of the adapter without Spark.
+UNITS := tests/test_rooms.py tests/test_glossary.py tests/adapter $(addprefix tests/core/test_,$(addsuffix .py,columns commit compaction evolution formats lineage row_equality search spark_types state_batch tables))
+
+check: ## lint, types and quick tests without Spark, for every change
 	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) python -m ruff check .
 	@$(IN_VENV) python -m ruff format --check .
 	@$(IN_VENV) python -m mypy
-	@$(IN_VENV) python -m pytest -n 2 -q -m "not slow and not spark and not connect" $(UNITS)
+	@$(IN_VENV) python -m pytest -n 2 -q $(UNITS)
 
 test: ## lint, types and the whole test suite (TESTS="..." hands arguments to pytest)
 	@$(BOOTSTRAP) --extras demo,test,lint

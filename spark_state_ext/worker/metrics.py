@@ -44,7 +44,7 @@ class CallMetrics:
     Parameters
     ----------
     query_id, run_id, batch, operator, bucket
-        Whose. `batch` is -1 where tasks are not told theirs.
+        Whose. Where tasks are not told their batch, `batch` is the number of calls before.
     ended_ms
         When the call was over: wall-clock time, milliseconds since 1970.
     rows, keys, timeouts
