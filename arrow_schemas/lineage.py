@@ -41,8 +41,8 @@ __all__ = [
 
 DELTA = "delta"
 SNAPSHOT = "snapshot"
-# What this release writes of each kind. Snapshots of format 1 are compressed and have one digest over all; since format
-# 2 they are laid out so that restoring one is copying it.
+# What is written of each kind. Files of format 1 are compressed and have one digest over all; snapshots of format 2 are
+# laid out so that restoring one is copying it. Snapshots of format 1 are for readers from before the first release.
 FILE_FORMATS = {DELTA: 1, SNAPSHOT: 2}
 FILE_FORMAT_MAX = 2
 BLAKE2B, BLOCKCRC = "blake2b", "blkcrcs"
@@ -111,7 +111,7 @@ class Writer:
     query_id, run_id, batch, host
         As Spark told the task.
     heartbeat
-        `Pointer.heartbeats` of the pointer that this call made; 0 when not known (pointers before format 3).
+        `Pointer.heartbeats` of the pointer that this call made; 0 when not known (before the first release).
     """
 
     query_id: str
@@ -123,18 +123,6 @@ class Writer:
     def __post_init__(self) -> None:
         if not all(isinstance(number, int) for number in (self.batch, self.heartbeat)):
             raise CorruptFileError(f"a writer has numbers for batch and heartbeat, not {self}")
-
-    def to_plain(self) -> dict[str, Any]:
-        """As builtin values."""
-        return {"beat" if name == "heartbeat" else name: value for name, value in asdict(self).items()}
-
-    @staticmethod
-    def from_plain(plain: Mapping[str, Any]) -> Writer:
-        """Inverse of `to_plain`; `KeyError` or `TypeError` where it cannot be."""
-        fields = dict(plain)
-        if "heartbeat" in fields:
-            raise TypeError("a writer has no field 'heartbeat'")
-        return Writer(**fields) if "beat" not in fields else Writer(heartbeat=fields.pop("beat"), **fields)
 
 
 @dataclass(frozen=True)
@@ -183,6 +171,7 @@ class LineageHeader:
 
     def encode(self) -> dict[bytes, bytes]:
         """Schema metadata holding this header and a placeholder for the body record."""
+        writer = asdict(self.writer)
         fields: dict[str, Any] = {
             "format": self.format,
             "kind": self.kind,
@@ -193,7 +182,9 @@ class LineageHeader:
             "parent": _pair(self.parent),
             "lineage": [_pair(ref) for ref in self.lineage],
             "schema_id": self.schema_id,
-            "writer": self.writer.to_plain(),
+            # Not the writer's, whose fields are all that readers from before the first release take.
+            "heartbeat": writer.pop("heartbeat"),
+            "writer": writer,
             "package_version": self.package_version,
         }
         text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
@@ -238,7 +229,9 @@ class LineageHeader:
                 parent=_ref(fields["parent"]),
                 lineage=tuple(CheckpointRef(*pair) for pair in fields["lineage"]),
                 schema_id=fields["schema_id"],
-                writer=Writer.from_plain(fields["writer"]),
+                writer=_writer(
+                    fields["writer"], fields["heartbeat"] if fields["format"] > 1 else fields.get("heartbeat", 0)
+                ),
                 package_version=fields["package_version"],
                 format=fields["format"],
             )
@@ -291,6 +284,11 @@ BODY_PLACEHOLDER = BodyRecord(0, 0, 0, "0" * 32).encode()
 
 def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).hexdigest().encode()
+
+
+def _writer(plain: Mapping[str, Any], heartbeat: Any) -> Writer:
+    query_id, run_id, batch, host = (plain[name] for name in ("query_id", "run_id", "batch", "host"))
+    return Writer(query_id, run_id, batch, host, heartbeat)
 
 
 def _pair(ref: CheckpointRef | None) -> list[Any] | None:

@@ -1,14 +1,12 @@
 """The pointer: what Spark's own state holds of a bucket.
 
 Spark commits it atomically with the batch and hands every retry and restart the pointer of the batch before, so
-it is the commit log (`docs/design`). Up to format 3: one backend, committed synchronously; every delta the pointer
-names is durable before Spark sees the pointer. Format 1 said the same of its snapshot; since format 2 it may be
-unconfirmed, and the pointer tells what it was built on. Since format 3 it counts the bucket's calls and heartbeats,
-which clean-up goes by. Format 4 holds deltas that are not durable elsewhere yet, and tells which backend has confirmed
-what.
+it is the commit log (`docs/design`). It holds deltas that are not durable elsewhere yet, tells which backend has
+confirmed what, and counts the bucket's calls and heartbeats, which clean-up goes by.
 
-Format 1 is still written where that is asked for, with or without the newer fields beside it, so that a job can go back
-to an older release.
+Format 1 is what the project wrote before its first release: one backend, committed synchronously; every delta that the
+pointer names, and the snapshot that its lineage begins with, are durable before Spark sees the pointer. It is still
+written where that is asked for, with or without the newer fields beside it, so that a job can go back.
 
 Bytes: ``b"SSEP"``, format (u16), length of the JSON part (u32), the JSON part, the inline deltas' bytes one
 after the other, and the CRC-32 of everything before (u32); all little-endian.
@@ -28,11 +26,14 @@ from arrow_schemas.lineage import DELTA, CheckpointRef, check_ascending, file_na
 
 __all__ = ["BOTH", "POINTER_FORMAT", "V1", "V2", "InlineDelta", "LineageEntry", "Pointer", "ReplicationStatus"]
 
-POINTER_FORMAT = 4
-# What is written and read: format 1, the present format, or format 1 with what it lacks beside it.
+POINTER_FORMAT = 2
+# What is written and read: format 1, format 2, or format 1 with what it lacks beside it.
 V1, V2, BOTH = "v1", "v2", "both"
 _FORMAT_1 = 1
 _BESIDE = "v2"
+# Fields of format 1: those that have the same name in format 2, and the others. Its `markers` and `inline` are empty.
+_IN_BOTH = ("operator", "bucket", "buckets", "schema_id", "batch", "watermark_ms", "rows", "earliest_timeout_ms")
+_FORMAT_1_NAMES = {"home": "query_folder", "timeout_floor": "timer_low_watermark"}
 _MAGIC = b"SSEP"
 _HEAD = struct.Struct("<4sHI")
 _CRC = struct.Struct("<I")
@@ -49,7 +50,7 @@ class LineageEntry:
     size_bytes
         Size of its delta file.
     heartbeat
-        `Pointer.heartbeats` of the pointer that its call made; 0 when not known (before format 3).
+        `Pointer.heartbeats` of the pointer that its call made; 0 when not known (format 1).
     """
 
     ref: CheckpointRef
@@ -205,17 +206,20 @@ class Pointer:
             that know format 1 only do not look at.
         """
         if write == V2:
-            text = {**self._always(), "lineage": [_plain(entry) for entry in self.lineage], **self._since_format_1()}
-            return _sealed(POINTER_FORMAT, text, [delta.data for delta in self.inline])
+            return _sealed(POINTER_FORMAT, self._plain(), [delta.data for delta in self.inline])
         if self.inline:
             raise ValueError("format 1 of the pointer has no place for inline deltas")
-        text = {**self._always(), "lineage": [_plain(entry)[:3] for entry in self.lineage], "markers": {}, "inline": []}
+        fields = self._plain()
+        text = {name: fields.pop(name) for name in _IN_BOTH}
+        text |= {old: fields.pop(name) for old, name in _FORMAT_1_NAMES.items()}
+        entries = fields.pop("lineage")
+        text |= {"lineage": [entry[:3] for entry in entries], "markers": {}, "inline": []}
         if write == BOTH:
-            text[_BESIDE] = {"beats_at": [entry.heartbeat for entry in self.lineage], **self._since_format_1()}
+            text[_BESIDE] = {"lineage_heartbeats": [entry[3] for entry in entries], **fields}
         return _sealed(_FORMAT_1, text, [])
 
-    def _always(self) -> dict[str, Any]:
-        """Fields that every format has."""
+    def _plain(self) -> dict[str, Any]:
+        """The fields of format 2 as builtin values."""
         return {
             "operator": self.operator,
             "bucket": self.bucket,
@@ -223,26 +227,22 @@ class Pointer:
             "schema_id": self.schema_id,
             "batch": self.batch,
             "watermark_ms": self.watermark_ms,
-            "home": self.query_folder,
+            "query_folder": self.query_folder,
             "rows": self.rows,
-            "timeout_floor": [self.timer_low_watermark_ms, self.timer_low_watermark_version],
+            "timer_low_watermark": [self.timer_low_watermark_ms, self.timer_low_watermark_version],
             "earliest_timeout_ms": self.earliest_timeout_ms,
-        }
-
-    def _since_format_1(self) -> dict[str, Any]:
-        """Fields that format 1 does not have, or leaves empty."""
-        return {
+            "lineage": [[it.ref.version, it.ref.id, it.size_bytes, it.heartbeat] for it in self.lineage],
             "parent": _pair(self.parent),
             "calls": self.calls,
-            "beats": self.heartbeats,
+            "heartbeats": self.heartbeats,
             "retained": [self.retained, self.retained_heartbeat],
             "snapshots_missed": self.snapshots_missed,
-            "standings": {name: [_pair(it.through), _pair(it.since)] for name, it in self.replication.items()},
+            "replication": {name: [_pair(it.through), _pair(it.since)] for name, it in self.replication.items()},
             "markers": self.markers,
             "inline": [[d.ref.version, d.ref.id, len(d.data), d.made_ms, d.heartbeat] for d in self.inline],
-            "spread": None if self.partitioning is None else list(self.partitioning),
+            "partitioning": None if self.partitioning is None else list(self.partitioning),
             "made_by": self.made_by,
-            **({} if self.ages is None else {"ages": self.ages.to_plain()}),
+            "ages": None if self.ages is None else self.ages.to_plain(),
         }
 
     @staticmethod
@@ -285,12 +285,9 @@ class Pointer:
             raise CorruptPointerError("a pointer in Spark's state fails its checksum")
         try:
             fields = json.loads(data[_HEAD.size : _HEAD.size + length])
-            beside = fields.pop(_BESIDE, None) if version == _FORMAT_1 else None
-            if beside is not None and read == V2:
-                heartbeats = beside.pop("beats_at")
-                lineage = [[*entry, heartbeat] for entry, heartbeat in zip(fields["lineage"], heartbeats, strict=True)]
-                version, fields = POINTER_FORMAT, {**fields, **beside, "lineage": lineage}
-            return _parse(version, fields, data[_HEAD.size + length : -_CRC.size])
+            if version == _FORMAT_1:
+                fields = _as_format_2(fields, read)
+            return _parse(fields, data[_HEAD.size + length : -_CRC.size])
         except (CorruptPointerError, LineageError):
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
@@ -303,10 +300,6 @@ def _sealed(pointer_format: int, fields: dict[str, Any], blobs: list[bytes]) -> 
     return body + _CRC.pack(zlib.crc32(body))
 
 
-def _plain(entry: LineageEntry) -> list[Any]:
-    return [entry.ref.version, entry.ref.id, entry.size_bytes, entry.heartbeat]
-
-
 def _pair(ref: CheckpointRef | None) -> list[Any] | None:
     return None if ref is None else [ref.version, ref.id]
 
@@ -315,10 +308,27 @@ def _ref(pair: list[Any] | None) -> CheckpointRef | None:
     return None if pair is None else CheckpointRef(*pair)
 
 
-def _entry(pointer_format: int, values: list[Any]) -> LineageEntry:
-    """Format 1 has three values; in format 2 the fourth was a batch."""
-    version, checkpoint_id, size_bytes, *heartbeat = values
-    return LineageEntry(CheckpointRef(version, checkpoint_id), size_bytes, *(heartbeat if pointer_format > 2 else ()))
+def _as_format_2(fields: dict[str, Any], read: str) -> dict[str, Any]:
+    """The fields of a pointer of format 1; what it lacks stands beside it, or is not known."""
+    beside = fields.pop(_BESIDE, None)
+    if fields["markers"] or fields["inline"]:
+        raise CorruptPointerError("a pointer of format 1 has no markers and no inline deltas")
+    found = {name: fields[name] for name in _IN_BOTH}
+    found |= {name: fields[old] for old, name in _FORMAT_1_NAMES.items()}
+    entries = [[*_three(entry)] for entry in fields["lineage"]]
+    if beside is not None and read == V2:
+        heartbeats = beside.pop("lineage_heartbeats")
+        lineage = [[*entry, heartbeat] for entry, heartbeat in zip(entries, heartbeats, strict=True)]
+        return {**beside, **found, "lineage": lineage}
+    parent = entries[-2][:2] if len(entries) > 1 else None
+    unknown = {"calls": 0, "heartbeats": 0, "retained": [0, 0], "snapshots_missed": 0, "replication": {}, "markers": {}}
+    unknown |= {"inline": [], "partitioning": None, "made_by": None, "ages": None}
+    return {**found, **unknown, "lineage": [[*entry, 0] for entry in entries], "parent": parent}
+
+
+def _three(entry: list[Any]) -> tuple[Any, Any, Any]:
+    version, checkpoint_id, size_bytes = entry
+    return version, checkpoint_id, size_bytes
 
 
 def _replication_status(values: list[Any]) -> ReplicationStatus:
@@ -347,14 +357,10 @@ def _inline(announced: list[list[Any]], blobs: bytes) -> tuple[InlineDelta, ...]
     return tuple(found)
 
 
-def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer:
-    low_watermark_ms, low_watermark_version = fields["timeout_floor"]
-    retained, retained_heartbeat = fields.get("retained", (0, 0))
-    lineage = tuple(_entry(pointer_format, values) for values in fields["lineage"])
-    if "parent" in fields:
-        parent = _ref(fields["parent"])
-    else:  # format 1, which tells it only by the lineage
-        parent = lineage[-2].ref if len(lineage) > 1 else None
+def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
+    """A pointer of the fields of format 2."""
+    low_watermark_ms, low_watermark_version = fields["timer_low_watermark"]
+    retained, retained_heartbeat = fields["retained"]
     return Pointer(
         operator=fields["operator"],
         bucket=fields["bucket"],
@@ -362,23 +368,25 @@ def _parse(pointer_format: int, fields: dict[str, Any], blobs: bytes) -> Pointer
         schema_id=fields["schema_id"],
         batch=fields["batch"],
         watermark_ms=fields["watermark_ms"],
-        query_folder=fields["home"],
-        lineage=lineage,
+        query_folder=fields["query_folder"],
+        lineage=tuple(
+            LineageEntry(CheckpointRef(version, checkpoint_id), size_bytes, heartbeat)
+            for version, checkpoint_id, size_bytes, heartbeat in fields["lineage"]
+        ),
         rows=fields["rows"],
         timer_low_watermark_ms=low_watermark_ms,
         timer_low_watermark_version=low_watermark_version,
         earliest_timeout_ms=fields["earliest_timeout_ms"],
-        parent=parent,
-        calls=fields.get("calls", 0),
-        heartbeats=fields.get("beats", 0),
+        parent=_ref(fields["parent"]),
+        calls=fields["calls"],
+        heartbeats=fields["heartbeats"],
         retained=retained,
         retained_heartbeat=retained_heartbeat,
-        snapshots_missed=fields.get("snapshots_missed", 0),
-        replication={str(name): _replication_status(values) for name, values in fields.get("standings", {}).items()},
+        snapshots_missed=fields["snapshots_missed"],
+        replication={str(name): _replication_status(values) for name, values in fields["replication"].items()},
         markers=fields["markers"],
-        # Up to format 3 it is empty.
         inline=_inline(fields["inline"], blobs),
-        partitioning=_partitioning(fields.get("spread")),
-        made_by=fields.get("made_by"),
-        ages=Ages.from_plain(fields["ages"]) if fields.get("ages") is not None else None,
+        partitioning=_partitioning(fields["partitioning"]),
+        made_by=fields["made_by"],
+        ages=None if fields["ages"] is None else Ages.from_plain(fields["ages"]),
     )

@@ -148,7 +148,7 @@ class SnapshotWriter:
             return new
 
     def _with_snapshot(self, new: Pointer, due: bool, behind: Sequence[str], again: Sequence[str]) -> Pointer:
-        header = self._bucket.header(new.lineage[-1].ref, SNAPSHOT)
+        header = self._header(new)
         names = self._bucket.committer.snapshots.replica_names if due else [*behind, *again]
         missed = self._missed(new) if due else new.snapshots_missed
         # Where the runner has refused for long, it does not keep up either.
@@ -172,9 +172,12 @@ class SnapshotWriter:
         return awaiting
 
     def _write_now(self, new: Pointer, names: Sequence[str]) -> None:
-        self._write_snapshot(
-            self._bucket.header(new.lineage[-1].ref, SNAPSHOT), *self._bucket.pinned(new, _WAITING_PIN_S), names
-        )
+        self._write_snapshot(self._header(new), *self._bucket.pinned(new, _WAITING_PIN_S), names)
+
+    def _header(self, new: Pointer) -> LineageHeader:
+        """The header of a snapshot, which with pointers of format 1 is of format 1 too."""
+        header = self._bucket.header(new.lineage[-1].ref, SNAPSHOT)
+        return header if self._options.pointer_write == V2 else replace(header, format=1)
 
     def in_old_terms(self, new: Pointer) -> Pointer:
         """The pointer as format 1 has it, where that is written: its lineage begins with a snapshot that is there."""

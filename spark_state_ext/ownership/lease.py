@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spark_state_ext.errors import LiveRunError, StateError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder
@@ -88,15 +88,26 @@ class Lease:
         How long a lease lasts without renewal.
     clock
         Where the time comes from.
+    format_1_too
+        The lease is kept in format 1 too, for releases that know no other.
     """
 
-    def __init__(self, files: Folder, me: RunIdentity, lease_ms: int, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        files: Folder,
+        me: RunIdentity,
+        lease_ms: int,
+        clock: Clock | None = None,
+        *,
+        format_1_too: bool = False,
+    ) -> None:
         if lease_ms < LEASE_MS_MIN:
             raise UsageError(f"lease_ms must be at least {LEASE_MS_MIN}, not {lease_ms}")
         self._files = files
         self._log = LeaseLog(files)
         self._me = me
         self._lease_ms = lease_ms
+        self._format_1_too = format_1_too
         self._third_s = lease_ms / 3000
         self._clock = clock or Clock()
         self._state = LeaseState.NEW
@@ -184,7 +195,7 @@ class Lease:
         watch: Watch | None = None
         while True:
             begun_s = self._clock.monotonic_s()
-            found = self._log.newest()
+            found = self._log.newest(first=True)
             over = found is not None and found.record.owner.is_over()
             decision = decide(found, self._me, watch, begun_s, self._lease_ms, over)
             if decision is Decision.REPLACED:
@@ -232,6 +243,7 @@ class Lease:
             record = found.record.taken_over(self._me, now_ms, self._lease_ms)
         else:
             record = found.record.renewed(self._me, now_ms, self._lease_ms)
+        record = replace(record, format_1_too=self._format_1_too)
         if not self._log.append(found, record):
             return False
         made: Found | None = Found(1 if found is None else found.number + 1, record)
@@ -368,18 +380,18 @@ class LeaseRegistry:
         self._held: dict[str, Lease] = {}
         self._lock = threading.Lock()
 
-    def of(self, files: Folder, me: RunIdentity, lease_ms: int) -> Lease:
+    def of(self, files: Folder, me: RunIdentity, lease_ms: int, *, format_1_too: bool = False) -> Lease:
         """The lease object of a folder.
 
         Parameters
         ----------
-        files, me, lease_ms
+        files, me, lease_ms, format_1_too
             As for `Lease`.
         """
         with self._lock:
             held = self._held.get(files.identity)
             if held is None or not held.is_of(me):
-                made = Lease(files, me, lease_ms)
+                made = Lease(files, me, lease_ms, format_1_too=format_1_too)
                 if held is not None:
                     held.set_aside()
                 held = self._held[files.identity] = made

@@ -16,8 +16,8 @@ from spark_state_ext.ownership.lease_record import Found, LeaseRecord
 __all__ = ["LEASE_FOLDER", "LeaseLog"]
 
 LEASE_FOLDER = "lease"
-# Before format 4: one file beside the folder, which was rewritten.
-_OLD_FILE = "lease.json"
+# Format 1: one file beside the folder, which is rewritten.
+_FORMAT_1_FILE = "lease.json"
 _NAME = re.compile(r"(\d{16})(?:-[0-9a-f]{32})?\.json")
 # Records that a slow reader may still be about to read.
 _KEPT = 2
@@ -36,14 +36,20 @@ class LeaseLog:
     def __init__(self, query_folder: Folder) -> None:
         self._query_folder = query_folder
         self._files = query_folder.child(LEASE_FOLDER)
+        self._has_format_1 = False
 
     @property
     def root(self) -> str:
         """The query folder, for messages."""
         return self._query_folder.root
 
-    def newest(self) -> Found | None:
+    def newest(self, *, first: bool = False) -> Found | None:
         """The record that counts; None where there is none.
+
+        Parameters
+        ----------
+        first
+            Whoever asks does not hold the lease yet: a lease of format 1 counts, whoever holds the one of format 2.
 
         Raises
         ------
@@ -52,10 +58,18 @@ class LeaseLog:
         StorageError
             When the store fails.
         """
+        found = self._newest_record()
+        if first or found is None or found.record.format_1_too:
+            old = self._of_format_1()
+            if old is not None:
+                return Found(0 if found is None else found.number, old)
+        return found
+
+    def _newest_record(self) -> Found | None:
         for _ in range(_ROUNDS_MAX):
             names = self._names()
             if not names:
-                return self._old()
+                return None
             number = _number(names[-1])
             try:
                 records = [self._read(name) for name in names if _number(name) == number]
@@ -80,9 +94,14 @@ class LeaseLog:
         else:
             # Nobody's record is overwritten here either; should two be made at once, all agree on which counts.
             self._files.put(f"{number:016d}-{record.nonce}.json", record.encode())
-            found = self.newest()
+            found = self._newest_record()
             made = found is not None and found.record.nonce == record.nonce
         if made:
+            if record.format_1_too:
+                self._query_folder.put(_FORMAT_1_FILE, record.encode_format_1(number))
+            elif self._has_format_1:
+                self._query_folder.remove(_FORMAT_1_FILE)
+                self._has_format_1 = False
             self._drop_before(number - _KEPT + 1)
         return made
 
@@ -90,8 +109,6 @@ class LeaseLog:
         for name in self._names():
             if _number(name) < number:
                 self._files.remove(name)
-        if number > 1:
-            self._query_folder.remove(_OLD_FILE)
 
     def _names(self) -> list[str]:
         return [name for name in self._files.names() if _NAME.fullmatch(name)]
@@ -99,11 +116,14 @@ class LeaseLog:
     def _read(self, name: str) -> LeaseRecord:
         return LeaseRecord.decode(self._files.get(name), self._files.where(name))
 
-    def _old(self) -> Found | None:
+    def _of_format_1(self) -> LeaseRecord | None:
+        """What a release wrote that knows format 1 only."""
         try:
-            return Found(0, LeaseRecord.decode(self._query_folder.get(_OLD_FILE), self._query_folder.where(_OLD_FILE)))
+            data = self._query_folder.get(_FORMAT_1_FILE)
         except MissingCheckpointError:
             return None
+        self._has_format_1 = True
+        return LeaseRecord.decode_format_1(data, self._query_folder.where(_FORMAT_1_FILE))
 
 
 def _number(name: str) -> int:

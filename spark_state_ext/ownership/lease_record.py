@@ -22,7 +22,10 @@ from spark_state_ext.worker.process import is_running, namespace, start_of
 
 __all__ = ["LEASE_FORMAT", "Decision", "Found", "LeaseRecord", "RunIdentity", "Watch", "decide"]
 
-LEASE_FORMAT = 4
+LEASE_FORMAT = 2
+_FORMAT_1 = 1
+# In a file of format 1: the number of the record that it repeats.
+_REPEATS = "record"
 _REPLACED_MAX = 100
 _ANCESTORS_MAX = 8
 
@@ -127,6 +130,8 @@ class LeaseRecord:
         The owner has ended.
     nonce
         Random, so that no two files have the same bytes.
+    format_1_too
+        The owner repeats it in format 1, for releases that know no other; what these write there counts for it.
     """
 
     owner: RunIdentity
@@ -135,6 +140,7 @@ class LeaseRecord:
     replaced: tuple[str, ...] = ()
     released: bool = False
     nonce: str = ""
+    format_1_too: bool = False
 
     def renewed(self, me: RunIdentity, now_ms: int, lease_ms: int) -> LeaseRecord:
         """The next record of the same run, or of one that comes after its end."""
@@ -157,6 +163,7 @@ class LeaseRecord:
             "replaced": list(self.replaced),
             "released": self.released,
             "nonce": self.nonce,
+            "format_1_too": self.format_1_too,
         }
         return json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
 
@@ -173,34 +180,69 @@ class LeaseRecord:
         """
         try:
             fields = json.loads(data)
-            if fields["format"] > LEASE_FORMAT:
-                raise VersionSkewError(
-                    f"{where} has format {fields['format']}; this release reads up to {LEASE_FORMAT}. "
-                    "Use a newer release."
-                )
-            # Format 1 had none.
-            if fields.pop("checksum", None) != (checksum_of(fields) if fields["format"] > 1 else None):
+            _refuse_newer(fields["format"], where)
+            if fields.pop("checksum", None) != checksum_of(fields):
                 raise CorruptFileError(f"{where} fails its checksum. Remove it when no run is live.")
-            if fields["format"] < 4:
-                return _of_old_format(fields)
-            owner = RunIdentity(**fields["owner"])
-            replaced = tuple(str(plan) for plan in fields["replaced"])
-            times = int(fields["renewed_ms"]), int(fields["lease_ms"])
-            return LeaseRecord(owner, *times, replaced, bool(fields["released"]), str(fields["nonce"]))
+            return LeaseRecord(
+                owner=RunIdentity(**fields["owner"]),
+                renewed_ms=int(fields["renewed_ms"]),
+                lease_ms=int(fields["lease_ms"]),
+                replaced=tuple(str(plan) for plan in fields["replaced"]),
+                released=bool(fields["released"]),
+                nonce=str(fields["nonce"]),
+                format_1_too=bool(fields["format_1_too"]),
+            )
+        except CorruptFileError:
+            raise
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            raise CorruptFileError(f"{where} is no lease: {error!r}. Remove it when no run is live.") from error
+
+    def encode_format_1(self, number: int) -> bytes:
+        """The record as format 1 has it, with its number, by which this release knows it again.
+
+        Readers of format 1 go by `renewed_ms`: a record that was released is long over for them. They may not look for
+        the driver's process, as machines share names and containers a machine's boot.
+        """
+        owner = {"run_id": self.owner.plan, "application_id": self.owner.application, "host": self.owner.host}
+        fields = {
+            "format": _FORMAT_1,
+            "owner": {**owner, "boot": "", "pid": 0, "pid_start": ""},
+            "renewed_ms": 0 if self.released else self.renewed_ms,
+            "replaced": list(self.replaced),
+            _REPEATS: number,
+        }
+        return json.dumps(fields).encode()
+
+    @staticmethod
+    def decode_format_1(data: bytes, where: str) -> LeaseRecord | None:
+        """Read what a release wrote that knows format 1 only; None where the file repeats a record of this release.
+
+        Raises
+        ------
+        CorruptFileError
+            When it is damaged.
+        VersionSkewError
+            When a newer release wrote it.
+        """
+        try:
+            fields = json.loads(data)
+            _refuse_newer(fields["format"], where, _FORMAT_1)
+            if _REPEATS in fields:
+                return None
+            # What it calls a process may be an executor, whose end is not the end of the run.
+            owner = RunIdentity(*(str(fields["owner"][name]) for name in ("application_id", "run_id")))
+            replaced = tuple(str(run) for run in fields.get("replaced", ()))
+            host = str(fields["owner"]["host"])
+            return LeaseRecord(replace(owner, host=host), int(fields["renewed_ms"]), 0, replaced)
         except CorruptFileError:
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise CorruptFileError(f"{where} is no lease: {error!r}. Remove it when no run is live.") from error
 
 
-def _of_old_format(fields: dict[str, object]) -> LeaseRecord:
-    """A record of format 1 to 3: one file, rewritten, whose owner is told by Spark's run id."""
-    owner = fields["owner"]
-    if not isinstance(owner, dict):
-        raise TypeError("the owner is no object")
-    identity = RunIdentity(str(owner["application_id"]), str(owner["run_id"]), host=str(owner["host"]))
-    # What it calls a process may be an executor, whose end is not the end of the run.
-    return LeaseRecord(identity, int(str(fields["renewed_ms"])), 0)
+def _refuse_newer(found: int, where: str, known: int = LEASE_FORMAT) -> None:
+    if found > known:
+        raise VersionSkewError(f"{where} has format {found}; this release reads up to {known}. Use a newer release.")
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ def _same(found: object, expected: object) -> bool:
 
 
 def test_there_is_a_set_of_the_present_format() -> None:
-    assert [path.name for path in _FORMATS] == ["format-1", "format-2", "format-3", "format-4"]
+    assert [path.name for path in _FORMATS] == ["format-1", "format-2"]
     written = [int.from_bytes((path / "pointer.bin").read_bytes()[4:6], "little") for path in _FORMATS]
-    assert written == [1, 2, 3, 4]
+    assert written == [1, 2]
     assert written[-1] == POINTER_FORMAT
     assert {
         read_header(Folder(str(path / "3")), *parsed).package_version
@@ -77,8 +77,8 @@ def test_state_at_the_pointer(golden: Path, tmp_path: Path, snapshot: str) -> No
     files = Folder(str(golden)).child("3")
     bucket = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path)
     batches = bucket.read(lambda view: list(view.scan()))
-    known = int.from_bytes((golden / "pointer.bin").read_bytes()[4:6], "little") > 2
-    # Clean-up goes by these; what older formats do not tell is long ago.
+    known = int.from_bytes((golden / "pointer.bin").read_bytes()[4:6], "little") > 1
+    # Clean-up goes by these; what format 1 does not tell is long ago.
     assert (pointer.calls, pointer.heartbeats, pointer.lineage[-1].heartbeat) == ((6, 5, 4) if known else (0, 0, 0))
     writer = read_header(files, pointer.lineage[-2].ref, DELTA).writer
     assert writer.heartbeat == (3 if known else 0)
@@ -101,7 +101,7 @@ def test_each_file_and_any_arrow_reader(golden: Path, tmp_path: Path) -> None:
         with pa.ipc.open_file(golden / "3" / name) as reader:
             assert _same(_as_json(list(found.batches)), _as_json(reader.read_all().to_batches()))
         kinds.append(kind)
-    # Since format 4, a delta may be in the pointer only.
+    # In format 2, a delta may be in the pointer only.
     pointer = Pointer.decode((golden / "pointer.bin").read_bytes())
     assert len(pointer.inline) == (pointer.replication != {})
     assert sorted(kinds) == [*[DELTA] * (4 - len(pointer.inline)), SNAPSHOT]

@@ -153,4 +153,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-4"))
+    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-2"))
