@@ -23,7 +23,7 @@ class Replica:
     backup, restore
         Its managers.
     root
-        It is what pointers before format 4 mean, which do not name it.
+        It is what pointers of format 1 mean, which do not name it.
     """
 
     name: str

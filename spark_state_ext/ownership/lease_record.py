@@ -230,10 +230,9 @@ class LeaseRecord:
             if _REPEATS in fields:
                 return None
             # What it calls a process may be an executor, whose end is not the end of the run.
-            owner = RunIdentity(*(str(fields["owner"][name]) for name in ("application_id", "run_id")))
-            replaced = tuple(str(run) for run in fields.get("replaced", ()))
-            host = str(fields["owner"]["host"])
-            return LeaseRecord(replace(owner, host=host), int(fields["renewed_ms"]), 0, replaced)
+            application, run, host = (str(fields["owner"][name]) for name in ("application_id", "run_id", "host"))
+            replaced = tuple(str(it) for it in fields.get("replaced", ()))
+            return LeaseRecord(RunIdentity(application, run, host=host), int(fields["renewed_ms"]), 0, replaced)
         except CorruptFileError:
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:

@@ -17,6 +17,7 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease_record import LeaseRecord
 from spark_state_ext.store import LocalStore
 
 _GOLDEN = Path(__file__).parent.parent / "golden"
@@ -127,3 +128,21 @@ def test_an_operator_file_of_a_built_in_operator() -> None:
         "name": "top_k",
         "parameters": {"k": 3, "order_by": "price descending, an expression ascending"},
     }
+
+
+def test_leases_of_both_formats() -> None:
+    data = (_GOLDEN / "lease-format-2.json").read_bytes()
+    found = LeaseRecord.decode(data, "1.json")
+    assert found.encode() == data
+    assert (found.owner.application, found.lease_ms, found.replaced) == ("app-1 10.0.0.1:7001", 10_000, ("a" * 32,))
+    # Written by the wheel in `tests/releases/part-1`.
+    old = LeaseRecord.decode_format_1((_GOLDEN / "lease-format-1.json").read_bytes(), "lease.json")
+    assert old is not None
+    assert (old.owner.application, old.owner.plan[-1], old.owner.host, old.replaced[0][-1]) == (
+        "app-1",
+        "2",
+        "host-1",
+        "3",
+    )
+    # What a run of this release repeats there, it knows again.
+    assert LeaseRecord.decode_format_1(found.encode_format_1(7), "lease.json") is None

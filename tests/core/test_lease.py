@@ -103,7 +103,7 @@ _OLD_FIELDS = f'"owner": {_OLD_OWNER}"pid_start": "101"}}, "renewed_ms": 1000'
 
 def _old_lease(run: str = "other run", renewed_ms: int = 1000) -> str:
     """A file of format 1, as the releases write it that know no other."""
-    owner = {"run_id": run, "application_id": "other application", "host": "other host"}
+    owner: dict[str, object] = {"run_id": run, "application_id": "other application", "host": "other host"}
     owner |= {"boot": "boot", "pid": 11, "pid_start": "101"}
     return json.dumps({"format": 1, "owner": owner, "renewed_ms": renewed_ms, "replaced": ["one", "two"]})
 
@@ -544,7 +544,7 @@ def test_requests_that_never_return_end_neither_renewing_nor_noticing(tmp_path: 
     first.hold()
     newest = first._log.newest
 
-    def hangs() -> Found | None:
+    def hangs(*, first: bool = False) -> Found | None:
         if hung[0]:
             hung[0] -= 1
             assert never.wait(60.0)

@@ -68,8 +68,8 @@ class ArrowState:
         buckets are worked on, and are waited for before it ends.
     pointer_write, pointer_read
         ``"v2"``: pointers of the present format. ``pointer_write="v1"`` writes the first format, and ``"both"`` both
-        side by side; commits are synchronous then. ``pointer_read="v1"`` reads the first only. (Checkpoint files have
-        formats of their own, which this does not change.)
+        side by side; commits are synchronous then, and snapshots and leases are of the first format too, so that a
+        job can go back to a release that knows no other. ``pointer_read="v1"`` reads the first only.
     clean_up
         Whether files that nothing needs any more are deleted.
     erase_within_s
