@@ -23,7 +23,7 @@ from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.background import Runner
 
-__all__ = ["Committer", "HandedIn", "await_all"]
+__all__ = ["Committer", "HandedIn", "Phase", "await_all"]
 
 # How often to look for what another process of this machine has uploaded.
 _POLL_S = 0.02
@@ -54,6 +54,25 @@ class HandedIn:
     before: tuple[Upload, ...]
 
 
+@dataclass(frozen=True)
+class Phase:
+    """How a phase of a commit ended.
+
+    Parameters
+    ----------
+    pointer
+        The pointer after it.
+    waited_s
+        How long was waited for backends.
+    deferred
+        Uploads that the task's last call has to wait for.
+    """
+
+    pointer: Pointer
+    waited_s: float = 0.0
+    deferred: tuple[Upload, ...] = ()
+
+
 class Committer:
     """The commit of one bucket in one call.
 
@@ -75,6 +94,8 @@ class Committer:
         The machine's monotonic clock.
     run
         Whose call it is: failures of others do not count.
+    while_waiting
+        Called about once a second while something is waited for; what it raises ends the commit.
     """
 
     def __init__(
@@ -88,6 +109,7 @@ class Committer:
         scratch: Path,
         clock_s: Callable[[], float] = time.monotonic,
         run: Run | None = None,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = run or NO_RUN
         self._ended = Ended(store.folder)
@@ -98,18 +120,14 @@ class Committer:
         self._options = options
         self._clock_s = clock_s
         self._stale: list[str] = []
-        # Called about once a second while something is waited for.
-        self.while_waiting: Callable[[], None] = lambda: None
-        # What the last call of the task has to wait for.
-        self.left: list[Upload] = []
-        self.waited_s = 0.0
+        self._while_waiting = while_waiting
         self.snapshots = Snapshots(
             store, self._replicas, uploads, options, batches_retained, runner, scratch, clock_s, self._run, self._counts
         )
 
     # -- what went before --------------------------------------------------------------------------
 
-    def begin(self, pointer: Pointer) -> Pointer:
+    def begin(self, pointer: Pointer) -> Phase:
         """Settle what earlier commits left under way, and wait for it where it takes too long.
 
         Parameters
@@ -119,8 +137,8 @@ class Committer:
 
         Returns
         -------
-        Pointer
-            With what has been confirmed since it was made.
+        Phase
+            The pointer with what has been confirmed since it was made.
 
         Raises
         ------
@@ -135,12 +153,12 @@ class Committer:
         self._raise_refused()
         self._resume(pointer)
         if not pending(pointer):
-            return pointer
+            return Phase(pointer)
         since_s = self._since_s(pointer)
         late = self._clock_s() - since_s > self._options.commit_delay_ms_max / 1000
         if late or lags(pointer, self._batches_retained) or not self._options.inline:
-            pointer = self._wait(pointer, since_s)
-        return pointer
+            return self._wait(pointer, since_s)
+        return Phase(pointer)
 
     def _looked_at(self, pointer: Pointer) -> Pointer:
         pointer = self.snapshots.without_lost(pointer)
@@ -263,30 +281,27 @@ class Committer:
         found = [self._begun_s(record_name(name, delta.name), records) for name, delta in pending(pointer)]
         return min(found, default=self._clock_s())
 
-    def _wait(self, pointer: Pointer, since_s: float) -> Pointer:
+    def _wait(self, pointer: Pointer, since_s: float) -> Phase:
         """Wait until nothing of a pointer is under way."""
         began_s = self._clock_s()
         self._store.record(self._clocks(pointer))
-        try:
-            while True:
-                pointer = self._looked_at(pointer)
-                if not pending(pointer):
-                    return pointer
-                left_s = since_s + self._options.commit_timeout_ms / 1000 - self._clock_s()
-                own = self._own(pointer)
-                if left_s <= 0:
-                    self._uploads.give_up(own)
-                    waiting = [(name, delta.name) for name, delta in pending(pointer)]
-                    # Who tries again, here or in another process, begins anew; an attempt at this task is late.
-                    self._store.record({}, [record_name(*it) for it in waiting])
-                    self._ended.tell(self._run)
-                    raise _timed_out(waiting, self._clock_s() - since_s, self._options)
-                foreign = len(own) < len(pending(pointer))
-                self._uploads.pause(own, min(left_s, _POLL_S if foreign else _SLICE_S))
-                self.while_waiting()
-                self._resume(pointer)
-        finally:
-            self.waited_s += self._clock_s() - began_s
+        while True:
+            pointer = self._looked_at(pointer)
+            if not pending(pointer):
+                return Phase(pointer, self._clock_s() - began_s)
+            left_s = since_s + self._options.commit_timeout_ms / 1000 - self._clock_s()
+            own = self._own(pointer)
+            if left_s <= 0:
+                self._uploads.give_up(own)
+                waiting = [(name, delta.name) for name, delta in pending(pointer)]
+                # Who tries again, here or in another process, begins anew; an attempt at this task is late.
+                self._store.record({}, [record_name(*it) for it in waiting])
+                self._ended.tell(self._run)
+                raise _timed_out(waiting, self._clock_s() - since_s, self._options)
+            foreign = len(own) < len(pending(pointer))
+            self._uploads.pause(own, min(left_s, _POLL_S if foreign else _SLICE_S))
+            self._while_waiting()
+            self._resume(pointer)
 
     def _own(self, pointer: Pointer) -> list[Upload]:
         """Uploads that a pointer waits for and this process has under way."""
@@ -327,7 +342,7 @@ class Committer:
             upload.done.add_done_callback(lambda _: sealed.let_go())
         return HandedIn(how, sealed, tuple(uploads), tuple(before))
 
-    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Pointer:
+    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Phase:
         """The pointer to hand over; waits for uploads where it must.
 
         Raises
@@ -342,15 +357,13 @@ class Committer:
         if handed_in.how == How.INLINE:
             data = sealed.get_range(0, sealed.size_bytes)
             delta = InlineDelta(pointer.ref, data, int(time.time() * 1000), pointer.heartbeats)
-            return replace(pointer, inline=(*pointer.inline, delta))
-        if handed_in.how == How.DEFERRED:
-            self.left += uploads
-        else:
-            self.await_all(uploads)
-        return assured(pointer, {upload.backend: upload.markers for upload in handed_in.uploads})
+            return Phase(replace(pointer, inline=(*pointer.inline, delta)))
+        waited_s = 0.0 if handed_in.how == How.DEFERRED else self.await_all(uploads)
+        made = assured(pointer, {upload.backend: upload.markers for upload in handed_in.uploads})
+        return Phase(made, waited_s, tuple(uploads) if handed_in.how == How.DEFERRED else ())
 
-    def await_all(self, uploads: Sequence[Upload]) -> None:
-        """Wait until uploads are confirmed.
+    def await_all(self, uploads: Sequence[Upload]) -> float:
+        """Wait until uploads are confirmed; returns how long, in seconds.
 
         Raises
         ------
@@ -359,7 +372,7 @@ class Committer:
         CommitTimeoutError
             When it takes longer than ``commit_timeout_ms``.
         """
-        self.waited_s += await_all(uploads, self._uploads, self._options, self._clock_s, self.while_waiting)
+        return await_all(uploads, self._uploads, self._options, self._clock_s, self._while_waiting)
 
     # -- uploads -------------------------------------------------------------------------------------
 

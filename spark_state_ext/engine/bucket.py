@@ -25,7 +25,7 @@ from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.commit.snapshot_writer import SnapshotWriter
-from spark_state_ext.commit.uploads import Uploads, WorkerUploads
+from spark_state_ext.commit.uploads import Upload, Uploads, WorkerUploads
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
 from spark_state_ext.files.erasure import is_old, marked, with_change
 from spark_state_ext.files.horizon import counted
@@ -39,7 +39,7 @@ from spark_state_ext.worker.background import Inline, Runner
 from spark_state_ext.worker.memory import Calls, give_back
 from spark_state_ext.worker.spill import SpillBuffer
 
-__all__ = ["BATCHES_RETAINED", "Bucket", "Sizes"]
+__all__ = ["BATCHES_RETAINED", "Bucket", "CommitResult", "Sizes"]
 
 T = TypeVar("T")
 
@@ -70,6 +70,28 @@ class Sizes:
     def of(view: View) -> Sizes:
         """Those of a view."""
         return Sizes(view.rows_max, view.rows_min, view.size_bytes)
+
+
+@dataclass(frozen=True)
+class CommitResult:
+    """What a commit made.
+
+    Parameters
+    ----------
+    pointer
+        To be handed to Spark.
+    sizes
+        Of the state at it.
+    deferred
+        Uploads that the task's last call has to wait for: the pointer claims that they are confirmed.
+    waited_s
+        How long the commit waited for backends.
+    """
+
+    pointer: Pointer
+    sizes: Sizes
+    deferred: tuple[Upload, ...] = ()
+    waited_s: float = 0.0
 
 
 class Bucket:
@@ -105,6 +127,9 @@ class Bucket:
         The batch's time by Spark, milliseconds since 1970.
     memory
         What the process's calls changed: memory is given back when large ones are over.
+    while_waiting
+        Called now and then while checkpoint files or uploads are waited for; what it raises ends the restore, or the
+        commit.
     """
 
     def __init__(
@@ -124,6 +149,7 @@ class Bucket:
         clock_s: Callable[[], float] = time.monotonic,
         batch_ms: int = 0,
         memory: Calls | None = None,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._memory = memory or Calls()
@@ -138,28 +164,29 @@ class Bucket:
         self._options = options or CommitOptions(journal=False)
         self._run = run
         self.committer = Committer(
-            store, replicas, self._uploads, self._options, batches_retained, self._runner, scratch, clock_s, run
+            store,
+            replicas,
+            self._uploads,
+            self._options,
+            batches_retained,
+            self._runner,
+            scratch,
+            clock_s,
+            run,
+            while_waiting,
         )
         self._snapshots = SnapshotWriter(store, self._runner, self._options, self, scratch, batch_ms)
         known = taken_over(pointer, replicas)
         # Longer than a backend that fails is tried again, so that its error is told.
         silent_s = self._options.commit_timeout_ms / 1000 * 1.1
         self._sources = Sources(restore_order(replicas, known, restore_from), pointer, restore_from, silent_s)
-        self._sizes: Sizes | None = None
         kept_ms = pointer.ages.window_ms if pointer.ages is not None else None
-        self._loader = Loader(store, self._sources, pointer.operator, pointer.bucket, scratch, kept_ms)
+        self._loader = Loader(store, self._sources, pointer.operator, pointer.bucket, scratch, kept_ms, while_waiting)
 
     @property
     def store(self) -> LocalStore:
         """Its local store."""
         return self._store
-
-    @property
-    def sizes(self) -> Sizes:
-        """Of the state as it was committed last; as it is at the pointer, where nothing was."""
-        if self._sizes is None:
-            self._sizes = self.read(Sizes.of)
-        return self._sizes
 
     @property
     def fetched_files(self) -> int:
@@ -170,10 +197,6 @@ class Bucket:
     def restore_gaps(self) -> int:
         """Checkpoint files that a backend should have given, and another one gave."""
         return self._sources.gaps
-
-    def while_restoring(self, work: Callable[[], None]) -> None:
-        """Have `work` called now and then while checkpoint files are waited for; what it raises ends the restore."""
-        self._loader.while_waiting = work
 
     def close(self) -> None:
         """Have a restore that is under way end soon with `InterruptedRestoreError`; from any thread.
@@ -204,8 +227,8 @@ class Bucket:
 
     def commit(
         self, rows: SpillBuffer, heartbeat: bool = True, *, may_defer: bool = False, room_bytes: int = 1 << 62
-    ) -> Pointer:
-        """Make a new checkpoint of changed rows; returns the pointer to hand to Spark.
+    ) -> CommitResult:
+        """Make a new checkpoint of changed rows.
 
         Parameters
         ----------
@@ -215,9 +238,14 @@ class Bucket:
         heartbeat
             Whether the call came with one: then every bucket in this batch has one, in every attempt at it.
         may_defer
-            A later call of the task will wait for `committer.left`.
+            A later call of the task will wait for `CommitResult.deferred`.
         room_bytes
             How many bytes may go inline.
+
+        Returns
+        -------
+        CommitResult
+            With the pointer to hand to Spark.
 
         Raises
         ------
@@ -229,11 +257,13 @@ class Bucket:
         self._store.check_process()
         self._memory.note(str(self._store.folder), rows.size_bytes)
         # Counted before anything is written, so that each file tells its heartbeat.
-        pointer = counted(self.committer.begin(self.pointer), heartbeat, self._batches_retained)
+        begun = self.committer.begin(self.pointer)
+        pointer = counted(begun.pointer, heartbeat, self._batches_retained)
         pointer = marked(pointer, self._batch_ms, self._options.erase_window_ms)
         behind = self.committer.snapshots.behind(pointer)
         if rows.rows == 0 and not behind and not self._renewal_due(pointer):
-            return self._snapshots.in_old_terms(pointer)
+            made = self._snapshots.in_old_terms(pointer)
+            return CommitResult(made, self.read(Sizes.of), waited_s=begun.waited_s)
         self._writer = replace(self._writer, heartbeat=pointer.heartbeats)
         parent = self.pointer.ref
         ref = self._next_ref()
@@ -246,10 +276,12 @@ class Bucket:
             self._reconciled(self.pointer, lambda view: self._store.apply(rows, ref, parent))
             # Only what is committed for certain is merged and dropped: the pointer we were given, not the one we make.
             self._tidy(parent)
-            state_bytes, self._sizes = self._reconciled(new, lambda view: (self._state_bytes(view), Sizes.of(view)))
-            new = self.committer.finish(replace(new, rows=self._sizes.rows_max), handed_in)
-            due = snapshot_due(new.lineage, state_bytes)
-            return self._snapshots.in_old_terms(self._snapshots.in_time(new, due, behind, changed=rows.rows > 0))
+            state_bytes, sizes = self._reconciled(new, lambda view: (self._state_bytes(view), Sizes.of(view)))
+            finished = self.committer.finish(replace(new, rows=sizes.rows_max), handed_in)
+            due = snapshot_due(finished.pointer.lineage, state_bytes)
+            made = self._snapshots.in_time(finished.pointer, due, behind, changed=rows.rows > 0)
+            waited_s = begun.waited_s + finished.waited_s
+            return CommitResult(self._snapshots.in_old_terms(made), sizes, finished.deferred, waited_s)
         finally:
             sealed.let_go()
 

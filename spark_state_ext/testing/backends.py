@@ -296,7 +296,7 @@ class _Life:
             pa.array(gone),
         ]
         rows.append(sorted_run(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
-        self.pointers.append(self._bucket(self._store, self.pointers[-1]).commit(rows))
+        self.pointers.append(self._bucket(self._store, self.pointers[-1]).commit(rows).pointer)
         after = {**self.models[-1], **{key: value for key, value in changes.items() if value is not None}}
         self.models.append({key: value for key, value in after.items() if changes.get(key, value) is not None})
 

@@ -258,7 +258,7 @@ class Lived:
         frames = list(work.run(self._counted(sorter), changed))
         self.timeouts = metrics.timeouts
         self._check_order(changed)
-        pointer = bucket.commit(changed)
+        pointer = bucket.commit(changed).pointer
         # As `executor.call` stamps it.
         if work.threshold_ms() is not None:
             low_watermark_version = pointer.version if pointer.ref != self.pointer.ref else pointer.version + 1

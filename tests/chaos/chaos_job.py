@@ -29,7 +29,7 @@ from spark_state_ext.backends import BackendContext, CleanUp
 from spark_state_ext.backends.files import FilesBackend, sole_replica
 from spark_state_ext.backends.replication import Replica, is_complete
 from spark_state_ext.commit.decisions import CommitOptions
-from spark_state_ext.commit.uploads import WorkerUploads
+from spark_state_ext.commit.uploads import Upload, WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
@@ -157,7 +157,7 @@ def worker(folder: str, seed: int, pipe: Connection) -> None:
         batch, pointers, changes = pipe.recv()
         try:
             made = {}
-            left = []
+            left: list[Upload] = []
             for bucket, data in pointers.items():
                 pointer = Pointer.decode(data)
                 replicas = [_replica(base, name, bucket, uploads) for name in STORES]
@@ -178,8 +178,8 @@ def worker(folder: str, seed: int, pipe: Connection) -> None:
                 rows = _rows(batch, bucket, base) if changes else SpillBuffer(base, 1 << 20)
                 # All but the last call leave waiting to it.
                 new = one.commit(rows, may_defer=bucket < BUCKETS - 1)
-                left += one.committer.left
-                made[bucket] = replace(new, batch=batch).encode()
+                left += new.deferred
+                made[bucket] = replace(new.pointer, batch=batch).encode()
                 if batch % 7 == bucket % 7:
                     _clean_up(replicas, pointer, one)
             one.committer.await_all(left)

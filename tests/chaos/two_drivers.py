@@ -111,7 +111,7 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
                     None,
                     RETAINED,
                 )
-                new = bucket.commit(buffer_of(changes, Path(scratch)))
+                new = bucket.commit(buffer_of(changes, Path(scratch))).pointer
                 lease.hold()
                 pointer, model, commits = new, changed(model, changes), commits + 1
                 if commits % 10 == 0:
@@ -151,7 +151,7 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) ->
                     None,
                     RETAINED,
                 )
-                pointer, model = bucket.commit(buffer_of(changes, Path(scratch))), changed(model, changes)
+                pointer, model = bucket.commit(buffer_of(changes, Path(scratch))).pointer, changed(model, changes)
         start = Start(root, options, pointer, model, lease_ms, seconds)
         spawned = multiprocessing.get_context("spawn")
         both = spawned.Barrier(2)

@@ -215,7 +215,7 @@ def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path)
 
 def committed(store: LocalStore, files: Folder, pointer: Pointer, changes: Changes, scratch: Path) -> Pointer:
     """One call that changes some keys; returns the new pointer."""
-    return bucket_on(store, files, pointer, scratch).commit(buffer_of(changes, scratch))
+    return bucket_on(store, files, pointer, scratch).commit(buffer_of(changes, scratch)).pointer
 
 
 def state_at(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Model:

@@ -130,8 +130,8 @@ class Life:
         at = len(self.pointers)
         changes = {KEYS[at % 9]: Row(at), KEYS[(at + 4) % 9]: Row(-at, "n")} if changes is None else changes
         bucket = self.bucket()
-        pointer = bucket.commit(buffer_of(changes, self.local), may_defer=may_defer)
-        self.left = bucket.committer.left
+        made = bucket.commit(buffer_of(changes, self.local), may_defer=may_defer)
+        pointer, self.left = made.pointer, made.deferred
         self.pointers.append(pointer)
         self.models.append(changed(self.models[-1], changes))
         self.next_stage()

@@ -159,7 +159,7 @@ def go_on(folder: Path, files: Folder, store: LocalStore, until: int) -> None:
         )
         if bucket.read(scanned) != expected[batch]:
             os._exit(WRONG)
-        new = replace(bucket.commit(buffer_of(CHANGES[batch], folder)), batch=batch)
+        new = replace(bucket.commit(buffer_of(CHANGES[batch], folder)).pointer, batch=batch)
         (folder / "pointer.new").write_bytes(new.encode())
         (folder / "pointer.new").rename(folder / "pointer")
         clean_up(files, pointer, folder)

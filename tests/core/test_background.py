@@ -156,7 +156,7 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         changes = {KEYS[i % 9]: Row(i), KEYS[(i + 5) % 9]: Row(-i, "x")}
         started_s = time.monotonic()
         bucket = Bucket(store, sole_replica(files, tmp_path), pointers[-1], WRITER, tmp_path, background)
-        pointers.append(bucket.commit(buffer_of(changes, tmp_path)))
+        pointers.append(bucket.commit(buffer_of(changes, tmp_path)).pointer)
         slowest_s = max(slowest_s, time.monotonic() - started_s)
         models.append(changed(models[-1], changes))
     assert slowest_s < WAIT_S / 4, "nothing waited for the gate"
@@ -207,9 +207,8 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     counts: list[int] = []
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i)}
-        pointer = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=True)).commit(
-            buffer_of(changes, tmp_path)
-        )
+        bucket = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=True))
+        pointer = bucket.commit(buffer_of(changes, tmp_path)).pointer
         model = changed(model, changes)
         counts.append(len([n for n in files.names() if n.endswith("snapshot.arrow")]))
     # Unconfirmed at 3, 5 (one missed) and 7 (two missed, so written); and so on.
@@ -235,9 +234,8 @@ def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
     lengths = []
     for i in range(12):
         changes = {KEYS[i % 9]: Row(i)}
-        pointer = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=False)).commit(
-            buffer_of(changes, tmp_path)
-        )
+        bucket = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=False))
+        pointer = bucket.commit(buffer_of(changes, tmp_path)).pointer
         lengths.append(len(pointer.lineage))
     assert lengths == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
     assert [name.split("_")[0] for name in files.names() if name.endswith("snapshot.arrow")] == ["11", "6"]

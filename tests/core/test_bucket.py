@@ -144,7 +144,7 @@ def test_a_quiet_bucket_is_renewed_once_in_so_many_beats(replica: Replica) -> No
 def test_calls_for_timeouts_only_are_no_beats(replica: Replica) -> None:
     pointers, _ = replica.history(1)
     bucket = Bucket(replica.machine(), sole_replica(replica.files, replica.local), pointers[1], WRITER, replica.local)
-    after = bucket.commit(buffer_of({KEYS[0]: Row(5)}, replica.local), heartbeat=False)
+    after = bucket.commit(buffer_of({KEYS[0]: Row(5)}, replica.local), heartbeat=False).pointer
     assert (after.calls, after.heartbeats, after.lineage[-1].heartbeat) == (2, 1, 1)
 
 
@@ -348,7 +348,7 @@ def test_memory_of_a_backlog_is_given_back(replica: Replica, monkeypatch: pytest
     for changes in (backlog, *({KEYS[0]: Row(i)} for i in range(5))):
         replicas = sole_replica(replica.files, replica.local)
         bucket = Bucket(replica.machine(), replicas, pointer, WRITER, replica.local, memory=calls)
-        pointer = bucket.commit(buffer_of(changes, replica.local))
+        pointer = bucket.commit(buffer_of(changes, replica.local)).pointer
     (after_bytes,) = given
     assert after_bytes > len(KEYS) * 10_000
 
@@ -436,7 +436,7 @@ def test_rows_that_were_spilled(replica: Replica) -> None:
             rows.append(batch)
         model = changed(model, {key: Row(i)})
     assert rows.spilled_bytes > 0
-    pointer = bucket_on(replica.machine(), replica.files, first_pointer(), replica.local).commit(rows)
+    pointer = bucket_on(replica.machine(), replica.files, first_pointer(), replica.local).commit(rows).pointer
     assert replica.state(pointer, "fresh") == model
 
 
@@ -447,7 +447,7 @@ def test_another_attempt_on_this_machine_restores_it_first(tmp_path: Path, monke
     source = LocalStore(tmp_path / "source", SCHEMA)
     for n in range(3):
         buffer = buffer_of({KEYS[n]: Row(n)}, tmp_path)
-        pointer = Bucket(source, replicas, pointer, WRITER, tmp_path).commit(buffer)
+        pointer = Bucket(source, replicas, pointer, WRITER, tmp_path).commit(buffer).pointer
     # The lineage begins at a checkpoint whose snapshot is still on its way.
     pointer = replace(pointer, lineage=pointer.lineage[-1:])
     store = LocalStore(tmp_path / "store", SCHEMA)

@@ -66,6 +66,7 @@ class Restores:
         prefer: str | None = None,
         pointer: Pointer | None = None,
         options: CommitOptions | None = None,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> Bucket:
         store = LocalStore(self.folder / f"disk-{time.monotonic_ns()}", SCHEMA)
         self._exits.callback(store.close)
@@ -78,6 +79,7 @@ class Restores:
             self.life.background,
             options=options,
             restore_from=prefer,
+            while_waiting=while_waiting,
         )
 
 
@@ -133,12 +135,11 @@ def test_a_restore_that_is_closed_ends_though_no_backend_answers(restores: Resto
 
 def test_what_is_asked_meanwhile_may_end_a_restore(restores: Restores) -> None:
     """As when another run has taken the state over."""
-    bucket = restores.bucket(restores.replica("a", takes_s=TAKES_S))
 
     def lost() -> None:
         raise LiveRunError("another run has it")
 
-    bucket.while_restoring(lost)
+    bucket = restores.bucket(restores.replica("a", takes_s=TAKES_S), while_waiting=lost)
     with pytest.raises(LiveRunError):
         _in_thread(lambda: bucket.read(scanned)).result(ENDS_S)
 

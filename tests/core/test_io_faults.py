@@ -180,7 +180,7 @@ def test_every_fault_of_a_call(
         countdown.start(n)
         try:
             assert bucket.read(scanned) == scene.model
-            new = bucket.commit(buffer_of(_CHANGES, scene.local))
+            new = bucket.commit(buffer_of(_CHANGES, scene.local)).pointer
         except StorageError:
             new = None
         countdown.stop()

@@ -63,7 +63,7 @@ class Job:
 
     def batch(self, keys: np.ndarray) -> None:
         value = self.pointer.version + 1
-        self.pointer = self.bucket().commit(buffer_with(rows_of(keys, value), self.folder))
+        self.pointer = self.bucket().commit(buffer_with(rows_of(keys, value), self.folder)).pointer
         self.values[keys] = value
 
     def history(self, batches: int, each: Callable[[], None] = lambda: None) -> None:
@@ -165,7 +165,7 @@ def test_a_state_that_shrinks_leaves_nothing_behind(job: Job) -> None:
     """Many keys come and go; what is left of them must not wait for so many others to come."""
     job.history(1)
     removed = buffer_with(rows_of(np.arange(3, KEYS), 1, live=False), job.folder)
-    job.pointer = job.bucket().commit(removed)
+    job.pointer = job.bucket().commit(removed).pointer
     for _ in range(120):
         job.batch(np.arange(3))
     view = job.store.view(job.pointer.ref)

@@ -329,7 +329,7 @@ class Scene:
         writer = Writer("q", "r", batch, "h")
         bucket = Bucket(self.store, replicas, self.pointers[-1], writer, self.local, None, RETAINED)
         changes = {KEYS[batch % 9]: Row(batch), KEYS[(batch + 4) % 9]: None if batch % 4 == 3 else Row(-batch, "n")}
-        self.pointers.append(replace(bucket.commit(buffer_of(changes, self.local)), batch=batch))
+        self.pointers.append(replace(bucket.commit(buffer_of(changes, self.local)).pointer, batch=batch))
         self.models.append(changed(self.models[-1], changes))
 
     def clean(self, pointer: Pointer | None = None, still_ours: Any = lambda: None) -> int:

@@ -84,9 +84,9 @@ def test_a_confirmed_delta_outlives_an_attempt_that_sends_it_again(
         )
 
     here, there = host("here"), host("there")
-    first = here(first_pointer()).commit(buffer_of({KEYS[0]: Row(1)}, tmp_path))
+    first = here(first_pointer()).commit(buffer_of({KEYS[0]: Row(1)}, tmp_path)).pointer
     assert len(first.inline) == 1
-    second = here(first).commit(buffer_of({KEYS[1]: Row(2)}, tmp_path))
+    second = here(first).commit(buffer_of({KEYS[1]: Row(2)}, tmp_path)).pointer
     assert first.inline[0].name not in [delta.name for delta in second.inline], "confirmed, so only the backend has it"
     monkeypatch.setattr(Failing, "gone", True)
     there(first).commit(buffer_of({KEYS[1]: Row(2)}, tmp_path))

@@ -328,7 +328,7 @@ class Replica:
     def commit(self, rows: dict[int, Row]) -> None:
         buffer = SpillBuffer(self.local, 1 << 20)
         buffer.append(sorted_run(batch_of(rows)))
-        self.pointer = self.bucket().commit(buffer)
+        self.pointer = self.bucket().commit(buffer).pointer
 
 
 @pytest.fixture

@@ -14,14 +14,14 @@ from arrow_schemas.ages import Ages
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext.backends.files import FilesBackup
 from spark_state_ext.backends.replication import is_complete
-from spark_state_ext.commit.committer import Committer, HandedIn
+from spark_state_ext.commit.committer import Committer, HandedIn, Phase
 from spark_state_ext.commit.decisions import How, assured, settled
 from spark_state_ext.commit.ledger import DONE, record_name, upload_records
 from spark_state_ext.commit.snapshots import Snapshots
 from spark_state_ext.commit.uploads import Upload
 from spark_state_ext.engine import aligned_timeouts, probes
 from spark_state_ext.engine import bucket as bucket_module
-from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.bucket import Bucket, CommitResult
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, MissingRunError
 from spark_state_ext.files import erasure, retention
 from spark_state_ext.files.checkpoint import CheckpointFile, read_checkpoint
@@ -162,7 +162,7 @@ def clean_up_unverified(*args: Any) -> Decision:
 class EveryCallAHeartbeat(Bucket):
     """Calls are counted whatever they are for."""
 
-    def commit(self, rows: SpillBuffer, heartbeat: bool = True, **kwargs: Any) -> Pointer:
+    def commit(self, rows: SpillBuffer, heartbeat: bool = True, **kwargs: Any) -> CommitResult:
         return super().commit(rows, **kwargs)
 
 
@@ -183,9 +183,9 @@ class LeakedPins(Bucket):
 class DroppedAtOnce(Committer):
     """A delta counts as confirmed once its upload has begun."""
 
-    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Pointer:
+    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Phase:
         if handed_in.how == How.INLINE:
-            return assured(pointer, {})
+            return Phase(assured(pointer, {}))
         return super().finish(pointer, handed_in)
 
 
@@ -201,10 +201,8 @@ class NotedAtOnce(Committer):
 class LeftAlone(Committer):
     """What the last call of a task has to wait for is forgotten."""
 
-    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Pointer:
-        made = super().finish(pointer, handed_in)
-        self.left.clear()
-        return made
+    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Phase:
+        return replace(super().finish(pointer, handed_in), deferred=())
 
 
 class NobodyBefore(Committer):
@@ -239,7 +237,7 @@ class CaughtUpAtOnce(Snapshots):
 class NeverLate(Committer):
     """Commits go on however many batches uploads lag behind."""
 
-    def begin(self, pointer: Pointer) -> Pointer:
+    def begin(self, pointer: Pointer) -> Phase:
         self._batches_retained = 1 << 30
         return super().begin(pointer)
 

@@ -62,7 +62,7 @@ from spark_state_ext.commit.failures import Run
 from spark_state_ext.commit.uploads import Upload
 from spark_state_ext.engine import bucket as bucket_module
 from spark_state_ext.engine.aligned_timeouts import has_nothing_due
-from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.bucket import Bucket, CommitResult
 from spark_state_ext.errors import (
     CorruptError,
     LiveRunError,
@@ -498,9 +498,10 @@ class World:
                 if not attempt.heartbeat and self.config.timeouts and has_nothing_due(pointer, attempt.now_ms):
                     made = pointer
                 else:
-                    made, committer = self._call(attempt, number, run, fault, numbers)
+                    result, committer = self._call(attempt, number, run, fault, numbers)
+                    made = result.pointer
                     models[made.encode()] = changed(self.models[pointer.encode()], call.changes)
-                    left += committer.left
+                    left += result.deferred
                 partition[number] = Held(made, self._due_ms(made, attempt.now_ms))
             if left:
                 # What the last call of the task does.
@@ -541,7 +542,7 @@ class World:
 
     def _call(
         self, attempt: Attempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
-    ) -> tuple[Pointer, Committer]:
+    ) -> tuple[CommitResult, Committer]:
         """A bucket's call, from its pointer to its new one."""
         executor, pointer, call = (
             self.executors[attempt.executor],
@@ -558,7 +559,8 @@ class World:
             raise WrongStateError(f"batch {attempt.batch} read {found}; {pointer.ref} was written as {expected}")
         may_defer = numbers.yes()
         made = bucket.commit(rows_of(call.changes, self.folder), attempt.heartbeat, may_defer=may_defer)
-        return replace(made, batch=attempt.batch, earliest_timeout_ms=call.timeout_ms), bucket.committer
+        pointer = replace(made.pointer, batch=attempt.batch, earliest_timeout_ms=call.timeout_ms)
+        return replace(made, pointer=pointer), bucket.committer
 
     def _due_ms(self, pointer: Pointer, now_ms: int) -> int | None:
         if not self.config.timeouts:

@@ -21,7 +21,7 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.engine.aligned_timeouts import has_nothing_due, next_call_ms
-from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.bucket import Bucket, CommitResult
 from spark_state_ext.engine.deferral import Partitioning
 from spark_state_ext.engine.folders import local_folder, operator_folder, scratch_folder, stores_folder
 from spark_state_ext.engine.housekeeping import CleanUps
@@ -168,8 +168,6 @@ class _BucketCall:
         self._replicas = self._shared.replicas.of(job, self._query_folder, self._bucket_number, self._scratch)
         self._uploads = self._shared.uploads
         self._bucket = self._made = self._opened()
-        # A run that has lost its state to another one need not read on.
-        self._bucket.while_restoring(self._leases.hold)
         retained, where = self._task.batches_retained, f"{self._files.root}/{self._bucket_number}"
         brought = partial(self._shared.replicas.bring_back, self._operator_folder, self._query_folder, self._operator)
         self._clean_ups = CleanUps(
@@ -226,7 +224,8 @@ class _BucketCall:
             # What Spark does with the frame is not ours.
             self._cpu_s -= time.thread_time()
         with timing(self._call, "commit_ms"):
-            pointer = self._committed(rows)
+            made = self._committed(rows)
+            pointer = made.pointer
         if self._bucket_number == 0:
             self._shared.housekeeping.drop_spill_files(
                 self._operator_folder, self._task, pointer.calls, self._times.processing_ms
@@ -240,7 +239,7 @@ class _BucketCall:
         self._shared.housekeeping.reclaim_in_turn(stores, self._scratch, self._job.options.local_keep_s)
         self._call.total_ms = 1000 * (time.perf_counter() - started_s)
         self._call.cpu_ms = 1000 * (self._cpu_s + time.thread_time())
-        self._note_metrics(pointer, rows, stores / "metrics")
+        self._note_metrics(replace(made, pointer=pointer), rows, stores / "metrics")
         if self._job.api != PANDAS:
             yield number_rows(self._call, OUTPUT_COLUMN)
 
@@ -249,17 +248,16 @@ class _BucketCall:
             self._call.rows += batch.num_rows
             sorter.add(batch)
 
-    def _note_metrics(self, pointer: Pointer, rows: SpillBuffer, folder: Path) -> None:
-        call, now_ms = self._call, int(time.time() * 1000)
+    def _note_metrics(self, made: CommitResult, rows: SpillBuffer, folder: Path) -> None:
+        call, pointer, sizes, now_ms = self._call, made.pointer, made.sizes, int(time.time() * 1000)
         uploads, upload_s, uploaded_bytes = self._uploads.sent(self._bucket.store)
         call.uploads, call.upload_ms, call.uploaded_bytes = uploads, 1000 * upload_s, uploaded_bytes
         snapshots = self._uploads.tallies.take(self._bucket.store)
         call.snapshots, call.snapshot_failures = snapshots.confirmed, snapshots.failures
         call.snapshot_ms, call.snapshot_bytes = 1000 * snapshots.took_s, snapshots.size_bytes
         call.ended_ms, call.changed_rows = now_ms, rows.rows
-        sizes = self._bucket.sizes
         call.state_rows, call.state_rows_min, call.state_bytes = sizes.rows_max, sizes.rows_min, sizes.size_bytes
-        call.wait_ms += 1000 * self._bucket.committer.waited_s
+        call.wait_ms = 1000 * made.waited_s
         call.delta_bytes = pointer.lineage[-1].size_bytes if pointer.ref != self._pointer.ref else 0
         call.inline_bytes = sum(len(delta.data) for delta in pointer.inline)
         call.oldest_inline_ms = max((now_ms - delta.made_ms for delta in pointer.inline), default=0)
@@ -271,8 +269,8 @@ class _BucketCall:
             # A worker may be gone within a second of its last batch.
             log.flush()
 
-    def _committed(self, rows: SpillBuffer) -> Pointer:
-        """The new pointer; what it claims is so when the task's last call returns."""
+    def _committed(self, rows: SpillBuffer) -> CommitResult:
+        """The commit; what its pointer claims is so when the task's last call returns."""
         bucket, end = self._bucket_number, self._task_end
         self._clean_ups.raise_failed()
         if self._clean_ups.probed():
@@ -282,14 +280,13 @@ class _BucketCall:
         expected = self._partitioning.expected(self._pointer, self._files) if has_heartbeat else frozenset[int]()
         may_defer = end.may_leave(bucket, expected)
         room_bytes = self._job.options.commit.task_inline_bytes_max - end.inline_bytes
-        self._bucket.committer.while_waiting = self._leases.hold
-        pointer = self._bucket.commit(rows, has_heartbeat, may_defer=may_defer, room_bytes=room_bytes)
+        made = self._bucket.commit(rows, has_heartbeat, may_defer=may_defer, room_bytes=room_bytes)
+        pointer, hold = made.pointer, self._leases.hold
         end.inline_bytes += sum(len(delta.data) for delta in pointer.inline)
-        left, hold = self._bucket.committer.left, self._leases.hold
-        self._call.wait_ms = 1000 * end.over(bucket, left, expected, self._uploads, self._job.options.commit, hold)
+        waited_s = end.over(bucket, made.deferred, expected, self._uploads, self._job.options.commit, hold)
         if has_heartbeat:
             pointer = replace(pointer, partitioning=self._partitioning.noted(bucket, self._files))
-        return self._stamped(pointer)
+        return replace(made, pointer=self._stamped(pointer), waited_s=made.waited_s + waited_s)
 
     # -- input -------------------------------------------------------------------------------------
 
@@ -447,4 +444,6 @@ class _BucketCall:
             run=Run(self._job.plan_id, self._task.stage),
             batch_ms=self._times.processing_ms,
             memory=self._shared.memory,
+            # A run that has lost its state to another one need not read on.
+            while_waiting=self._leases.hold,
         )
