@@ -124,7 +124,7 @@ def _restores(report: Report, rows: int, options: argparse.Namespace, work: Path
     for _ in range(options.repeats):
         copies.append(_timed_copy(path, work / "copy"))
         started_s = time.perf_counter()
-        store = LocalStore(work / "local", _SCHEMA)
+        store = LocalStore.at(work / "local", _SCHEMA)
         bucket = Bucket(store, sole_replica(Folder(str(work / "root")).child("0"), work), pointer, _WRITER, work)
         found = bucket.read(lambda view: view.lookup(hashes[looked_up], [pa.array(_keys(hashes[looked_up]))]))
         restores.append(time.perf_counter() - started_s)

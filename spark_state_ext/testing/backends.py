@@ -260,7 +260,7 @@ class _Life:
         self._factory = factory
         self._context = context
         self._uploads = WorkerUploads()
-        self._store = LocalStore(context.scratch / "store", SCHEMA)
+        self._store = LocalStore.at(context.scratch / "store", SCHEMA)
         self._stores = 0
         self.pointers = [Pointer("counts", 3, 8, 0, -1, None, query_folder=context.query_folder)]
         self.models: list[dict[int, int]] = [{}]
@@ -314,7 +314,7 @@ class _Life:
             if self.pointers[at].ref is None:
                 continue
             self._stores += 1
-            store = LocalStore(self._context.scratch / f"fresh-{self._stores}", SCHEMA)
+            store = LocalStore.at(self._context.scratch / f"fresh-{self._stores}", SCHEMA)
             try:
                 assert self._bucket(store, self.pointers[at]).read(_scanned) == self.models[at]
             finally:

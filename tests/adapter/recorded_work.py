@@ -220,7 +220,7 @@ class Lived:
         if self.expiring and self.ttl is None:
             asked = asked.with_expiry()
         self.schema = asked.row_schema()
-        return LocalStore(self.folder / f"store-{len(self.schema.state)}", self.schema, chunk_rows=4)
+        return LocalStore.at(self.folder / f"store-{len(self.schema.state)}", self.schema, chunk_rows=4)
 
     def job(self) -> Job:
         return job(self.api, self.conf, self.ttl, self.memory_bytes)

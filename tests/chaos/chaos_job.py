@@ -152,7 +152,7 @@ def worker(folder: str, seed: int, pipe: Connection) -> None:
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     base = Path(folder)
     uploads, background = WorkerUploads(), Background()
-    stores = {bucket: LocalStore(base / "local" / str(bucket), SCHEMA) for bucket in range(BUCKETS)}
+    stores = {bucket: LocalStore.at(base / "local" / str(bucket), SCHEMA) for bucket in range(BUCKETS)}
     while True:
         batch, pointers, changes = pipe.recv()
         try:
@@ -298,7 +298,7 @@ class Driver:
         """Each bucket's state from some of the stores alone, on an empty disk, with no help from Spark's state."""
         for bucket, data in self.pointers.items():
             pointer = replace(Pointer.decode(data), inline=())
-            store = LocalStore(self.folder / f"fresh-{'-'.join(names)}" / str(bucket), SCHEMA)
+            store = LocalStore.at(self.folder / f"fresh-{'-'.join(names)}" / str(bucket), SCHEMA)
             replicas = [
                 replica
                 for name in names

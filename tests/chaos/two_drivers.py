@@ -93,7 +93,7 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
     pointer, model, commits, refusals, deleted = start.pointer, dict(start.model), 0, 0, 0
     deadline_s = time.monotonic() + start.seconds
     with tempfile.TemporaryDirectory() as scratch:
-        store, lease = LocalStore(Path(scratch) / "store", SCHEMA), None
+        store, lease = LocalStore.at(Path(scratch) / "store", SCHEMA), None
         while time.monotonic() < deadline_s:
             # Started again, it is planned again.
             lease = lease or Lease(
@@ -139,7 +139,7 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) ->
     with tempfile.TemporaryDirectory() as scratch:
         start = Start(root, options, first_pointer(), {}, lease_ms, seconds)
         query_folder, pointer, model = _query_folder(start), start.pointer, start.model
-        with contextlib.closing(LocalStore(Path(scratch) / "common", SCHEMA)) as store:
+        with contextlib.closing(LocalStore.at(Path(scratch) / "common", SCHEMA)) as store:
             for at in range(5):
                 changes = {KEYS[at]: Row(at, "before")}
                 bucket = Bucket(
@@ -171,7 +171,7 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) ->
         committed = [it for it in told if it.commits]
         assert len(committed) == 1, f"both committed: {[it.commits for it in told]}"
         (winner,) = committed
-        with contextlib.closing(LocalStore(Path(scratch) / "fresh", SCHEMA)) as fresh:
+        with contextlib.closing(LocalStore.at(Path(scratch) / "fresh", SCHEMA)) as fresh:
             replicas = sole_replica(query_folder.child("3"), Path(scratch))
             found = Bucket(fresh, replicas, winner.pointer, WRITER, Path(scratch), None, RETAINED).read(scanned)
         assert found == winner.model

@@ -82,7 +82,7 @@ class Life:
     models: list[Model] = field(default_factory=lambda: [{}])
 
     def __post_init__(self) -> None:
-        self.store = LocalStore(self.local / "store", SCHEMA)
+        self.store = LocalStore.at(self.local / "store", SCHEMA)
         self.managers: dict[str, Watched] = {}
         self.stores: list[LocalStore] = [self.store]
 
@@ -155,7 +155,7 @@ class Life:
 
     def restored(self, pointer: Pointer, *names: str) -> Model:
         """The state on an empty disk."""
-        store = LocalStore(self.local / f"fresh-{len(self.stores)}", SCHEMA)
+        store = LocalStore.at(self.local / f"fresh-{len(self.stores)}", SCHEMA)
         self.stores.append(store)
         return self.bucket(pointer, store, *names).read(scanned)
 

@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     options = {"implementation": STORE, "log": str(folder / "asked"), "takes_s": 600.0}
     files = Folder(str(folder / "a"), options).child("3")
-    store = LocalStore(folder / "empty", SCHEMA)
+    store = LocalStore.at(folder / "empty", SCHEMA)
     pointer = Pointer.decode((folder / "pointer").read_bytes())
     Bucket(store, sole_replica(files, folder, "a"), pointer, WRITER, folder).read(scanned)
 

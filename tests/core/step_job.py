@@ -168,18 +168,18 @@ def go_on(folder: Path, files: Folder, store: LocalStore, until: int) -> None:
 def begin(folder: Path, protocol: str) -> None:
     """What comes before the five batches."""
     folder.mkdir()
-    go_on(folder, Folder(f"{protocol}://{folder}/root").child("3"), LocalStore(folder / "local", SCHEMA), BEFORE)
+    go_on(folder, Folder(f"{protocol}://{folder}/root").child("3"), LocalStore.at(folder / "local", SCHEMA), BEFORE)
 
 
 def run(folder: Path, protocol: str) -> None:
     """The rest of the job."""
     files = Folder(f"{protocol}://{folder}/root").child("3")
-    store = LocalStore(folder / "local", SCHEMA)
+    store = LocalStore.at(folder / "local", SCHEMA)
     go_on(folder, files, store, BATCHES)
     # As the next batch would.
     clean_up(files, committed(folder), folder)
     for replica in ("local", "empty"):
-        final = LocalStore(folder / replica, SCHEMA) if replica == "empty" else store
+        final = LocalStore.at(folder / replica, SCHEMA) if replica == "empty" else store
         bucket = Bucket(
             final,
             sole_replica(files, folder),

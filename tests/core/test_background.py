@@ -148,7 +148,7 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
     gate, background = threading.Event(), Background()
     files = Slow(str(tmp_path / "root"), gate)
-    store = LocalStore(tmp_path / "store", SCHEMA, chunk_rows=4)
+    store = LocalStore.at(tmp_path / "store", SCHEMA, chunk_rows=4)
     pointers: list[Pointer] = [first_pointer()]
     models: list[Model] = [{}]
     slowest_s = 0.0
@@ -163,7 +163,7 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not [n for n in files.names() if n.endswith("snapshot.arrow")]
     # All these were unconfirmed, and none is there: deltas lead back to the beginning.
     assert max(len(pointer.lineage) for pointer in pointers) <= 4
-    fresh = LocalStore(tmp_path / "fresh", SCHEMA)
+    fresh = LocalStore.at(tmp_path / "fresh", SCHEMA)
     assert state_at(fresh, files, pointers[-1], tmp_path) == models[-1]
     gate.set()
     assert background.wait(WAIT_S)
@@ -171,7 +171,7 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(arrived) >= 4
     for pointer, model in zip(pointers, models, strict=True):
         if pointer.ref in arrived:
-            new = LocalStore(tmp_path / str(pointer.version), SCHEMA)
+            new = LocalStore.at(tmp_path / str(pointer.version), SCHEMA)
             bucket = Bucket(new, sole_replica(files, tmp_path), pointer, WRITER, tmp_path)
             assert state_at(new, files, pointer, tmp_path) == model
             new.close()
@@ -201,7 +201,7 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     monkeypatch.setattr(cadence, "DELTAS_MAX", 2)
 
     files = Folder(str(tmp_path / "root"))
-    store = LocalStore(tmp_path / "store", SCHEMA)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
     pointer = first_pointer()
     model: Model = {}
     counts: list[int] = []
@@ -215,7 +215,7 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     assert counts[5] == 0
     assert counts[6] == 1
     assert counts[-1] >= 2
-    fresh = LocalStore(tmp_path / "fresh", SCHEMA)
+    fresh = LocalStore.at(tmp_path / "fresh", SCHEMA)
     assert state_at(fresh, files, pointer, tmp_path) == model
     fresh.close()
     store.close()
@@ -229,7 +229,7 @@ def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
 
     files = Folder(str(tmp_path / "root"))
-    store = LocalStore(tmp_path / "store", SCHEMA)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
     pointer = first_pointer()
     lengths = []
     for i in range(12):

@@ -53,7 +53,7 @@ class Replica:
 
     def machine(self, name: str = "a") -> LocalStore:
         if name not in self.machines:
-            self.machines[name] = LocalStore(self.local / name, SCHEMA, chunk_rows=4)
+            self.machines[name] = LocalStore.at(self.local / name, SCHEMA, chunk_rows=4)
         return self.machines[name]
 
     def lose(self, name: str = "a") -> None:
@@ -444,13 +444,13 @@ def test_another_attempt_on_this_machine_restores_it_first(tmp_path: Path, monke
     """While this one looks where a snapshot that never arrived may be found instead."""
     replicas = sole_replica(Folder(str(tmp_path / "root")).child("3"), tmp_path)
     pointer = first_pointer()
-    source = LocalStore(tmp_path / "source", SCHEMA)
+    source = LocalStore.at(tmp_path / "source", SCHEMA)
     for n in range(3):
         buffer = buffer_of({KEYS[n]: Row(n)}, tmp_path)
         pointer = Bucket(source, replicas, pointer, WRITER, tmp_path).commit(buffer).pointer
     # The lineage begins at a checkpoint whose snapshot is still on its way.
     pointer = replace(pointer, lineage=pointer.lineage[-1:])
-    store = LocalStore(tmp_path / "store", SCHEMA)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
     mine, other = (Bucket(store, replicas, pointer, WRITER, tmp_path) for _ in range(2))
     further_back = mine._loader._further_back
 

@@ -73,7 +73,7 @@ def test_state_at_the_pointer(golden: Path, tmp_path: Path, snapshot: str) -> No
     assert [entry.ref.version for entry in pointer.lineage] == [2, 3, 4]
     if snapshot == "lost":
         (golden / "3" / file_name(pointer.lineage[0].ref, SNAPSHOT)).unlink()
-    store = LocalStore(tmp_path / "local", _operator(golden).row_schema())
+    store = LocalStore.at(tmp_path / "local", _operator(golden).row_schema())
     files = Folder(str(golden)).child("3")
     bucket = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path)
     batches = bucket.read(lambda view: list(view.scan()))

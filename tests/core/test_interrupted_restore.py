@@ -68,7 +68,7 @@ class Restores:
         options: CommitOptions | None = None,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> Bucket:
-        store = LocalStore(self.folder / f"disk-{time.monotonic_ns()}", SCHEMA)
+        store = LocalStore.at(self.folder / f"disk-{time.monotonic_ns()}", SCHEMA)
         self._exits.callback(store.close)
         return Bucket(
             store,

@@ -88,7 +88,7 @@ class SeedFiles:
 
     def load(self, *lineage: str, parent: str | None = None) -> tuple[Model, list[str]]:
         """The state at a pointer of this lineage, on an empty disk, and which files it took."""
-        store = Recorder(self.path / f"local-{self._stores}", SCHEMA)
+        store = Recorder.at(self.path / f"local-{self._stores}", SCHEMA)
         store.applied = []
         self._stores += 1
         entries = tuple(LineageEntry(ref(name), 1) for name in lineage)
@@ -261,7 +261,7 @@ def test_a_pointer_that_contradicts_itself() -> None:
 
 def test_the_local_store_must_agree_with_the_pointer(folder: SeedFiles) -> None:
     """The id that a checkpoint was built on is passed on too, and the next load compares."""
-    store = LocalStore(folder.path / "local", SCHEMA)
+    store = LocalStore.at(folder.path / "local", SCHEMA)
     store.apply([run_of(CHANGES["20_d8e2ca47"])], ref("20_d8e2ca47"), None)
     store.apply([run_of(CHANGES["21_f4d05ac9"])], ref("21_f4d05ac9"), ref("20_d8e2ca47"))
     pointer = replace(

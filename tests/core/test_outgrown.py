@@ -51,7 +51,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.store = LocalStore(folder / "store", SCHEMA, compaction_bytes_max=COMPACTION_BYTES_MAX)
+        self.store = LocalStore.at(folder / "store", SCHEMA, compaction_bytes_max=COMPACTION_BYTES_MAX)
         self.replicas = sole_replica(Folder(str(folder / "root")).child("3"), folder)
         self.pointer: Pointer = replace(first_pointer(), operator="counts")
         self.values = np.full(KEYS, -1)

@@ -318,7 +318,7 @@ class Scene:
     def __init__(self, files: Folder, local: Path) -> None:
         self.files = files.child("3")
         self.local = local
-        self.store = LocalStore(local / "store", SCHEMA)
+        self.store = LocalStore.at(local / "store", SCHEMA)
         self.pointers = [first_pointer()]
         self.models: list[Model] = [{}]
         for batch in range(40):
@@ -343,7 +343,7 @@ class Scene:
     def check(self) -> None:
         """Every pointer of the retained batches is whole, on an empty disk."""
         for pointer, model in list(zip(self.pointers, self.models, strict=True))[-RETAINED - 1 :]:
-            fresh = LocalStore(self.local / uuid.uuid4().hex, SCHEMA)
+            fresh = LocalStore.at(self.local / uuid.uuid4().hex, SCHEMA)
             assert state_at(fresh, self.files, pointer, self.local) == model
             fresh.close()
 

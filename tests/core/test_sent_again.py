@@ -78,7 +78,7 @@ def test_a_confirmed_delta_outlives_an_attempt_that_sends_it_again(
         folder = Folder(root, {"implementation": f"{__name__}.Failing"}).child("3")
         context = BackendContext("a", {}, "counts", "", 3, CallerExecutor(), tmp_path, 0.2)
         replicas = [Replica("a", FilesBackup(folder, context), FilesRestore(folder, 0.0), root=True)]
-        store = LocalStore(tmp_path / name, SCHEMA)
+        store = LocalStore.at(tmp_path / name, SCHEMA)
         return lambda pointer: Bucket(
             store, replicas, pointer, WRITER, tmp_path, uploads=uploads, options=CommitOptions()
         )

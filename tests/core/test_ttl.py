@@ -240,7 +240,7 @@ def test_every_row_by_itself(rows: list[Row], cut: int) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LocalStore]:
-    made = LocalStore(tmp_path / "store", STORED, chunk_rows=4)
+    made = LocalStore.at(tmp_path / "store", STORED, chunk_rows=4)
     yield made
     made.close()
 
@@ -319,7 +319,7 @@ class Replica:
 
     def __init__(self, folder: Path) -> None:
         self.local, self.files = folder, Folder(str(folder / "root")).child("3")
-        self.store = LocalStore(folder / "store", STORED, chunk_rows=4)
+        self.store = LocalStore.at(folder / "store", STORED, chunk_rows=4)
         self.pointer = first_pointer()
 
     def bucket(self) -> Bucket:
@@ -382,7 +382,7 @@ def test_a_scan_goes_on_whatever_happens_beside_it(replica: Replica, what: str, 
     elif what == "rebuild":
         replica.store.rebuild()
     else:
-        bucket._store = LocalStore(tmp_path / "other", STORED, chunk_rows=3)
+        bucket._store = LocalStore.at(tmp_path / "other", STORED, chunk_rows=3)
         bucket._loader._store = bucket._store
     rest = scanned(scan)
     assert not found.keys() & rest.keys()

@@ -703,7 +703,7 @@ class World:
 
     def _check_with(self, pointer: Pointer, names: Sequence[str]) -> None:
         # A disk for each, as what one needs may be inline in another.
-        store = LocalStore(self.folder / f"fresh-{uuid.uuid4()}", SCHEMA, chunk_rows=4)
+        store = LocalStore.at(self.folder / f"fresh-{uuid.uuid4()}", SCHEMA, chunk_rows=4)
         try:
             self._check_on(store, pointer, names)
         finally:
