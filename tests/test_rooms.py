@@ -46,9 +46,6 @@ LINES_MAX, PARAMETERS_MAX = 70, 8
 MANY_PARAMETERS = {
     "spark_state_ext/spark/client/state.py:ArrowState.__init__",
     "spark_state_ext/functions/state_batch.py:StateBatch.__init__",
-    "spark_state_ext/engine/bucket.py:Bucket.__init__",
-    "spark_state_ext/commit/committer.py:Committer.__init__",
-    "spark_state_ext/commit/snapshots.py:Snapshots.__init__",
     "spark_state_ext/files/retention.py:clean_up",
     "spark_state_ext/spark/callers/keys.py:KeyCaller.__init__",
 }

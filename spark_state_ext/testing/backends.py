@@ -30,6 +30,7 @@ from arrow_schemas import Pointer, RowSchema, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name, new_checkpoint_id
 from spark_state_ext.backends import STATE, BackendContext, BackendFactory, Checkpoint, CleanUp
 from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
@@ -278,10 +279,8 @@ class _Life:
     def _bucket(self, store: LocalStore, pointer: Pointer) -> Bucket:
         writer = Writer("query", "run", len(self.pointers), "host")
         options = CommitOptions(inline_bytes_max=6_000)
-        scratch = self._context.scratch
-        return Bucket(
-            store, self._replicas(), pointer, writer, scratch, None, _RETAINED, uploads=self._uploads, options=options
-        )
+        context = CommitContext(self._context.scratch, options, batches_retained=_RETAINED, uploads=self._uploads)
+        return Bucket(store, self._replicas(), pointer, writer, context)
 
     def batch(self, changes: Mapping[int, int | None]) -> None:
         rows = SpillBuffer(self._context.scratch, 1 << 20)

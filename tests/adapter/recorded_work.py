@@ -23,6 +23,7 @@ from pyspark.sql.types import (
 )
 
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine import limits
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.job import ARROW, PANDAS, ROWS, Job
@@ -233,7 +234,9 @@ class Lived:
         self.store = self.opened()
 
     def bucket(self) -> Bucket:
-        return Bucket(self.store, sole_replica(self.files, self.folder), self.pointer, WRITER, self.folder)
+        return Bucket(
+            self.store, sole_replica(self.files, self.folder), self.pointer, WRITER, CommitContext(self.folder)
+        )
 
     def batch(self, rows: list[tuple[Key, int, int]], now_ms: int, watermark_ms: int) -> list[Call]:
         """Run a batch of rows (key, event time in milliseconds, value); returns the calls that were made."""

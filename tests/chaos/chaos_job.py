@@ -28,6 +28,7 @@ from benchmarks.slow import ObjectDisk
 from spark_state_ext.backends import BackendContext, CleanUp
 from spark_state_ext.backends.files import FilesBackend, sole_replica
 from spark_state_ext.backends.replication import Replica, is_complete
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.uploads import Upload, WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
@@ -166,11 +167,7 @@ def worker(folder: str, seed: int, pipe: Connection) -> None:
                     replicas,
                     pointer,
                     Writer("query", "run", batch, "host"),
-                    base,
-                    background,
-                    RETAINED,
-                    uploads=uploads,
-                    options=OPTIONS,
+                    CommitContext(base, options=OPTIONS, batches_retained=RETAINED, uploads=uploads, runner=background),
                 )
                 if one.read(_scanned) != expected(batch, bucket):
                     pipe.send(("wrong", f"batch {batch} of bucket {bucket} reads another state"))
@@ -306,6 +303,6 @@ class Driver:
                     Folder(str(self.folder / name)).child("counts", "home", str(bucket)), self.folder, name
                 )
             ]
-            reader = Bucket(store, replicas, pointer, Writer("q", "r", 0, "h"), self.folder)
+            reader = Bucket(store, replicas, pointer, Writer("q", "r", 0, "h"), CommitContext(self.folder))
             yield bucket, reader.read(_scanned)
             store.close()

@@ -30,6 +30,7 @@ from object_store import azure_server, azurite, s3_server
 
 from arrow_schemas import Pointer
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import LiveRunError
 from spark_state_ext.files.folder import Folder
@@ -107,9 +108,7 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
                     sole_replica(query_folder.child("3"), Path(scratch)),
                     pointer,
                     WRITER,
-                    Path(scratch),
-                    None,
-                    RETAINED,
+                    CommitContext(Path(scratch), batches_retained=RETAINED),
                 )
                 new = bucket.commit(buffer_of(changes, Path(scratch))).pointer
                 lease.hold()
@@ -147,9 +146,7 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) ->
                     sole_replica(query_folder.child("3"), Path(scratch)),
                     pointer,
                     WRITER,
-                    Path(scratch),
-                    None,
-                    RETAINED,
+                    CommitContext(Path(scratch), batches_retained=RETAINED),
                 )
                 pointer, model = bucket.commit(buffer_of(changes, Path(scratch))).pointer, changed(model, changes)
         start = Start(root, options, pointer, model, lease_ms, seconds)
@@ -173,7 +170,9 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) ->
         (winner,) = committed
         with contextlib.closing(LocalStore.at(Path(scratch) / "fresh", SCHEMA)) as fresh:
             replicas = sole_replica(query_folder.child("3"), Path(scratch))
-            found = Bucket(fresh, replicas, winner.pointer, WRITER, Path(scratch), None, RETAINED).read(scanned)
+            found = Bucket(
+                fresh, replicas, winner.pointer, WRITER, CommitContext(Path(scratch), batches_retained=RETAINED)
+            ).read(scanned)
         assert found == winner.model
     return {
         "commits": winner.commits,

@@ -20,6 +20,7 @@ from arrow_schemas import CheckpointRef, Pointer, RowSchema, Writer
 from arrow_schemas.equality import HashArray
 from arrow_schemas.row import DELETED, TIMEOUT_MS
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore, View
@@ -210,7 +211,7 @@ def buffer_of(changes: Changes, scratch: Path, hashed: HashFunction = good_hash)
 
 
 def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Bucket:
-    return Bucket(store, sole_replica(files, scratch), pointer, WRITER, scratch)
+    return Bucket(store, sole_replica(files, scratch), pointer, WRITER, CommitContext(scratch))
 
 
 def committed(store: LocalStore, files: Folder, pointer: Pointer, changes: Changes, scratch: Path) -> Pointer:

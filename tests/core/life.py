@@ -16,6 +16,7 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT, parse_file_name
 from spark_state_ext.backends import BackendContext, Checkpoint, CleanUp, Markers
 from spark_state_ext.backends.files import FilesBackup, FilesRestore
 from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.commit.uploads import WorkerUploads
@@ -110,15 +111,17 @@ class Life:
             self.replicas(*names),
             pointer or self.pointers[-1],
             WRITER,
-            self.local,
-            self.background,
-            self.batches_retained,
-            uploads=self.uploads,
-            options=self.options,
+            CommitContext(
+                self.local,
+                options=self.options,
+                batches_retained=self.batches_retained,
+                uploads=self.uploads,
+                runner=self.background,
+                run=self.run,
+                batch_ms=self.batch_ms,
+                clock_s=self.clock_s,
+            ),
             restore_from=self.restore_from,
-            run=self.run,
-            clock_s=self.clock_s,
-            batch_ms=self.batch_ms,
         )
 
     def next_stage(self) -> None:

@@ -30,6 +30,7 @@ from fsspec.implementations.local import LocalFileSystem
 from arrow_schemas import Pointer, Writer
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit import cadence
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files import retention
@@ -155,7 +156,11 @@ def go_on(folder: Path, files: Folder, store: LocalStore, until: int) -> None:
     while (pointer := committed(folder)).batch + 1 < until:
         batch = pointer.batch + 1
         bucket = Bucket(
-            store, sole_replica(files, folder), pointer, Writer("q", "r", batch, "h"), folder, None, RETAINED
+            store,
+            sole_replica(files, folder),
+            pointer,
+            Writer("q", "r", batch, "h"),
+            CommitContext(folder, batches_retained=RETAINED),
         )
         if bucket.read(scanned) != expected[batch]:
             os._exit(WRONG)
@@ -185,9 +190,7 @@ def run(folder: Path, protocol: str) -> None:
             sole_replica(files, folder),
             committed(folder),
             Writer("q", "r", BATCHES, "h"),
-            folder,
-            None,
-            RETAINED,
+            CommitContext(folder, batches_retained=RETAINED),
         )
         if bucket.read(scanned) != models()[BATCHES]:
             os._exit(WRONG)

@@ -15,6 +15,7 @@ from arrow_schemas import Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit import cadence
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
@@ -155,7 +156,9 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i), KEYS[(i + 5) % 9]: Row(-i, "x")}
         started_s = time.monotonic()
-        bucket = Bucket(store, sole_replica(files, tmp_path), pointers[-1], WRITER, tmp_path, background)
+        bucket = Bucket(
+            store, sole_replica(files, tmp_path), pointers[-1], WRITER, CommitContext(tmp_path, runner=background)
+        )
         pointers.append(bucket.commit(buffer_of(changes, tmp_path)).pointer)
         slowest_s = max(slowest_s, time.monotonic() - started_s)
         models.append(changed(models[-1], changes))
@@ -172,7 +175,7 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for pointer, model in zip(pointers, models, strict=True):
         if pointer.ref in arrived:
             new = LocalStore.at(tmp_path / str(pointer.version), SCHEMA)
-            bucket = Bucket(new, sole_replica(files, tmp_path), pointer, WRITER, tmp_path)
+            bucket = Bucket(new, sole_replica(files, tmp_path), pointer, WRITER, CommitContext(tmp_path))
             assert state_at(new, files, pointer, tmp_path) == model
             new.close()
     assert store._environment.read(lambda txn: list(txn.items(b"pins"))) == [], "every pin was released"
@@ -207,7 +210,9 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     counts: list[int] = []
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i)}
-        bucket = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=True))
+        bucket = Bucket(
+            store, sole_replica(files, tmp_path), pointer, WRITER, CommitContext(tmp_path, runner=Idle(takes=True))
+        )
         pointer = bucket.commit(buffer_of(changes, tmp_path)).pointer
         model = changed(model, changes)
         counts.append(len([n for n in files.names() if n.endswith("snapshot.arrow")]))
@@ -234,7 +239,9 @@ def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
     lengths = []
     for i in range(12):
         changes = {KEYS[i % 9]: Row(i)}
-        bucket = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=False))
+        bucket = Bucket(
+            store, sole_replica(files, tmp_path), pointer, WRITER, CommitContext(tmp_path, runner=Idle(takes=False))
+        )
         pointer = bucket.commit(buffer_of(changes, tmp_path)).pointer
         lengths.append(len(pointer.lineage))
     assert lengths == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]

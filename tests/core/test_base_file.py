@@ -21,6 +21,7 @@ from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, R
 from arrow_schemas.blocks import BLOCK_BYTES
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files import checkpoint as checkpoint_module
@@ -71,7 +72,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
 
 
 def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Bucket:
-    return Bucket(store, sole_replica(files, scratch), pointer, WRITER, scratch)
+    return Bucket(store, sole_replica(files, scratch), pointer, WRITER, CommitContext(scratch))
 
 
 def values_at(view: View, keys: np.ndarray) -> list[int | None]:

@@ -27,6 +27,7 @@ from arrow_schemas.pointer import BOTH, V1
 from spark_state_ext.backends import Checkpoint
 from spark_state_ext.backends.files import FilesRestore
 from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptStoreError, InterruptedRestoreError, LiveRunError, StorageError
@@ -75,11 +76,13 @@ class Restores:
             replicas,
             pointer or self.life.pointers[-1],
             WRITER,
-            self.folder,
-            self.life.background,
-            options=options,
+            CommitContext(
+                self.folder,
+                options=options or CommitOptions(journal=False),
+                runner=self.life.background,
+                while_waiting=while_waiting,
+            ),
             restore_from=prefer,
-            while_waiting=while_waiting,
         )
 
 

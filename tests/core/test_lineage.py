@@ -18,6 +18,7 @@ from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.cadence import with_unconfirmed_snapshot
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, CorruptPointerError, LineageError, MissingCheckpointError
 from spark_state_ext.files.checkpoint import write_checkpoint
@@ -97,7 +98,7 @@ class SeedFiles:
             first_pointer(), lineage=entries, parent=parents.get(parent) if parent is None else ref(parent), rows=99
         )
         try:
-            return Bucket(store, sole_replica(self.files, self.path), pointer, WRITER, self.path).read(
+            return Bucket(store, sole_replica(self.files, self.path), pointer, WRITER, CommitContext(self.path)).read(
                 scanned
             ), store.applied
         finally:
@@ -268,7 +269,9 @@ def test_the_local_store_must_agree_with_the_pointer(folder: SeedFiles) -> None:
         first_pointer(), lineage=(LineageEntry(ref("21_f4d05ac9"), 1),), parent=CheckpointRef(20, "b" * 32), rows=9
     )
     with pytest.raises(LineageError, match=f"was built on {ref('20_d8e2ca47')}; its pointer says 20_b"):
-        Bucket(store, sole_replica(folder.files, folder.path), pointer, WRITER, folder.path).read(scanned)
+        Bucket(store, sole_replica(folder.files, folder.path), pointer, WRITER, CommitContext(folder.path)).read(
+            scanned
+        )
     store.close()
 
 

@@ -21,6 +21,7 @@ from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, W
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit import cadence
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, LiveRunError
 from spark_state_ext.files import retention as cleanup_module
@@ -327,7 +328,9 @@ class Scene:
     def batch(self, batch: int) -> None:
         replicas = sole_replica(self.files, self.local)
         writer = Writer("q", "r", batch, "h")
-        bucket = Bucket(self.store, replicas, self.pointers[-1], writer, self.local, None, RETAINED)
+        bucket = Bucket(
+            self.store, replicas, self.pointers[-1], writer, CommitContext(self.local, batches_retained=RETAINED)
+        )
         changes = {KEYS[batch % 9]: Row(batch), KEYS[(batch + 4) % 9]: None if batch % 4 == 3 else Row(-batch, "n")}
         self.pointers.append(replace(bucket.commit(buffer_of(changes, self.local)).pointer, batch=batch))
         self.models.append(changed(self.models[-1], changes))

@@ -18,6 +18,7 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader,
 from spark_state_ext.backends import STATE, BackendContext
 from spark_state_ext.backends.files import FilesBackup, FilesRestore
 from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
@@ -80,7 +81,7 @@ def test_a_confirmed_delta_outlives_an_attempt_that_sends_it_again(
         replicas = [Replica("a", FilesBackup(folder, context), FilesRestore(folder, 0.0), root=True)]
         store = LocalStore.at(tmp_path / name, SCHEMA)
         return lambda pointer: Bucket(
-            store, replicas, pointer, WRITER, tmp_path, uploads=uploads, options=CommitOptions()
+            store, replicas, pointer, WRITER, CommitContext(tmp_path, options=CommitOptions(), uploads=uploads)
         )
 
     here, there = host("here"), host("there")

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from arrow_schemas import RowSchema
 from arrow_schemas.row import EXPIRES_MS, KEY_HASH
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
@@ -323,7 +324,7 @@ class Replica:
         self.pointer = first_pointer()
 
     def bucket(self) -> Bucket:
-        return Bucket(self.store, sole_replica(self.files, self.local), self.pointer, WRITER, self.local)
+        return Bucket(self.store, sole_replica(self.files, self.local), self.pointer, WRITER, CommitContext(self.local))
 
     def commit(self, rows: dict[int, Row]) -> None:
         buffer = SpillBuffer(self.local, 1 << 20)

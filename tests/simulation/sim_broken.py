@@ -17,6 +17,7 @@ from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit.committer import Committer, HandedIn, Phase
 from spark_state_ext.commit.decisions import How, assured, settled
 from spark_state_ext.commit.ledger import DONE, record_name, upload_records
+from spark_state_ext.commit.snapshot_writer import SnapshotWriter
 from spark_state_ext.commit.snapshots import Snapshots
 from spark_state_ext.commit.uploads import Upload
 from spark_state_ext.engine import aligned_timeouts, probes
@@ -65,7 +66,9 @@ class DeltaOnASibling(Bucket):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        loader = _ByVersion(self._store, self._sources, self.pointer.operator, self.pointer.bucket, self._scratch)
+        loader = _ByVersion(
+            self._store, self._sources, self.pointer.operator, self.pointer.bucket, self._context.scratch
+        )
         loader.folders = [
             replica.backup.folder for replica in self._replicas if isinstance(replica.backup, FilesBackup)
         ]
@@ -195,7 +198,7 @@ class NotedAtOnce(Committer):
     def _submit(self, uploads: Sequence[Upload], *also: Any) -> None:
         super()._submit(uploads, *also)
         for upload in uploads:
-            upload.store.record(upload.record(DONE, self._uploads.owner, markers={}))
+            upload.store.record(upload.record(DONE, self._context.uploads.owner, markers={}))
 
 
 class LeftAlone(Committer):
@@ -238,7 +241,7 @@ class NeverLate(Committer):
     """Commits go on however many batches uploads lag behind."""
 
     def begin(self, pointer: Pointer) -> Phase:
-        self._batches_retained = 1 << 30
+        self._context = replace(self._context, batches_retained=1 << 30)
         return super().begin(pointer)
 
 
@@ -290,16 +293,10 @@ def committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) ->
     class Committing(Bucket):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.committer = kind(
-                *(self._store, self._replicas, self._uploads, self._options, self._batches_retained),
-                *(self._runner, self._scratch),
-                run=self._run,
-            )
+            self.committer = kind(self._store, self._replicas, self._context)
             replicas = {replica.name: replica for replica in self._replicas}
-            self.committer.snapshots = snapshots(
-                *(self._store, replicas, self._uploads, self._options, self._batches_retained),
-                *(self._runner, self._scratch),
-            )
+            self.committer.snapshots = snapshots(self._store, replicas, self._context)
+            self._snapshots = SnapshotWriter(self._store, self._context, self.committer.snapshots, self)
 
     return Committing
 

@@ -57,9 +57,10 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Replica, is_complete
 from spark_state_ext.commit import cadence
 from spark_state_ext.commit.committer import Committer
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Run
-from spark_state_ext.commit.uploads import Upload
+from spark_state_ext.commit.uploads import Upload, WorkerUploads
 from spark_state_ext.engine import bucket as bucket_module
 from spark_state_ext.engine.aligned_timeouts import has_nothing_due
 from spark_state_ext.engine.bucket import Bucket, CommitResult
@@ -78,6 +79,7 @@ from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.restore import loader
 from spark_state_ext.restore.load_plan import Fetch
 from spark_state_ext.store import LocalStore
+from spark_state_ext.worker.background import Inline
 
 EXECUTORS = 3
 # Clocks play no part here: every file is old enough to go, as far as that is concerned.
@@ -593,19 +595,21 @@ class World:
             replicas,
             pointer,
             writer,
-            self.folder,
-            executor,
-            self.config.retained,
-            uploads=None if executor is None else executor.uploads,
-            options=CommitOptions(
-                self.config.journal,
-                1 << 40 if self.config.patient else 0,
-                1 << 40,
-                self.config.inline_bytes_max,
-                erase_window_ms=self.config.erase_window_ms or None,
+            CommitContext(
+                self.folder,
+                options=CommitOptions(
+                    self.config.journal,
+                    1 << 40 if self.config.patient else 0,
+                    1 << 40,
+                    self.config.inline_bytes_max,
+                    erase_window_ms=self.config.erase_window_ms or None,
+                ),
+                batches_retained=self.config.retained,
+                uploads=WorkerUploads() if executor is None else executor.uploads,
+                runner=executor or Inline(),
+                run=run or self.stage(),
+                batch_ms=now_ms,
             ),
-            run=run or self.stage(),
-            batch_ms=now_ms,
         )
 
     def _submit_clean_up(self, executor: Executor, pointer: Pointer, numbers: Numbers) -> None:

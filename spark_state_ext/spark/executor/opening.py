@@ -15,6 +15,7 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
 from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.folders import local_folder, operator_folder, scratch_folder, stores_folder
@@ -177,18 +178,20 @@ def open_bucket(shared: Shared, call: CallInfo, folders: CallFolders, nonce: byt
         # Rows are written under the schema in force now, whatever that of the pointer we were given.
         replace(pointer, schema_id=operator.schema_id),
         Writer(call.task.query_id or query_folder, call.task.run_id or job.plan_id, call.batch, socket.gethostname()),
-        scratch,
-        shared.background,
-        call.task.batches_retained,
-        uploads=shared.uploads,
-        options=job.options.commit,
+        CommitContext(
+            scratch,
+            options=job.options.commit,
+            batches_retained=call.task.batches_retained,
+            uploads=shared.uploads,
+            runner=shared.background,
+            # Not what Spark calls the run: `foreachBatch` may set another job group.
+            run=Run(job.plan_id, call.task.stage),
+            batch_ms=call.times.processing_ms,
+            # A run that has lost its state to another one need not read on.
+            while_waiting=leases.hold,
+        ),
         restore_from=job.options.restore_from,
-        # Not what Spark calls the run: `foreachBatch` may set another job group.
-        run=Run(job.plan_id, call.task.stage),
-        batch_ms=call.times.processing_ms,
         memory=shared.memory,
-        # A run that has lost its state to another one need not read on.
-        while_waiting=leases.hold,
     )
     files = root.child(query_folder)
     return OpenBucket(query_folder, files, leases, operator, schema, pointer, replicas, bucket, prepare)
