@@ -28,6 +28,7 @@ from benchmarks.options import add_memory, add_seed
 from benchmarks.report import BenchmarkError, Report
 from benchmarks.spark import CHANGELOG, session
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.files.folder import Folder
@@ -124,8 +125,9 @@ def _restores(report: Report, rows: int, options: argparse.Namespace, work: Path
     for _ in range(options.repeats):
         copies.append(_timed_copy(path, work / "copy"))
         started_s = time.perf_counter()
-        store = LocalStore(work / "local", _SCHEMA)
-        bucket = Bucket(store, sole_replica(Folder(str(work / "root")).child("0"), work), pointer, _WRITER, work)
+        store = LocalStore.at(work / "local", _SCHEMA)
+        replicas = sole_replica(Folder(str(work / "root")).child("0"), work)
+        bucket = Bucket(store, replicas, pointer, _WRITER, CommitContext(work))
         found = bucket.read(lambda view: view.lookup(hashes[looked_up], [pa.array(_keys(hashes[looked_up]))]))
         restores.append(time.perf_counter() - started_s)
         values = found.rows.column("state.n").to_numpy()[found.index]

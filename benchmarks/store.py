@@ -139,7 +139,7 @@ class _Ours:
     def reopened(self) -> _Ours:
         """The same state as another process would find it."""
         self.store.close()
-        return _Ours(LocalStore(self.store.folder, _SCHEMA), self.ref)
+        return _Ours(LocalStore.at(self.store.folder, _SCHEMA), self.ref)
 
     def close(self) -> None:
         self.store.close()
@@ -175,7 +175,7 @@ def _loads(report: Report, truth: Values, repeats: int, work: Path) -> tuple[_Ou
         if made is not None:
             made[0].close()
             made[1].close()
-        ours = _Ours(LocalStore(work / f"ours-{i}", _SCHEMA))
+        ours = _Ours(LocalStore.at(work / f"ours-{i}", _SCHEMA))
         entries = EntryStore(work / f"entries-{i}", max(64 << 20, 400 * len(truth)))
         made = ours, entries
         times[_OURS].append(_timed(ours.load, all_keys.by_hash, all_keys.hashes, by_hash)[0])
@@ -246,7 +246,7 @@ def _growth(report: Report, rng: np.random.Generator, options: argparse.Namespac
     for factor, rows in sizes.items():
         truths[factor] = _values(rng, rows)
         keys = _BatchKeys.of(np.arange(rows, dtype=np.int64))
-        stores[factor] = _Ours(LocalStore(work / f"growth-{factor}", _SCHEMA))
+        stores[factor] = _Ours(LocalStore.at(work / f"growth-{factor}", _SCHEMA))
         stores[factor].load(keys.by_hash, keys.hashes, truths[factor][keys.to_hash_order])
         del keys
     parts: dict[int, list[tuple[float, float, float]]] = {factor: [] for factor in sizes}

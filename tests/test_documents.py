@@ -24,7 +24,7 @@ from spark_state_ext import Agg, ArrowState, disable, enable, errors
 from spark_state_ext.backends import BackendAdmin, BackendContext, BackendFactory, BackupManager, RestoreManager
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT
 from spark_state_ext.spark.client import operators
-from spark_state_ext.store.local import _STORE_FORMAT
+from spark_state_ext.store.identity import _STORE_FORMAT
 from spark_state_ext.worker import metrics
 
 ROOT = Path(__file__).parent.parent

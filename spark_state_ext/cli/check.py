@@ -144,7 +144,7 @@ def _store(local_dir: Path) -> Finding:
     schema = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
     try:
         with tempfile.TemporaryDirectory(prefix="spark_state_ext-check-", dir=local_dir) as folder:
-            store = LocalStore(Path(folder) / "0", schema)
+            store = LocalStore.at(Path(folder) / "0", schema)
             try:
                 store.record({new_checkpoint_id(): b"checked"})
                 if list(store.records().values()) != [b"checked"]:

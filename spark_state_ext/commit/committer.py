@@ -7,23 +7,22 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
 from arrow_schemas.pointer import InlineDelta, Pointer
 from spark_state_ext.backends import STATE, Checkpoint, Markers
 from spark_state_ext.backends.replication import Replica, taken_over, version_of
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions, How, assured, decide, lags, pending, settled
-from spark_state_ext.commit.failures import NO_RUN, Clocks, Ended, Run, counts
+from spark_state_ext.commit.failures import Clocks, Ended, Run, counts
 from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, UploadRecord, record_name, upload_records
 from spark_state_ext.commit.snapshots import Snapshots, check_name
 from spark_state_ext.commit.uploads import Upload, Uploads
 from spark_state_ext.errors import CommitTimeoutError, StateError, UploadFailedError
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
-from spark_state_ext.worker.background import Runner
 
-__all__ = ["Committer", "HandedIn", "await_all"]
+__all__ = ["Committer", "HandedIn", "Phase", "await_all"]
 
 # How often to look for what another process of this machine has uploaded.
 _POLL_S = 0.02
@@ -54,6 +53,25 @@ class HandedIn:
     before: tuple[Upload, ...]
 
 
+@dataclass(frozen=True)
+class Phase:
+    """How a phase of a commit ended.
+
+    Parameters
+    ----------
+    pointer
+        The pointer after it.
+    waited_s
+        How long was waited for backends.
+    deferred
+        Uploads that the task's last call has to wait for.
+    """
+
+    pointer: Pointer
+    waited_s: float = 0.0
+    deferred: tuple[Upload, ...] = ()
+
+
 class Committer:
     """The commit of one bucket in one call.
 
@@ -63,53 +81,21 @@ class Committer:
         The bucket's local store, where records are.
     replicas
         The configured backends, in the order of configuration.
-    uploads
-        Gets to uploads beside batches.
-    options
-        Limits.
-    batches_retained
-        Spark's ``minBatchesToRetain``.
-    runner, scratch
-        As for `Snapshots`.
-    clock_s
-        The machine's monotonic clock.
-    run
-        Whose call it is: failures of others do not count.
+    context
+        What the call gives to its commit.
     """
 
-    def __init__(
-        self,
-        store: LocalStore,
-        replicas: Sequence[Replica],
-        uploads: Uploads,
-        options: CommitOptions,
-        batches_retained: int,
-        runner: Runner,
-        scratch: Path,
-        clock_s: Callable[[], float] = time.monotonic,
-        run: Run | None = None,
-    ) -> None:
-        self._run = run or NO_RUN
+    def __init__(self, store: LocalStore, replicas: Sequence[Replica], context: CommitContext) -> None:
+        self._context = context
         self._ended = Ended(store.folder)
-        self._batches_retained = batches_retained
         self._store = store
         self._replicas = {replica.name: replica for replica in replicas}
-        self._uploads = uploads
-        self._options = options
-        self._clock_s = clock_s
         self._stale: list[str] = []
-        # Called about once a second while something is waited for.
-        self.while_waiting: Callable[[], None] = lambda: None
-        # What the last call of the task has to wait for.
-        self.left: list[Upload] = []
-        self.waited_s = 0.0
-        self.snapshots = Snapshots(
-            store, self._replicas, uploads, options, batches_retained, runner, scratch, clock_s, self._run, self._counts
-        )
+        self.snapshots = Snapshots(store, self._replicas, context, self._counts)
 
     # -- what went before --------------------------------------------------------------------------
 
-    def begin(self, pointer: Pointer) -> Pointer:
+    def begin(self, pointer: Pointer) -> Phase:
         """Settle what earlier commits left under way, and wait for it where it takes too long.
 
         Parameters
@@ -119,8 +105,8 @@ class Committer:
 
         Returns
         -------
-        Pointer
-            With what has been confirmed since it was made.
+        Phase
+            The pointer with what has been confirmed since it was made.
 
         Raises
         ------
@@ -135,12 +121,12 @@ class Committer:
         self._raise_refused()
         self._resume(pointer)
         if not pending(pointer):
-            return pointer
+            return Phase(pointer)
         since_s = self._since_s(pointer)
-        late = self._clock_s() - since_s > self._options.commit_delay_ms_max / 1000
-        if late or lags(pointer, self._batches_retained) or not self._options.inline:
-            pointer = self._wait(pointer, since_s)
-        return pointer
+        late = self._context.clock_s() - since_s > self._context.options.commit_delay_ms_max / 1000
+        if late or lags(pointer, self._context.batches_retained) or not self._context.options.inline:
+            return self._wait(pointer, since_s)
+        return Phase(pointer)
 
     def _looked_at(self, pointer: Pointer) -> Pointer:
         pointer = self.snapshots.without_lost(pointer)
@@ -167,7 +153,7 @@ class Committer:
             record = records.get(record_name(name, delta.name))
             if record is not None and record.state == FAILED and self._counts(record.run):
                 # The record stays: another attempt at this task must not take the failure for mended.
-                self._ended.tell(self._run)
+                self._ended.tell(self._context.run)
                 raise UploadFailedError(
                     f"the upload of {delta.name} to the backend {name} failed: {record.error}. It is in Spark's own "
                     "state and not lost. Mend the cause and start again, or leave that backend out."
@@ -175,10 +161,10 @@ class Committer:
 
     def _raise_refused(self) -> None:
         for name, refused in self.snapshots.refusals().items():
-            if not refused.for_long(self._options.commit_timeout_ms / 1000):
+            if not refused.for_long(self._context.options.commit_timeout_ms / 1000):
                 continue
             # The record stays, as in `_raise_failed`.
-            self._ended.tell(self._run)
+            self._ended.tell(self._context.run)
             raise UploadFailedError(
                 f"the backend {name} has refused full snapshots for {refused.last_s - refused.since_s:.0f} s, "
                 f"{refused.attempts} times, the last time: {refused.error}. No state is lost. Mend the cause and start "
@@ -187,11 +173,11 @@ class Committer:
 
     def _counts(self, noted: Run) -> bool:
         """As `counts`, for this call."""
-        return noted == self._run or counts(noted, self._run, self._ended_at)
+        return noted == self._context.run or counts(noted, self._context.run, self._ended_at)
 
     @cached_property
     def _ended_at(self) -> int | None:
-        return self._ended.of(self._run)
+        return self._ended.of(self._context.run)
 
     def _resume(self, pointer: Pointer, mine: bool = False) -> list[Upload]:
         """Begin anew what no living process has under way for this run; with `mine`, what this one does not.
@@ -207,10 +193,10 @@ class Committer:
         own: list[Upload] = []
         begun: list[Upload] = []
         for name, delta in pending(pointer):
-            upload = self._uploads.find(self._store, name, delta.name)
+            upload = self._context.uploads.find(self._store, name, delta.name)
             if upload is not None and not self._counts(upload.run):
                 # It may hang since before the cause was mended.
-                self._uploads.give_up([upload])
+                self._context.uploads.give_up([upload])
                 upload = None
             record = records.get(record_name(name, delta.name))
             if upload is None:
@@ -225,10 +211,10 @@ class Committer:
 
     def _elsewhere(self, record: UploadRecord) -> bool:
         """Whether another process is at it, for this run."""
-        return record.owner != self._uploads.owner and self._is_running(record)
+        return record.owner != self._context.uploads.owner and self._is_running(record)
 
     def _is_running(self, record: UploadRecord) -> bool:
-        alive = record.owner == self._uploads.owner or self._uploads.is_alive(record.owner)
+        alive = record.owner == self._context.uploads.owner or self._context.uploads.is_alive(record.owner)
         return record.state == RUNNING and alive and self._counts(record.run)
 
     def _begun_s(self, name: str, records: Mapping[str, UploadRecord]) -> float:
@@ -239,58 +225,57 @@ class Committer:
         """
         record = records.get(name)
         found = [self._kept.get(name)]
-        if record is not None and (self._is_running(record) or (record.state == RUNNING and record.run == self._run)):
+        if record is not None and (
+            self._is_running(record) or (record.state == RUNNING and record.run == self._context.run)
+        ):
             found.append(record.since_s)
-        return min((since_s for since_s in found if since_s is not None), default=self._clock_s())
+        return min((since_s for since_s in found if since_s is not None), default=self._context.clock_s())
 
     @cached_property
     def _kept(self) -> Mapping[str, float]:
         """Clocks that earlier attempts at this task left."""
-        return Clocks.kept(self._store.records().get(_CLOCKS), self._run)
+        return Clocks.kept(self._store.records().get(_CLOCKS), self._context.run)
 
     def _clocks(self, pointer: Pointer, **own: float) -> dict[str, bytes]:
         """The record for further attempts at this task; none where nothing is under way."""
         names = [record_name(name, delta.name) for name, delta in pending(pointer)]
-        if not self._run.id or not (names or own):
+        if not self._context.run.id or not (names or own):
             return {}
         records = upload_records(self._store)
         since_s = {**own, **{name: self._begun_s(name, records) for name in names}}
-        return {_CLOCKS: Clocks(self._run, since_s).encode()}
+        return {_CLOCKS: Clocks(self._context.run, since_s).encode()}
 
     def _since_s(self, pointer: Pointer) -> float:
         """Since when the oldest upload has been under way."""
         records = upload_records(self._store)
         found = [self._begun_s(record_name(name, delta.name), records) for name, delta in pending(pointer)]
-        return min(found, default=self._clock_s())
+        return min(found, default=self._context.clock_s())
 
-    def _wait(self, pointer: Pointer, since_s: float) -> Pointer:
+    def _wait(self, pointer: Pointer, since_s: float) -> Phase:
         """Wait until nothing of a pointer is under way."""
-        began_s = self._clock_s()
+        began_s = self._context.clock_s()
         self._store.record(self._clocks(pointer))
-        try:
-            while True:
-                pointer = self._looked_at(pointer)
-                if not pending(pointer):
-                    return pointer
-                left_s = since_s + self._options.commit_timeout_ms / 1000 - self._clock_s()
-                own = self._own(pointer)
-                if left_s <= 0:
-                    self._uploads.give_up(own)
-                    waiting = [(name, delta.name) for name, delta in pending(pointer)]
-                    # Who tries again, here or in another process, begins anew; an attempt at this task is late.
-                    self._store.record({}, [record_name(*it) for it in waiting])
-                    self._ended.tell(self._run)
-                    raise _timed_out(waiting, self._clock_s() - since_s, self._options)
-                foreign = len(own) < len(pending(pointer))
-                self._uploads.pause(own, min(left_s, _POLL_S if foreign else _SLICE_S))
-                self.while_waiting()
-                self._resume(pointer)
-        finally:
-            self.waited_s += self._clock_s() - began_s
+        while True:
+            pointer = self._looked_at(pointer)
+            if not pending(pointer):
+                return Phase(pointer, self._context.clock_s() - began_s)
+            left_s = since_s + self._context.options.commit_timeout_ms / 1000 - self._context.clock_s()
+            own = self._own(pointer)
+            if left_s <= 0:
+                self._context.uploads.give_up(own)
+                waiting = [(name, delta.name) for name, delta in pending(pointer)]
+                # Who tries again, here or in another process, begins anew; an attempt at this task is late.
+                self._store.record({}, [record_name(*it) for it in waiting])
+                self._ended.tell(self._context.run)
+                raise _timed_out(waiting, self._context.clock_s() - since_s, self._context.options)
+            foreign = len(own) < len(pending(pointer))
+            self._context.uploads.pause(own, min(left_s, _POLL_S if foreign else _SLICE_S))
+            self._context.while_waiting()
+            self._resume(pointer)
 
     def _own(self, pointer: Pointer) -> list[Upload]:
         """Uploads that a pointer waits for and this process has under way."""
-        found = [self._uploads.find(self._store, name, delta.name) for name, delta in pending(pointer)]
+        found = [self._context.uploads.find(self._store, name, delta.name) for name, delta in pending(pointer)]
         return [upload for upload in found if upload is not None]
 
     # -- the new checkpoint ------------------------------------------------------------------------
@@ -309,11 +294,11 @@ class Committer:
         """
         assert pointer.ref is not None, "a delta has a checkpoint"
         inline_bytes = sum(len(delta.data) for delta in pointer.inline)
-        how = decide(sealed.size_bytes, inline_bytes, room_bytes, may_defer, self._options)
+        how = decide(sealed.size_bytes, inline_bytes, room_bytes, may_defer, self._context.options)
         # What is waited for must be in one queue, in order.
         before = [] if how == How.INLINE else self._resume(pointer, mine=True)
-        own = {} if how == How.INLINE else {_OWN: self._kept.get(_OWN, self._clock_s())}
-        since_s = own.get(_OWN, self._clock_s())
+        own = {} if how == How.INLINE else {_OWN: self._kept.get(_OWN, self._context.clock_s())}
+        since_s = own.get(_OWN, self._context.clock_s())
         uploads = [self._upload(name, pointer.ref, sealed, since_s) for name in pointer.replication]
         for _ in uploads:
             sealed.take()
@@ -327,7 +312,7 @@ class Committer:
             upload.done.add_done_callback(lambda _: sealed.let_go())
         return HandedIn(how, sealed, tuple(uploads), tuple(before))
 
-    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Pointer:
+    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Phase:
         """The pointer to hand over; waits for uploads where it must.
 
         Raises
@@ -342,15 +327,13 @@ class Committer:
         if handed_in.how == How.INLINE:
             data = sealed.get_range(0, sealed.size_bytes)
             delta = InlineDelta(pointer.ref, data, int(time.time() * 1000), pointer.heartbeats)
-            return replace(pointer, inline=(*pointer.inline, delta))
-        if handed_in.how == How.DEFERRED:
-            self.left += uploads
-        else:
-            self.await_all(uploads)
-        return assured(pointer, {upload.backend: upload.markers for upload in handed_in.uploads})
+            return Phase(replace(pointer, inline=(*pointer.inline, delta)))
+        waited_s = 0.0 if handed_in.how == How.DEFERRED else self.await_all(uploads)
+        made = assured(pointer, {upload.backend: upload.markers for upload in handed_in.uploads})
+        return Phase(made, waited_s, tuple(uploads) if handed_in.how == How.DEFERRED else ())
 
-    def await_all(self, uploads: Sequence[Upload]) -> None:
-        """Wait until uploads are confirmed.
+    def await_all(self, uploads: Sequence[Upload]) -> float:
+        """Wait until uploads are confirmed; returns how long, in seconds.
 
         Raises
         ------
@@ -359,24 +342,28 @@ class Committer:
         CommitTimeoutError
             When it takes longer than ``commit_timeout_ms``.
         """
-        self.waited_s += await_all(uploads, self._uploads, self._options, self._clock_s, self.while_waiting)
+        return await_all(
+            uploads, self._context.uploads, self._context.options, self._context.clock_s, self._context.while_waiting
+        )
 
     # -- uploads -------------------------------------------------------------------------------------
 
     def _upload(self, name: str, ref: CheckpointRef, sealed: SealedFile, since_s: float) -> Upload:
         manager = self._replicas[name].backup
         markers = manager.snapshot(ref, {STATE: sealed})
-        return Upload(self._store, name, manager, ref, sealed.name, markers, since_s, sealed.size_bytes, self._run)
+        return Upload(
+            self._store, name, manager, ref, sealed.name, markers, since_s, sealed.size_bytes, self._context.run
+        )
 
     def _submit(self, uploads: Sequence[Upload], also: Mapping[str, bytes] | None = None) -> None:
         if not uploads:
             return
         records = dict(also or {})
         for upload in uploads:
-            records |= upload.record(RUNNING, self._uploads.owner)
+            records |= upload.record(RUNNING, self._context.uploads.owner)
         self._store.record(records, self._stale)
         self._stale = []
-        self._uploads.submit(uploads)
+        self._context.uploads.submit(uploads)
 
 
 def await_all(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 import pyarrow as pa
@@ -18,13 +17,12 @@ from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader
 from arrow_schemas.pointer import V2, Pointer
 from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit.cadence import snapshot_overdue, with_unconfirmed_snapshot
-from spark_state_ext.commit.committer import Committer
-from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.commit.snapshots import Snapshots
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.erasure import snapshot_asked, with_snapshot
 from spark_state_ext.files.sealed import SealedFile, seal
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.worker.background import Runner
 from spark_state_ext.worker.memory import give_back
 
 __all__ = ["Snapshotted", "SnapshotWriter"]
@@ -38,15 +36,7 @@ _PIN_S = 600.0
 
 
 class Snapshotted(Protocol):
-    """The bucket whose snapshots are written.
-
-    Parameters
-    ----------
-    committer
-        Whose `snapshots` know what became of each, and send them.
-    """
-
-    committer: Committer
+    """The bucket whose snapshots are written."""
 
     @property
     def is_closed(self) -> bool:
@@ -77,33 +67,19 @@ class SnapshotWriter:
     ----------
     store
         The bucket's local store.
-    runner
-        Writes them beside batches.
-    options
-        Limits of commits.
+    context
+        What the call gives to its commit.
+    snapshots
+        Know what became of each, and send them.
     bucket
         The bucket.
-    scratch
-        Local folder for temporary files.
-    batch_ms
-        The batch's time by Spark, milliseconds since 1970.
     """
 
-    def __init__(
-        self,
-        store: LocalStore,
-        runner: Runner,
-        options: CommitOptions,
-        bucket: Snapshotted,
-        scratch: Path,
-        batch_ms: int,
-    ) -> None:
+    def __init__(self, store: LocalStore, context: CommitContext, snapshots: Snapshots, bucket: Snapshotted) -> None:
         self._store = store
-        self._runner = runner
-        self._options = options
+        self._context = context
+        self._snapshots = snapshots
         self._bucket = bucket
-        self._scratch = scratch
-        self._batch_ms = batch_ms
 
     def in_time(self, new: Pointer, due: bool, behind: Sequence[str], changed: bool) -> Pointer:
         """As `_with_snapshots`, where removed keys' bytes have to be gone within a time, too."""
@@ -112,7 +88,7 @@ class SnapshotWriter:
             return self._with_snapshots(new, due, behind)
         arrived = False
         # A bucket's first checkpoint has its whole state in its delta.
-        if len(new.lineage) > 1 and snapshot_asked(ages, self._batch_ms):
+        if len(new.lineage) > 1 and snapshot_asked(ages, self._context.batch_ms):
             arrived = self._arrived(new)
             if arrived and ages.snapshots_wanted == 1:
                 ages = replace(ages, snapshots_wanted=0)
@@ -120,24 +96,24 @@ class SnapshotWriter:
                 due = True
         made = self._with_snapshots(new, due, behind)
         if due and len(made.lineage) == 1 < len(new.lineage):
-            ages = with_snapshot(ages, self._batch_ms, changed, arrived)
+            ages = with_snapshot(ages, self._context.batch_ms, changed, arrived)
         return replace(made, ages=ages)
 
     def _arrived(self, new: Pointer) -> bool:
         """Whether the last unconfirmed snapshot is there by now."""
         unconfirmed = new.lineage[0].ref
-        busy = self._runner.busy(self._snapshot_work(unconfirmed))
-        return not busy and self._bucket.committer.snapshots.has_snapshot(new, unconfirmed)
+        busy = self._context.runner.busy(self._snapshot_work(unconfirmed))
+        return not busy and self._snapshots.has_snapshot(new, unconfirmed)
 
     def _with_snapshots(self, new: Pointer, due: bool, behind: Sequence[str]) -> Pointer:
         """The pointer with a snapshot of its checkpoint under way, where one is due or a backend has to catch up."""
-        again = self._bucket.committer.snapshots.to_repeat(new)
+        again = self._snapshots.to_repeat(new)
         if not (due or behind or again):
             return new
         if not any(is_complete(status) for status in new.replication.values()):
             # Nothing that is configured holds this state, so the pointer must not go before something does.
             self._write_now(new, behind)
-            return self._bucket.committer.snapshots.with_full_snapshot(new, behind, known=True)
+            return self._snapshots.with_full_snapshot(new, behind, known=True)
         try:
             return self._with_snapshot(new, due, behind, again)
         except StateError as error:
@@ -149,25 +125,25 @@ class SnapshotWriter:
 
     def _with_snapshot(self, new: Pointer, due: bool, behind: Sequence[str], again: Sequence[str]) -> Pointer:
         header = self._header(new)
-        names = self._bucket.committer.snapshots.replica_names if due else [*behind, *again]
+        names = self._snapshots.replica_names if due else [*behind, *again]
         missed = self._missed(new) if due else new.snapshots_missed
         # Where the runner has refused for long, it does not keep up either.
         if missed >= _MISSED_MAX or snapshot_overdue(new.lineage):
             self._write_now(new, names)
-            return self._bucket.committer.snapshots.with_full_snapshot(
+            return self._snapshots.with_full_snapshot(
                 replace(with_unconfirmed_snapshot(new), snapshots_missed=0), behind, known=True
             )
         view, pin = self._bucket.pinned(new, _WAITING_PIN_S)
         # Before the work begins, which records its end.
-        awaiting = self._bucket.committer.snapshots.with_full_snapshot(new, behind)
-        self._bucket.committer.snapshots.taken_on(names)
-        if not self._runner.submit(
+        awaiting = self._snapshots.with_full_snapshot(new, behind)
+        self._snapshots.taken_on(names)
+        if not self._context.runner.submit(
             self._snapshot_work(header.ref), lambda: self._write_snapshot(header, view, pin, names)
         ):
             self._bucket.unpin(pin)
-            self._bucket.committer.snapshots.not_sent(header.ref, names, "the background has too much to do")
+            self._snapshots.not_sent(header.ref, names, "the background has too much to do")
             return new
-        if due and self._options.pointer_write == V2:
+        if due and self._context.options.pointer_write == V2:
             return replace(with_unconfirmed_snapshot(awaiting), snapshots_missed=missed)
         return awaiting
 
@@ -177,17 +153,17 @@ class SnapshotWriter:
     def _header(self, new: Pointer) -> LineageHeader:
         """The header of a snapshot, which with pointers of format 1 is of format 1 too."""
         header = self._bucket.header(new.lineage[-1].ref, SNAPSHOT)
-        return header if self._options.pointer_write == V2 else replace(header, format=1)
+        return header if self._context.options.pointer_write == V2 else replace(header, format=1)
 
     def in_old_terms(self, new: Pointer) -> Pointer:
         """The pointer as format 1 has it, where that is written: its lineage begins with a snapshot that is there."""
-        if self._options.pointer_write == V2 or not new.lineage:
+        if self._context.options.pointer_write == V2 or not new.lineage:
             return new
         for at in range(len(new.lineage) - 1, -1, -1):
             ref = new.lineage[at].ref
-            if ref.version == 1 or self._bucket.committer.snapshots.has_snapshot(new, ref):
+            if ref.version == 1 or self._snapshots.has_snapshot(new, ref):
                 return replace(new, lineage=new.lineage[at:])
-        self._write_now(new, self._bucket.committer.snapshots.replica_names)
+        self._write_now(new, self._snapshots.replica_names)
         return with_unconfirmed_snapshot(new)
 
     def _missed(self, new: Pointer) -> int:
@@ -195,9 +171,9 @@ class SnapshotWriter:
         unconfirmed = new.lineage[0]
         if unconfirmed.ref.version == 1:  # the bucket's first delta, which is the whole state of its time
             return 0
-        if self._runner.busy(self._snapshot_work(unconfirmed.ref)):
+        if self._context.runner.busy(self._snapshot_work(unconfirmed.ref)):
             return new.snapshots_missed
-        return 0 if self._bucket.committer.snapshots.has_snapshot(new, unconfirmed.ref) else new.snapshots_missed + 1
+        return 0 if self._snapshots.has_snapshot(new, unconfirmed.ref) else new.snapshots_missed + 1
 
     def _snapshot_work(self, ref: CheckpointRef) -> str:
         """Name of the work that writes a checkpoint's snapshot."""
@@ -210,10 +186,10 @@ class SnapshotWriter:
                 yield batch
 
         try:
-            sealed = seal(header, self._store.schema, batches(), self._scratch)
+            sealed = seal(header, self._store.schema, batches(), self._context.scratch)
         except BaseException as error:
             # Whoever waits for it should have another one made.
-            self._bucket.committer.snapshots.not_sent(header.ref, names, str(error) or repr(error))
+            self._snapshots.not_sent(header.ref, names, str(error) or repr(error))
             raise
         finally:
             self._bucket.unpin(pin)
@@ -222,6 +198,6 @@ class SnapshotWriter:
         try:
             if self._store.outgrown(view):
                 self._bucket.ingest(sealed, header.ref)
-            self._bucket.committer.snapshots.send(header.ref, sealed, names)
+            self._snapshots.send(header.ref, sealed, names)
         finally:
             sealed.let_go()

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import STATE, Markers
 from spark_state_ext.backends.replication import Replica, is_complete
-from spark_state_ext.commit.decisions import CommitOptions, settled
-from spark_state_ext.commit.failures import NO_RUN, Refused, Run
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.commit.decisions import settled
+from spark_state_ext.commit.failures import Refused, Run
 from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, UploadRecord, record_name, upload_records
 from spark_state_ext.commit.tally import Tally
-from spark_state_ext.commit.uploads import Uploads
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, UploadFailedError
 from spark_state_ext.files.checkpoint import verify_checkpoint
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
-from spark_state_ext.worker.background import HUNG_S, Runner
+from spark_state_ext.worker.background import HUNG_S
 
 __all__ = ["Snapshots", "check_name"]
 
@@ -52,20 +50,8 @@ class Snapshots:
         The bucket's local store, where records are.
     replicas
         The configured backends, by name, in the order of configuration.
-    uploads
-        Tells which processes live.
-    options
-        Limits.
-    batches_retained
-        Spark's ``minBatchesToRetain``.
-    runner
-        Reads back what another machine has sent.
-    scratch
-        Local folder for temporary files.
-    clock_s
-        The machine's monotonic clock.
-    run
-        Whose call it is.
+    context
+        What the call gives to its commit.
     counts
         Whether what another call of that run, or of another one, was refused counts for this one.
     """
@@ -74,25 +60,13 @@ class Snapshots:
         self,
         store: LocalStore,
         replicas: Mapping[str, Replica],
-        uploads: Uploads,
-        options: CommitOptions,
-        batches_retained: int,
-        runner: Runner,
-        scratch: Path,
-        clock_s: Callable[[], float] = time.monotonic,
-        run: Run = NO_RUN,
+        context: CommitContext,
         counts: Callable[[Run], bool] = lambda run: True,
     ) -> None:
-        self._run = run
         self._counts = counts
         self._store = store
         self._replicas = replicas
-        self._uploads = uploads
-        self._options = options
-        self._batches_retained = batches_retained
-        self._runner = runner
-        self._scratch = scratch
-        self._clock_s = clock_s
+        self._context = context
         # Backends that were found to lack files, and get a full backup by this commit.
         self.lost: set[str] = set()
 
@@ -134,7 +108,7 @@ class Snapshots:
                 continue
             # What a clean-up that came late missed may have been deleted rightly.
             old = int(records[lost]) < pointer.heartbeats - recent_heartbeats(
-                max(self._batches_retained, pointer.retained)
+                max(self._context.batches_retained, pointer.retained)
             )
             # Forgotten when a pointer that has the answer is committed. The commit that gave it may have failed since,
             # or the pointer of another attempt counts, which knows nothing of it.
@@ -194,9 +168,9 @@ class Snapshots:
     def _is_at_it(self, record: UploadRecord) -> bool:
         """Whether the process that noted that it begins lives, and is not taken for hanging."""
         # One that is long over may not have been noted.
-        if self._clock_s() - record.since_s > HUNG_S:
+        if self._context.clock_s() - record.since_s > HUNG_S:
             return False
-        return record.owner == self._uploads.owner or self._uploads.is_alive(record.owner)
+        return record.owner == self._context.uploads.owner or self._context.uploads.is_alive(record.owner)
 
     def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
         """The pointer of which backends get a full snapshot.
@@ -217,7 +191,7 @@ class Snapshots:
         file = file_name(pointer.ref, SNAPSHOT)
         records = self._answers(pointer.ref, names)
         if not known:
-            record = UploadRecord(RUNNING, self._uploads.owner, self._clock_s()).encode()
+            record = self._noted(RUNNING).encode()
             records |= {record_name(name, file): record for name in names}
         if records:
             self._store.record(records)
@@ -244,7 +218,7 @@ class Snapshots:
         failure: Exception | None = None
         futures: dict[str, Future[Markers]] = {}
         ended_s: dict[str, float] = {}
-        began_s = self._clock_s()
+        began_s = self._context.clock_s()
         for name in names:
             manager = self._replicas[name].backup
             try:
@@ -257,17 +231,17 @@ class Snapshots:
             futures[name].add_done_callback(partial(self._over, sealed, ended_s, name))
         for name, future in futures.items():
             try:
-                future.result(self._options.commit_timeout_ms / 1000)
+                future.result(self._context.options.commit_timeout_ms / 1000)
             except Exception as raised:
                 failure = raised
                 what = str(raised) or repr(raised)
                 if not future.done():
-                    what = f"it took longer than commit_timeout_ms, {self._options.commit_timeout_ms}"
+                    what = f"it took longer than commit_timeout_ms, {self._context.options.commit_timeout_ms}"
                     future.add_done_callback(partial(self._late, ref, name, sealed.size_bytes, began_s))
-                self._tell(ref, [name], UploadRecord(FAILED, self._uploads.owner, self._clock_s(), error=what))
+                self._tell(ref, [name], self._noted(FAILED, what))
                 self._refused(name, began_s, what)
             else:
-                took_s = ended_s.get(name, self._clock_s()) - began_s
+                took_s = ended_s.get(name, self._context.clock_s()) - began_s
                 self._confirmed(ref, name, sealed.size_bytes, took_s)
         if isinstance(failure, StateError):
             raise failure
@@ -275,31 +249,31 @@ class Snapshots:
             raise UploadFailedError(f"{sealed.name} could not be kept: {failure!r}") from failure
 
     def _over(self, sealed: SealedFile, ended_s: dict[str, float], name: str, _: Future[Markers]) -> None:
-        ended_s[name] = self._clock_s()
+        ended_s[name] = self._context.clock_s()
         sealed.let_go()
 
     def _late(self, ref: CheckpointRef, name: str, size_bytes: int, began_s: float, done: Future[Markers]) -> None:
         """An upload has ended for which nobody waits any more."""
         if done.exception() is None:
-            self._confirmed(ref, name, size_bytes, self._clock_s() - began_s)
+            self._confirmed(ref, name, size_bytes, self._context.clock_s() - began_s)
 
     def _confirmed(self, ref: CheckpointRef, name: str, size_bytes: int, took_s: float) -> None:
-        self._uploads.tallies.add(self._store, Tally(1, took_s, size_bytes))
-        self._tell(ref, [name], UploadRecord(DONE, self._uploads.owner, self._clock_s()))
+        self._context.uploads.tallies.add(self._store, Tally(1, took_s, size_bytes))
+        self._tell(ref, [name], self._noted(DONE))
         if record_name(name, _REFUSED) in self._store.records():
             self._record_refused(name, None)
 
     # -- backends that refuse them ------------------------------------------------------------------
 
     def _refused(self, name: str, began_s: float, error: str) -> None:
-        self._uploads.tallies.add(self._store, Tally(failures=1))
+        self._context.uploads.tallies.add(self._store, Tally(failures=1))
         before = self.refusals().get(name)
-        last_s = self._clock_s()
+        last_s = self._context.clock_s()
         if before is None:
-            self._record_refused(name, Refused(self._run, began_s, last_s, error=error))
+            self._record_refused(name, Refused(self._context.run, began_s, last_s, error=error))
         else:
             attempts, since_s = before.attempts + 1, min(before.since_s, began_s)
-            self._record_refused(name, Refused(self._run, since_s, last_s, attempts, error))
+            self._record_refused(name, Refused(self._context.run, since_s, last_s, attempts, error))
 
     def _record_refused(self, name: str, refused: Refused | None) -> None:
         noted = record_name(name, _REFUSED)
@@ -310,7 +284,7 @@ class Snapshots:
 
     def refusals(self) -> dict[str, Refused]:
         """What configured backends have refused since they took a snapshot last, as far as it counts for this call."""
-        records, now_s = self._store.records(), self._clock_s()
+        records, now_s = self._store.records(), self._context.clock_s()
         found = {name: Refused.decode(records.get(record_name(name, _REFUSED))) for name in self._replicas}
         # The clock begins anew with the machine.
         return {
@@ -325,11 +299,12 @@ class Snapshots:
         pointer
             With the new checkpoint as its last.
         """
-        delay_s, timeout_s = self._options.commit_delay_ms_max / 1000, self._options.commit_timeout_ms / 1000
+        options, now_s = self._context.options, self._context.clock_s()
+        delay_s, timeout_s = options.commit_delay_ms_max / 1000, options.commit_timeout_ms / 1000
         return [
             name
             for name, refused in self.refusals().items()
-            if is_complete(pointer.replication.get(name)) and refused.may_try_again(self._clock_s(), delay_s, timeout_s)
+            if is_complete(pointer.replication.get(name)) and refused.may_try_again(now_s, delay_s, timeout_s)
         ]
 
     def taken_on(self, names: Sequence[str]) -> None:
@@ -342,17 +317,21 @@ class Snapshots:
         """
         for name, refused in self.refusals().items():
             if name in names:
-                self._record_refused(name, replace(refused, again_s=self._clock_s()))
+                self._record_refused(name, replace(refused, again_s=self._context.clock_s()))
 
     # -- what is noted ------------------------------------------------------------------------------
 
     def not_sent(self, ref: CheckpointRef, names: Sequence[str], why: str) -> None:
         """Note that a snapshot which backends may wait for was not made."""
-        self._uploads.tallies.add(self._store, Tally(failures=len(names)))
+        self._context.uploads.tallies.add(self._store, Tally(failures=len(names)))
         for name, refused in self.refusals().items():
             if name in names:
                 self._record_refused(name, replace(refused, again_s=None))
-        self._tell(ref, names, UploadRecord(FAILED, self._uploads.owner, self._clock_s(), error=why))
+        self._tell(ref, names, self._noted(FAILED, why))
+
+    def _noted(self, state: str, error: str = "") -> UploadRecord:
+        """A record of how a file stands, as of now."""
+        return UploadRecord(state, self._context.uploads.owner, self._context.clock_s(), error=error)
 
     def _tell(self, ref: CheckpointRef, names: Sequence[str], record: UploadRecord) -> None:
         """Note what became of a checkpoint's snapshot."""
@@ -368,20 +347,20 @@ class Snapshots:
         That a file is there says nothing of its bytes: whoever sent it may have died before it compared them.
         """
         noted = check_name(name, file_name(ref, SNAPSHOT))
-        self._store.record({noted: UploadRecord(RUNNING, self._uploads.owner, self._clock_s()).encode()})
-        taken = self._runner.submit(f"check of {self._store.folder} {ref} in {name}", partial(self._check, name, ref))
+        self._store.record({noted: self._noted(RUNNING).encode()})
+        work = partial(self._check, name, ref)
+        taken = self._context.runner.submit(f"check of {self._store.folder} {ref} in {name}", work)
         if not taken:
             self._store.record({}, [noted])
         return taken
 
     def _check(self, name: str, ref: CheckpointRef) -> None:
-        owner = self._uploads.owner
         try:
-            verify_checkpoint(self._replicas[name].restore.restore(), ref, SNAPSHOT, self._scratch)
-            self._tell(ref, [name], UploadRecord(DONE, owner, self._clock_s()))
+            verify_checkpoint(self._replicas[name].restore.restore(), ref, SNAPSHOT, self._context.scratch)
+            self._tell(ref, [name], self._noted(DONE))
         except CorruptError as error:
             _LOGGER.error("the backend %s did not catch up: %s. It gets another full snapshot.", name, error)
-            self._tell(ref, [name], UploadRecord(FAILED, owner, self._clock_s(), error=str(error)))
+            self._tell(ref, [name], self._noted(FAILED, str(error)))
         finally:
             # After what was found. Where nothing was, as the backend could not be read, the next call begins anew.
             self._store.record({}, [check_name(name, file_name(ref, SNAPSHOT))])

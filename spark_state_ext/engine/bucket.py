@@ -8,11 +8,9 @@ pointer names. Snapshots are written in the background; pointers only presume th
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import pyarrow as pa
@@ -22,10 +20,9 @@ from arrow_schemas.pointer import LineageEntry, Pointer
 from spark_state_ext.backends.replication import Replica, taken_over
 from spark_state_ext.commit.cadence import snapshot_due
 from spark_state_ext.commit.committer import Committer
-from spark_state_ext.commit.decisions import CommitOptions
-from spark_state_ext.commit.failures import Run
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.snapshot_writer import SnapshotWriter
-from spark_state_ext.commit.uploads import Uploads, WorkerUploads
+from spark_state_ext.commit.uploads import Upload
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
 from spark_state_ext.files.erasure import is_old, marked, with_change
 from spark_state_ext.files.horizon import counted
@@ -35,19 +32,16 @@ from spark_state_ext.restore.loader import Loader
 from spark_state_ext.restore.sources import Sources, restore_order
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.version import __version__
-from spark_state_ext.worker.background import Inline, Runner
 from spark_state_ext.worker.memory import Calls, give_back
 from spark_state_ext.worker.spill import SpillBuffer
 
-__all__ = ["BATCHES_RETAINED", "Bucket", "Sizes"]
+__all__ = ["Bucket", "CommitResult", "Sizes"]
 
 T = TypeVar("T")
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # Other processes may prune while we fetch; each round makes progress, so a few are plenty.
 _ROUNDS_MAX = 5
-# Spark's default of spark.sql.streaming.minBatchesToRetain.
-BATCHES_RETAINED = 100
 
 
 @dataclass(frozen=True)
@@ -72,6 +66,28 @@ class Sizes:
         return Sizes(view.rows_max, view.rows_min, view.size_bytes)
 
 
+@dataclass(frozen=True)
+class CommitResult:
+    """What a commit made.
+
+    Parameters
+    ----------
+    pointer
+        To be handed to Spark.
+    sizes
+        Of the state at it.
+    deferred
+        Uploads that the task's last call has to wait for: the pointer claims that they are confirmed.
+    waited_s
+        How long the commit waited for backends.
+    """
+
+    pointer: Pointer
+    sizes: Sizes
+    deferred: tuple[Upload, ...] = ()
+    waited_s: float = 0.0
+
+
 class Bucket:
     """State of one bucket, as of a pointer.
 
@@ -85,24 +101,10 @@ class Bucket:
         The committed pointer that Spark handed out.
     writer
         Who is working, for file headers.
-    scratch
-        Local folder for temporary files.
-    runner
-        Writes snapshots; by default they are written within `commit`.
-    batches_retained
-        Spark's ``spark.sql.streaming.minBatchesToRetain``.
-    uploads
-        Sends files beside batches.
-    options
-        Limits of commits; by default they are synchronous.
+    context
+        What the call gives to its commit.
     restore_from
         Name of the backend to restore from, when there is a choice.
-    run
-        Whose call it is; None where nothing tells.
-    clock_s
-        The machine's monotonic clock.
-    batch_ms
-        The batch's time by Spark, milliseconds since 1970.
     memory
         What the process's calls changed: memory is given back when large ones are over.
     """
@@ -113,53 +115,32 @@ class Bucket:
         replicas: Sequence[Replica],
         pointer: Pointer,
         writer: Writer,
-        scratch: Path,
-        runner: Runner | None = None,
-        batches_retained: int = BATCHES_RETAINED,
+        context: CommitContext,
         *,
-        uploads: Uploads | None = None,
-        options: CommitOptions | None = None,
         restore_from: str | None = None,
-        run: Run | None = None,
-        clock_s: Callable[[], float] = time.monotonic,
-        batch_ms: int = 0,
         memory: Calls | None = None,
     ) -> None:
         self._store = store
-        self._memory = memory or Calls()
-        self._batch_ms = batch_ms
         self._replicas = list(replicas)
         self.pointer = pointer
         self._writer = writer
-        self._scratch = scratch
-        self._runner = runner or Inline()
-        self._batches_retained = batches_retained
-        self._uploads = uploads or WorkerUploads()
-        self._options = options or CommitOptions(journal=False)
-        self._run = run
-        self.committer = Committer(
-            store, replicas, self._uploads, self._options, batches_retained, self._runner, scratch, clock_s, run
-        )
-        self._snapshots = SnapshotWriter(store, self._runner, self._options, self, scratch, batch_ms)
+        self._context = context
+        self._memory = memory or Calls()
+        self.committer = Committer(store, replicas, context)
+        self._snapshots = SnapshotWriter(store, context, self.committer.snapshots, self)
         known = taken_over(pointer, replicas)
         # Longer than a backend that fails is tried again, so that its error is told.
-        silent_s = self._options.commit_timeout_ms / 1000 * 1.1
+        silent_s = context.options.commit_timeout_ms / 1000 * 1.1
         self._sources = Sources(restore_order(replicas, known, restore_from), pointer, restore_from, silent_s)
-        self._sizes: Sizes | None = None
         kept_ms = pointer.ages.window_ms if pointer.ages is not None else None
-        self._loader = Loader(store, self._sources, pointer.operator, pointer.bucket, scratch, kept_ms)
+        self._loader = Loader(
+            store, self._sources, pointer.operator, pointer.bucket, context.scratch, kept_ms, context.while_waiting
+        )
 
     @property
     def store(self) -> LocalStore:
         """Its local store."""
         return self._store
-
-    @property
-    def sizes(self) -> Sizes:
-        """Of the state as it was committed last; as it is at the pointer, where nothing was."""
-        if self._sizes is None:
-            self._sizes = self.read(Sizes.of)
-        return self._sizes
 
     @property
     def fetched_files(self) -> int:
@@ -170,10 +151,6 @@ class Bucket:
     def restore_gaps(self) -> int:
         """Checkpoint files that a backend should have given, and another one gave."""
         return self._sources.gaps
-
-    def while_restoring(self, work: Callable[[], None]) -> None:
-        """Have `work` called now and then while checkpoint files are waited for; what it raises ends the restore."""
-        self._loader.while_waiting = work
 
     def close(self) -> None:
         """Have a restore that is under way end soon with `InterruptedRestoreError`; from any thread.
@@ -204,8 +181,8 @@ class Bucket:
 
     def commit(
         self, rows: SpillBuffer, heartbeat: bool = True, *, may_defer: bool = False, room_bytes: int = 1 << 62
-    ) -> Pointer:
-        """Make a new checkpoint of changed rows; returns the pointer to hand to Spark.
+    ) -> CommitResult:
+        """Make a new checkpoint of changed rows.
 
         Parameters
         ----------
@@ -215,9 +192,14 @@ class Bucket:
         heartbeat
             Whether the call came with one: then every bucket in this batch has one, in every attempt at it.
         may_defer
-            A later call of the task will wait for `committer.left`.
+            A later call of the task will wait for `CommitResult.deferred`.
         room_bytes
             How many bytes may go inline.
+
+        Returns
+        -------
+        CommitResult
+            With the pointer to hand to Spark.
 
         Raises
         ------
@@ -229,15 +211,17 @@ class Bucket:
         self._store.check_process()
         self._memory.note(str(self._store.folder), rows.size_bytes)
         # Counted before anything is written, so that each file tells its heartbeat.
-        pointer = counted(self.committer.begin(self.pointer), heartbeat, self._batches_retained)
-        pointer = marked(pointer, self._batch_ms, self._options.erase_window_ms)
+        begun = self.committer.begin(self.pointer)
+        pointer = counted(begun.pointer, heartbeat, self._context.batches_retained)
+        pointer = marked(pointer, self._context.batch_ms, self._context.options.erase_window_ms)
         behind = self.committer.snapshots.behind(pointer)
         if rows.rows == 0 and not behind and not self._renewal_due(pointer):
-            return self._snapshots.in_old_terms(pointer)
+            made = self._snapshots.in_old_terms(pointer)
+            return CommitResult(made, self.read(Sizes.of), waited_s=begun.waited_s)
         self._writer = replace(self._writer, heartbeat=pointer.heartbeats)
         parent = self.pointer.ref
         ref = self._next_ref()
-        sealed = seal(self.header(ref, DELTA), self._store.schema, rows, self._scratch)
+        sealed = seal(self.header(ref, DELTA), self._store.schema, rows, self._context.scratch)
         try:
             entry = LineageEntry(ref, sealed.size_bytes, pointer.heartbeats)
             new = self._changed(replace(pointer, lineage=(*pointer.lineage, entry), parent=parent), rows)
@@ -246,10 +230,12 @@ class Bucket:
             self._reconciled(self.pointer, lambda view: self._store.apply(rows, ref, parent))
             # Only what is committed for certain is merged and dropped: the pointer we were given, not the one we make.
             self._tidy(parent)
-            state_bytes, self._sizes = self._reconciled(new, lambda view: (self._state_bytes(view), Sizes.of(view)))
-            new = self.committer.finish(replace(new, rows=self._sizes.rows_max), handed_in)
-            due = snapshot_due(new.lineage, state_bytes)
-            return self._snapshots.in_old_terms(self._snapshots.in_time(new, due, behind, changed=rows.rows > 0))
+            state_bytes, sizes = self._reconciled(new, lambda view: (self._state_bytes(view), Sizes.of(view)))
+            finished = self.committer.finish(replace(new, rows=sizes.rows_max), handed_in)
+            due = snapshot_due(finished.pointer.lineage, state_bytes)
+            made = self._snapshots.in_time(finished.pointer, due, behind, changed=rows.rows > 0)
+            waited_s = begun.waited_s + finished.waited_s
+            return CommitResult(self._snapshots.in_old_terms(made), sizes, finished.deferred, waited_s)
         finally:
             sealed.let_go()
 
@@ -268,13 +254,13 @@ class Bucket:
         """Whether the committed checkpoint is so old that its file might be taken for one that nobody follows."""
         if not pointer.lineage:
             return False
-        old = pointer.ages is not None and is_old(pointer.ages, self._batch_ms)
-        return old or pointer.lineage[-1].heartbeat + self._batches_retained < pointer.heartbeats
+        old = pointer.ages is not None and is_old(pointer.ages, self._context.batch_ms)
+        return old or pointer.lineage[-1].heartbeat + self._context.batches_retained < pointer.heartbeats
 
     def _changed(self, new: Pointer, rows: SpillBuffer) -> Pointer:
         if new.ages is None:
             return new
-        return replace(new, ages=with_change(new.ages, self._batch_ms, rows.rows > 0))
+        return replace(new, ages=with_change(new.ages, self._context.batch_ms, rows.rows > 0))
 
     def _tidy(self, committed: CheckpointRef | None) -> None:
         """Compact and prune. The new checkpoint is safe already, so no failure here may fail the batch."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from arrow_schemas.pointer import Pointer
@@ -166,7 +166,7 @@ class TaskEnd:
     def over(
         self,
         bucket: int,
-        left: list[Upload],
+        left: Iterable[Upload],
         expected: frozenset[int],
         uploads: Uploads,
         options: CommitOptions,

@@ -38,7 +38,7 @@ class Stores:
             store.close()
             store = None
         if store is None:
-            store = LocalStore(folder, schema)
+            store = LocalStore.at(folder, schema)
             note_use(store.folder)
         self._kept[folder] = store
         while len(self._kept) > descriptors.stores_max():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spark_state_ext.engine.bucket import BATCHES_RETAINED
+from spark_state_ext.commit.context import BATCHES_RETAINED
 
 __all__ = ["TaskInfo"]
 

@@ -64,6 +64,8 @@ class Loader:
         Local folder for temporary files.
     kept_ms
         How far back a query may go, where files that no such batch needs are deleted by time, milliseconds.
+    while_waiting
+        Called now and then while files are waited for; what it raises ends the load.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Loader:
         bucket: int,
         scratch: Path,
         kept_ms: int | None = None,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._kept_ms = kept_ms
@@ -82,8 +85,7 @@ class Loader:
         self._bucket = bucket
         self._scratch = scratch
         self.fetched_files = 0
-        # Called now and then while files are waited for; what it raises ends the load.
-        self.while_waiting: Callable[[], None] = lambda: None
+        self._while_waiting = while_waiting
 
     def load(self, chain: Chain) -> None:
         """Fetch what the local store lacks of the last checkpoint of a chain.
@@ -178,7 +180,7 @@ class Loader:
         """What another thread reads; not waited for any longer than it is wanted, whether or not a backend answers."""
         while not wait([future], _LOOK_S).done:
             self._sources.raise_if_closed()
-            self.while_waiting()
+            self._while_waiting()
             for later in ahead:
                 if later.done() and not later.cancelled():
                     later.result()  # an error is that of the load, as none without this file leads to the state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyspark import TaskContext
 
-from spark_state_ext.engine.bucket import BATCHES_RETAINED
+from spark_state_ext.commit.context import BATCHES_RETAINED
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.task import TaskInfo
 

@@ -65,17 +65,24 @@ class Environment:
     # Of the process that this one was forked from.
     _inherited: ClassVar[dict[Path, Environment]] = {}
 
-    def __init__(self, folder: Path, map_bytes: int) -> None:
+    def __init__(self, folder: Path, env: Any, file: int) -> None:
         self.folder = folder
         self.closed = False
+        self._env = env
+        self._file = file
+        self._dbs: dict[bytes, Any] = {}
         self._gate = Gate()
         self._writer = threading.Lock()
         self._pid = os.getpid()
         self._used_s = time.monotonic()
+
+    @classmethod
+    def _opened(cls, folder: Path, map_bytes: int) -> Environment:
+        """A folder's environment, open and looked at."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             refuse_full(folder)
-            self._env = self._opened(map_bytes)
+            env = _open(folder, map_bytes)
         except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
             raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
         except (lmdb.Error, OSError) as error:
@@ -83,34 +90,18 @@ class Environment:
                 raise CorruptStoreError(f"the local store {folder} cannot be read: {error}") from error
             raise storage_error(folder, error) from error
         try:
-            self._file = os.open(folder / DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
+            file = os.open(folder / DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:  # another process has just set it aside
-            self._env.close()
+            env.close()
             raise storage_error(folder, error) from error
+        made = cls(folder, env, file)
         try:
-            self._check_length()
-            self._dbs: dict[bytes, Any] = self._databases()
+            made._check_length()
+            made._dbs = made._databases()
         except BaseException:
-            self._end()
+            made._end()
             raise
-
-    def _opened(self, map_bytes: int) -> Any:
-        for attempts_left in reversed(range(_GROW_ATTEMPTS_MAX)):
-            try:
-                return lmdb.open(
-                    str(self.folder),
-                    map_size=max(map_bytes, MAP_BYTES_MIN),
-                    max_dbs=len(DATABASES),
-                    max_readers=_READERS_MAX,
-                    mode=0o600,
-                    sync=False,
-                    metasync=False,
-                    readahead=False,
-                )
-            except lmdb.MapResizedError:  # by another process, between its two looks at the file
-                if not attempts_left:
-                    raise
-        raise AssertionError("unreachable: the last attempt returns or raises")
+        return made
 
     def _check_length(self) -> None:
         """See that the file was not cut short; of its pages only the first two are looked at, as LMDB did."""
@@ -184,10 +175,10 @@ class Environment:
         except OSError as error:
             raise storage_error(folder, error) from error
         try:
-            return cls(folder, map_bytes)
+            return cls._opened(folder, map_bytes)
         except CorruptStoreError:
             set_aside(folder)
-            return cls(folder, map_bytes)
+            return cls._opened(folder, map_bytes)
 
     @classmethod
     def _close_idle(cls, most: int) -> int:
@@ -367,6 +358,25 @@ class Environment:
             # The old map is gone, so nothing can be done with it; the next `at` opens it again.
             self._end()
             raise
+
+
+def _open(folder: Path, map_bytes: int) -> Any:
+    for attempts_left in reversed(range(_GROW_ATTEMPTS_MAX)):
+        try:
+            return lmdb.open(
+                str(folder),
+                map_size=max(map_bytes, MAP_BYTES_MIN),
+                max_dbs=len(DATABASES),
+                max_readers=_READERS_MAX,
+                mode=0o600,
+                sync=False,
+                metasync=False,
+                readahead=False,
+            )
+        except lmdb.MapResizedError:  # by another process, between its two looks at the file
+            if not attempts_left:
+                raise
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 os.register_at_fork(after_in_child=Environment._after_fork)

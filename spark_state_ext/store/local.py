@@ -7,23 +7,24 @@ at will; nobody reads their runs.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
-from spark_state_ext.errors import CorruptStoreError, MissingRunError, StateError, StorageError
+from spark_state_ext.errors import MissingRunError, StateError, StorageError
 from spark_state_ext.store import manifest, pins, records
 from spark_state_ext.store.base_file import check_blocks, chunks_in, file_of, mapped
 from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_compaction, choose_runs, droppable, outgrown
 from spark_state_ext.store.environment import MAP_BYTES_MIN
+from spark_state_ext.store.identity import check_identity
 from spark_state_ext.store.incoming import Incoming, remove_abandoned
 from spark_state_ext.store.pending import Pending, chunk_key
 from spark_state_ext.store.runs import CHUNK_ROWS, Chunk, Run, cut, decode_chunk, encode_chunk
@@ -33,8 +34,9 @@ from spark_state_ext.store.view import View
 
 __all__ = ["LocalStore"]
 
+Store = TypeVar("Store", bound="LocalStore")
+
 _LOGGER = logging.getLogger("spark_state_ext")
-_STORE_FORMAT = 4
 # Chunks of one write transaction; LMDB keeps a transaction's dirty pages in memory.
 _TRANSACTION_BYTES = 16 << 20
 # Chunks remembered as checked; beyond, all are checked anew.
@@ -44,37 +46,32 @@ _ABANDONED_AFTER_S = 3600.0
 
 
 class LocalStore:
-    """Runs of one bucket. Several processes may have it open.
+    """Runs of one bucket. Several processes may have it open. Get one with `LocalStore.at`.
 
     Parameters
     ----------
     folder
-        Folder of the bucket, on a local disk; made with mode 0700.
+        Folder of the bucket, on a local disk.
     schema
         Row schema of the runs.
-    map_bytes
-        First size of the map; it doubles when needed.
+    environment
+        The folder's environment.
     chunk_rows
         Rows a chunk.
     compaction_bytes_max
         Most bytes that one commit may merge.
-
-    Raises
-    ------
-    StorageError
-        When the folder cannot be used.
     """
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: Path,
         schema: RowSchema,
+        environment: SharedEnvironment,
         *,
-        map_bytes: int = MAP_BYTES_MIN,
         chunk_rows: int = CHUNK_ROWS,
         compaction_bytes_max: int = COMPACTION_BYTES_MAX,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = folder
         self.schema = schema
         self._chunk_rows = chunk_rows
         self._compaction_bytes_max = compaction_bytes_max
@@ -82,9 +79,37 @@ class LocalStore:
         self._maps: dict[str, pa.Buffer] = {}
         self._closed = False
         self._incoming = Incoming()
-        self._environment = SharedEnvironment(self.folder, map_bytes)
-        self._check_identity()
-        self._remove_abandoned()
+        self._environment = environment
+
+    @classmethod
+    def at(
+        cls: type[Store],
+        folder: str | Path,
+        schema: RowSchema,
+        *,
+        map_bytes: int = MAP_BYTES_MIN,
+        chunk_rows: int = CHUNK_ROWS,
+        compaction_bytes_max: int = COMPACTION_BYTES_MAX,
+    ) -> Store:
+        """Open the store of a folder; runs of another format or schema are removed.
+
+        Parameters
+        ----------
+        folder, schema, chunk_rows, compaction_bytes_max
+            As for the class. The folder is made with mode 0700.
+        map_bytes
+            First size of the map; it doubles when needed.
+
+        Raises
+        ------
+        StorageError
+            When the folder cannot be used.
+        """
+        environment = SharedEnvironment.at(Path(folder), map_bytes)
+        made = cls(Path(folder), schema, environment, chunk_rows=chunk_rows, compaction_bytes_max=compaction_bytes_max)
+        check_identity(environment, schema)
+        made._remove_abandoned()
+        return made
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -333,7 +358,7 @@ class LocalStore:
         self._environment.discard()
         self._checked.clear()
         self._maps.clear()
-        self._check_identity()
+        check_identity(self._environment, self.schema)
 
     def check_process(self) -> None:
         """As `SharedEnvironment.check_process`."""
@@ -470,28 +495,3 @@ class LocalStore:
             return bool(droppable(runs, head, frozenset()))
 
         return self._environment.read(work)
-
-    def _check_identity(self) -> None:
-        """Note format and schema at the first opening; anything else later means the folder is not ours."""
-        identity = json.dumps({"format": _STORE_FORMAT, "schema": self.schema.arrow.to_string()}).encode()
-
-        def stored(txn: Reader) -> bytes | None:
-            value = txn.get(b"meta", b"identity")
-            return None if value is None else bytes(value)
-
-        def record(txn: Writing) -> None:
-            if txn.get(b"meta", b"identity") is None:
-                txn.put(b"meta", b"identity", identity)
-
-        try:
-            found = self._environment.read(stored)
-            if found is None:
-                self._environment.write(record)
-                found = self._environment.read(stored)
-        except CorruptStoreError:
-            self._environment.discard()
-            self._environment.write(record)
-            found = self._environment.read(stored)
-        if found != identity:
-            self._environment.discard()
-            self._environment.write(record)

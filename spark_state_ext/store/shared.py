@@ -23,17 +23,32 @@ _REOPEN_ATTEMPTS_MAX = 32
 class SharedEnvironment:
     """A bucket's environment as one of its users has it: opened again whenever another one closed it.
 
+    Get one with `SharedEnvironment.at`.
+
     Parameters
     ----------
     bucket_folder, map_bytes
         As for `Environment.at`.
+    opened
+        The environment as it was opened first.
     """
 
-    def __init__(self, bucket_folder: Path, map_bytes: int) -> None:
+    def __init__(self, bucket_folder: Path, map_bytes: int, opened: Environment) -> None:
         self._bucket_folder = bucket_folder
         self._map_bytes = map_bytes
         self._pid = os.getpid()
-        self._opened = Environment.at(bucket_folder, map_bytes)
+        self._opened = opened
+
+    @staticmethod
+    def at(bucket_folder: Path, map_bytes: int) -> SharedEnvironment:
+        """That of a bucket's folder, opened.
+
+        Parameters
+        ----------
+        bucket_folder, map_bytes
+            As for `Environment.at`.
+        """
+        return SharedEnvironment(bucket_folder, map_bytes, Environment.at(bucket_folder, map_bytes))
 
     @property
     def opened(self) -> Environment:

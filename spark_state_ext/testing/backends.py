@@ -30,6 +30,7 @@ from arrow_schemas import Pointer, RowSchema, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name, new_checkpoint_id
 from spark_state_ext.backends import STATE, BackendContext, BackendFactory, Checkpoint, CleanUp
 from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
@@ -260,7 +261,7 @@ class _Life:
         self._factory = factory
         self._context = context
         self._uploads = WorkerUploads()
-        self._store = LocalStore(context.scratch / "store", SCHEMA)
+        self._store = LocalStore.at(context.scratch / "store", SCHEMA)
         self._stores = 0
         self.pointers = [Pointer("counts", 3, 8, 0, -1, None, query_folder=context.query_folder)]
         self.models: list[dict[int, int]] = [{}]
@@ -278,10 +279,8 @@ class _Life:
     def _bucket(self, store: LocalStore, pointer: Pointer) -> Bucket:
         writer = Writer("query", "run", len(self.pointers), "host")
         options = CommitOptions(inline_bytes_max=6_000)
-        scratch = self._context.scratch
-        return Bucket(
-            store, self._replicas(), pointer, writer, scratch, None, _RETAINED, uploads=self._uploads, options=options
-        )
+        context = CommitContext(self._context.scratch, options, batches_retained=_RETAINED, uploads=self._uploads)
+        return Bucket(store, self._replicas(), pointer, writer, context)
 
     def batch(self, changes: Mapping[int, int | None]) -> None:
         rows = SpillBuffer(self._context.scratch, 1 << 20)
@@ -296,7 +295,7 @@ class _Life:
             pa.array(gone),
         ]
         rows.append(sorted_run(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
-        self.pointers.append(self._bucket(self._store, self.pointers[-1]).commit(rows))
+        self.pointers.append(self._bucket(self._store, self.pointers[-1]).commit(rows).pointer)
         after = {**self.models[-1], **{key: value for key, value in changes.items() if value is not None}}
         self.models.append({key: value for key, value in after.items() if changes.get(key, value) is not None})
 
@@ -314,7 +313,7 @@ class _Life:
             if self.pointers[at].ref is None:
                 continue
             self._stores += 1
-            store = LocalStore(self._context.scratch / f"fresh-{self._stores}", SCHEMA)
+            store = LocalStore.at(self._context.scratch / f"fresh-{self._stores}", SCHEMA)
             try:
                 assert self._bucket(store, self.pointers[at]).read(_scanned) == self.models[at]
             finally:

@@ -23,6 +23,7 @@ from pyspark.sql.types import (
 )
 
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine import limits
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.job import ARROW, PANDAS, ROWS, Job
@@ -220,7 +221,7 @@ class Lived:
         if self.expiring and self.ttl is None:
             asked = asked.with_expiry()
         self.schema = asked.row_schema()
-        return LocalStore(self.folder / f"store-{len(self.schema.state)}", self.schema, chunk_rows=4)
+        return LocalStore.at(self.folder / f"store-{len(self.schema.state)}", self.schema, chunk_rows=4)
 
     def job(self) -> Job:
         return job(self.api, self.conf, self.ttl, self.memory_bytes)
@@ -233,7 +234,9 @@ class Lived:
         self.store = self.opened()
 
     def bucket(self) -> Bucket:
-        return Bucket(self.store, sole_replica(self.files, self.folder), self.pointer, WRITER, self.folder)
+        return Bucket(
+            self.store, sole_replica(self.files, self.folder), self.pointer, WRITER, CommitContext(self.folder)
+        )
 
     def batch(self, rows: list[tuple[Key, int, int]], now_ms: int, watermark_ms: int) -> list[Call]:
         """Run a batch of rows (key, event time in milliseconds, value); returns the calls that were made."""
@@ -258,7 +261,7 @@ class Lived:
         frames = list(work.run(self._counted(sorter), changed))
         self.timeouts = metrics.timeouts
         self._check_order(changed)
-        pointer = bucket.commit(changed)
+        pointer = bucket.commit(changed).pointer
         # As `executor.call` stamps it.
         if work.threshold_ms() is not None:
             low_watermark_version = pointer.version if pointer.ref != self.pointer.ref else pointer.version + 1

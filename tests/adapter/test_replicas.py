@@ -124,7 +124,7 @@ def test_a_backup_with_uploads_under_way_is_closed_later(job: Job, tmp_path: Pat
     """Another attempt in this process waits for them."""
     replica, other = _replica(job, tmp_path), _replica(job, tmp_path, 4)
     assert isinstance(replica.backup, Closing)
-    store = LocalStore(tmp_path / "store", RowSchema((), ()))
+    store = LocalStore.at(tmp_path / "store", RowSchema((), ()))
     ref = CheckpointRef(1, new_checkpoint_id())
     name = file_name(ref, DELTA)
     markers = replica.backup.snapshot(ref, {STATE: SealedFile.of(name, b"x")})

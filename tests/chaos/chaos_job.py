@@ -28,8 +28,9 @@ from benchmarks.slow import ObjectDisk
 from spark_state_ext.backends import BackendContext, CleanUp
 from spark_state_ext.backends.files import FilesBackend, sole_replica
 from spark_state_ext.backends.replication import Replica, is_complete
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
-from spark_state_ext.commit.uploads import WorkerUploads
+from spark_state_ext.commit.uploads import Upload, WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
@@ -152,12 +153,12 @@ def worker(folder: str, seed: int, pipe: Connection) -> None:
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     base = Path(folder)
     uploads, background = WorkerUploads(), Background()
-    stores = {bucket: LocalStore(base / "local" / str(bucket), SCHEMA) for bucket in range(BUCKETS)}
+    stores = {bucket: LocalStore.at(base / "local" / str(bucket), SCHEMA) for bucket in range(BUCKETS)}
     while True:
         batch, pointers, changes = pipe.recv()
         try:
             made = {}
-            left = []
+            left: list[Upload] = []
             for bucket, data in pointers.items():
                 pointer = Pointer.decode(data)
                 replicas = [_replica(base, name, bucket, uploads) for name in STORES]
@@ -166,11 +167,7 @@ def worker(folder: str, seed: int, pipe: Connection) -> None:
                     replicas,
                     pointer,
                     Writer("query", "run", batch, "host"),
-                    base,
-                    background,
-                    RETAINED,
-                    uploads=uploads,
-                    options=OPTIONS,
+                    CommitContext(base, options=OPTIONS, batches_retained=RETAINED, uploads=uploads, runner=background),
                 )
                 if one.read(_scanned) != expected(batch, bucket):
                     pipe.send(("wrong", f"batch {batch} of bucket {bucket} reads another state"))
@@ -178,8 +175,8 @@ def worker(folder: str, seed: int, pipe: Connection) -> None:
                 rows = _rows(batch, bucket, base) if changes else SpillBuffer(base, 1 << 20)
                 # All but the last call leave waiting to it.
                 new = one.commit(rows, may_defer=bucket < BUCKETS - 1)
-                left += one.committer.left
-                made[bucket] = replace(new, batch=batch).encode()
+                left += new.deferred
+                made[bucket] = replace(new.pointer, batch=batch).encode()
                 if batch % 7 == bucket % 7:
                     _clean_up(replicas, pointer, one)
             one.committer.await_all(left)
@@ -298,7 +295,7 @@ class Driver:
         """Each bucket's state from some of the stores alone, on an empty disk, with no help from Spark's state."""
         for bucket, data in self.pointers.items():
             pointer = replace(Pointer.decode(data), inline=())
-            store = LocalStore(self.folder / f"fresh-{'-'.join(names)}" / str(bucket), SCHEMA)
+            store = LocalStore.at(self.folder / f"fresh-{'-'.join(names)}" / str(bucket), SCHEMA)
             replicas = [
                 replica
                 for name in names
@@ -306,6 +303,6 @@ class Driver:
                     Folder(str(self.folder / name)).child("counts", "home", str(bucket)), self.folder, name
                 )
             ]
-            reader = Bucket(store, replicas, pointer, Writer("q", "r", 0, "h"), self.folder)
+            reader = Bucket(store, replicas, pointer, Writer("q", "r", 0, "h"), CommitContext(self.folder))
             yield bucket, reader.read(_scanned)
             store.close()

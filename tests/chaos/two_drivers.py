@@ -25,11 +25,12 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from core_support import KEYS, SCHEMA, WRITER, Model, Row, buffer_of, changed, first_pointer, scanned
+from core_support import KEYS, SCHEMA, WRITER, Model, Row, buffer_of, changed, clean_up_at, first_pointer, scanned
 from object_store import azure_server, azurite, s3_server
 
 from arrow_schemas import Pointer
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import LiveRunError
 from spark_state_ext.files.folder import Folder
@@ -93,7 +94,7 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
     pointer, model, commits, refusals, deleted = start.pointer, dict(start.model), 0, 0, 0
     deadline_s = time.monotonic() + start.seconds
     with tempfile.TemporaryDirectory() as scratch:
-        store, lease = LocalStore(Path(scratch) / "store", SCHEMA), None
+        store, lease = LocalStore.at(Path(scratch) / "store", SCHEMA), None
         while time.monotonic() < deadline_s:
             # Started again, it is planned again.
             lease = lease or Lease(
@@ -107,17 +108,14 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
                     sole_replica(query_folder.child("3"), Path(scratch)),
                     pointer,
                     WRITER,
-                    Path(scratch),
-                    None,
-                    RETAINED,
+                    CommitContext(Path(scratch), batches_retained=RETAINED),
                 )
-                new = bucket.commit(buffer_of(changes, Path(scratch)))
+                new = bucket.commit(buffer_of(changes, Path(scratch))).pointer
                 lease.hold()
                 pointer, model, commits = new, changed(model, changes), commits + 1
                 if commits % 10 == 0:
-                    deleted += clean_up(
-                        query_folder.child("3"), pointer, RETAINED, Path(scratch), lease.check, now_s=time.time() + 700
-                    )
+                    request = clean_up_at(pointer, RETAINED, lease.check)
+                    deleted += clean_up(query_folder.child("3"), request, Path(scratch), time.time() + 700)
                 if draw.random() < 0.01:
                     time.sleep(1.2 * start.lease_ms / 1000)
             except LiveRunError:
@@ -139,7 +137,7 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) ->
     with tempfile.TemporaryDirectory() as scratch:
         start = Start(root, options, first_pointer(), {}, lease_ms, seconds)
         query_folder, pointer, model = _query_folder(start), start.pointer, start.model
-        with contextlib.closing(LocalStore(Path(scratch) / "common", SCHEMA)) as store:
+        with contextlib.closing(LocalStore.at(Path(scratch) / "common", SCHEMA)) as store:
             for at in range(5):
                 changes = {KEYS[at]: Row(at, "before")}
                 bucket = Bucket(
@@ -147,11 +145,9 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) ->
                     sole_replica(query_folder.child("3"), Path(scratch)),
                     pointer,
                     WRITER,
-                    Path(scratch),
-                    None,
-                    RETAINED,
+                    CommitContext(Path(scratch), batches_retained=RETAINED),
                 )
-                pointer, model = bucket.commit(buffer_of(changes, Path(scratch))), changed(model, changes)
+                pointer, model = bucket.commit(buffer_of(changes, Path(scratch))).pointer, changed(model, changes)
         start = Start(root, options, pointer, model, lease_ms, seconds)
         spawned = multiprocessing.get_context("spawn")
         both = spawned.Barrier(2)
@@ -171,9 +167,11 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) ->
         committed = [it for it in told if it.commits]
         assert len(committed) == 1, f"both committed: {[it.commits for it in told]}"
         (winner,) = committed
-        with contextlib.closing(LocalStore(Path(scratch) / "fresh", SCHEMA)) as fresh:
+        with contextlib.closing(LocalStore.at(Path(scratch) / "fresh", SCHEMA)) as fresh:
             replicas = sole_replica(query_folder.child("3"), Path(scratch))
-            found = Bucket(fresh, replicas, winner.pointer, WRITER, Path(scratch), None, RETAINED).read(scanned)
+            found = Bucket(
+                fresh, replicas, winner.pointer, WRITER, CommitContext(Path(scratch), batches_retained=RETAINED)
+            ).read(scanned)
         assert found == winner.model
     return {
         "commits": winner.commits,

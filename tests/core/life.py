@@ -16,6 +16,7 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT, parse_file_name
 from spark_state_ext.backends import BackendContext, Checkpoint, CleanUp, Markers
 from spark_state_ext.backends.files import FilesBackup, FilesRestore
 from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.commit.uploads import WorkerUploads
@@ -82,7 +83,7 @@ class Life:
     models: list[Model] = field(default_factory=lambda: [{}])
 
     def __post_init__(self) -> None:
-        self.store = LocalStore(self.local / "store", SCHEMA)
+        self.store = LocalStore.at(self.local / "store", SCHEMA)
         self.managers: dict[str, Watched] = {}
         self.stores: list[LocalStore] = [self.store]
 
@@ -110,15 +111,17 @@ class Life:
             self.replicas(*names),
             pointer or self.pointers[-1],
             WRITER,
-            self.local,
-            self.background,
-            self.batches_retained,
-            uploads=self.uploads,
-            options=self.options,
+            CommitContext(
+                self.local,
+                options=self.options,
+                batches_retained=self.batches_retained,
+                uploads=self.uploads,
+                runner=self.background,
+                run=self.run,
+                batch_ms=self.batch_ms,
+                clock_s=self.clock_s,
+            ),
             restore_from=self.restore_from,
-            run=self.run,
-            clock_s=self.clock_s,
-            batch_ms=self.batch_ms,
         )
 
     def next_stage(self) -> None:
@@ -130,8 +133,8 @@ class Life:
         at = len(self.pointers)
         changes = {KEYS[at % 9]: Row(at), KEYS[(at + 4) % 9]: Row(-at, "n")} if changes is None else changes
         bucket = self.bucket()
-        pointer = bucket.commit(buffer_of(changes, self.local), may_defer=may_defer)
-        self.left = bucket.committer.left
+        made = bucket.commit(buffer_of(changes, self.local), may_defer=may_defer)
+        pointer, self.left = made.pointer, made.deferred
         self.pointers.append(pointer)
         self.models.append(changed(self.models[-1], changes))
         self.next_stage()
@@ -155,7 +158,7 @@ class Life:
 
     def restored(self, pointer: Pointer, *names: str) -> Model:
         """The state on an empty disk."""
-        store = LocalStore(self.local / f"fresh-{len(self.stores)}", SCHEMA)
+        store = LocalStore.at(self.local / f"fresh-{len(self.stores)}", SCHEMA)
         self.stores.append(store)
         return self.bucket(pointer, store, *names).read(scanned)
 

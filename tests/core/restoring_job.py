@@ -11,6 +11,7 @@ from stalling_disk import STORE
 
 from arrow_schemas import Pointer
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
@@ -22,9 +23,9 @@ def main(folder: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     options = {"implementation": STORE, "log": str(folder / "asked"), "takes_s": 600.0}
     files = Folder(str(folder / "a"), options).child("3")
-    store = LocalStore(folder / "empty", SCHEMA)
+    store = LocalStore.at(folder / "empty", SCHEMA)
     pointer = Pointer.decode((folder / "pointer").read_bytes())
-    Bucket(store, sole_replica(files, folder, "a"), pointer, WRITER, folder).read(scanned)
+    Bucket(store, sole_replica(files, folder, "a"), pointer, WRITER, CommitContext(folder)).read(scanned)
 
 
 if __name__ == "__main__":

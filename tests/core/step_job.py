@@ -24,12 +24,13 @@ import fsspec
 import fsspec.implementations.chained
 import lmdb
 import pandas
-from core_support import KEYS, SCHEMA, Changes, Model, Row, buffer_of, changed, first_pointer, scanned
+from core_support import KEYS, SCHEMA, Changes, Model, Row, buffer_of, changed, clean_up_at, first_pointer, scanned
 from fsspec.implementations.local import LocalFileSystem
 
 from arrow_schemas import Pointer, Writer
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit import cadence
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files import retention
@@ -155,11 +156,15 @@ def go_on(folder: Path, files: Folder, store: LocalStore, until: int) -> None:
     while (pointer := committed(folder)).batch + 1 < until:
         batch = pointer.batch + 1
         bucket = Bucket(
-            store, sole_replica(files, folder), pointer, Writer("q", "r", batch, "h"), folder, None, RETAINED
+            store,
+            sole_replica(files, folder),
+            pointer,
+            Writer("q", "r", batch, "h"),
+            CommitContext(folder, batches_retained=RETAINED),
         )
         if bucket.read(scanned) != expected[batch]:
             os._exit(WRONG)
-        new = replace(bucket.commit(buffer_of(CHANGES[batch], folder)), batch=batch)
+        new = replace(bucket.commit(buffer_of(CHANGES[batch], folder)).pointer, batch=batch)
         (folder / "pointer.new").write_bytes(new.encode())
         (folder / "pointer.new").rename(folder / "pointer")
         clean_up(files, pointer, folder)
@@ -168,26 +173,24 @@ def go_on(folder: Path, files: Folder, store: LocalStore, until: int) -> None:
 def begin(folder: Path, protocol: str) -> None:
     """What comes before the five batches."""
     folder.mkdir()
-    go_on(folder, Folder(f"{protocol}://{folder}/root").child("3"), LocalStore(folder / "local", SCHEMA), BEFORE)
+    go_on(folder, Folder(f"{protocol}://{folder}/root").child("3"), LocalStore.at(folder / "local", SCHEMA), BEFORE)
 
 
 def run(folder: Path, protocol: str) -> None:
     """The rest of the job."""
     files = Folder(f"{protocol}://{folder}/root").child("3")
-    store = LocalStore(folder / "local", SCHEMA)
+    store = LocalStore.at(folder / "local", SCHEMA)
     go_on(folder, files, store, BATCHES)
     # As the next batch would.
     clean_up(files, committed(folder), folder)
     for replica in ("local", "empty"):
-        final = LocalStore(folder / replica, SCHEMA) if replica == "empty" else store
+        final = LocalStore.at(folder / replica, SCHEMA) if replica == "empty" else store
         bucket = Bucket(
             final,
             sole_replica(files, folder),
             committed(folder),
             Writer("q", "r", BATCHES, "h"),
-            folder,
-            None,
-            RETAINED,
+            CommitContext(folder, batches_retained=RETAINED),
         )
         if bucket.read(scanned) != models()[BATCHES]:
             os._exit(WRONG)
@@ -195,8 +198,10 @@ def run(folder: Path, protocol: str) -> None:
 
 def clean_up(files: Folder, pointer: Pointer, folder: Path) -> None:
     """As in the background: what fails waits for another time."""
+    if pointer.ref is None:
+        return
     try:
-        retention.clean_up(files, pointer, RETAINED, folder, lambda: None)
+        retention.clean_up(files, clean_up_at(pointer, RETAINED), folder)
     except StorageError as error:
         logging.getLogger("spark_state_ext").info("clean-up waits: %s", error)
 

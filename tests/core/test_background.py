@@ -15,6 +15,7 @@ from arrow_schemas import Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit import cadence
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
@@ -148,22 +149,24 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
     gate, background = threading.Event(), Background()
     files = Slow(str(tmp_path / "root"), gate)
-    store = LocalStore(tmp_path / "store", SCHEMA, chunk_rows=4)
+    store = LocalStore.at(tmp_path / "store", SCHEMA, chunk_rows=4)
     pointers: list[Pointer] = [first_pointer()]
     models: list[Model] = [{}]
     slowest_s = 0.0
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i), KEYS[(i + 5) % 9]: Row(-i, "x")}
         started_s = time.monotonic()
-        bucket = Bucket(store, sole_replica(files, tmp_path), pointers[-1], WRITER, tmp_path, background)
-        pointers.append(bucket.commit(buffer_of(changes, tmp_path)))
+        bucket = Bucket(
+            store, sole_replica(files, tmp_path), pointers[-1], WRITER, CommitContext(tmp_path, runner=background)
+        )
+        pointers.append(bucket.commit(buffer_of(changes, tmp_path)).pointer)
         slowest_s = max(slowest_s, time.monotonic() - started_s)
         models.append(changed(models[-1], changes))
     assert slowest_s < WAIT_S / 4, "nothing waited for the gate"
     assert not [n for n in files.names() if n.endswith("snapshot.arrow")]
     # All these were unconfirmed, and none is there: deltas lead back to the beginning.
     assert max(len(pointer.lineage) for pointer in pointers) <= 4
-    fresh = LocalStore(tmp_path / "fresh", SCHEMA)
+    fresh = LocalStore.at(tmp_path / "fresh", SCHEMA)
     assert state_at(fresh, files, pointers[-1], tmp_path) == models[-1]
     gate.set()
     assert background.wait(WAIT_S)
@@ -171,8 +174,8 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(arrived) >= 4
     for pointer, model in zip(pointers, models, strict=True):
         if pointer.ref in arrived:
-            new = LocalStore(tmp_path / str(pointer.version), SCHEMA)
-            bucket = Bucket(new, sole_replica(files, tmp_path), pointer, WRITER, tmp_path)
+            new = LocalStore.at(tmp_path / str(pointer.version), SCHEMA)
+            bucket = Bucket(new, sole_replica(files, tmp_path), pointer, WRITER, CommitContext(tmp_path))
             assert state_at(new, files, pointer, tmp_path) == model
             new.close()
     assert store._environment.read(lambda txn: list(txn.items(b"pins"))) == [], "every pin was released"
@@ -201,22 +204,23 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     monkeypatch.setattr(cadence, "DELTAS_MAX", 2)
 
     files = Folder(str(tmp_path / "root"))
-    store = LocalStore(tmp_path / "store", SCHEMA)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
     pointer = first_pointer()
     model: Model = {}
     counts: list[int] = []
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i)}
-        pointer = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=True)).commit(
-            buffer_of(changes, tmp_path)
+        bucket = Bucket(
+            store, sole_replica(files, tmp_path), pointer, WRITER, CommitContext(tmp_path, runner=Idle(takes=True))
         )
+        pointer = bucket.commit(buffer_of(changes, tmp_path)).pointer
         model = changed(model, changes)
         counts.append(len([n for n in files.names() if n.endswith("snapshot.arrow")]))
     # Unconfirmed at 3, 5 (one missed) and 7 (two missed, so written); and so on.
     assert counts[5] == 0
     assert counts[6] == 1
     assert counts[-1] >= 2
-    fresh = LocalStore(tmp_path / "fresh", SCHEMA)
+    fresh = LocalStore.at(tmp_path / "fresh", SCHEMA)
     assert state_at(fresh, files, pointer, tmp_path) == model
     fresh.close()
     store.close()
@@ -230,14 +234,15 @@ def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
 
     files = Folder(str(tmp_path / "root"))
-    store = LocalStore(tmp_path / "store", SCHEMA)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
     pointer = first_pointer()
     lengths = []
     for i in range(12):
         changes = {KEYS[i % 9]: Row(i)}
-        pointer = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path, Idle(takes=False)).commit(
-            buffer_of(changes, tmp_path)
+        bucket = Bucket(
+            store, sole_replica(files, tmp_path), pointer, WRITER, CommitContext(tmp_path, runner=Idle(takes=False))
         )
+        pointer = bucket.commit(buffer_of(changes, tmp_path)).pointer
         lengths.append(len(pointer.lineage))
     assert lengths == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
     assert [name.split("_")[0] for name in files.names() if name.endswith("snapshot.arrow")] == ["11", "6"]

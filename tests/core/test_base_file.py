@@ -21,6 +21,7 @@ from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, R
 from arrow_schemas.blocks import BLOCK_BYTES
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files import checkpoint as checkpoint_module
@@ -71,7 +72,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
 
 
 def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Bucket:
-    return Bucket(store, sole_replica(files, scratch), pointer, WRITER, scratch)
+    return Bucket(store, sole_replica(files, scratch), pointer, WRITER, CommitContext(scratch))
 
 
 def values_at(view: View, keys: np.ndarray) -> list[int | None]:
@@ -88,7 +89,7 @@ KEYS = np.array([0, 5, 10, ROWS - 1, ROWS + 5])
 
 
 def test_a_large_snapshot_is_copied_and_read_where_it_lies(files: Folder, tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store", SCHEMA)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
     bucket = bucket_on(store, files, POINTER, tmp_path)
     assert bucket.read(lambda view: values_at(view, KEYS)) == [0, 10, 20, 2 * (ROWS - 1), None]
     assert files_beside(store) == ["base"]
@@ -103,20 +104,20 @@ def test_a_large_snapshot_is_copied_and_read_where_it_lies(files: Folder, tmp_pa
     assert again.fetched_files == 0
     store.close()
     # A process that comes later maps and checks it anew.
-    later = LocalStore(tmp_path / "store", SCHEMA)
+    later = LocalStore.at(tmp_path / "store", SCHEMA)
     assert bucket_on(later, files, POINTER, tmp_path).read(lambda view: values_at(view, KEYS))[1] == 10
     later.close()
 
 
 def test_commits_lie_over_it_and_pruning_removes_it(files: Folder, tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store", SCHEMA)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
     pointer = POINTER
     for i in range(3):
         bucket = bucket_on(store, files, pointer, tmp_path)
         rows = SpillBuffer(tmp_path, 1 << 30)
         keys = np.arange(ROWS) if i == 1 else np.array([5])
         rows.append(rows_of(keys, keys * 100 + i, gone=i == 2))
-        pointer = replace(bucket.commit(rows), batch=pointer.batch + 1)
+        pointer = replace(bucket.commit(rows).pointer, batch=pointer.batch + 1)
     assert bucket_on(store, files, pointer, tmp_path).read(lambda view: values_at(view, KEYS))[:3] == [1, None, 1001]
     old = store.view(REF)
     # Everything as one run: what it was made of is dropped at the next prune.
@@ -135,7 +136,7 @@ def test_commits_lie_over_it_and_pruning_removes_it(files: Folder, tmp_path: Pat
 
 @pytest.mark.parametrize("harm", ["damage", "truncate", "remove"])
 def test_damage_on_the_local_disk_is_noticed_and_mended(files: Folder, tmp_path: Path, harm: str) -> None:
-    store = LocalStore(tmp_path / "store", SCHEMA)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
     assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max) == ROWS
     path = next(store._environment.folder.glob("base-*"))
     store.close()
@@ -148,7 +149,7 @@ def test_damage_on_the_local_disk_is_noticed_and_mended(files: Folder, tmp_path:
         path.unlink()
     else:
         path.write_bytes(data)
-    later = LocalStore(tmp_path / "store", SCHEMA)
+    later = LocalStore.at(tmp_path / "store", SCHEMA)
     bucket = bucket_on(later, files, POINTER, tmp_path)
     assert bucket.read(lambda view: sum(batch.num_rows for batch in view.scan())) == ROWS
     assert bucket.fetched_files == 1, "the store was built anew"
@@ -160,7 +161,7 @@ def test_a_damaged_snapshot_leaves_nothing_behind(files: Folder, tmp_path: Path)
     data = bytearray(files.get(name))
     data[len(data) // 2] ^= 1
     files.put(name, bytes(data))
-    store = LocalStore(tmp_path / "store", SCHEMA)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
     with pytest.raises(CorruptFileError, match="fails its checksum"):
         bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max)
     assert files_beside(store) == []
@@ -168,7 +169,7 @@ def test_a_damaged_snapshot_leaves_nothing_behind(files: Folder, tmp_path: Path)
 
 
 def test_an_evolved_schema_goes_the_long_way(files: Folder, tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "store", WIDER)
+    store = LocalStore.at(tmp_path / "store", WIDER)
     bucket = bucket_on(store, files, POINTER, tmp_path)
     assert bucket.read(lambda view: values_at(view, KEYS))[:2] == [0, 10]
     assert files_beside(store) == []
@@ -184,7 +185,7 @@ from spark_state_ext.store import LocalStore, local
 from spark_state_ext.store.shared import SharedEnvironment
 
 folder, root, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-store = LocalStore(folder, SCHEMA)
+store = LocalStore.at(folder, SCHEMA)
 
 def stop(*args):
     print("there", flush=True)
@@ -204,7 +205,7 @@ def test_what_a_killed_adoption_left_is_removed_at_the_next_opening(
     files: Folder, tmp_path: Path, when: str, left: str
 ) -> None:
     """And what one that lives has under way is not."""
-    store = LocalStore(tmp_path / "store", SCHEMA)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
     ingests = subprocess.Popen(
         [sys.executable, "-c", _INGESTS, tmp_path / "store", tmp_path / "root", when],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -216,15 +217,15 @@ def test_what_a_killed_adoption_left_is_removed_at_the_next_opening(
         assert ingests.stdout is not None
         assert ingests.stdout.readline() == "there\n"
         assert files_beside(store) == [left]
-        assert LocalStore(tmp_path / "store", SCHEMA).runs() == []
+        assert LocalStore.at(tmp_path / "store", SCHEMA).runs() == []
         assert files_beside(store) == [left], "its process lives"
     finally:
         ingests.kill()
         ingests.wait()
-    assert LocalStore(tmp_path / "store", SCHEMA).runs() == []
+    assert LocalStore.at(tmp_path / "store", SCHEMA).runs() == []
     assert files_beside(store) == []
     assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max) == ROWS
-    assert LocalStore(tmp_path / "store", SCHEMA).runs() == store.runs()
+    assert LocalStore.at(tmp_path / "store", SCHEMA).runs() == store.runs()
     assert files_beside(store) == ["base"], "it is in the manifest"
     store.close()
 
@@ -237,7 +238,7 @@ def test_on_a_disk_without_locks_what_is_old_is_removed(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    store = LocalStore(tmp_path / "store", SCHEMA)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
     folder = store._environment.folder
     for name in ("base-0123", "incoming-4567", "incoming-young"):
         (folder / name).write_bytes(b"x")
@@ -253,7 +254,7 @@ def test_small_snapshots_go_into_the_environment(
     files: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_module, "_INGESTED_BYTES_MIN", 1 << 40)
-    store = LocalStore(tmp_path / "store", SCHEMA)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
     assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: values_at(view, KEYS))[1] == 10
     assert files_beside(store) == []
     assert store.runs()[0].file_bytes == 0

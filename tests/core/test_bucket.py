@@ -31,7 +31,8 @@ from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit import cadence
-from spark_state_ext.engine.bucket import BATCHES_RETAINED, Bucket
+from spark_state_ext.commit.context import BATCHES_RETAINED, CommitContext
+from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, StorageError
 from spark_state_ext.files import sealed as sealed_module
 from spark_state_ext.files.checkpoint import read_header
@@ -53,7 +54,7 @@ class Replica:
 
     def machine(self, name: str = "a") -> LocalStore:
         if name not in self.machines:
-            self.machines[name] = LocalStore(self.local / name, SCHEMA, chunk_rows=4)
+            self.machines[name] = LocalStore.at(self.local / name, SCHEMA, chunk_rows=4)
         return self.machines[name]
 
     def lose(self, name: str = "a") -> None:
@@ -143,8 +144,10 @@ def test_a_quiet_bucket_is_renewed_once_in_so_many_beats(replica: Replica) -> No
 
 def test_calls_for_timeouts_only_are_no_beats(replica: Replica) -> None:
     pointers, _ = replica.history(1)
-    bucket = Bucket(replica.machine(), sole_replica(replica.files, replica.local), pointers[1], WRITER, replica.local)
-    after = bucket.commit(buffer_of({KEYS[0]: Row(5)}, replica.local), heartbeat=False)
+    bucket = Bucket(
+        replica.machine(), sole_replica(replica.files, replica.local), pointers[1], WRITER, CommitContext(replica.local)
+    )
+    after = bucket.commit(buffer_of({KEYS[0]: Row(5)}, replica.local), heartbeat=False).pointer
     assert (after.calls, after.heartbeats, after.lineage[-1].heartbeat) == (2, 1, 1)
 
 
@@ -347,8 +350,8 @@ def test_memory_of_a_backlog_is_given_back(replica: Replica, monkeypatch: pytest
     backlog: Changes = {key: Row(i, "n" * 10_000) for i, key in enumerate(KEYS)}
     for changes in (backlog, *({KEYS[0]: Row(i)} for i in range(5))):
         replicas = sole_replica(replica.files, replica.local)
-        bucket = Bucket(replica.machine(), replicas, pointer, WRITER, replica.local, memory=calls)
-        pointer = bucket.commit(buffer_of(changes, replica.local))
+        bucket = Bucket(replica.machine(), replicas, pointer, WRITER, CommitContext(replica.local), memory=calls)
+        pointer = bucket.commit(buffer_of(changes, replica.local)).pointer
     (after_bytes,) = given
     assert after_bytes > len(KEYS) * 10_000
 
@@ -436,7 +439,7 @@ def test_rows_that_were_spilled(replica: Replica) -> None:
             rows.append(batch)
         model = changed(model, {key: Row(i)})
     assert rows.spilled_bytes > 0
-    pointer = bucket_on(replica.machine(), replica.files, first_pointer(), replica.local).commit(rows)
+    pointer = bucket_on(replica.machine(), replica.files, first_pointer(), replica.local).commit(rows).pointer
     assert replica.state(pointer, "fresh") == model
 
 
@@ -444,14 +447,14 @@ def test_another_attempt_on_this_machine_restores_it_first(tmp_path: Path, monke
     """While this one looks where a snapshot that never arrived may be found instead."""
     replicas = sole_replica(Folder(str(tmp_path / "root")).child("3"), tmp_path)
     pointer = first_pointer()
-    source = LocalStore(tmp_path / "source", SCHEMA)
+    source = LocalStore.at(tmp_path / "source", SCHEMA)
     for n in range(3):
         buffer = buffer_of({KEYS[n]: Row(n)}, tmp_path)
-        pointer = Bucket(source, replicas, pointer, WRITER, tmp_path).commit(buffer)
+        pointer = Bucket(source, replicas, pointer, WRITER, CommitContext(tmp_path)).commit(buffer).pointer
     # The lineage begins at a checkpoint whose snapshot is still on its way.
     pointer = replace(pointer, lineage=pointer.lineage[-1:])
-    store = LocalStore(tmp_path / "store", SCHEMA)
-    mine, other = (Bucket(store, replicas, pointer, WRITER, tmp_path) for _ in range(2))
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
+    mine, other = (Bucket(store, replicas, pointer, WRITER, CommitContext(tmp_path)) for _ in range(2))
     further_back = mine._loader._further_back
 
     def late(*arguments: Any) -> Any:

@@ -68,7 +68,7 @@ class BucketMachine(RuleBasedStateMachine):
 
     def store(self, name: str) -> LocalStore:
         if name not in self.stores:
-            self.stores[name] = LocalStore(self.local / name, SCHEMA, chunk_rows=3)
+            self.stores[name] = LocalStore.at(self.local / name, SCHEMA, chunk_rows=3)
         return self.stores[name]
 
     def attempt(self, machine: str, pointer: Pointer, model: Model, changes: Changes) -> tuple[Pointer, Model]:

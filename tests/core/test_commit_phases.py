@@ -335,7 +335,7 @@ def test_what_is_lost_is_not_forgotten_by_the_pointer_of_another_attempt(life: L
     assert life.restored(answered) == life.models[-1]
     life.pointers.pop()
     life.models.pop()
-    store = LocalStore(life.local / "elsewhere", SCHEMA)
+    store = LocalStore.at(life.local / "elsewhere", SCHEMA)
     life.stores.append(store)
     here, life.store = life.store, store
     # It has the state, and takes what the pointer says for so.

@@ -38,7 +38,7 @@ def opened():
     return len(os.listdir("/proc/self/fd")) - 1
 
 def written(number):
-    store = LocalStore(folder / str(number), SCHEMA)
+    store = LocalStore.at(folder / str(number), SCHEMA)
     store.apply([run_of({KEYS[0]: Row(number)})], ref, None)
     return store
 
@@ -80,7 +80,7 @@ def _files_below(folder: Path) -> int:
 
 
 def test_a_store_has_as_many_files_as_are_counted(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path / "bucket", SCHEMA)
+    store = LocalStore.at(tmp_path / "bucket", SCHEMA)
     assert _files_below(tmp_path) == descriptors.FILES_OF_A_STORE
     store.record({"a": b"b"})
     store.runs()
@@ -169,7 +169,7 @@ first, second = written(1), written(2)
 limited()
 held = hog()
 assert right(second, 2)
-third = LocalStore(folder / "3", SCHEMA)
+third = LocalStore.at(folder / "3", SCHEMA)
 assert first._environment._opened.closed, "as it was not in use"
 assert third.runs() == []
 held += hog()
@@ -177,7 +177,7 @@ inside, go_on = threading.Event(), threading.Event()
 
 def nested(txn):
     # Nothing that could be closed: the only one is in use.
-    LocalStore(folder / "4", SCHEMA)
+    LocalStore.at(folder / "4", SCHEMA)
 
 for close in (first, second):
     close.close()
@@ -217,7 +217,7 @@ root = Folder(str(folder / "root"))
 root.put("a", b"a")
 limited(64)
 held = hog()
-for work in (boot_id, lambda: LocalStore(folder / "1", SCHEMA), lambda: open_in(folder), lambda: root.put("a", b"b")):
+for work in (boot_id, lambda: LocalStore.at(folder / "1", SCHEMA), lambda: open_in(folder), lambda: root.put("a", b"b")):
     def open_in(folder):
         with local_errors(folder):
             open(folder / "file", "wb")
@@ -229,7 +229,7 @@ for work in (boot_id, lambda: LocalStore(folder / "1", SCHEMA), lambda: open_in(
 for some in held:
     some.close()
 assert os.listdir(folder / "1") == [name], "the store is that of this boot"
-assert right(LocalStore(folder / "1", SCHEMA), 1)
+assert right(LocalStore.at(folder / "1", SCHEMA), 1)
 """
 
 

@@ -38,7 +38,7 @@ def _got(name: bytes) -> Callable[[Reader], bytes | None]:
 
 
 def _shared(folder: Path) -> SharedEnvironment:
-    return SharedEnvironment(folder, MAP_BYTES_MIN)
+    return SharedEnvironment.at(folder, MAP_BYTES_MIN)
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -157,7 +157,7 @@ from pathlib import Path
 from spark_state_ext.store.environment import MAP_BYTES_MIN
 from spark_state_ext.store.shared import SharedEnvironment
 
-shared = SharedEnvironment(Path(sys.argv[1]), MAP_BYTES_MIN)
+shared = SharedEnvironment.at(Path(sys.argv[1]), MAP_BYTES_MIN)
 shared.read(lambda txn: None)
 shared.discard()
 shared.write(lambda txn: txn.put(b"records", b"a", b"new"))
@@ -179,7 +179,7 @@ def test_what_another_process_has_begun_anew_is_not_set_aside(tmp_path: Path) ->
 
 
 def test_closing_and_using_at_once(tmp_path: Path) -> None:
-    stores = [LocalStore(tmp_path / "bucket", SCHEMA) for _ in range(2)]
+    stores = [LocalStore.at(tmp_path / "bucket", SCHEMA) for _ in range(2)]
     stop_s = time.monotonic() + 1.0
     rounds = [0, 0]
 
@@ -209,7 +209,7 @@ from core_support import KEYS, SCHEMA, Refs, Row, run_of, scanned
 from spark_state_ext.store import LocalStore
 folder, part = Path(sys.argv[1]), float(sys.argv[2])
 refs = Refs()
-store = LocalStore(folder, SCHEMA)
+store = LocalStore.at(folder, SCHEMA)
 ref = None
 for version in range(1, 6):
     parent, ref = ref, refs.next(version)
@@ -217,7 +217,7 @@ for version in range(1, 6):
 store.close()
 (file,) = folder.glob("*/data.mdb")
 os.truncate(file, max(round(file.stat().st_size * part), 2 * os.sysconf("SC_PAGE_SIZE")))
-again = LocalStore(folder, SCHEMA)
+again = LocalStore.at(folder, SCHEMA)
 assert again.runs() == [], "set aside"
 ref = refs.next(1)
 again.apply([run_of({KEYS[0]: Row(1)})], ref, None)
@@ -289,7 +289,7 @@ def test_pages_that_were_free_before_they_were_written_are_no_damage(tmp_path: P
 
 @pytest.mark.parametrize("failure", ["an error", "a full map"])
 def test_a_write_that_fails_lets_go_of_others_that_wait(tmp_path: Path, failure: str) -> None:
-    shared = SharedEnvironment(tmp_path / "bucket", MAP_BYTES_MIN)
+    shared = SharedEnvironment.at(tmp_path / "bucket", MAP_BYTES_MIN)
     inside, tries, failed = threading.Event(), [0], []
 
     def full(txn: Writing) -> None:
@@ -366,7 +366,7 @@ from pathlib import Path
 from spark_state_ext.errors import StoreFullError
 from spark_state_ext.store.shared import SharedEnvironment
 folder, grows = Path(sys.argv[1]), len(sys.argv) > 2
-shared = SharedEnvironment(folder, 1 << 20)
+shared = SharedEnvironment.at(folder, 1 << 20)
 if grows:
     shared.write(lambda txn: txn.put(b"records", b"large", bytes(80 << 20)), need_bytes=2 << 30)
     sys.exit()

@@ -125,7 +125,7 @@ def _buckets(folder: Path) -> list[Life]:
     lives = [Life(folder / f"bucket-{at}") for at in range(BUCKETS)]
     for at, life in enumerate(lives):
         life.store.close()
-        life.store = LocalStore(folder / "stores" / str(at), SCHEMA)
+        life.store = LocalStore.at(folder / "stores" / str(at), SCHEMA)
         life.stores.append(life.store)
     return lives
 

@@ -20,7 +20,7 @@ from spark_state_ext.errors import StateError
 from spark_state_ext.store import LocalStore
 
 folder, refs = Path(sys.argv[1]), Refs()
-store = LocalStore(folder, SCHEMA)
+store = LocalStore.at(folder, SCHEMA)
 ref = refs.next(1)
 store.apply([run_of({KEYS[0]: Row(1)})], ref, None)
 opened = store._environment.opened
@@ -76,7 +76,7 @@ USES = {
     "size": "store.map_bytes",
     "prune": "store.prune(ref)",
     "rebuild": "store.rebuild()",
-    "open": "LocalStore(folder, SCHEMA)",
+    "open": "LocalStore.at(folder, SCHEMA)",
 }
 
 
@@ -115,7 +115,7 @@ ENDS = {
     "it closes the store": "child(store.close)",
     "it closes the environment": "child(opened.close)",
     "it closes in the middle of another one's opening": (
-        "with type(opened)._open_lock:\n    child(lambda: (store.close(), LocalStore(folder.parent / 'own', SCHEMA)))"
+        "with type(opened)._open_lock:\n    child(lambda: (store.close(), LocalStore.at(folder.parent / 'own', SCHEMA)))"
     ),
     "it lets go of the store": "def drop():\n    global store, opened\n    store = opened = None\n    gc.collect()\n"
     "child(drop)",
@@ -138,7 +138,7 @@ def test_a_forked_child_takes_nothing_from_those_who_read(tmp_path: Path, end: s
 def test_a_forked_child_may_have_a_store_of_its_own(tmp_path: Path) -> None:
     script = """
 def own():
-    mine = LocalStore(folder.parent / "own", SCHEMA)
+    mine = LocalStore.at(folder.parent / "own", SCHEMA)
     mine.apply([run_of({KEYS[0]: Row(3)})], ref, None)
     assert scanned(mine.view(ref)) == {KEYS[0]: Row(3)}
     mine.close()

@@ -14,6 +14,7 @@ from arrow_schemas import OperatorFile, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import POINTER_FORMAT
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header
 from spark_state_ext.files.folder import Folder
@@ -74,9 +75,9 @@ def test_state_at_the_pointer(golden: Path, tmp_path: Path, snapshot: str) -> No
     assert [entry.ref.version for entry in pointer.lineage] == [2, 3, 4]
     if snapshot == "lost":
         (golden / "3" / file_name(pointer.lineage[0].ref, SNAPSHOT)).unlink()
-    store = LocalStore(tmp_path / "local", _operator(golden).row_schema())
+    store = LocalStore.at(tmp_path / "local", _operator(golden).row_schema())
     files = Folder(str(golden)).child("3")
-    bucket = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, tmp_path)
+    bucket = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, CommitContext(tmp_path))
     batches = bucket.read(lambda view: list(view.scan()))
     known = int.from_bytes((golden / "pointer.bin").read_bytes()[4:6], "little") > 1
     # Clean-up goes by these; what format 1 does not tell is long ago.

@@ -27,6 +27,7 @@ from arrow_schemas.pointer import BOTH, V1
 from spark_state_ext.backends import Checkpoint
 from spark_state_ext.backends.files import FilesRestore
 from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptStoreError, InterruptedRestoreError, LiveRunError, StorageError
@@ -66,17 +67,21 @@ class Restores:
         prefer: str | None = None,
         pointer: Pointer | None = None,
         options: CommitOptions | None = None,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> Bucket:
-        store = LocalStore(self.folder / f"disk-{time.monotonic_ns()}", SCHEMA)
+        store = LocalStore.at(self.folder / f"disk-{time.monotonic_ns()}", SCHEMA)
         self._exits.callback(store.close)
         return Bucket(
             store,
             replicas,
             pointer or self.life.pointers[-1],
             WRITER,
-            self.folder,
-            self.life.background,
-            options=options,
+            CommitContext(
+                self.folder,
+                options=options or CommitOptions(journal=False),
+                runner=self.life.background,
+                while_waiting=while_waiting,
+            ),
             restore_from=prefer,
         )
 
@@ -133,12 +138,11 @@ def test_a_restore_that_is_closed_ends_though_no_backend_answers(restores: Resto
 
 def test_what_is_asked_meanwhile_may_end_a_restore(restores: Restores) -> None:
     """As when another run has taken the state over."""
-    bucket = restores.bucket(restores.replica("a", takes_s=TAKES_S))
 
     def lost() -> None:
         raise LiveRunError("another run has it")
 
-    bucket.while_restoring(lost)
+    bucket = restores.bucket(restores.replica("a", takes_s=TAKES_S), while_waiting=lost)
     with pytest.raises(LiveRunError):
         _in_thread(lambda: bucket.read(scanned)).result(ENDS_S)
 

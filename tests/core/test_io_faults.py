@@ -109,7 +109,7 @@ class Scene:
         self.files = Folder(str(self.root) if self.root else f"memory://{folder.name}-{id(self)}").child("3")
         self.local = folder / "local"
         self.local.mkdir(parents=True)
-        self.store = LocalStore(self.local / "store", SCHEMA, chunk_rows=3)
+        self.store = LocalStore.at(self.local / "store", SCHEMA, chunk_rows=3)
         self.pointer: Pointer = first_pointer()
         self.model: Model = {}
         for i in range(5):
@@ -120,7 +120,7 @@ class Scene:
     def lose_store(self) -> None:
         self.store.close()
         shutil.rmtree(self.local / "store")
-        self.store = LocalStore(self.local / "store", SCHEMA, chunk_rows=3)
+        self.store = LocalStore.at(self.local / "store", SCHEMA, chunk_rows=3)
 
 
 @pytest.fixture
@@ -180,12 +180,12 @@ def test_every_fault_of_a_call(
         countdown.start(n)
         try:
             assert bucket.read(scanned) == scene.model
-            new = bucket.commit(buffer_of(_CHANGES, scene.local))
+            new = bucket.commit(buffer_of(_CHANGES, scene.local)).pointer
         except StorageError:
             new = None
         countdown.stop()
         # Whatever happened, the old pointer gives the old state, here and on a fresh machine.
-        fresh = LocalStore(scene.local / "fresh", SCHEMA)
+        fresh = LocalStore.at(scene.local / "fresh", SCHEMA)
         for store in (scene.store, fresh):
             assert state_at(store, scene.files, scene.pointer, scene.local) == scene.model
             if new is not None:

@@ -18,6 +18,7 @@ from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.cadence import with_unconfirmed_snapshot
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, CorruptPointerError, LineageError, MissingCheckpointError
 from spark_state_ext.files.checkpoint import write_checkpoint
@@ -88,7 +89,7 @@ class SeedFiles:
 
     def load(self, *lineage: str, parent: str | None = None) -> tuple[Model, list[str]]:
         """The state at a pointer of this lineage, on an empty disk, and which files it took."""
-        store = Recorder(self.path / f"local-{self._stores}", SCHEMA)
+        store = Recorder.at(self.path / f"local-{self._stores}", SCHEMA)
         store.applied = []
         self._stores += 1
         entries = tuple(LineageEntry(ref(name), 1) for name in lineage)
@@ -97,7 +98,7 @@ class SeedFiles:
             first_pointer(), lineage=entries, parent=parents.get(parent) if parent is None else ref(parent), rows=99
         )
         try:
-            return Bucket(store, sole_replica(self.files, self.path), pointer, WRITER, self.path).read(
+            return Bucket(store, sole_replica(self.files, self.path), pointer, WRITER, CommitContext(self.path)).read(
                 scanned
             ), store.applied
         finally:
@@ -261,14 +262,16 @@ def test_a_pointer_that_contradicts_itself() -> None:
 
 def test_the_local_store_must_agree_with_the_pointer(folder: SeedFiles) -> None:
     """The id that a checkpoint was built on is passed on too, and the next load compares."""
-    store = LocalStore(folder.path / "local", SCHEMA)
+    store = LocalStore.at(folder.path / "local", SCHEMA)
     store.apply([run_of(CHANGES["20_d8e2ca47"])], ref("20_d8e2ca47"), None)
     store.apply([run_of(CHANGES["21_f4d05ac9"])], ref("21_f4d05ac9"), ref("20_d8e2ca47"))
     pointer = replace(
         first_pointer(), lineage=(LineageEntry(ref("21_f4d05ac9"), 1),), parent=CheckpointRef(20, "b" * 32), rows=9
     )
     with pytest.raises(LineageError, match=f"was built on {ref('20_d8e2ca47')}; its pointer says 20_b"):
-        Bucket(store, sole_replica(folder.files, folder.path), pointer, WRITER, folder.path).read(scanned)
+        Bucket(store, sole_replica(folder.files, folder.path), pointer, WRITER, CommitContext(folder.path)).read(
+            scanned
+        )
     store.close()
 
 

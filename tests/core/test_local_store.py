@@ -62,7 +62,7 @@ class TestLocalStore(LocalStoreContract):
     @staticmethod
     def open(folder: Path, **options: Any) -> LocalStore:
         schema: RowSchema = options.pop("schema", SCHEMA)
-        return LocalStore(folder, schema, **options)
+        return LocalStore.at(folder, schema, **options)
 
     def data_file(self) -> Path:
         (found,) = self.folder.glob("*/data.mdb")
@@ -258,7 +258,7 @@ from core_support import SCHEMA, run_of, Row, scanned, KEYS
 from arrow_schemas import CheckpointRef
 from spark_state_ext.errors import StoreFullError
 from spark_state_ext.store import LocalStore
-store = LocalStore(Path(sys.argv[1]), SCHEMA)
+store = LocalStore.at(Path(sys.argv[1]), SCHEMA)
 first = CheckpointRef(1, "1" * 32)
 store.apply([run_of({KEYS[0]: Row(1)})], first, None)
 batch = run_of({(str(i), None): Row(i, "x" * 100) for i in range(50_000)})
@@ -276,7 +276,7 @@ except StoreFullError as error:
 else:
     sys.exit("the limit was never met")
 # The process can go on with what it has.
-again = LocalStore(Path(sys.argv[1]), SCHEMA)
+again = LocalStore.at(Path(sys.argv[1]), SCHEMA)
 assert len(scanned(again.view(first))) == 1
 assert again.has(parent)
 print("as expected")

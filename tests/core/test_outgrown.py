@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from arrow_schemas import CheckpointRef, Pointer, RowSchema
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StoreFullError
 from spark_state_ext.files import checkpoint as checkpoint_module
@@ -23,7 +24,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.compaction import choose_compaction
 from spark_state_ext.store.runs import sorted_run
-from spark_state_ext.worker.background import Background
+from spark_state_ext.worker.background import Background, Inline, Runner
 from spark_state_ext.worker.spill import SpillBuffer
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
@@ -51,19 +52,25 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.store = LocalStore(folder / "store", SCHEMA, compaction_bytes_max=COMPACTION_BYTES_MAX)
+        self.store = LocalStore.at(folder / "store", SCHEMA, compaction_bytes_max=COMPACTION_BYTES_MAX)
         self.replicas = sole_replica(Folder(str(folder / "root")).child("3"), folder)
         self.pointer: Pointer = replace(first_pointer(), operator="counts")
         self.values = np.full(KEYS, -1)
         self.rng = np.random.default_rng(1)
-        self.background: Background | None = None
+        self.background: Runner = Inline()
 
     def bucket(self) -> Bucket:
-        return Bucket(self.store, self.replicas, self.pointer, WRITER, self.folder, self.background, 2)
+        return Bucket(
+            self.store,
+            self.replicas,
+            self.pointer,
+            WRITER,
+            CommitContext(self.folder, batches_retained=2, runner=self.background),
+        )
 
     def batch(self, keys: np.ndarray) -> None:
         value = self.pointer.version + 1
-        self.pointer = self.bucket().commit(buffer_with(rows_of(keys, value), self.folder))
+        self.pointer = self.bucket().commit(buffer_with(rows_of(keys, value), self.folder)).pointer
         self.values[keys] = value
 
     def history(self, batches: int, each: Callable[[], None] = lambda: None) -> None:
@@ -165,7 +172,7 @@ def test_a_state_that_shrinks_leaves_nothing_behind(job: Job) -> None:
     """Many keys come and go; what is left of them must not wait for so many others to come."""
     job.history(1)
     removed = buffer_with(rows_of(np.arange(3, KEYS), 1, live=False), job.folder)
-    job.pointer = job.bucket().commit(removed)
+    job.pointer = job.bucket().commit(removed).pointer
     for _ in range(120):
         job.batch(np.arange(3))
     view = job.store.view(job.pointer.ref)

@@ -17,7 +17,7 @@ HOUR_S = 3_600.0
 
 
 def store_in(stores: Path, bucket: int, query_folder: str = "home") -> LocalStore:
-    store = LocalStore(stores / "root-operator" / query_folder / "s0" / str(bucket), SCHEMA)
+    store = LocalStore.at(stores / "root-operator" / query_folder / "s0" / str(bucket), SCHEMA)
     assert note_use(store.folder)
     return store
 

@@ -78,7 +78,7 @@ def _another_process(life: Life) -> None:
         made.kinds, made.fails_with = manager.kinds, manager.fails_with
     life.store.close()
     life.stores.remove(life.store)
-    life.store = LocalStore(life.store.folder, SCHEMA)
+    life.store = LocalStore.at(life.store.folder, SCHEMA)
     life.stores.append(life.store)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_support import KEYS, SCHEMA, Model, Row, buffer_of, changed, first_pointer, state_at
+from core_support import KEYS, SCHEMA, Model, Row, buffer_of, changed, clean_up_at, first_pointer, state_at
 from fsspec.implementations.local import LocalFileSystem
 from life import Life
 from object_store import S3
@@ -21,6 +21,7 @@ from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, W
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit import cadence
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, LiveRunError
 from spark_state_ext.files import retention as cleanup_module
@@ -318,7 +319,7 @@ class Scene:
     def __init__(self, files: Folder, local: Path) -> None:
         self.files = files.child("3")
         self.local = local
-        self.store = LocalStore(local / "store", SCHEMA)
+        self.store = LocalStore.at(local / "store", SCHEMA)
         self.pointers = [first_pointer()]
         self.models: list[Model] = [{}]
         for batch in range(40):
@@ -327,13 +328,15 @@ class Scene:
     def batch(self, batch: int) -> None:
         replicas = sole_replica(self.files, self.local)
         writer = Writer("q", "r", batch, "h")
-        bucket = Bucket(self.store, replicas, self.pointers[-1], writer, self.local, None, RETAINED)
+        bucket = Bucket(
+            self.store, replicas, self.pointers[-1], writer, CommitContext(self.local, batches_retained=RETAINED)
+        )
         changes = {KEYS[batch % 9]: Row(batch), KEYS[(batch + 4) % 9]: None if batch % 4 == 3 else Row(-batch, "n")}
-        self.pointers.append(replace(bucket.commit(buffer_of(changes, self.local)), batch=batch))
+        self.pointers.append(replace(bucket.commit(buffer_of(changes, self.local)).pointer, batch=batch))
         self.models.append(changed(self.models[-1], changes))
 
     def clean(self, pointer: Pointer | None = None, still_ours: Any = lambda: None) -> int:
-        return clean_up(self.files, pointer or self.pointers[-1], RETAINED, self.local, still_ours)
+        return clean_up(self.files, clean_up_at(pointer or self.pointers[-1], RETAINED, still_ours), self.local)
 
     def decision(self) -> Decision:
         entries = self.files.entries()
@@ -343,7 +346,7 @@ class Scene:
     def check(self) -> None:
         """Every pointer of the retained batches is whole, on an empty disk."""
         for pointer, model in list(zip(self.pointers, self.models, strict=True))[-RETAINED - 1 :]:
-            fresh = LocalStore(self.local / uuid.uuid4().hex, SCHEMA)
+            fresh = LocalStore.at(self.local / uuid.uuid4().hex, SCHEMA)
             assert state_at(fresh, self.files, pointer, self.local) == model
             fresh.close()
 
@@ -450,7 +453,7 @@ def test_a_run_that_was_replaced_deletes_nothing_more(scene: Scene, deleted: int
 
 
 def test_no_more_is_deleted_than_asked_for(scene: Scene) -> None:
-    assert clean_up(scene.files, scene.pointers[-1], RETAINED, scene.local, lambda: None, deletes_max=4) == 4
+    assert clean_up(scene.files, clean_up_at(scene.pointers[-1], RETAINED, deletes_max=4), scene.local) == 4
     assert scene.clean() > 4
     scene.check()
 
@@ -493,8 +496,7 @@ def test_what_is_known_of_one_store_is_not_believed_of_another(tmp_path: Path, m
 
     old = time.time() + 10_000
     deleted = [
-        clean_up(at(endpoint), life.pointers[-1], RETAINED, tmp_path, lambda: None, now_s=old)
-        for endpoint in (east, west)
+        clean_up(at(endpoint), clean_up_at(life.pointers[-1], RETAINED), tmp_path, old) for endpoint in (east, west)
     ]
     assert deleted[0] > 0
     assert deleted[1] == 0, "the deltas are the only way back there"

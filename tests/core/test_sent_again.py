@@ -18,6 +18,7 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader,
 from spark_state_ext.backends import STATE, BackendContext
 from spark_state_ext.backends.files import FilesBackup, FilesRestore
 from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
@@ -78,15 +79,15 @@ def test_a_confirmed_delta_outlives_an_attempt_that_sends_it_again(
         folder = Folder(root, {"implementation": f"{__name__}.Failing"}).child("3")
         context = BackendContext("a", {}, "counts", "", 3, CallerExecutor(), tmp_path, 0.2)
         replicas = [Replica("a", FilesBackup(folder, context), FilesRestore(folder, 0.0), root=True)]
-        store = LocalStore(tmp_path / name, SCHEMA)
+        store = LocalStore.at(tmp_path / name, SCHEMA)
         return lambda pointer: Bucket(
-            store, replicas, pointer, WRITER, tmp_path, uploads=uploads, options=CommitOptions()
+            store, replicas, pointer, WRITER, CommitContext(tmp_path, options=CommitOptions(), uploads=uploads)
         )
 
     here, there = host("here"), host("there")
-    first = here(first_pointer()).commit(buffer_of({KEYS[0]: Row(1)}, tmp_path))
+    first = here(first_pointer()).commit(buffer_of({KEYS[0]: Row(1)}, tmp_path)).pointer
     assert len(first.inline) == 1
-    second = here(first).commit(buffer_of({KEYS[1]: Row(2)}, tmp_path))
+    second = here(first).commit(buffer_of({KEYS[1]: Row(2)}, tmp_path)).pointer
     assert first.inline[0].name not in [delta.name for delta in second.inline], "confirmed, so only the backend has it"
     monkeypatch.setattr(Failing, "gone", True)
     there(first).commit(buffer_of({KEYS[1]: Row(2)}, tmp_path))

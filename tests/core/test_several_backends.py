@@ -165,7 +165,7 @@ def _sent_from_another_machine(life: Life) -> tuple[Pointer, str]:
     pointer = life.batch()
     life.settle()
     assert pointer.replication["b"] == ReplicationStatus(pointer.ref, since=pointer.ref)
-    life.store = LocalStore(life.local / "another machine", SCHEMA)
+    life.store = LocalStore.at(life.local / "another machine", SCHEMA)
     life.stores.append(life.store)
     (name,) = (it for it in life.folder("b").names() if SNAPSHOT in it)
     return pointer, name

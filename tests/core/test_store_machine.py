@@ -79,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.store = LocalStore(self.folder, SCHEMA, chunk_rows=self.chunk_rows, compaction_bytes_max=1 << 14)
+        self.store = LocalStore.at(self.folder, SCHEMA, chunk_rows=self.chunk_rows, compaction_bytes_max=1 << 14)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

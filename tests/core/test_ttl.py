@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from arrow_schemas import RowSchema
 from arrow_schemas.row import EXPIRES_MS, KEY_HASH
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
@@ -240,7 +241,7 @@ def test_every_row_by_itself(rows: list[Row], cut: int) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LocalStore]:
-    made = LocalStore(tmp_path / "store", STORED, chunk_rows=4)
+    made = LocalStore.at(tmp_path / "store", STORED, chunk_rows=4)
     yield made
     made.close()
 
@@ -319,16 +320,16 @@ class Replica:
 
     def __init__(self, folder: Path) -> None:
         self.local, self.files = folder, Folder(str(folder / "root")).child("3")
-        self.store = LocalStore(folder / "store", STORED, chunk_rows=4)
+        self.store = LocalStore.at(folder / "store", STORED, chunk_rows=4)
         self.pointer = first_pointer()
 
     def bucket(self) -> Bucket:
-        return Bucket(self.store, sole_replica(self.files, self.local), self.pointer, WRITER, self.local)
+        return Bucket(self.store, sole_replica(self.files, self.local), self.pointer, WRITER, CommitContext(self.local))
 
     def commit(self, rows: dict[int, Row]) -> None:
         buffer = SpillBuffer(self.local, 1 << 20)
         buffer.append(sorted_run(batch_of(rows)))
-        self.pointer = self.bucket().commit(buffer)
+        self.pointer = self.bucket().commit(buffer).pointer
 
 
 @pytest.fixture
@@ -382,7 +383,7 @@ def test_a_scan_goes_on_whatever_happens_beside_it(replica: Replica, what: str, 
     elif what == "rebuild":
         replica.store.rebuild()
     else:
-        bucket._store = LocalStore(tmp_path / "other", STORED, chunk_rows=3)
+        bucket._store = LocalStore.at(tmp_path / "other", STORED, chunk_rows=3)
         bucket._loader._store = bucket._store
     rest = scanned(scan)
     assert not found.keys() & rest.keys()

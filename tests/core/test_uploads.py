@@ -66,7 +66,7 @@ class Manager:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[LocalStore]:
-    opened = LocalStore(tmp_path / "store", SCHEMA)
+    opened = LocalStore.at(tmp_path / "store", SCHEMA)
     yield opened
     opened.close()
 
@@ -126,7 +126,7 @@ def test_buckets_go_side_by_side_on_a_bounded_number_of_threads(tmp_path: Path) 
             together[0] -= 1
 
     manager = Manager(uploads.pool("a"), counted)
-    stores = [LocalStore(tmp_path / str(bucket), SCHEMA) for bucket in range(THREADS_MAX + 16)]
+    stores = [LocalStore.at(tmp_path / str(bucket), SCHEMA) for bucket in range(THREADS_MAX + 16)]
     mine = [_upload(store, manager, Refs().next(1)) for store in stores]
     started_s = time.monotonic()
     uploads.submit(mine)
@@ -330,7 +330,7 @@ def test_a_store_that_was_closed_meanwhile_does_not_stay_open(store: LocalStore)
     mine = [_upload(store, manager, refs.next(version)) for version in range(1, 4)]
     _submit(store, uploads, mine)
     # Which the process may have opened again.
-    other = LocalStore(store.folder, SCHEMA)
+    other = LocalStore.at(store.folder, SCHEMA)
     store.close()
     gate.set()
     await_all(mine, uploads, CommitOptions())

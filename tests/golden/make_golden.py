@@ -101,7 +101,7 @@ def main(folder: Path) -> None:
     bucket = files.child("3")
     entries: list[LineageEntry] = []
     with tempfile.TemporaryDirectory() as scratch:
-        store = LocalStore(Path(scratch), schema)
+        store = LocalStore.at(Path(scratch), schema)
         for i, (ref, rows) in enumerate(zip(refs, changes, strict=True)):
             parent = refs[i - 1] if i else None
             store.apply([rows], ref, parent)

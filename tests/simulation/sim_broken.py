@@ -14,14 +14,15 @@ from arrow_schemas.ages import Ages
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext.backends.files import FilesBackup
 from spark_state_ext.backends.replication import is_complete
-from spark_state_ext.commit.committer import Committer, HandedIn
+from spark_state_ext.commit.committer import Committer, HandedIn, Phase
 from spark_state_ext.commit.decisions import How, assured, settled
 from spark_state_ext.commit.ledger import DONE, record_name, upload_records
+from spark_state_ext.commit.snapshot_writer import SnapshotWriter
 from spark_state_ext.commit.snapshots import Snapshots
 from spark_state_ext.commit.uploads import Upload
 from spark_state_ext.engine import aligned_timeouts, probes
 from spark_state_ext.engine import bucket as bucket_module
-from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.bucket import Bucket, CommitResult
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, MissingRunError
 from spark_state_ext.files import erasure, retention
 from spark_state_ext.files.checkpoint import CheckpointFile, read_checkpoint
@@ -65,7 +66,9 @@ class DeltaOnASibling(Bucket):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        loader = _ByVersion(self._store, self._sources, self.pointer.operator, self.pointer.bucket, self._scratch)
+        loader = _ByVersion(
+            self._store, self._sources, self.pointer.operator, self.pointer.bucket, self._context.scratch
+        )
         loader.folders = [
             replica.backup.folder for replica in self._replicas if isinstance(replica.backup, FilesBackup)
         ]
@@ -162,7 +165,7 @@ def clean_up_unverified(*args: Any) -> Decision:
 class EveryCallAHeartbeat(Bucket):
     """Calls are counted whatever they are for."""
 
-    def commit(self, rows: SpillBuffer, heartbeat: bool = True, **kwargs: Any) -> Pointer:
+    def commit(self, rows: SpillBuffer, heartbeat: bool = True, **kwargs: Any) -> CommitResult:
         return super().commit(rows, **kwargs)
 
 
@@ -183,9 +186,9 @@ class LeakedPins(Bucket):
 class DroppedAtOnce(Committer):
     """A delta counts as confirmed once its upload has begun."""
 
-    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Pointer:
+    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Phase:
         if handed_in.how == How.INLINE:
-            return assured(pointer, {})
+            return Phase(assured(pointer, {}))
         return super().finish(pointer, handed_in)
 
 
@@ -195,16 +198,14 @@ class NotedAtOnce(Committer):
     def _submit(self, uploads: Sequence[Upload], *also: Any) -> None:
         super()._submit(uploads, *also)
         for upload in uploads:
-            upload.store.record(upload.record(DONE, self._uploads.owner, markers={}))
+            upload.store.record(upload.record(DONE, self._context.uploads.owner, markers={}))
 
 
 class LeftAlone(Committer):
     """What the last call of a task has to wait for is forgotten."""
 
-    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Pointer:
-        made = super().finish(pointer, handed_in)
-        self.left.clear()
-        return made
+    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Phase:
+        return replace(super().finish(pointer, handed_in), deferred=())
 
 
 class NobodyBefore(Committer):
@@ -239,8 +240,8 @@ class CaughtUpAtOnce(Snapshots):
 class NeverLate(Committer):
     """Commits go on however many batches uploads lag behind."""
 
-    def begin(self, pointer: Pointer) -> Pointer:
-        self._batches_retained = 1 << 30
+    def begin(self, pointer: Pointer) -> Phase:
+        self._context = replace(self._context, batches_retained=1 << 30)
         return super().begin(pointer)
 
 
@@ -292,16 +293,10 @@ def committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) ->
     class Committing(Bucket):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.committer = kind(
-                *(self._store, self._replicas, self._uploads, self._options, self._batches_retained),
-                *(self._runner, self._scratch),
-                run=self._run,
-            )
+            self.committer = kind(self._store, self._replicas, self._context)
             replicas = {replica.name: replica for replica in self._replicas}
-            self.committer.snapshots = snapshots(
-                *(self._store, replicas, self._uploads, self._options, self._batches_retained),
-                *(self._runner, self._scratch),
-            )
+            self.committer.snapshots = snapshots(self._store, replicas, self._context)
+            self._snapshots = SnapshotWriter(self._store, self._context, self.committer.snapshots, self)
 
     return Committing
 

@@ -204,7 +204,7 @@ class Machine:
     def store(self, bucket: int) -> LocalStore:
         """A bucket's store on it."""
         if bucket not in self._stores:
-            self._stores[bucket] = LocalStore(self.folder / str(bucket), SCHEMA, chunk_rows=4)
+            self._stores[bucket] = LocalStore.at(self.folder / str(bucket), SCHEMA, chunk_rows=4)
         return self._stores[bucket]
 
     def close(self) -> None:

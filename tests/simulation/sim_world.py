@@ -51,18 +51,19 @@ from sim_stores import DiedError, Fault, FaultyFolder, dies, fails, opened
 from arrow_schemas import CheckpointRef, Pointer, Writer
 from arrow_schemas.lineage import SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import ReplicationStatus
-from spark_state_ext.backends import STATE
+from spark_state_ext.backends import STATE, CleanUp
 from spark_state_ext.backends import files as files_module
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Replica, is_complete
 from spark_state_ext.commit import cadence
 from spark_state_ext.commit.committer import Committer
+from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Run
-from spark_state_ext.commit.uploads import Upload
+from spark_state_ext.commit.uploads import Upload, WorkerUploads
 from spark_state_ext.engine import bucket as bucket_module
 from spark_state_ext.engine.aligned_timeouts import has_nothing_due
-from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.bucket import Bucket, CommitResult
 from spark_state_ext.errors import (
     CorruptError,
     LiveRunError,
@@ -78,6 +79,7 @@ from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.restore import loader
 from spark_state_ext.restore.load_plan import Fetch
 from spark_state_ext.store import LocalStore
+from spark_state_ext.worker.background import Inline
 
 EXECUTORS = 3
 # Clocks play no part here: every file is old enough to go, as far as that is concerned.
@@ -498,9 +500,10 @@ class World:
                 if not attempt.heartbeat and self.config.timeouts and has_nothing_due(pointer, attempt.now_ms):
                     made = pointer
                 else:
-                    made, committer = self._call(attempt, number, run, fault, numbers)
+                    result, committer = self._call(attempt, number, run, fault, numbers)
+                    made = result.pointer
                     models[made.encode()] = changed(self.models[pointer.encode()], call.changes)
-                    left += committer.left
+                    left += result.deferred
                 partition[number] = Held(made, self._due_ms(made, attempt.now_ms))
             if left:
                 # What the last call of the task does.
@@ -541,7 +544,7 @@ class World:
 
     def _call(
         self, attempt: Attempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
-    ) -> tuple[Pointer, Committer]:
+    ) -> tuple[CommitResult, Committer]:
         """A bucket's call, from its pointer to its new one."""
         executor, pointer, call = (
             self.executors[attempt.executor],
@@ -558,7 +561,8 @@ class World:
             raise WrongStateError(f"batch {attempt.batch} read {found}; {pointer.ref} was written as {expected}")
         may_defer = numbers.yes()
         made = bucket.commit(rows_of(call.changes, self.folder), attempt.heartbeat, may_defer=may_defer)
-        return replace(made, batch=attempt.batch, earliest_timeout_ms=call.timeout_ms), bucket.committer
+        pointer = replace(made.pointer, batch=attempt.batch, earliest_timeout_ms=call.timeout_ms)
+        return replace(made, pointer=pointer), bucket.committer
 
     def _due_ms(self, pointer: Pointer, now_ms: int) -> int | None:
         if not self.config.timeouts:
@@ -591,30 +595,32 @@ class World:
             replicas,
             pointer,
             writer,
-            self.folder,
-            executor,
-            self.config.retained,
-            uploads=None if executor is None else executor.uploads,
-            options=CommitOptions(
-                self.config.journal,
-                1 << 40 if self.config.patient else 0,
-                1 << 40,
-                self.config.inline_bytes_max,
-                erase_window_ms=self.config.erase_window_ms or None,
+            CommitContext(
+                self.folder,
+                options=CommitOptions(
+                    self.config.journal,
+                    1 << 40 if self.config.patient else 0,
+                    1 << 40,
+                    self.config.inline_bytes_max,
+                    erase_window_ms=self.config.erase_window_ms or None,
+                ),
+                batches_retained=self.config.retained,
+                uploads=WorkerUploads() if executor is None else executor.uploads,
+                runner=executor or Inline(),
+                run=run or self.stage(),
+                batch_ms=now_ms,
             ),
-            run=run or self.stage(),
-            batch_ms=now_ms,
         )
 
     def _submit_clean_up(self, executor: Executor, pointer: Pointer, numbers: Numbers) -> None:
         """Of each backend that holds the pointer's state, with the listing of now, to be used later."""
         for name in self.configured:
             replication = pointer.replication or {"a": ReplicationStatus(pointer.ref)}
-            if is_complete(replication.get(name)) and replication[name].through is not None:
-                self._submit_clean_up_of(name, replication[name].through, executor, pointer, numbers)
+            if is_complete(replication.get(name)) and (head := replication[name].through) is not None:
+                self._submit_clean_up_of(name, head, executor, pointer, numbers)
 
     def _submit_clean_up_of(
-        self, of: str, head: CheckpointRef | None, executor: Executor, pointer: Pointer, numbers: Numbers
+        self, of: str, head: CheckpointRef, executor: Executor, pointer: Pointer, numbers: Numbers
     ) -> None:
         number = pointer.bucket
         here = self.folders[of][number]
@@ -634,9 +640,8 @@ class World:
 
         def work() -> None:
             try:
-                retention.clean_up(
-                    files, pointer, self.config.retained, self.folder, still_ours, NOW_S, entries, head=head
-                )
+                request = CleanUp(pointer, head, self.config.retained, still_ours)
+                retention.clean_up(files, request, self.folder, NOW_S, entries)
             except LostFilesError:
                 committer.snapshots.lose(of, pointer.heartbeats)
                 self.noticed[(*executor.machine.disk, number, of)] = pointer.heartbeats
@@ -701,7 +706,7 @@ class World:
 
     def _check_with(self, pointer: Pointer, names: Sequence[str]) -> None:
         # A disk for each, as what one needs may be inline in another.
-        store = LocalStore(self.folder / f"fresh-{uuid.uuid4()}", SCHEMA, chunk_rows=4)
+        store = LocalStore.at(self.folder / f"fresh-{uuid.uuid4()}", SCHEMA, chunk_rows=4)
         try:
             self._check_on(store, pointer, names)
         finally:

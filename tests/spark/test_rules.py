@@ -64,7 +64,7 @@ def test_every_bucket_is_called_and_restored_in_every_batch(spark: Any, tmp_path
     second, rows = counted(spark, tmp_path, one, buckets=buckets, local_dir=str(elsewhere))
     assert rows == [(5, 2)]
     assert second["stateOperators"][0]["numRowsUpdated"] == buckets
-    stores = [LocalStore(path.parent.parent, SCHEMA) for path in elsewhere.rglob("data.mdb")]
+    stores = [LocalStore.at(path.parent.parent, SCHEMA) for path in elsewhere.rglob("data.mdb")]
     assert len(stores) == buckets
     assert all(any(run.newest.version == 1 for run in store.runs()) for store in stores)
     written = [path.name for path in (tmp_path / "root").rglob("2_*.arrow")]

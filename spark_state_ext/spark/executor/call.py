@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -16,31 +13,18 @@ import pyarrow as pa
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
 from arrow_schemas.labels import label_bucket
-from arrow_schemas.lineage import Writer
-from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.commit.failures import Run
 from spark_state_ext.engine.aligned_timeouts import has_nothing_due, next_call_ms
-from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.engine.deferral import Partitioning
-from spark_state_ext.engine.folders import local_folder, operator_folder, scratch_folder, stores_folder
+from spark_state_ext.engine.bucket import CommitResult
+from spark_state_ext.engine.deferral import Partitioning, TaskEnd
 from spark_state_ext.engine.housekeeping import CleanUps
 from spark_state_ext.engine.job import PANDAS, Job
-from spark_state_ext.engine.replicas import (
-    Leases,
-    names_a_holder,
-)
 from spark_state_ext.engine.shared import Shared
 from spark_state_ext.engine.task import TaskInfo
-from spark_state_ext.errors import (
-    BucketCountChangedError,
-    CorruptFileError,
-    CorruptPointerError,
-    LineageError,
-    MissingCheckpointError,
-    OperatorChangedError,
-)
-from spark_state_ext.spark.executor.key_work import KeyWork, Times
+from spark_state_ext.errors import CorruptFileError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.spark.executor.key_work import KeyWork
+from spark_state_ext.spark.executor.opening import CallFolders, CallInfo, OpenBucket, open_bucket
 from spark_state_ext.spark.shuffle.observed import number_rows
 from spark_state_ext.spark.shuffle.output import OUTPUT_COLUMN
 from spark_state_ext.spark.shuffle.pack import event_times
@@ -48,13 +32,10 @@ from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, heartbeat
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.worker.memory import settle
 from spark_state_ext.worker.metrics import CallMetrics, timing
-from spark_state_ext.worker.retry import retried
 from spark_state_ext.worker.spill import HashSorter, SpillBuffer
 from spark_state_ext.worker.worker import Worker
 
 __all__ = ["run_bucket"]
-
-_LOGGER = logging.getLogger("spark_state_ext")
 
 
 def run_bucket(
@@ -83,8 +64,9 @@ def run_bucket(
     job = Job.from_plain(plain)
     if state.hasTimedOut and _rested(job, state):
         return
-    shared = Shared.of(Worker.current())
-    call = _BucketCall(shared, job, function, label_bucket(int(key[0])), state)
+    cpu = _CpuTime.started()
+    info = CallInfo.of(job, label_bucket(int(key[0])), state)
+    call = _BucketCall(Shared.of(Worker.current()), info, function, state, cpu)
     try:
         yield from call.run(frames)
     except BaseException:
@@ -113,213 +95,226 @@ def _ask_for_next_call(state: GroupState, pointer: Pointer, now_ms: int, task: T
         state.setTimeoutDuration(after_ms)
 
 
+class _CpuTime:
+    """Processor time of a call's thread, without what Spark does meanwhile."""
+
+    def __init__(self, spent_s: float) -> None:
+        self._spent_s = spent_s
+
+    @staticmethod
+    def started() -> _CpuTime:
+        """From now on."""
+        return _CpuTime(-time.thread_time())
+
+    def pause(self) -> None:
+        """What comes next does not count."""
+        self._spent_s += time.thread_time()
+
+    def resume(self) -> None:
+        """It counts again."""
+        self._spent_s -= time.thread_time()
+
+    def spent_s(self) -> float:
+        """So far, seconds."""
+        return self._spent_s + time.thread_time()
+
+
 class _BucketCall:
-    def __init__(self, shared: Shared, job: Job, function: Callable[..., Any], bucket: int, state: GroupState) -> None:
-        self._cpu_s = -time.thread_time()
+    """One call, from its payloads to the pointer that it hands back.
+
+    Parameters
+    ----------
+    shared
+        What the process's calls share.
+    info, function, state
+        The call, the user's function, and Spark's state of the bucket.
+    cpu
+        Processor time since the call began.
+    """
+
+    def __init__(
+        self, shared: Shared, info: CallInfo, function: Callable[..., Any], state: GroupState, cpu: _CpuTime
+    ) -> None:
         self._shared = shared
-        self._job = job
+        self._info = info
+        self._job = info.job
+        self._task = info.task
         self._function = function
         self._state = state
-        self._bucket_number = bucket
+        self._cpu = cpu
         # The number that came with the heartbeat; None: there was none.
         self._heartbeat: bytes | None = None
-        self._task = current_task(job)
-        self._times = Times.of(state)
-        stored = state.getOption
         # Before the call has come so far, there is nothing to end.
-        self._made: Bucket | None = None
-        self._stored = Pointer.decode(bytes(stored[0]), job.options.pointer_read) if stored is not None else None
-        before = self._stored.batch if self._stored is not None else -1
-        # A thread that lives on may tell the batch in which it was made (`_refuse_later`).
-        self._batch = max(before + 1, -1 if self._task.batch is None else self._task.batch)
-        self._operator_folder = operator_folder(job)
-        self._scratch = scratch_folder(job.options.local_dir)
+        self._opened: OpenBucket | None = None
         self._call = CallMetrics(
-            self._task.query_id, self._task.run_id or job.plan_id, self._batch, job.operator, bucket
-        )
-
-    def _open(self) -> None:
-        """Have the state at hand: the run holds it, it is this job's, and its backends are ready."""
-        job, stored = self._job, self._stored
-        # What a new worker asks a store first is tried again for as long as a commit may take.
-        tried = partial(retried, timeout_s=job.options.commit.commit_timeout_ms / 1000)
-        # A query keeps the folder it began in, whatever later tasks are told of their query.
-        self._query_folder = stored.query_folder if stored is not None else tried(self._first_query_folder)
-        self._call.query_id = self._task.query_id or self._query_folder
-        self._files = self._operator_folder.child(self._query_folder)
-        if stored is not None and not names_a_holder(job, stored):
-            # Before anything is written there.
-            tried(lambda: self._shared.replicas.refuse_elsewhere(job, self._operator_folder, stored, self._scratch))
-        self._leases = Leases.of(job, self._task, self._operator_folder, self._query_folder, self._shared.leases)
-        tried(self._leases.hold)
-        self._operator = tried(lambda: self._admitted(stored))
-        self._schema = self._operator.row_schema()
-        self._pointer = stored if stored is not None else self._first_pointer()
-        schema_id = self._operator.schema_id
-        self._prepare = partial(
-            self._shared.replicas.prepare,
-            job,
-            self._operator_folder,
-            self._query_folder,
-            self._scratch,
-            schema_id,
-        )
-        tried(self._prepare)
-        self._replicas = self._shared.replicas.of(job, self._query_folder, self._bucket_number, self._scratch)
-        self._uploads = self._shared.uploads
-        self._bucket = self._made = self._opened()
-        # A run that has lost its state to another one need not read on.
-        self._bucket.while_restoring(self._leases.hold)
-        retained, where = self._task.batches_retained, f"{self._files.root}/{self._bucket_number}"
-        brought = partial(self._shared.replicas.bring_back, self._operator_folder, self._query_folder, self._operator)
-        self._clean_ups = CleanUps(
-            self._bucket, self._replicas, self._leases, retained, where, self._shared.housekeeping, brought
-        )
-        # While the function runs; the commit waits for it.
-        self._clean_ups.probe(self._pointer, job.plan_id)
-        run_id = job.plan_id if self._task.batch is not None else ""
-        self._partitioning = Partitioning(
-            run_id,
-            self._task.partitions,
-            self._task.partition,
-            job.options.buckets,
-            self._shared.differences,
-        )
-        self._task_end = self._shared.task_ends.of(self._task.attempt)
-        self._work = KeyWork(
-            job, self._function, self._bucket, self._schema, self._times, self._batch, self._call, self._leases.hold
-        )
-
-    def _first_query_folder(self) -> str:
-        batch_ms = self._times.processing_ms
-        return self._shared.first_query_folders.of(
-            self._operator_folder, self._task.query_id, batch_ms, self._heartbeat or b""
+            info.task.query_id, info.task.run_id or self._job.plan_id, info.batch, self._job.operator, info.bucket
         )
 
     def give_up(self) -> None:
         """The call failed: end what it still has under way, and have the next one begin with other managers."""
-        if self._made is not None:
-            self._made.close()
-            self._shared.replicas.forget(self._job, self._query_folder, self._bucket_number)
+        if self._opened is not None:
+            self._opened.bucket.close()
+            self._shared.replicas.forget(self._job, self._opened.query_folder, self._info.bucket)
 
     # -- the call ----------------------------------------------------------------------------------
 
     def run(self, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
         started_s = time.perf_counter()
-        sorter = HashSorter(self._scratch, HASH_COLUMN, self._job.options.memory_bytes_max)
-        if self._stored is None:
+        folders = CallFolders.of(self._job)
+        sorter = HashSorter(folders.scratch, HASH_COLUMN, self._job.options.memory_bytes_max)
+        if self._info.stored is None:
             # Where the state begins is told by the heartbeat, which is one of the payloads.
-            self._fill(sorter, frames)
-            self._open()
-        else:
-            self._open()
-            self._fill(sorter, frames)
-        rows = SpillBuffer(self._scratch, self._job.options.memory_bytes_max)
+            self._fill(sorter, frames, folders.operator)
+        opened = self._opened = open_bucket(self._shared, self._info, folders, self._heartbeat or b"")
+        self._call.query_id = self._task.query_id or opened.query_folder
+        clean_ups = self._clean_ups(opened, folders.operator)
+        # While the function runs; the commit waits for it.
+        clean_ups.probe(opened.pointer, self._job.plan_id)
+        if self._info.stored is not None:
+            self._fill(sorter, frames, folders.operator)
+        work, bucket = self._key_work(opened), opened.bucket
+        rows = SpillBuffer(folders.scratch, self._job.options.memory_bytes_max)
         # Also a bucket without rows is restored, so that no later batch has to wait for it.
         with timing(self._call, "read_ms"):
-            self._bucket.read(lambda view: None)
-        for frame in self._work.run(sorter.ranges(), rows):
+            bucket.read(lambda view: None)
+        for frame in work.run(sorter.ranges(), rows):
             # A child that the function forked, and that came back from it, ends here.
-            self._bucket.store.check_process()
-            self._cpu_s += time.thread_time()
+            bucket.store.check_process()
+            self._cpu.pause()
             yield frame
             # What Spark does with the frame is not ours.
-            self._cpu_s -= time.thread_time()
+            self._cpu.resume()
+        task_end, partitioning = self._shared.task_ends.of(self._task.attempt), self._partitioning()
         with timing(self._call, "commit_ms"):
-            pointer = self._committed(rows)
-        if self._bucket_number == 0:
+            made = self._committed(opened, clean_ups, rows, task_end, partitioning)
+            pointer = self._stamped(made.pointer, opened, work.threshold_ms())
+        if self._info.bucket == 0:
             self._shared.housekeeping.drop_spill_files(
-                self._operator_folder, self._task, pointer.calls, self._times.processing_ms
+                folders.operator, self._task, pointer.calls, self._info.times.processing_ms
             )
         if self._job.options.clean_up:
-            self._clean_ups.in_turn(self._pointer, pointer)
+            clean_ups.in_turn(opened.pointer, pointer)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
-            pointer = replace(pointer, earliest_timeout_ms=self._work.earliest_timeout(rows))
+            pointer = replace(pointer, earliest_timeout_ms=work.earliest_timeout(rows))
         self._hand_over(pointer)
-        stores = stores_folder(self._job.options.local_dir)
-        self._shared.housekeeping.reclaim_in_turn(stores, self._scratch, self._job.options.local_keep_s)
+        self._shared.housekeeping.reclaim_in_turn(folders.stores, folders.scratch, self._job.options.local_keep_s)
         self._call.total_ms = 1000 * (time.perf_counter() - started_s)
-        self._call.cpu_ms = 1000 * (self._cpu_s + time.thread_time())
-        self._note_metrics(pointer, rows, stores / "metrics")
+        self._call.cpu_ms = 1000 * self._cpu.spent_s()
+        self._count(replace(made, pointer=pointer), opened, rows)
+        log = self._shared.metrics.at(folders.stores / "metrics")
+        log.add(self._call)
+        if partitioning.is_last(task_end.called):
+            # A worker may be gone within a second of its last batch.
+            log.flush()
         if self._job.api != PANDAS:
             yield number_rows(self._call, OUTPUT_COLUMN)
 
-    def _fill(self, sorter: HashSorter, frames: Iterable[pd.DataFrame]) -> None:
-        for batch in self._payload_rows(frames):
+    def _clean_ups(self, opened: OpenBucket, root: Folder) -> CleanUps:
+        return CleanUps(
+            opened.bucket,
+            opened.replicas,
+            opened.leases,
+            self._task.batches_retained,
+            f"{opened.files.root}/{self._info.bucket}",
+            self._shared.housekeeping,
+            partial(self._shared.replicas.bring_back, root, opened.query_folder, opened.operator),
+        )
+
+    def _key_work(self, opened: OpenBucket) -> KeyWork:
+        return KeyWork(
+            self._job,
+            self._function,
+            opened.bucket,
+            opened.schema,
+            self._info.times,
+            self._info.batch,
+            self._call,
+            opened.leases.hold,
+        )
+
+    def _partitioning(self) -> Partitioning:
+        return Partitioning(
+            self._job.plan_id if self._task.batch is not None else "",
+            self._task.partitions,
+            self._task.partition,
+            self._job.options.buckets,
+            self._shared.differences,
+        )
+
+    def _fill(self, sorter: HashSorter, frames: Iterable[pd.DataFrame], root: Folder) -> None:
+        for batch in self._payload_rows(frames, root):
             self._call.rows += batch.num_rows
             sorter.add(batch)
 
-    def _note_metrics(self, pointer: Pointer, rows: SpillBuffer, folder: Path) -> None:
-        call, now_ms = self._call, int(time.time() * 1000)
-        uploads, upload_s, uploaded_bytes = self._uploads.sent(self._bucket.store)
+    def _committed(
+        self, opened: OpenBucket, clean_ups: CleanUps, rows: SpillBuffer, end: TaskEnd, partitioning: Partitioning
+    ) -> CommitResult:
+        """The commit; what its pointer claims is so when the task's last call returns."""
+        number, bucket, options = self._info.bucket, opened.bucket, self._job.options.commit
+        clean_ups.raise_failed()
+        if clean_ups.probed():
+            # Where another backend than the root has lost the operator's files too.
+            opened.prepare()
+        has_heartbeat = self._heartbeat is not None
+        expected = partitioning.expected(opened.pointer, opened.files) if has_heartbeat else frozenset[int]()
+        may_defer = end.may_leave(number, expected)
+        room_bytes = options.task_inline_bytes_max - end.inline_bytes
+        made = bucket.commit(rows, has_heartbeat, may_defer=may_defer, room_bytes=room_bytes)
+        end.inline_bytes += sum(len(delta.data) for delta in made.pointer.inline)
+        waited_s = end.over(number, made.deferred, expected, self._shared.uploads, options, opened.leases.hold)
+        pointer = made.pointer
+        if has_heartbeat:
+            pointer = replace(pointer, partitioning=partitioning.noted(number, opened.files))
+        return replace(made, pointer=pointer, waited_s=made.waited_s + waited_s)
+
+    def _count(self, made: CommitResult, opened: OpenBucket, rows: SpillBuffer) -> None:
+        """What the call's metrics say of the commit."""
+        call, pointer, sizes, now_ms = self._call, made.pointer, made.sizes, int(time.time() * 1000)
+        store, sent = opened.bucket.store, self._shared.uploads
+        uploads, upload_s, uploaded_bytes = sent.sent(store)
         call.uploads, call.upload_ms, call.uploaded_bytes = uploads, 1000 * upload_s, uploaded_bytes
-        snapshots = self._uploads.tallies.take(self._bucket.store)
+        snapshots = sent.tallies.take(store)
         call.snapshots, call.snapshot_failures = snapshots.confirmed, snapshots.failures
         call.snapshot_ms, call.snapshot_bytes = 1000 * snapshots.took_s, snapshots.size_bytes
         call.ended_ms, call.changed_rows = now_ms, rows.rows
-        sizes = self._bucket.sizes
         call.state_rows, call.state_rows_min, call.state_bytes = sizes.rows_max, sizes.rows_min, sizes.size_bytes
-        call.wait_ms += 1000 * self._bucket.committer.waited_s
-        call.delta_bytes = pointer.lineage[-1].size_bytes if pointer.ref != self._pointer.ref else 0
+        call.wait_ms = 1000 * made.waited_s
+        call.delta_bytes = pointer.lineage[-1].size_bytes if pointer.ref != opened.pointer.ref else 0
         call.inline_bytes = sum(len(delta.data) for delta in pointer.inline)
         call.oldest_inline_ms = max((now_ms - delta.made_ms for delta in pointer.inline), default=0)
-        call.restored_files, call.restore_gaps = self._bucket.fetched_files, self._bucket.restore_gaps
+        call.restored_files, call.restore_gaps = opened.bucket.fetched_files, opened.bucket.restore_gaps
         call.cache_hit = call.restored_files == 0
-        log = self._shared.metrics.at(folder)
-        log.add(call)
-        if self._partitioning.is_last(self._task_end.called):
-            # A worker may be gone within a second of its last batch.
-            log.flush()
-
-    def _committed(self, rows: SpillBuffer) -> Pointer:
-        """The new pointer; what it claims is so when the task's last call returns."""
-        bucket, end = self._bucket_number, self._task_end
-        self._clean_ups.raise_failed()
-        if self._clean_ups.probed():
-            # Where another backend than the root has lost the operator's files too.
-            self._prepare()
-        has_heartbeat = self._heartbeat is not None
-        expected = self._partitioning.expected(self._pointer, self._files) if has_heartbeat else frozenset[int]()
-        may_defer = end.may_leave(bucket, expected)
-        room_bytes = self._job.options.commit.task_inline_bytes_max - end.inline_bytes
-        self._bucket.committer.while_waiting = self._leases.hold
-        pointer = self._bucket.commit(rows, has_heartbeat, may_defer=may_defer, room_bytes=room_bytes)
-        end.inline_bytes += sum(len(delta.data) for delta in pointer.inline)
-        left, hold = self._bucket.committer.left, self._leases.hold
-        self._call.wait_ms = 1000 * end.over(bucket, left, expected, self._uploads, self._job.options.commit, hold)
-        if has_heartbeat:
-            pointer = replace(pointer, partitioning=self._partitioning.noted(bucket, self._files))
-        return self._stamped(pointer)
 
     # -- input -------------------------------------------------------------------------------------
 
-    def _payload_rows(self, frames: Iterable[pd.DataFrame]) -> Iterator[pa.RecordBatch]:
+    def _payload_rows(self, frames: Iterable[pd.DataFrame], root: Folder) -> Iterator[pa.RecordBatch]:
         late_until_us = self._late_threshold_us()
+
+        def load_spilled(name: str, offset: int, length: int) -> bytes:
+            return root.get_range(name, offset, offset + length)
+
         for frame in frames:
             if "payload" not in frame.columns:
                 continue
             for payload in frame["payload"]:
                 if not isinstance(payload, (bytes, bytearray)):
-                    raise CorruptFileError(f"a payload of bucket {self._bucket_number} is {type(payload).__name__}")
+                    raise CorruptFileError(f"a payload of bucket {self._info.bucket} is {type(payload).__name__}")
                 payload = bytes(payload)
                 nonce = heartbeat_nonce(payload)
                 if nonce is not None:
                     self._heartbeat = nonce
                     continue
-                for batch in decode(payload, self._load_spilled):
+                for batch in decode(payload, load_spilled):
                     yield batch if late_until_us is None else self._on_time(batch, late_until_us)
-
-    def _load_spilled(self, name: str, offset: int, length: int) -> bytes:
-        return self._operator_folder.get_range(name, offset, offset + length)
 
     def _late_threshold_us(self) -> int | None:
         """Rows at or before this event time are late; Spark filters only under the event-time timeout."""
-        job = self._job
+        job, stored = self._job, self._info.stored
         if job.timeout_conf != GroupStateTimeout.EventTimeTimeout or job.event_time_position < 0:
             return None
         if not job.late_by_previous_watermark:
-            return self._times.watermark_ms * 1000
-        return ((self._stored.watermark_ms if self._stored is not None else None) or 0) * 1000
+            return self._info.times.watermark_ms * 1000
+        return ((stored.watermark_ms if stored is not None else None) or 0) * 1000
 
     def _on_time(self, batch: pa.RecordBatch, late_until_us: int) -> pa.RecordBatch:
         times = event_times(self._job, pa.Table.from_batches([batch]))
@@ -330,121 +325,28 @@ class _BucketCall:
 
     # -- pointer -----------------------------------------------------------------------------------
 
-    def _first_pointer(self) -> Pointer:
-        return Pointer(
-            operator=self._job.operator,
-            bucket=self._bucket_number,
-            buckets=self._job.options.buckets,
-            schema_id=self._operator.schema_id,
-            batch=-1,
-            watermark_ms=None,
-            query_folder=self._query_folder,
-        )
-
-    def _stamped(self, pointer: Pointer) -> Pointer:
-        threshold_ms = self._work.threshold_ms()
-        watermark_ms = self._times.watermark_ms if self._times.watermark_present else None
+    def _stamped(self, pointer: Pointer, opened: OpenBucket, threshold_ms: int | None) -> Pointer:
+        times = self._info.times
         pointer = replace(
             pointer,
-            batch=self._batch,
-            watermark_ms=watermark_ms,
-            schema_id=self._operator.schema_id,
+            batch=self._info.batch,
+            watermark_ms=times.watermark_ms if times.watermark_present else None,
+            schema_id=opened.operator.schema_id,
             made_by=self._job.application_id,
         )
-        if threshold_ms is not None:
-            # This call saw to every row due before the threshold; those that stay due were written anew, in the run of
-            # the new checkpoint. Without a new checkpoint there were none.
-            fresh = pointer.ref != self._pointer.ref
-            low_watermark_version = pointer.version if fresh else pointer.version + 1
-            pointer = replace(
-                pointer, timer_low_watermark_ms=threshold_ms, timer_low_watermark_version=low_watermark_version
-            )
-        return pointer
+        if threshold_ms is None:
+            return pointer
+        # This call saw to every row due before the threshold; those that stay due were written anew, in the run of
+        # the new checkpoint. Without a new checkpoint there were none.
+        fresh = pointer.ref != opened.pointer.ref
+        low_watermark_version = pointer.version if fresh else pointer.version + 1
+        return replace(pointer, timer_low_watermark_ms=threshold_ms, timer_low_watermark_version=low_watermark_version)
 
     def _hand_over(self, pointer: Pointer) -> None:
+        times = self._info.times
         self._state.update((pointer.encode(self._job.options.commit.pointer_write),))
         if self._job.timeout_conf == GroupStateTimeout.EventTimeTimeout:
             # Due at the next advance of the watermark, so that no advance passes a bucket by.
-            self._state.setTimeoutTimestamp(max(self._times.watermark_ms, 1))
+            self._state.setTimeoutTimestamp(max(times.watermark_ms, 1))
         elif self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
-            _ask_for_next_call(self._state, pointer, self._times.processing_ms, self._task)
-
-    # -- opening -----------------------------------------------------------------------------------
-
-    def _admitted(self, pointer: Pointer | None) -> OperatorFile:
-        job = self._job
-        if pointer is not None:
-            if pointer.buckets != job.options.buckets:
-                raise BucketCountChangedError(
-                    f"operator {job.operator!r} has its state in {pointer.buckets} buckets and the job asks for "
-                    f"{job.options.buckets}: "
-                    f"set buckets={pointer.buckets}, or start from a new checkpoint location."
-                )
-            if pointer.operator != job.operator:
-                raise OperatorChangedError(
-                    f"Spark's checkpoint holds the state of operator {pointer.operator!r} and the job asks for "
-                    f"{job.operator!r}: use the old name, or start from a new checkpoint location."
-                )
-            if pointer.bucket != self._bucket_number:
-                raise CorruptPointerError(
-                    f"Spark's checkpoint holds bucket {pointer.bucket} of operator {job.operator!r} in the place of "
-                    f"bucket {self._bucket_number}"
-                )
-            self._refuse_later(pointer)
-        batch_ms = self._times.processing_ms if pointer is None else None
-        ask = partial(
-            self._shared.catalog.admit,
-            self._operator_folder,
-            job.operator_file(self._query_folder),
-            job.options.strict,
-            case_sensitive=job.case_sensitive,
-        )
-        in_force = ask(batch_ms=batch_ms)
-        if pointer is not None and pointer.schema_id > in_force.schema_id:
-            # What this process admitted once may have been succeeded since.
-            in_force = ask(again=True)
-        if pointer is not None and pointer.schema_id > in_force.schema_id:
-            raise MissingCheckpointError(
-                f"the state of operator {job.operator!r} was written under operator_{pointer.schema_id}.json, "
-                "which is gone "
-                f"from {self._files.root}: bring the file back."
-            )
-        return in_force
-
-    def _refuse_later(self, pointer: Pointer) -> None:
-        """Refuse a pointer of this batch or a later one: the checkpoint location holds files of two times.
-
-        An action of a sink may run in a thread that an earlier batch has made, and that passes on what it was told then
-        (PySpark's `InheritableThread`), also over later starts of the query. So within one application what a task is
-        told is no evidence.
-        """
-        job, task = self._job, self._task
-        if task.batch is None or pointer.batch < task.batch or pointer.made_by == job.application_id:
-            return
-        raise LineageError(
-            f"Spark handed batch {task.batch} the pointer of batch {pointer.batch} (bucket {pointer.bucket} of "
-            f"operator {job.operator!r}): its checkpoint location holds state of another time. Bring the location back "
-            "as it was; to go back to an older batch, use python -m spark_state_ext rollback."
-        )
-
-    def _opened(self) -> Bucket:
-        folder = local_folder(self._job, self._query_folder, self._operator.schema_id, self._bucket_number)
-        writer = Writer(self._call.query_id, self._call.run_id, self._batch, socket.gethostname())
-        # Rows are written under the schema in force now, whatever that of the pointer we were given.
-        pointer = replace(self._pointer, schema_id=self._operator.schema_id)
-        return Bucket(
-            self._shared.stores.at(str(folder), self._schema),
-            self._replicas,
-            pointer,
-            writer,
-            self._scratch,
-            self._shared.background,
-            self._task.batches_retained,
-            uploads=self._uploads,
-            options=self._job.options.commit,
-            restore_from=self._job.options.restore_from,
-            # Not what Spark calls the run: `foreachBatch` may set another job group.
-            run=Run(self._job.plan_id, self._task.stage),
-            batch_ms=self._times.processing_ms,
-            memory=self._shared.memory,
-        )
+            _ask_for_next_call(self._state, pointer, times.processing_ms, self._task)

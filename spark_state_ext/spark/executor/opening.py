@@ -1,0 +1,272 @@
+"""How a call comes to its bucket's state: the run holds it, it is this job's, and its backends are ready."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from pyspark.sql.streaming.state import GroupState
+
+from arrow_schemas.lineage import Writer
+from arrow_schemas.operator import OperatorFile
+from arrow_schemas.pointer import Pointer
+from arrow_schemas.row import RowSchema
+from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.commit.failures import Run
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.folders import local_folder, operator_folder, scratch_folder, stores_folder
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.replicas import Leases, names_a_holder
+from spark_state_ext.engine.shared import Shared
+from spark_state_ext.engine.task import TaskInfo
+from spark_state_ext.errors import (
+    BucketCountChangedError,
+    CorruptPointerError,
+    LineageError,
+    MissingCheckpointError,
+    OperatorChangedError,
+)
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.spark.executor.key_work import Times
+from spark_state_ext.spark.task import current_task
+from spark_state_ext.worker.retry import retried
+
+__all__ = ["CallFolders", "CallInfo", "OpenBucket", "open_bucket"]
+
+
+@dataclass(frozen=True)
+class CallInfo:
+    """What a call is told.
+
+    Parameters
+    ----------
+    job, bucket
+        The job, and the number of the bucket.
+    task
+        The query and the batch, as far as the task is told them.
+    times
+        Clock of the batch.
+    stored
+        The pointer that Spark hands out; None where the bucket has no state yet.
+    """
+
+    job: Job
+    bucket: int
+    task: TaskInfo
+    times: Times
+    stored: Pointer | None
+
+    @staticmethod
+    def of(job: Job, bucket: int, state: GroupState) -> CallInfo:
+        """As Spark tells it."""
+        task, times, stored = current_task(job), Times.of(state), state.getOption
+        pointer = Pointer.decode(bytes(stored[0]), job.options.pointer_read) if stored is not None else None
+        return CallInfo(job, bucket, task, times, pointer)
+
+    @property
+    def batch(self) -> int:
+        """Number of the batch; where the task is not told it, the number of calls before."""
+        before = self.stored.batch if self.stored is not None else -1
+        # A thread that lives on may tell the batch in which it was made (`_refuse_later`).
+        return max(before + 1, -1 if self.task.batch is None else self.task.batch)
+
+
+@dataclass(frozen=True)
+class CallFolders:
+    """Where a call reads and writes.
+
+    Parameters
+    ----------
+    operator
+        The folder ``<root>/<operator>``.
+    stores
+        Where the local stores lie.
+    scratch
+        Local folder for temporary files.
+    """
+
+    operator: Folder
+    stores: Path
+    scratch: Path
+
+    @staticmethod
+    def of(job: Job) -> CallFolders:
+        """Those of a job; local ones are made."""
+        local_dir = job.options.local_dir
+        return CallFolders(operator_folder(job), stores_folder(local_dir), scratch_folder(local_dir))
+
+
+@dataclass(frozen=True)
+class OpenBucket:
+    """A bucket's state at hand.
+
+    Parameters
+    ----------
+    query_folder, files
+        The query folder's name, and the folder.
+    leases
+        The run's, which it holds.
+    operator, schema
+        The operator file in force, and its row schema.
+    pointer
+        The input pointer; the first one where the bucket has no state yet.
+    replicas
+        The bucket's backends.
+    bucket
+        The bucket.
+    prepare
+        Has backends keep what is there for the operator as a whole, where they do not.
+    """
+
+    query_folder: str
+    files: Folder
+    leases: Leases
+    operator: OperatorFile
+    schema: RowSchema
+    pointer: Pointer
+    replicas: list[Replica]
+    bucket: Bucket
+    prepare: Callable[[], None]
+
+
+def open_bucket(shared: Shared, call: CallInfo, folders: CallFolders, nonce: bytes) -> OpenBucket:
+    """Take the lease, have the backends ready, and open the local store.
+
+    Parameters
+    ----------
+    shared
+        What the process's calls share.
+    call, folders
+        The call.
+    nonce
+        The number that came with the heartbeat; empty where none did.
+
+    Raises
+    ------
+    ChangedJobError
+        When the state is another job's.
+    LiveRunError
+        When another run has it.
+    StorageError
+        When a store does not answer for as long as a commit may take.
+    """
+    job, stored, root, scratch = call.job, call.stored, folders.operator, folders.scratch
+    # What a new worker asks a store first is tried again for as long as a commit may take.
+    tried = partial(retried, timeout_s=job.options.commit.commit_timeout_ms / 1000)
+    # A query keeps the folder it began in, whatever later tasks are told of their query.
+    first = partial(shared.first_query_folders.of, root, call.task.query_id, call.times.processing_ms, nonce)
+    query_folder: str = stored.query_folder if stored is not None else tried(first)
+    if stored is not None and not names_a_holder(job, stored):
+        # Before anything is written there.
+        tried(lambda: shared.replicas.refuse_elsewhere(job, root, stored, scratch))
+    leases = Leases.of(job, call.task, root, query_folder, shared.leases)
+    tried(leases.hold)
+    operator: OperatorFile = tried(lambda: _admitted(shared, call, root, query_folder))
+    prepare = partial(shared.replicas.prepare, job, root, query_folder, scratch, operator.schema_id)
+    tried(prepare)
+    pointer = stored if stored is not None else _first_pointer(call, operator, query_folder)
+    replicas = shared.replicas.of(job, query_folder, call.bucket, scratch)
+    schema = operator.row_schema()
+    local = local_folder(job, query_folder, operator.schema_id, call.bucket)
+    bucket = Bucket(
+        shared.stores.at(str(local), schema),
+        replicas,
+        # Rows are written under the schema in force now, whatever that of the pointer we were given.
+        replace(pointer, schema_id=operator.schema_id),
+        Writer(call.task.query_id or query_folder, call.task.run_id or job.plan_id, call.batch, socket.gethostname()),
+        CommitContext(
+            scratch,
+            options=job.options.commit,
+            batches_retained=call.task.batches_retained,
+            uploads=shared.uploads,
+            runner=shared.background,
+            # Not what Spark calls the run: `foreachBatch` may set another job group.
+            run=Run(job.plan_id, call.task.stage),
+            batch_ms=call.times.processing_ms,
+            # A run that has lost its state to another one need not read on.
+            while_waiting=leases.hold,
+        ),
+        restore_from=job.options.restore_from,
+        memory=shared.memory,
+    )
+    files = root.child(query_folder)
+    return OpenBucket(query_folder, files, leases, operator, schema, pointer, replicas, bucket, prepare)
+
+
+def _first_pointer(call: CallInfo, operator: OperatorFile, query_folder: str) -> Pointer:
+    return Pointer(
+        operator=call.job.operator,
+        bucket=call.bucket,
+        buckets=call.job.options.buckets,
+        schema_id=operator.schema_id,
+        batch=-1,
+        watermark_ms=None,
+        query_folder=query_folder,
+    )
+
+
+def _admitted(shared: Shared, call: CallInfo, root: Folder, query_folder: str) -> OperatorFile:
+    """The operator file in force, where the state is this job's."""
+    job, pointer = call.job, call.stored
+    if pointer is not None:
+        _refuse_another_jobs(call, pointer)
+        _refuse_later(call, pointer)
+    ask = partial(
+        shared.catalog.admit,
+        root,
+        job.operator_file(query_folder),
+        job.options.strict,
+        case_sensitive=job.case_sensitive,
+    )
+    in_force = ask(batch_ms=call.times.processing_ms if pointer is None else None)
+    if pointer is not None and pointer.schema_id > in_force.schema_id:
+        # What this process admitted once may have been succeeded since.
+        in_force = ask(again=True)
+    if pointer is not None and pointer.schema_id > in_force.schema_id:
+        raise MissingCheckpointError(
+            f"the state of operator {job.operator!r} was written under operator_{pointer.schema_id}.json, "
+            "which is gone "
+            f"from {root.child(query_folder).root}: bring the file back."
+        )
+    return in_force
+
+
+def _refuse_another_jobs(call: CallInfo, pointer: Pointer) -> None:
+    job = call.job
+    if pointer.buckets != job.options.buckets:
+        raise BucketCountChangedError(
+            f"operator {job.operator!r} has its state in {pointer.buckets} buckets and the job asks for "
+            f"{job.options.buckets}: "
+            f"set buckets={pointer.buckets}, or start from a new checkpoint location."
+        )
+    if pointer.operator != job.operator:
+        raise OperatorChangedError(
+            f"Spark's checkpoint holds the state of operator {pointer.operator!r} and the job asks for "
+            f"{job.operator!r}: use the old name, or start from a new checkpoint location."
+        )
+    if pointer.bucket != call.bucket:
+        raise CorruptPointerError(
+            f"Spark's checkpoint holds bucket {pointer.bucket} of operator {job.operator!r} in the place of "
+            f"bucket {call.bucket}"
+        )
+
+
+def _refuse_later(call: CallInfo, pointer: Pointer) -> None:
+    """Refuse a pointer of this batch or a later one: the checkpoint location holds files of two times.
+
+    An action of a sink may run in a thread that an earlier batch has made, and that passes on what it was told then
+    (PySpark's `InheritableThread`), also over later starts of the query. So within one application what a task is told
+    is no evidence.
+    """
+    job, task = call.job, call.task
+    if task.batch is None or pointer.batch < task.batch or pointer.made_by == job.application_id:
+        return
+    raise LineageError(
+        f"Spark handed batch {task.batch} the pointer of batch {pointer.batch} (bucket {pointer.bucket} of "
+        f"operator {job.operator!r}): its checkpoint location holds state of another time. Bring the location back "
+        "as it was; to go back to an older batch, use python -m spark_state_ext rollback."
+    )

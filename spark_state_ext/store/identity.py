@@ -1,0 +1,48 @@
+"""What a local store is: its format and the schema of its rows, noted when it is opened first."""
+
+from __future__ import annotations
+
+import json
+
+from arrow_schemas.row import RowSchema
+from spark_state_ext.errors import CorruptStoreError
+from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.store.transaction import Reader, Writing
+
+__all__ = ["check_identity"]
+
+_STORE_FORMAT = 4
+
+
+def check_identity(environment: SharedEnvironment, schema: RowSchema) -> None:
+    """Note format and schema at the first opening; a store of others is not ours, and is begun anew.
+
+    Parameters
+    ----------
+    environment
+        The store's, open.
+    schema
+        Row schema of its runs.
+    """
+    identity = json.dumps({"format": _STORE_FORMAT, "schema": schema.arrow.to_string()}).encode()
+
+    def stored(txn: Reader) -> bytes | None:
+        value = txn.get(b"meta", b"identity")
+        return None if value is None else bytes(value)
+
+    def record(txn: Writing) -> None:
+        if txn.get(b"meta", b"identity") is None:
+            txn.put(b"meta", b"identity", identity)
+
+    try:
+        found = environment.read(stored)
+        if found is None:
+            environment.write(record)
+            found = environment.read(stored)
+    except CorruptStoreError:
+        environment.discard()
+        environment.write(record)
+        found = environment.read(stored)
+    if found != identity:
+        environment.discard()
+        environment.write(record)
