@@ -38,10 +38,10 @@ from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_record import RunIdentity
 from spark_state_ext.spark.client.lease_keeper import Kept
 from spark_state_ext.store import LocalStore
+from tests.helpers.waiting import WAIT_S
 
 QUERY, RETAINED = "query", 2
 _STORES = ("s3", "azure", "path", "smb", "webhdfs")
-_WAIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
                     time.sleep(1.2 * start.lease_ms / 1000)
             except LiveRunError:
                 refusals, lease = refusals + 1, None
-        both.wait(_WAIT_S)
+        both.wait(WAIT_S)
         ended.set()
         store.close()
     tell.send(Told(commits, refusals, deleted, pointer, model))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from core_support import SCHEMA
-from life import RETAINED, WAIT_S, Life
+from life import RETAINED, Life
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import ReplicationStatus
@@ -24,6 +24,7 @@ from spark_state_ext.errors import (
     UploadFailedError,
 )
 from spark_state_ext.store import LocalStore, View
+from tests.helpers.waiting import WAIT_S
 
 # -- order -----------------------------------------------------------------------------------------
 

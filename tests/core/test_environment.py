@@ -21,8 +21,7 @@ from spark_state_ext.store import LocalStore, environment, local_disk
 from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment
 from spark_state_ext.store.shared import SharedEnvironment
 from spark_state_ext.store.transaction import Reader, Writing
-
-WAIT_S = 30.0
+from tests.helpers.waiting import WAIT_S, eventually
 
 
 def _put(name: bytes, value: bytes = b"value") -> Callable[[Writing], None]:
@@ -39,13 +38,6 @@ def _got(name: bytes) -> Callable[[Reader], bytes | None]:
 
 def _shared(folder: Path) -> SharedEnvironment:
     return SharedEnvironment(folder, MAP_BYTES_MIN)
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def test_what_is_closed_between_opening_and_use_is_opened_again(
@@ -118,7 +110,7 @@ def test_while_a_close_waits_for_a_user_others_wait_too_and_other_folders_do_not
         reader = threads.submit(first.read, long)
         assert reading.wait(WAIT_S)
         closing = threads.submit(second.close)
-        _until(lambda: old._gate._closed)
+        eventually(lambda: old._gate._closed)
         late = threads.submit(_shared(tmp_path / "bucket").read, _got(b"a"))
         _shared(tmp_path / "another bucket").write(_put(b"b"))
         assert not any(future.done() for future in (reader, closing, late))
@@ -169,7 +161,7 @@ def test_what_another_process_has_begun_anew_is_not_set_aside(tmp_path: Path) ->
     shared = _shared(tmp_path / "bucket")
     shared.write(_put(b"a"))
     assert not shared.is_replaced()
-    subprocess.run([sys.executable, "-c", _BEGUN_ANEW, str(tmp_path / "bucket")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", _BEGUN_ANEW, str(tmp_path / "bucket")], check=True, timeout=WAIT_S)
     assert shared.is_replaced()
     assert shared.read(_got(b"a")) == b"value", "this process still has the old one"
     shared.discard()
@@ -235,7 +227,7 @@ def test_a_file_that_was_cut_short_is_set_aside(tmp_path: Path, part: float) -> 
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WAIT_S,
         check=False,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "as expected"), done.stderr[-3000:]
@@ -396,7 +388,7 @@ def test_what_another_process_has_grown_beyond_the_address_space_is_read_all_the
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WAIT_S,
         check=False,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "b'1'\nb'1'\n104857600"), done.stderr[-3000:]

@@ -31,8 +31,7 @@ from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
 from spark_state_ext.worker import process
 from spark_state_ext.worker.threads import DaemonPool
-
-WAIT_S = 30.0
+from tests.helpers.waiting import WAIT_S
 
 
 class Manager:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from fuzz_targets import PLANTED, TARGETS
 
+from tests.helpers.waiting import WAIT_S
+
 SCRIPT = Path(__file__).with_name("fuzz.py")
 SECONDS = 2
 # Arrow's reading of a whole file takes longer than that of a few fields; a busy machine has a tenth of the speed.
@@ -35,7 +37,7 @@ def _fuzz(name: str, folder: Path, seconds: int) -> subprocess.CompletedProcess[
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        timeout=seconds + 120,
+        timeout=seconds + WAIT_S,
         check=False,
     )
 

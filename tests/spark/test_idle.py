@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from streams import WAIT_S, read, write_batches
+from streams import read, write_batches
 from test_guards import STATE, arrow_state, count_rows
 
 from spark_state_ext.errors import LiveRunError
@@ -16,6 +16,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import RunIdentity
+from tests.helpers.waiting import WAIT_S, eventually
 
 
 def test_an_idle_run_keeps_its_lease_until_it_ends(session: Any, tmp_path: Path) -> None:
@@ -31,9 +32,7 @@ def test_an_idle_run_keeps_its_lease_until_it_ends(session: Any, tmp_path: Path)
         .start()
     )
     try:
-        deadline_s = time.monotonic() + WAIT_S
-        while query.lastProgress is None and query.isActive and time.monotonic() < deadline_s:
-            time.sleep(0.1)
+        eventually(lambda: query.lastProgress is not None or not query.isActive)
         assert query.exception() is None
         query_folder = Folder(str(tmp_path / "root" / "guarded" / str(query.id)))
         # Two leases' time after its only batch.
@@ -44,10 +43,8 @@ def test_an_idle_run_keeps_its_lease_until_it_ends(session: Any, tmp_path: Path)
                 Lease(query_folder, other, 6_000).hold()
     finally:
         query.stop()
-    deadline_s = time.monotonic() + WAIT_S
     log = LeaseLog(query_folder)
-    while (found := log.newest()) is not None and not found.record.released and time.monotonic() < deadline_s:
-        time.sleep(0.1)
+    eventually(lambda: (found := log.newest()) is None or found.record.released)
     started_s = time.monotonic()
-    Lease(query_folder, RunIdentity("another application", "plan"), 60_000).hold()
-    assert time.monotonic() - started_s < 30.0, "it did not wait for the lease"
+    Lease(query_folder, RunIdentity("another application", "plan"), 3_600_000).hold()
+    assert time.monotonic() - started_s < WAIT_S, "it did not wait for the lease"

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import COUNTS, Job, count, emitted, eventually, keyed
+from jobs import COUNTS, Job, count, emitted, keyed
 from streams import finish
 from watched_store import STORE
 
 from spark_state_ext.store.environment import Environment
 from spark_state_ext.store.records import every
 from spark_state_ext.worker.metrics import read as read_metrics
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.spark
 
