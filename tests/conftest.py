@@ -117,6 +117,17 @@ def operator(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def clock(life: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The life's clock, on which no time passes but what the test lets pass."""
+    from spark_state_ext.commit.uploads import WorkerUploads
+    from tests.helpers.clock import VirtualClock
+
+    life.clock_s = made = VirtualClock()
+    monkeypatch.setattr(WorkerUploads, "pause", lambda _, uploads, timeout_s: made.pause(uploads, timeout_s))
+    return made
+
+
+@pytest.fixture
 def life(tmp_path: Path) -> Iterator[Any]:
     """A bucket that lives from batch to batch."""
     from life import Life

@@ -182,10 +182,12 @@ def test_a_session_that_fails_for_a_moment_is_asked_again(folder: Folder, keeper
 def test_a_session_that_fails_for_long_is_given_up_and_that_is_said(
     folder: Folder, keeper: LeaseKeeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_state_ext.spark.client.lease_keeper._LOST_S", 0.5)
     session = _Session()
     session.fails = True
     keeper.keep(session, [folder], _APP, _PLAN, 300)
+    eventually(lambda: session.asked > 2)
+    assert keeper._thread is not None
+    monkeypatch.setattr("spark_state_ext.spark.client.lease_keeper._LOST_S", 0.0)
     eventually(lambda: keeper._thread is None)
     assert session.asked > 2
     [record] = caplog.records

@@ -172,11 +172,10 @@ def test_what_another_process_has_begun_anew_is_not_set_aside(tmp_path: Path) ->
 
 def test_closing_and_using_at_once(tmp_path: Path) -> None:
     stores = [LocalStore(tmp_path / "bucket", SCHEMA) for _ in range(2)]
-    stop_s = time.monotonic() + 1.0
-    rounds = [0, 0]
+    rounds, over = [0, 0], threading.Event()
 
     def use(number: int) -> None:
-        while time.monotonic() < stop_s:
+        while not over.is_set():
             stores[number].record({f"{number}": b"%d" % rounds[number]})
             assert stores[number].records()[f"{number}"] == b"%d" % rounds[number]
             assert stores[number].map_bytes >= MAP_BYTES_MIN
@@ -185,13 +184,20 @@ def test_closing_and_using_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         users = [threads.submit(use, number) for number in range(2)]
         closed = 0
-        while time.monotonic() < stop_s:
+
+        def often() -> bool:
+            nonlocal closed
             stores[closed % 2].close()
             closed += 1
-            time.sleep(0.001)
+            return min(*rounds, closed) > 200 or any(user.done() for user in users)
+
+        try:
+            eventually(often, 0.001)
+        finally:
+            over.set()
         for user in users:
             user.result(WAIT_S)
-    assert min(*rounds, closed) > 10
+    assert min(*rounds, closed) > 200
 
 
 _CUT_SHORT = """

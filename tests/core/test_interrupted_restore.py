@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,10 +291,25 @@ def test_what_only_a_backend_has_that_did_not_answer_is_asked_of_it(restores: Re
     assert sum(name in line for line in restores.asked("b")) in (1, 2)
 
 
-def test_a_backend_that_is_silent_is_done_without(restores: Restores) -> None:
+PATIENT = CommitOptions(commit_delay_ms_max=0, commit_timeout_ms=int(1000 * WAIT_S))
+
+
+def _hours_pass(monkeypatch: pytest.MonkeyPatch, while_: Callable[[], object]) -> None:
+    """Whenever somebody looks at the clock while something is so. Apart from that it goes as it does."""
+    ahead_s = 0.0
+
+    def monotonic() -> float:
+        nonlocal ahead_s
+        ahead_s += 3_600.0 if while_() else 0.0
+        return time.monotonic() + ahead_s
+
+    monkeypatch.setattr("spark_state_ext.restore.sources.time", SimpleNamespace(monotonic=monotonic))
+
+
+def test_a_backend_that_is_silent_is_done_without(restores: Restores, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives no error either, as a network drive whose server is gone."""
-    options = CommitOptions(commit_delay_ms_max=0, commit_timeout_ms=500)
-    bucket = restores.bucket(restores.replica("b", takes_s=TAKES_S), restores.replica("a"), prefer="b", options=options)
+    _hours_pass(monkeypatch, lambda: restores.asked("b") and not restores.asked("a"))
+    bucket = restores.bucket(restores.replica("b", takes_s=TAKES_S), restores.replica("a"), prefer="b", options=PATIENT)
     assert _in_thread(lambda: bucket.read(scanned)).result(ENDS_S) == restores.life.models[-1]
     assert len(restores.asked("b")) == 1
 
@@ -305,9 +321,12 @@ def test_a_sole_backend_that_is_silent_ends_the_restore(restores: Restores) -> N
         _in_thread(lambda: bucket.read(scanned)).result(ENDS_S)
 
 
-def test_a_backend_that_is_slow_over_a_file_but_answers_is_waited_for(restores: Restores) -> None:
-    options = CommitOptions(commit_delay_ms_max=0, commit_timeout_ms=700)
-    bucket = restores.bucket(restores.replica("a", takes_s=0.4), options=options)
+def test_a_backend_that_is_slow_over_a_file_but_answers_is_waited_for(
+    restores: Restores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has said how large the file is, and takes hours to give it."""
+    _hours_pass(monkeypatch, lambda: any("cat_file" in line for line in restores.asked("a")))
+    bucket = restores.bucket(restores.replica("a", takes_s=0.2), options=PATIENT)
     assert bucket.read(scanned) == restores.life.models[-1]
 
 

@@ -61,7 +61,7 @@ def _right(job: Job, fed: list[list[str]]) -> bool:
 def test_a_warm_batch_asks_the_store_for_nothing(spark: Any, tmp_path: Path) -> None:
     """Snapshots, leases, clean-up and confirmations included: all that is beside it."""
     log = tmp_path / "asked"
-    job = _job(spark, tmp_path, buckets=2, lease_ms=9_000, store={"log": str(log)})
+    job = _job(spark, tmp_path, buckets=2, lease_ms=30_000, store={"log": str(log)})
     fed: list[list[str]] = []
     job.feed()
     with job.running() as query:
