@@ -109,7 +109,7 @@ def session(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue("spark" if request.param == "classic" else "connect")
 
 
-@pytest.fixture(params=["spark", "arrow"])
+@pytest.fixture(params=[pytest.param("spark", marks=pytest.mark.parity), "arrow"])
 def operator(request: pytest.FixtureRequest) -> str:
     """Whose operator runs the job: Spark's own or ours."""
     kind: str = request.param
