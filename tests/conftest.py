@@ -109,11 +109,22 @@ def session(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue("spark" if request.param == "classic" else "connect")
 
 
-@pytest.fixture(params=["spark", "arrow"])
+@pytest.fixture(params=[pytest.param("spark", marks=pytest.mark.parity), "arrow"])
 def operator(request: pytest.FixtureRequest) -> str:
     """Whose operator runs the job: Spark's own or ours."""
     kind: str = request.param
     return kind
+
+
+@pytest.fixture
+def clock(life: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The life's clock, on which no time passes but what the test lets pass."""
+    from spark_state_ext.commit.uploads import WorkerUploads
+    from tests.helpers.clock import VirtualClock
+
+    life.clock_s = made = VirtualClock()
+    monkeypatch.setattr(WorkerUploads, "pause", lambda _, uploads, timeout_s: made.pause(uploads, timeout_s))
+    return made
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from benchmarks.peers.compare import Program, Workload, measure
 from benchmarks.peers.environments import Environment, PeerUnavailableError
 from benchmarks.peers.protocol import Task, leave, write_batches
 from benchmarks.report import BenchmarkError, Report
+from tests.helpers.waiting import WAIT_S
 
 _SMALL = Workload("few events", 300, 50)
 
@@ -23,7 +24,7 @@ def _report() -> Report:
     return Report("sample", {})
 
 
-def _measure(work: Path, *programs: Program, timeout_s: float = 60.0) -> Report:
+def _measure(work: Path, *programs: Program, timeout_s: float = WAIT_S) -> Report:
     report = _report()
     measure(report, _SMALL, work, batches=3, programs=list(programs), timeout_s=timeout_s)
     return report
@@ -77,9 +78,13 @@ def test_the_floors_own_keys_may_be_negative(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("program", "timeout_s", "why"),
     [
-        (Program("it", "benchmarks.floors", "cp", package="no_such_package"), 60.0, "no_such_package is not installed"),
-        (Program("it", "benchmarks.floors", "no such floor"), 60.0, "it ended with exit code 2: .*invalid choice"),
-        (Program("it", "benchmarks.no_such_module", "cp"), 60.0, "it ended with exit code 1: .*no_such_module"),
+        (
+            Program("it", "benchmarks.floors", "cp", package="no_such_package"),
+            WAIT_S,
+            "no_such_package is not installed",
+        ),
+        (Program("it", "benchmarks.floors", "no such floor"), WAIT_S, "it ended with exit code 2: .*invalid choice"),
+        (Program("it", "benchmarks.no_such_module", "cp"), WAIT_S, "it ended with exit code 1: .*no_such_module"),
         (Program("it", "benchmarks.floors", "cp"), 0.01, "it was not done after 0 s"),
     ],
 )

@@ -26,12 +26,12 @@ from spark_state_ext.ownership.lease_record import LEASE_FORMAT
 from spark_state_ext.spark.client import operators
 from spark_state_ext.store.identity import _STORE_FORMAT
 from spark_state_ext.worker import metrics
+from tests.helpers.waiting import WAIT_S
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 OPERATING = DOCS / "operating"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-_WAIT_S = 120
 _FENCED = re.compile(r"^```(\w*)[^`\n]*\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
@@ -216,7 +216,7 @@ def test_misnamed_columns_are_null_where_that_is_asked_for(spark: Any, tmp_path:
         counts = stream_of_ids(spark, tmp_path / "in").groupBy("k")
         counts = counts.applyInPandasWithState(misnaming, "k long, n long", "n long", "update", "NoTimeout")
         writer = counts.writeStream.outputMode("update").format("memory").queryName(f"misnamed_by_{kind}")
-        assert writer.trigger(availableNow=True).start().awaitTermination(_WAIT_S)
+        assert writer.trigger(availableNow=True).start().awaitTermination(WAIT_S)
         assert {(row.k, row.n) for row in spark.table(f"misnamed_by_{kind}").collect()} == {(0, None), (1, None)}
     finally:
         disable(spark)
@@ -234,7 +234,7 @@ def test_shuffle_partitions_are_fixed_at_the_first_start(spark: Any, tmp_path: P
             writer = counts.writeStream.outputMode("update").format("noop")
             writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
             query = writer.trigger(availableNow=True).start()
-            assert query.awaitTermination(_WAIT_S)
+            assert query.awaitTermination(WAIT_S)
             seen += [progress["stateOperators"][0]["numShufflePartitions"] for progress in query.recentProgress]
     finally:
         spark.conf.set("spark.sql.shuffle.partitions", before)

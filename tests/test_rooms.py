@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.helpers.waiting import WAIT_S
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("arrow_schemas", "spark_state_ext")
 
@@ -21,7 +23,7 @@ def _modules() -> Iterator[tuple[Path, ast.Module]]:
 def test_imports_point_down() -> None:
     """The contracts in setup.cfg: no arrow upwards, no circle, no PySpark and no pandas in the core."""
     linter = Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

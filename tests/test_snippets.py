@@ -17,7 +17,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -28,11 +27,11 @@ import pytest
 
 from spark_state_ext import ArrowState, disable
 from spark_state_ext.files.folder import Folder
+from tests.helpers.waiting import WAIT_S, eventually
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SAID = "Python snippets of this page run as pasted, one after the other"
-_WAIT_S = 120
 _BLOCK = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NO_RUN = "no-run: "
 
@@ -85,11 +84,12 @@ def pasted(block: Block, names: dict[str, Any], folder: Path) -> None:
 
 def until(query: Any, fits: Callable[[Any], bool]) -> None:
     """Wait for a batch whose progress is as asked for."""
-    deadline_s = time.monotonic() + _WAIT_S
-    while not any(fits(progress) for progress in query.recentProgress):
+
+    def came() -> bool:
         assert query.exception() is None
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+        return any(fits(progress) for progress in query.recentProgress)
+
+    eventually(came, 0.1)
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_the_page_on_connect_runs_as_pasted(connect_server: Any, tmp_path: Path)
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=_WAIT_S,
+        timeout=WAIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout
@@ -263,7 +263,7 @@ def help_of(*arguments: str) -> str:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=_WAIT_S,
+        timeout=WAIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

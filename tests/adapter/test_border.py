@@ -31,6 +31,7 @@ from spark_state_ext.spark.callers.group_state import Clock, KeyState
 from spark_state_ext.spark.callers.keys import as_frames
 from spark_state_ext.spark.executor.border import told
 from spark_state_ext.worker.retry import retried
+from tests.helpers.waiting import WAIT_S
 
 CLOCK = Clock(0, 0, "NoTimeout", False, False, StructType([StructField("n", LongType())]))
 
@@ -202,7 +203,7 @@ def test_spark_is_given_no_frames(tmp_path: Path) -> None:
             """
         )
     )
-    done = subprocess.run([sys.executable, str(job)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(job)], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     texts = done.stdout.split("=====\n")
     assert len(texts) == 3

@@ -14,6 +14,7 @@ from spark_state_ext.engine.in_transit import spill_folder
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import query_folders_of_batch
+from tests.helpers.waiting import WAIT_S
 
 _BATCH_MS = 1_700_000_000_000
 _NONCE = b"n" * 16
@@ -70,14 +71,14 @@ def test_calls_at_one_time_agree(tmp_path: Path) -> None:
     begin = threading.Barrier(8)
 
     def call(query: str) -> None:
-        begin.wait(30)
+        begin.wait(WAIT_S)
         found.append(FirstQueryFolders().of(files, query, _BATCH_MS, _NONCE))
 
     threads = [threading.Thread(target=call, args=(query,)) for query in ("", "query") * 4]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(WAIT_S)
     assert len(found) == 8
     assert len(set(found)) == 1
 

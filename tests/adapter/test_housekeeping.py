@@ -20,6 +20,7 @@ from spark_state_ext.errors import CleanUpFailedError, LiveRunError, StorageErro
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from spark_state_ext.worker.background import Background
+from tests.helpers.waiting import WAIT_S
 
 DUE = 10
 
@@ -30,7 +31,7 @@ def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
     made = Background()
     monkeypatch.setattr(Process, "housekeeping", Housekeeping(made), raising=False)
     yield made
-    assert made.wait(30.0)
+    assert made.wait(WAIT_S)
 
 
 class Process:
@@ -57,7 +58,7 @@ def test_a_clean_up_that_is_refused_is_told_by_the_next_commit(
     mine = Process.housekeeping
     monkeypatch.setattr(Folder, "remove", _denied)
     _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
-    assert background.wait(30.0)
+    assert background.wait(WAIT_S)
     with pytest.raises(CleanUpFailedError, match=r"backend a cannot be deleted: 403.*clean_up=False"):
         _clean_ups(life).raise_failed()
     # Told once; and nothing was harmed.
@@ -66,7 +67,7 @@ def test_a_clean_up_that_is_refused_is_told_by_the_next_commit(
     monkeypatch.undo()
     monkeypatch.setattr(Process, "housekeeping", mine, raising=False)
     _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
-    assert background.wait(30.0)
+    assert background.wait(WAIT_S)
     assert len(life.files("a", "delta")) < len(before)
     _clean_ups(life).raise_failed()
 
@@ -81,7 +82,7 @@ def test_a_clean_up_that_may_go_better_another_time_is_not_told(
     pointer = life.pointers[-1]
     monkeypatch.setattr(Folder, "remove", busy)
     _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
-    assert background.wait(30.0)
+    assert background.wait(WAIT_S)
     _clean_ups(life).raise_failed()
 
 
@@ -120,7 +121,7 @@ def test_a_run_that_was_replaced_deletes_nothing(
     pointer, before = life.pointers[-1], life.files("a", "delta")
     monkeypatch.setattr(Leases, "check", lost)
     _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
-    assert background.wait(30.0)
+    assert background.wait(WAIT_S)
     assert life.files("a", "delta") == before
     _clean_ups(life).raise_failed()
 
@@ -134,7 +135,7 @@ def test_clean_ups_that_hang_take_no_threads_from_uploads_and_are_not_piled_up(
 
     def hangs(self: Folder) -> list[Entry]:
         asked.release()
-        assert ends.wait(60.0)
+        assert ends.wait(WAIT_S)
         return real(self)
 
     monkeypatch.setattr(housekeeping, "_CLEAN_UP_S_MAX", 0.1)
@@ -143,11 +144,11 @@ def test_clean_ups_that_hang_take_no_threads_from_uploads_and_are_not_piled_up(
     try:
         for _ in range(3):
             _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
-            assert background.wait(30.0)
+            assert background.wait(WAIT_S)
         # With one bucket, uploads have two threads.
         life.options = replace(life.options, commit_timeout_ms=10_000)
         life.batch()
-        assert asked.acquire(timeout=30.0)
+        assert asked.acquire(timeout=WAIT_S)
         assert not asked.acquire(timeout=0.1), "one is enough, as long as it hangs"
     finally:
         ends.set()
@@ -155,10 +156,10 @@ def test_clean_ups_that_hang_take_no_threads_from_uploads_and_are_not_piled_up(
     monkeypatch.undo()
     monkeypatch.setattr(Process, "housekeeping", mine, raising=False)
     left = mine.left[str(life.local), "a"]
-    left.result(30.0)
+    left.result(WAIT_S)
     assert len(life.files("a", "delta")) < len(before)
     _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
-    assert background.wait(30.0)
+    assert background.wait(WAIT_S)
     assert (str(life.local), "a") not in mine.left
 
 
@@ -171,7 +172,7 @@ def test_spill_files_of_earlier_batches_go(finished: int, background: Background
         folder.child(spill_folder("query", batch, made_s)).put("x.payloads", b"rows")
     for calls in (5, housekeeping._SPILL_EVERY_CALLS):
         Process.housekeeping.drop_spill_files(folder, task, calls, int(1000 * began_s))
-        assert background.wait(30.0)
+        assert background.wait(WAIT_S)
     assert folder.child("query", "spill").names() == ["7-1000005"]
 
 
@@ -183,10 +184,10 @@ def test_spill_files_of_this_batch_stay_whichever_batch_their_writer_was_told(
     for made_s in (began_s - 60, began_s + 5):
         folder.child(spill_folder("query", 3, made_s)).put("x.payloads", b"rows")
     Process.housekeeping.drop_spill_files(folder, TaskInfo("query", "run", 7), 5, int(1000 * began_s))
-    assert background.wait(30.0)
+    assert background.wait(WAIT_S)
     assert folder.child("query", "spill").names() == ["3-1000005"]
     Process.housekeeping.drop_spill_files(folder, TaskInfo("query", "run", 8), 6, int(1000 * (began_s + 60)))
-    assert background.wait(30.0)
+    assert background.wait(WAIT_S)
     assert folder.child("query", "spill").names() == []
 
 
@@ -202,7 +203,7 @@ def test_what_tasks_left_that_were_not_told_their_query_goes_too(
     for record in records:
         folder.child(STARTING_FOLDER).put(record, b"query")
     Process.housekeeping.drop_spill_files(folder, task, housekeeping._SPILL_EVERY_CALLS, int(1000 * now_s))
-    assert background.wait(30.0)
+    assert background.wait(WAIT_S)
     assert folder.child("spill").names() == [f"t{int(now_s - 100)}"]
     assert folder.child(STARTING_FOLDER).names() == records[:1]
 
@@ -217,5 +218,5 @@ def test_spill_files_are_left_when_their_turn_comes_late(
     now_s = time.time()
     folder.child(spill_folder("query", 3, now_s - 5)).put("x.payloads", b"rows")
     Process.housekeeping.drop_spill_files(folder, TaskInfo("query", "run", 7), 5, int(1000 * now_s))
-    assert background.wait(30.0)
+    assert background.wait(WAIT_S)
     assert folder.child("query", "spill").names() == [f"3-{int(now_s - 5)}"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from spark_state_ext.ownership.lease_log import LEASE_FOLDER, LeaseLog
 from spark_state_ext.ownership.lease_record import Found, RunIdentity
 from spark_state_ext.spark.client import lease_keeper as keeper_module
 from spark_state_ext.spark.client.lease_keeper import Kept, LeaseKeeper
+from tests.helpers.waiting import eventually
 
 _APP, _PLAN = "app-1 driver:7001", "plan"
 _ME = RunIdentity(_APP, _PLAN, "query")
@@ -162,13 +162,6 @@ class _Session:
         return SimpleNamespace(active=[SimpleNamespace(id="query")])
 
 
-def _eventually(holds: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def keeper() -> Iterator[LeaseKeeper]:
     keeper = LeaseKeeper()
@@ -181,19 +174,21 @@ def test_a_session_that_fails_for_a_moment_is_asked_again(folder: Folder, keeper
     session = _Session()
     session.fails = True
     keeper.keep(session, [folder], _APP, _PLAN, 300)
-    _eventually(lambda: session.asked > 2)
+    eventually(lambda: session.asked > 2)
     session.fails = False
-    _eventually(lambda: _newest(folder, "query").number > 2)
+    eventually(lambda: _newest(folder, "query").number > 2)
 
 
 def test_a_session_that_fails_for_long_is_given_up_and_that_is_said(
     folder: Folder, keeper: LeaseKeeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_state_ext.spark.client.lease_keeper._LOST_S", 0.5)
     session = _Session()
     session.fails = True
     keeper.keep(session, [folder], _APP, _PLAN, 300)
-    _eventually(lambda: keeper._thread is None)
+    eventually(lambda: session.asked > 2)
+    assert keeper._thread is not None
+    monkeypatch.setattr("spark_state_ext.spark.client.lease_keeper._LOST_S", 0.0)
+    eventually(lambda: keeper._thread is None)
     assert session.asked > 2
     [record] = caplog.records
     assert record.levelno == logging.WARNING
@@ -216,7 +211,7 @@ def test_a_store_that_hangs_keeps_no_other_one_from_being_asked(
     session = _Session()
     try:
         keeper.keep(session, [hangs, folder], _APP, _PLAN, 300)
-        _eventually(lambda: _newest(folder, "query").number > 2)
+        eventually(lambda: _newest(folder, "query").number > 2)
         assert not never.is_set()
     finally:
         never.set()
@@ -239,7 +234,7 @@ def test_a_request_that_never_returns_does_not_end_renewing(
     session = _Session()
     try:
         keeper.keep(session, [folder], _APP, _PLAN, 300)
-        _eventually(lambda: hung == [0])
-        _eventually(lambda: newest(LeaseLog(folder.child("query"))).number > 2)  # type: ignore[union-attr]  # a task made it
+        eventually(lambda: hung == [0])
+        eventually(lambda: newest(LeaseLog(folder.child("query"))).number > 2)  # type: ignore[union-attr]  # a task made it
     finally:
         never.set()

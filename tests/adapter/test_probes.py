@@ -22,8 +22,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_record import RunIdentity
 from spark_state_ext.worker.background import Background
-
-WAIT_S = 30.0
+from tests.helpers.waiting import WAIT_S
 
 
 @pytest.fixture(autouse=True)

@@ -25,8 +25,7 @@ from spark_state_ext.errors import InterruptedRestoreError
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.background import Background
-
-WAIT_S = 30.0
+from tests.helpers.waiting import WAIT_S
 
 
 class Closing(FilesBackup):

@@ -39,6 +39,7 @@ from arrow_schemas.spark_types import state_fields
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.spark.callers.state_values import column_to_values, row_keeper, values_to_column
 from spark_state_ext.spark.compat import SPARK_VERSION
+from tests.helpers.waiting import WAIT_S
 
 WHEN = dt.datetime(2013, 3, 10, 2, 30, 1, 123456)  # noqa: DTZ001  # Spark's state values are naive
 POINT = StructType([StructField("x", IntegerType()), StructField("at", TimestampType())])
@@ -242,7 +243,7 @@ def test_a_time_that_could_not_be_read_again_is_refused() -> None:
         "try:\n    values_to_column([None, late], TimestampType(), pa.timestamp('us', 'UTC'), 'v')\n"
         "except Exception as error:\n    print(type(error).__name__, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert done.stdout.startswith("StateValueError v of type timestamp cannot hold datetime.datetime(9999, "), (
         done.stdout
     )

@@ -249,7 +249,11 @@ class Driver:
         """So many minutes of the world outside."""
         ends_s = time.monotonic() + minutes * MINUTE_S
         while time.monotonic() < ends_s:
-            self.batch(kills=self.numbers.random() < 0.25)
+            self.step()
+
+    def step(self) -> None:
+        """A batch, and now and then a kill."""
+        self.batch(kills=self.numbers.random() < 0.25)
 
     def batch(self, kills: bool = False, changes: bool = True) -> None:
         """The next batch, attempt after attempt; one without changes does not count."""

@@ -39,10 +39,10 @@ from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_record import RunIdentity
 from spark_state_ext.spark.client.lease_keeper import Kept
 from spark_state_ext.store import LocalStore
+from tests.helpers.waiting import WAIT_S
 
 QUERY, RETAINED = "query", 2
 _STORES = ("s3", "azure", "path", "smb", "webhdfs")
-_WAIT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class Start:
     model: Model
     lease_ms: int
     seconds: float
+    at_least: int
 
 
 def _query_folder(start: Start) -> Folder:
@@ -95,7 +96,7 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
     deadline_s = time.monotonic() + start.seconds
     with tempfile.TemporaryDirectory() as scratch:
         store, lease = LocalStore.at(Path(scratch) / "store", SCHEMA), None
-        while time.monotonic() < deadline_s:
+        while time.monotonic() < deadline_s or not (refusals or commits >= start.at_least):
             # Started again, it is planned again.
             lease = lease or Lease(
                 query_folder, RunIdentity(application, uuid.uuid4().hex, QUERY, name), start.lease_ms
@@ -116,18 +117,21 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
                 if commits % 10 == 0:
                     request = clean_up_at(pointer, RETAINED, lease.check)
                     deleted += clean_up(query_folder.child("3"), request, Path(scratch), time.time() + 700)
-                if draw.random() < 0.01:
+                if not start.seconds:
+                    time.sleep(0.05)  # so often is enough
+                elif draw.random() < 0.01:
                     time.sleep(1.2 * start.lease_ms / 1000)
             except LiveRunError:
                 refusals, lease = refusals + 1, None
-        both.wait(_WAIT_S)
+        both.wait(WAIT_S)
         ended.set()
         store.close()
     tell.send(Told(commits, refusals, deleted, pointer, model))
 
 
-def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) -> dict[str, int]:
-    """Both drivers for so long; returns what there was to count.
+def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int, at_least: int = 1) -> dict[str, int]:
+    """Both drivers for so long, and until one has committed so often and the other was refused; returns what there was
+    to count.
 
     Raises
     ------
@@ -135,7 +139,7 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) ->
         When both committed, or what the one committed cannot be restored.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        start = Start(root, options, first_pointer(), {}, lease_ms, seconds)
+        start = Start(root, options, first_pointer(), {}, lease_ms, seconds, at_least)
         query_folder, pointer, model = _query_folder(start), start.pointer, start.model
         with contextlib.closing(LocalStore.at(Path(scratch) / "common", SCHEMA)) as store:
             for at in range(5):
@@ -148,7 +152,7 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int) ->
                     CommitContext(Path(scratch), batches_retained=RETAINED),
                 )
                 pointer, model = bucket.commit(buffer_of(changes, Path(scratch))).pointer, changed(model, changes)
-        start = Start(root, options, pointer, model, lease_ms, seconds)
+        start = Start(root, options, pointer, model, lease_ms, seconds, at_least)
         spawned = multiprocessing.get_context("spawn")
         both = spawned.Barrier(2)
         pipes = [spawned.Pipe(duplex=False) for _ in range(2)]

@@ -25,9 +25,9 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.background import Background
+from tests.helpers.waiting import WAIT_S
 
 RETAINED = 2
-WAIT_S = 30.0
 
 
 class Watched(FilesBackup):

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tests.helpers.waiting import WAIT_S
+
 __all__ = ["Azure", "S3", "azure_server", "s3_server"]
 
-_STARTS_WITHIN_S = 60
 _BUCKET = "states"
 # Azurite's own account, the same everywhere.
 _ACCOUNT = "devstoreaccount1"
@@ -102,7 +103,7 @@ def s3_server() -> Iterator[S3]:
     with _running([sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]) as server:
         s3 = S3(f"http://127.0.0.1:{port}")
         request = urllib.request.Request(f"{s3.endpoint}/{_BUCKET}", method="PUT")
-        _when_it_answers(server, lambda: urllib.request.urlopen(request, timeout=_STARTS_WITHIN_S).close())
+        _when_it_answers(server, lambda: urllib.request.urlopen(request, timeout=WAIT_S).close())
         yield s3
 
 
@@ -148,11 +149,11 @@ def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
 def _answers(endpoint: str) -> None:
     """Any answer will do; a server that is not there gives none."""
     with contextlib.suppress(urllib.error.HTTPError):
-        urllib.request.urlopen(endpoint, timeout=_STARTS_WITHIN_S).close()
+        urllib.request.urlopen(endpoint, timeout=WAIT_S).close()
 
 
 def _when_it_answers(server: subprocess.Popen[bytes], ask: Callable[[], None]) -> None:
-    deadline_s = time.monotonic() + _STARTS_WITHIN_S
+    deadline_s = time.monotonic() + WAIT_S
     while True:
         try:
             ask()

@@ -234,7 +234,7 @@ def main(base: Path, protocol: str, fate: str, when: str, share: int, shares: in
     Steps.kills, Steps.after = fate == "kill", when == "after"
     failed: list[str] = []
     assert in_a_child(partial(begin, base / f"begun-{share}", protocol)) == UNHIT
-    for n in range(share, 1_000, shares):
+    for n in range(share, 10_000, shares):
         folder = base / str(n)
         shutil.copytree(base / f"begun-{share}", folder)
         Steps.record = folder / "failed"

@@ -18,6 +18,7 @@ from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckp
 from spark_state_ext.files import checkpoint
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header, write_checkpoint
 from spark_state_ext.files.folder import Folder
+from tests.helpers.waiting import WAIT_S
 
 _CHANGES: Changes = {KEYS[0]: Row(1, "one", 5), KEYS[7]: Row(2), KEYS[9]: None}
 
@@ -204,7 +205,7 @@ def test_a_sealed_file_outlives_processes_forked_from_its_own(tmp_path: Path) ->
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WAIT_S,
         check=False,
     )
     assert done.stdout.strip() == "as expected", done.stderr[-3000:]

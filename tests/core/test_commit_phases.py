@@ -3,13 +3,11 @@ TestBlobStoreBackupManager), as scenarios of a bucket: real local stores, real f
 
 from __future__ import annotations
 
-import threading
-import time
 from dataclasses import replace
 
 import pytest
 from core_support import SCHEMA
-from life import RETAINED, WAIT_S, Life
+from life import RETAINED, Life
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import ReplicationStatus
@@ -24,6 +22,8 @@ from spark_state_ext.errors import (
     UploadFailedError,
 )
 from spark_state_ext.store import LocalStore, View
+from tests.helpers.clock import VirtualClock
+from tests.helpers.waiting import WAIT_S
 
 # -- order -----------------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ def test_another_process_that_lives_is_waited_for(life: Life) -> None:
 # -- skip, block, fail -----------------------------------------------------------------------------
 
 
-def test_a_commit_goes_on_then_waits_then_fails(life: Life) -> None:
+def test_a_commit_goes_on_then_waits_then_fails(life: Life, clock: VirtualClock) -> None:
     life.names = ("a", "b")
     life.options = CommitOptions(commit_delay_ms_max=1_500, commit_timeout_ms=4_000)
     life.batches_retained = 100
@@ -103,24 +103,24 @@ def test_a_commit_goes_on_then_waits_then_fails(life: Life) -> None:
     life.settle()
     hung = life.manager("b")
     hung.gate.clear()
-    began_s = time.monotonic()
+    began_s = clock.now_s
     went_on = 0
     while True:
-        started_s = time.monotonic()
+        started_s = clock.now_s
         try:
             life.batch()
         except CommitTimeoutError as error:
-            failed_s, waited_s, text = time.monotonic() - began_s, time.monotonic() - started_s, str(error)
+            failed_s, waited_s, text = clock.now_s - began_s, clock.now_s - started_s, str(error)
             break
-        assert time.monotonic() - started_s < 1.2, "goes on without waiting"
+        assert clock.now_s == started_s, "goes on without waiting"
         went_on += 1
-        time.sleep(0.2)
+        clock.sleep(0.2)
     assert went_on > 2
     assert "b: 2_" in text
     assert "commit_timeout_ms is 4000" in text
     # It went on for one and a half seconds, and gave up after four, counted from when the upload began.
-    assert 4.0 <= failed_s < 4.5
-    assert 1.5 < waited_s <= 2.6
+    assert failed_s == pytest.approx(4.0)
+    assert waited_s == pytest.approx(2.4)
     # Nothing is lost, and another start goes on; what hung comes back.
     assert life.restored(life.pointers[-1]) == life.models[-1]
     hung.gate.set()
@@ -131,33 +131,34 @@ def test_a_commit_goes_on_then_waits_then_fails(life: Life) -> None:
     assert life.restored(life.pointers[-1], "b") == life.models[-1]
 
 
-def test_a_commit_waits_where_clean_up_would_not_know_of_what_is_late(life: Life) -> None:
+def test_a_commit_waits_where_clean_up_would_not_know_of_what_is_late(life: Life, clock: VirtualClock) -> None:
     """However patient it is: what is in Spark's own state only is as many batches old as Spark retains at most."""
     life.batches_retained = 3
     life.manager("a").gate.clear()
     for _ in range(4):
         life.batch()
     assert [delta.heartbeat for delta in life.pointers[-1].inline] == [1, 2, 3, 4]
-    started_s = time.monotonic()
-    threading.Timer(0.4, life.manager("a").gate.set).start()
+    started_s = clock.now_s
+    clock.after(0.4, life.manager("a").gate.set)
     assert [delta.heartbeat for delta in life.batch().inline] == [5]
-    assert time.monotonic() - started_s >= 0.39
+    assert clock.now_s - started_s >= 0.4
 
 
-def test_a_commit_waits_no_longer_than_the_upload_takes(life: Life) -> None:
+def test_a_commit_waits_no_longer_than_the_upload_takes(life: Life, clock: VirtualClock) -> None:
     life.options = CommitOptions(commit_delay_ms_max=100, commit_timeout_ms=20_000)
     life.manager("a").gate.clear()
     life.batch()
-    time.sleep(0.15)
-    started_s = time.monotonic()
-    threading.Timer(0.4, life.manager("a").gate.set).start()
+    clock.sleep(0.15)
+    started_s = clock.now_s
+    clock.after(0.4, life.manager("a").gate.set)
     pointer = life.batch()
-    assert 0.2 < time.monotonic() - started_s < 5
+    # It looks about once a second.
+    assert 0.4 <= clock.now_s - started_s < 2
     # What went before is confirmed, and only the new one is inline.
     assert [delta.ref for delta in pointer.inline] == [pointer.ref]
 
 
-def test_a_job_that_was_down_for_long_is_not_late(life: Life) -> None:
+def test_a_job_that_was_down_for_long_is_not_late(life: Life, clock: VirtualClock) -> None:
     """Age counts from when an upload began here."""
     life.options = CommitOptions(commit_delay_ms_max=200, commit_timeout_ms=400)
     life.manager("a").gate.clear()
@@ -168,15 +169,15 @@ def test_a_job_that_was_down_for_long_is_not_late(life: Life) -> None:
     life.batch()
 
 
-def test_over_the_bound_a_commit_waits(life: Life) -> None:
+def test_over_the_bound_a_commit_waits(life: Life, clock: VirtualClock) -> None:
     life.manager("a").gate.clear()
     size = len(life.batch().inline[0].data)
     life.options = CommitOptions(inline_bytes_max=int(2.5 * size))
     assert len(life.batch().inline) == 2
-    threading.Timer(0.3, life.manager("a").gate.set).start()
-    started_s = time.monotonic()
+    clock.after(0.3, life.manager("a").gate.set)
+    started_s = clock.now_s
     pointer = life.batch()
-    assert time.monotonic() - started_s > 0.2
+    assert clock.now_s - started_s >= 0.3
     assert pointer.inline == ()
     assert pointer.replication == {"a": ReplicationStatus(pointer.ref)}
     assert life.restored(pointer, "a") == life.models[-1]
@@ -195,21 +196,21 @@ def test_the_last_call_of_a_task_waits_for_the_others(life: Life) -> None:
     assert life.restored(pointer) == life.models[-1]
 
 
-def test_without_a_journal_the_call_waits(life: Life) -> None:
+def test_without_a_journal_the_call_waits(life: Life, clock: VirtualClock) -> None:
     life.options = CommitOptions(journal=False)
-    threading.Timer(0.3, life.manager("a").gate.set).start()
+    clock.after(0.3, life.manager("a").gate.set)
     life.manager("a").gate.clear()
-    started_s = time.monotonic()
+    started_s = clock.now_s
     pointer = life.batch()
-    assert time.monotonic() - started_s > 0.2
+    assert clock.now_s - started_s >= 0.3
     assert (pointer.inline, pointer.replication) == ((), {"a": ReplicationStatus(pointer.ref)})
 
 
-def test_a_journal_that_is_left_out_is_emptied_first(life: Life) -> None:
+def test_a_journal_that_is_left_out_is_emptied_first(life: Life, clock: VirtualClock) -> None:
     life.manager("a").gate.clear()
     assert len([life.batch() for _ in range(3)][-1].inline) == 3
     life.options = CommitOptions(journal=False)
-    threading.Timer(0.2, life.manager("a").gate.set).start()
+    clock.after(0.2, life.manager("a").gate.set)
     assert life.batch({}).inline == ()
     assert life.files("a", DELTA) == [1, 2, 3]
 

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from tests.helpers.waiting import WAIT_S
+
 _SCRIPT = """
 import sys
 
@@ -31,7 +33,7 @@ def test_the_core_imports_without_pyspark() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from core_support import SCHEMA
 
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker import descriptors
+from tests.helpers.waiting import WAIT_S
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="what a process has open, as Linux tells it")
 
@@ -63,7 +64,7 @@ def run(tmp_path: Path, limit: int, script: str) -> str:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WAIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -121,11 +122,11 @@ inside, go_on = threading.Event(), threading.Event()
 
 def long(txn):
     inside.set()
-    assert go_on.wait(60)
+    assert go_on.wait(600)
 
 reader = threading.Thread(target=lambda: first._environment.read(long))
 reader.start()
-assert inside.wait(60)
+assert inside.wait(600)
 others = [written(number) for number in range(1, 60)]
 assert not environment.closed
 go_on.set()

@@ -21,8 +21,7 @@ from spark_state_ext.store import LocalStore, environment, local_disk
 from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment
 from spark_state_ext.store.shared import SharedEnvironment
 from spark_state_ext.store.transaction import Reader, Writing
-
-WAIT_S = 30.0
+from tests.helpers.waiting import WAIT_S, eventually
 
 
 def _put(name: bytes, value: bytes = b"value") -> Callable[[Writing], None]:
@@ -39,13 +38,6 @@ def _got(name: bytes) -> Callable[[Reader], bytes | None]:
 
 def _shared(folder: Path) -> SharedEnvironment:
     return SharedEnvironment.at(folder, MAP_BYTES_MIN)
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
 
 
 def test_what_is_closed_between_opening_and_use_is_opened_again(
@@ -118,7 +110,7 @@ def test_while_a_close_waits_for_a_user_others_wait_too_and_other_folders_do_not
         reader = threads.submit(first.read, long)
         assert reading.wait(WAIT_S)
         closing = threads.submit(second.close)
-        _until(lambda: old._gate._closed)
+        eventually(lambda: old._gate._closed)
         late = threads.submit(_shared(tmp_path / "bucket").read, _got(b"a"))
         _shared(tmp_path / "another bucket").write(_put(b"b"))
         assert not any(future.done() for future in (reader, closing, late))
@@ -169,7 +161,7 @@ def test_what_another_process_has_begun_anew_is_not_set_aside(tmp_path: Path) ->
     shared = _shared(tmp_path / "bucket")
     shared.write(_put(b"a"))
     assert not shared.is_replaced()
-    subprocess.run([sys.executable, "-c", _BEGUN_ANEW, str(tmp_path / "bucket")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", _BEGUN_ANEW, str(tmp_path / "bucket")], check=True, timeout=WAIT_S)
     assert shared.is_replaced()
     assert shared.read(_got(b"a")) == b"value", "this process still has the old one"
     shared.discard()
@@ -180,11 +172,10 @@ def test_what_another_process_has_begun_anew_is_not_set_aside(tmp_path: Path) ->
 
 def test_closing_and_using_at_once(tmp_path: Path) -> None:
     stores = [LocalStore.at(tmp_path / "bucket", SCHEMA) for _ in range(2)]
-    stop_s = time.monotonic() + 1.0
-    rounds = [0, 0]
+    rounds, over = [0, 0], threading.Event()
 
     def use(number: int) -> None:
-        while time.monotonic() < stop_s:
+        while not over.is_set():
             stores[number].record({f"{number}": b"%d" % rounds[number]})
             assert stores[number].records()[f"{number}"] == b"%d" % rounds[number]
             assert stores[number].map_bytes >= MAP_BYTES_MIN
@@ -193,13 +184,20 @@ def test_closing_and_using_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
         users = [threads.submit(use, number) for number in range(2)]
         closed = 0
-        while time.monotonic() < stop_s:
+
+        def often() -> bool:
+            nonlocal closed
             stores[closed % 2].close()
             closed += 1
-            time.sleep(0.001)
+            return min(*rounds, closed) > 200 or any(user.done() for user in users)
+
+        try:
+            eventually(often, 0.001)
+        finally:
+            over.set()
         for user in users:
             user.result(WAIT_S)
-    assert min(*rounds, closed) > 10
+    assert min(*rounds, closed) > 200
 
 
 _CUT_SHORT = """
@@ -235,7 +233,7 @@ def test_a_file_that_was_cut_short_is_set_aside(tmp_path: Path, part: float) -> 
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WAIT_S,
         check=False,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "as expected"), done.stderr[-3000:]
@@ -396,7 +394,7 @@ def test_what_another_process_has_grown_beyond_the_address_space_is_read_all_the
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WAIT_S,
         check=False,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "b'1'\nb'1'\n104857600"), done.stderr[-3000:]

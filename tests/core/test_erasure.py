@@ -27,6 +27,7 @@ from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.erasure import WINDOWS, erased_before, is_marked, marked
 from spark_state_ext.files.folder import Readable
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
+from tests.helpers.waiting import WAIT_S
 
 ERASED: Key = ("Jane Doe", 1.0)
 DELTAS_MAX = 5
@@ -76,7 +77,7 @@ def _clean(life: Life) -> None:
     pointer = life.pointers[-1]
     through = pointer.replication["a"].through
     assert through is not None
-    life.manager("a").clean_up(CleanUp(pointer, through, RETAINED, lambda: None)).result(30)
+    life.manager("a").clean_up(CleanUp(pointer, through, RETAINED, lambda: None)).result(WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ def _within(life: Life, gap_ms: int, changes: Changes, monkeypatch: pytest.Monke
         life.batch(changes)
         life.settle()
         if is_marked(before, life.pointers[-1]) and before.ref is not None:
-            life.manager("a").clean_up(CleanUp(before, before.ref, life.batches_retained, lambda: None)).result(30)
+            life.manager("a").clean_up(CleanUp(before, before.ref, life.batches_retained, lambda: None)).result(WAIT_S)
 
     life.batch_ms = 1_000_000_000_000
     batch({ERASED: Row(1, "here"), KEYS[1]: Row(2)})

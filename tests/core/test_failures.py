@@ -22,6 +22,7 @@ from spark_state_ext.errors import CommitTimeoutError, StateError, UploadFailedE
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import reclaim
 from spark_state_ext.worker import process
+from tests.helpers.clock import VirtualClock
 
 BUCKETS = 4
 REFUSED = PermissionError(13, "credentials expired")
@@ -209,17 +210,17 @@ SHORT = CommitOptions(commit_delay_ms_max=200, commit_timeout_ms=1_500)
 
 def _waited_s(life: Life) -> float:
     """How long a commit waits until it fails."""
-    started_s = time.monotonic()
+    started_s = life.clock_s()
     with pytest.raises(CommitTimeoutError):
         life.batch()
-    return time.monotonic() - started_s
+    return life.clock_s() - started_s
 
 
-def test_an_attempt_at_a_task_that_took_too_long_has_no_more_time(life: Life) -> None:
+def test_an_attempt_at_a_task_that_took_too_long_has_no_more_time(life: Life, clock: VirtualClock) -> None:
     life.options = SHORT
     life.manager("a").gate.clear()
     life.batch()
-    time.sleep(0.3)
+    clock.sleep(0.3)
     assert _waited_s(life) > 0.8
     for _ in range(3):
         _new_process(life)
@@ -230,11 +231,11 @@ def test_an_attempt_at_a_task_that_took_too_long_has_no_more_time(life: Life) ->
     _new_process(life)
     life.manager("a").gate.clear()
     life.batch()
-    time.sleep(0.3)
+    clock.sleep(0.3)
     assert _waited_s(life) > 0.8
 
 
-def test_an_attempt_that_waits_for_its_own_delta_has_no_more_time(life: Life) -> None:
+def test_an_attempt_that_waits_for_its_own_delta_has_no_more_time(life: Life, clock: VirtualClock) -> None:
     life.options = replace(SHORT, journal=False)
     life.manager("a").gate.clear()
     assert _waited_s(life) > 1.2
@@ -248,7 +249,7 @@ def test_an_attempt_that_waits_for_its_own_delta_has_no_more_time(life: Life) ->
     assert _waited_s(life) > 1.2
 
 
-def test_an_attempt_goes_on_with_the_clocks_of_one_that_died(life: Life) -> None:
+def test_an_attempt_goes_on_with_the_clocks_of_one_that_died(life: Life, clock: VirtualClock) -> None:
     """Which was not told of anything, as its process was killed."""
     life.options = SHORT
     life.manager("a").gate.clear()
@@ -257,33 +258,33 @@ def test_an_attempt_goes_on_with_the_clocks_of_one_that_died(life: Life) -> None
     # The second one was not committed.
     life.pointers.pop(), life.models.pop()
     life.run = replace(life.run, stage=life.run.stage - 1)
-    time.sleep(0.8)
+    clock.sleep(0.8)
     _new_process(life)
     life.manager("a").gate.clear()
     assert _waited_s(life) < 1.0
 
 
-def test_a_later_batch_does_not_count_the_time_in_which_nobody_tried(life: Life) -> None:
+def test_a_later_batch_does_not_count_the_time_in_which_nobody_tried(life: Life, clock: VirtualClock) -> None:
     """A worker that is idle ends, and what it had under way ends with it."""
     life.options = SHORT
     life.manager("a").gate.clear()
     life.batch()
     _new_process(life)
     life.manager("a").gate.clear()
-    time.sleep(1.7)
-    started_s = time.monotonic()
+    clock.sleep(1.7)
+    started_s = clock.now_s
     life.batch()
-    assert time.monotonic() - started_s < 1.0
+    assert clock.now_s - started_s < 1.0
 
 
-def test_an_upload_that_hangs_since_a_run_that_is_over_is_begun_anew(life: Life) -> None:
+def test_an_upload_that_hangs_since_a_run_that_is_over_is_begun_anew(life: Life, clock: VirtualClock) -> None:
     life.options = SHORT
     life.manager("a").gate.clear()
     life.batch()
     life.batch()
     hanging, life.managers = life.managers["a"], {}
     life.run = Run("another", 1)
-    time.sleep(1.7)
+    clock.sleep(1.7)
     pointer = life.batch()
     assert len(pointer.inline) == 3
     life.settle()
@@ -292,7 +293,9 @@ def test_an_upload_that_hangs_since_a_run_that_is_over_is_begun_anew(life: Life)
     hanging.gate.set()
 
 
-def test_another_process_that_hangs_since_a_run_that_is_over_is_not_waited_for(life: Life, other_process: str) -> None:
+def test_another_process_that_hangs_since_a_run_that_is_over_is_not_waited_for(
+    life: Life, clock: VirtualClock, other_process: str
+) -> None:
     life.options = SHORT
     life.manager("a").gate.clear()
     life.batch()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.waiting import WAIT_S
+
 _BEGIN = """
 import gc, hashlib, multiprocessing, os, sys, threading
 from pathlib import Path
@@ -60,7 +62,7 @@ def run(tmp_path: Path, script: str) -> list[str]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WAIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -92,7 +94,7 @@ inside, go_on = threading.Event(), threading.Event()
 
 def long(txn):
     inside.set()
-    assert go_on.wait(60)
+    assert go_on.wait(600)
 
 def read_for_long():
     try:
@@ -102,7 +104,7 @@ def read_for_long():
 
 reader = threading.Thread(target=read_for_long)
 reader.start()
-assert inside.wait(60)
+assert inside.wait(600)
 assert kept()[0] != "-", kept()
 before = files(), kept()
 {fork}

@@ -25,10 +25,10 @@ from spark_state_ext.ownership.lease import Clock, Lease, LeaseRegistry, LeaseSt
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
 from spark_state_ext.worker import process
+from tests.helpers.waiting import WAIT_S, eventually
 
 _ME = RunIdentity("application", "plan", "query", "host")
 _OTHER = RunIdentity("other application", "other plan", "query", "other host")
-_WAIT_S = 30.0
 _LEASE_MS = 30_000
 _LEASE_S = _LEASE_MS / 1000
 _THIRD_S = _LEASE_S / 3
@@ -140,7 +140,7 @@ def test_a_lease_in_both_formats(tmp_path: Path) -> None:
     lease.hold()
     clock.now_s += _LEASE_S / 2
     lease.hold()
-    _until(lambda: '"record": 2' in (tmp_path / "lease.json").read_text())
+    eventually(lambda: '"record": 2' in (tmp_path / "lease.json").read_text())
     old = json.loads((tmp_path / "lease.json").read_text())
     assert (old["format"], old["owner"]["run_id"], old["record"]) == (1, _ME.plan, 2)
     # Another run sees the records, and not what repeats them.
@@ -242,17 +242,10 @@ def _newest(root: Path) -> LeaseRecord:
     return found.record
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + _WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-
-
 def _renewed(lease: Lease) -> None:
     """Hold it, and wait for what is begun beside."""
     lease.hold()
-    _until(lambda: lease._renewing.over)
+    eventually(lambda: lease._renewing.over)
 
 
 def _lease(root: Path, me: RunIdentity, clock: Virtual) -> Lease:
@@ -327,7 +320,7 @@ def test_a_run_that_said_that_it_ended_is_followed_at_once(tmp_path: Path, clock
 
 
 def test_a_driver_whose_process_is_gone_is_followed_at_once(tmp_path: Path, clock: Virtual) -> None:
-    driver = subprocess.Popen(["sleep", "60"])
+    driver = subprocess.Popen(["sleep", "3600"])
     try:
         _lease(tmp_path, _local(driver.pid), clock).hold()
     finally:
@@ -401,7 +394,7 @@ def test_many_workers_that_begin_at_once_do_not_queue(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(_WAIT_S)
+        thread.join(WAIT_S)
     assert {lease.state for lease in leases} == {LeaseState.HELD}
 
 
@@ -412,7 +405,7 @@ def test_of_two_runs_that_begin_at_once_one_gets_it(tmp_path: Path) -> None:
         begin = threading.Barrier(2)
 
         def run(lease: Lease, refused: list[Lease] = refused, begin: threading.Barrier = begin) -> None:
-            begin.wait(_WAIT_S)
+            begin.wait(WAIT_S)
             try:
                 while not refused:
                     lease.hold()
@@ -424,7 +417,7 @@ def test_of_two_runs_that_begin_at_once_one_gets_it(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(_WAIT_S)
+            thread.join(WAIT_S)
         assert len(refused) == 1
         other = next(lease for lease in leases if lease is not refused[0])
         other.check()
@@ -506,14 +499,14 @@ class Hang:
 
     def __call__(self) -> None:
         self.begun.set()
-        assert self.go_on.wait(_WAIT_S)
+        assert self.go_on.wait(WAIT_S)
 
 
 def _hanging_renewal(lease: Lease, files: Slow, clock: Virtual) -> Hang:
     clock.now_s += 1.1 * _THIRD_S
     files.before_create = hang = Hang()
     lease.hold()
-    assert hang.begun.wait(_WAIT_S)
+    assert hang.begun.wait(WAIT_S)
     return hang
 
 
@@ -528,7 +521,7 @@ def test_a_run_that_was_replaced_stops_while_its_renewal_hangs(tmp_path: Path, c
         first.hold()
     # And when its write arrives after all, nothing is changed by it.
     hang.go_on.set()
-    _until(lambda: first._renewing.over)
+    eventually(lambda: first._renewing.over)
     assert _newest(tmp_path).owner == _OTHER
     second.check()
     clock.now_s += 1.1 * _THIRD_S
@@ -547,26 +540,35 @@ def test_requests_that_never_return_end_neither_renewing_nor_noticing(tmp_path: 
     def hangs(*, first: bool = False) -> Found | None:
         if hung[0]:
             hung[0] -= 1
-            assert never.wait(60.0)
+            assert never.wait(WAIT_S)
         return newest()
 
     first._log.newest = hangs  # type: ignore[method-assign]  # as a store that is silent does
-    number, deadline_s = newest(), time.monotonic() + 30
+    number = newest()
     assert number is not None
-    while (found := newest()) is None or found.number < number.number + 2:
-        assert time.monotonic() < deadline_s
+
+    def renewed_twice() -> bool:
         first.hold()
-        time.sleep(0.02)
+        found = newest()
+        return found is not None and found.number >= number.number + 2
+
+    eventually(renewed_twice, 0.02)
     assert hung == [0]
     hung[0] = 2
     second = Lease(Folder(str(tmp_path)), RunIdentity("two", "plan of two"), 100)
-    second.hold()
+
+    def taken() -> bool:
+        try:
+            second.hold()
+        except LiveRunError:
+            return False  # a renewal of the first one was still on its way
+        return True
+
+    eventually(taken)
     with pytest.raises(LiveRunError, match="was taken over by"):
-        while time.monotonic() < deadline_s + 30:
-            first.hold()
-            time.sleep(0.02)
+        eventually(first.hold, 0.02)
     never.set()
-    _until(lambda: first._beside.threads_max == 2)
+    eventually(lambda: first._beside.threads_max == 2)
 
 
 def test_a_write_that_arrives_when_its_number_is_free_again_changes_nothing(tmp_path: Path, clock: Virtual) -> None:
@@ -580,7 +582,7 @@ def test_a_write_that_arrives_when_its_number_is_free_again_changes_nothing(tmp_
         clock.now_s += 1.1 * _THIRD_S
         _renewed(second)
     hang.go_on.set()
-    _until(lambda: first._renewing.over)
+    eventually(lambda: first._renewing.over)
     assert _newest(tmp_path).owner == _OTHER
     with pytest.raises(LiveRunError):
         first.hold()
@@ -611,7 +613,7 @@ def test_a_store_that_does_not_answer_holds_up_no_call_for_long(tmp_path: Path, 
     files.before_each_list = hang = Hang()
     for _ in range(5):
         lease.hold()
-    assert hang.begun.wait(_WAIT_S)
+    assert hang.begun.wait(WAIT_S)
     assert files.listings <= asked + 2, "one that looks and one that renews, and none for each call"
     # What it hears at last counts.
     log = LeaseLog(Folder(str(tmp_path)))
@@ -619,7 +621,7 @@ def test_a_store_that_does_not_answer_holds_up_no_call_for_long(tmp_path: Path, 
     assert found is not None
     assert log.append(found, found.record.taken_over(_OTHER, 0, 100))
     hang.go_on.set()
-    _until(lambda: lease.state is LeaseState.LOST)
+    eventually(lambda: lease.state is LeaseState.LOST)
     with pytest.raises(LiveRunError, match="was taken over by"):
         lease.hold()
 
@@ -634,7 +636,7 @@ def test_a_store_that_hangs_does_not_keep_other_leases_from_being_renewed(tmp_pa
     _renewed(second)
     assert _newest(tmp_path / "well").renewed_ms > before
     hang.go_on.set()
-    _until(lambda: first._renewing.over)
+    eventually(lambda: first._renewing.over)
 
 
 def test_a_folder_that_was_removed_is_taken_again(tmp_path: Path, clock: Virtual) -> None:
@@ -711,7 +713,7 @@ def _renewing(lease: Lease, every_s: float) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(_WAIT_S)
+        thread.join(WAIT_S)
 
 
 @pytest.mark.parametrize("kind", ["path", "memory", "s3", "azure", "obstore", "smb", "webhdfs"])
@@ -766,4 +768,4 @@ def test_a_call_after_a_long_pause_notices_itself_that_the_query_folder_was_remo
     clock.now_s += 2.1 * _THIRD_S
     lease.hold()
     assert lease.times_removed == 1
-    _until(lambda: lease._renewing.over)
+    eventually(lambda: lease._renewing.over)

@@ -28,6 +28,7 @@ from spark_state_ext.store import view as view_module
 from spark_state_ext.store.environment import Environment
 from spark_state_ext.store.pending import Pending
 from spark_state_ext.store.runs import cut, hashes_of
+from tests.helpers.waiting import WAIT_S
 
 
 def numbered(hashes: HashArray, version: int) -> pa.RecordBatch:
@@ -286,7 +287,7 @@ print("as expected")
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=WAIT_S,
             check=False,
         )
         assert done.stdout.strip() == "as expected", done.stderr[-3000:]

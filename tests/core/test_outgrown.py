@@ -26,6 +26,7 @@ from spark_state_ext.store.compaction import choose_compaction
 from spark_state_ext.store.runs import sorted_run
 from spark_state_ext.worker.background import Background, Inline, Runner
 from spark_state_ext.worker.spill import SpillBuffer
+from tests.helpers.waiting import WAIT_S
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 KEYS, CHANGED, ROW_BYTES = 20_000, 500, 26
@@ -131,7 +132,7 @@ def test_where_snapshots_come_late(job: Job) -> None:
         ends.update(run.newest for run in job.store.view(job.pointer.ref).runs if run.file_bytes)
 
     job.history(250, record)
-    assert job.background.wait(30)
+    assert job.background.wait(WAIT_S)
     job.batch(np.arange(9))
     record()
     assert len(ends) > 1, "a snapshot lies on the way from the head down, whatever was merged meanwhile"

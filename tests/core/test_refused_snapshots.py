@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import pytest
 from core_support import SCHEMA
-from life import WAIT_S, Life
+from life import Life
 
 from arrow_schemas.lineage import SNAPSHOT
 from arrow_schemas.pointer import Pointer
@@ -21,6 +20,7 @@ from spark_state_ext.errors import UploadFailedError
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.background import Background
+from tests.helpers.waiting import eventually
 
 BATCH_S = 30.0
 TIMEOUT_S = CommitOptions().commit_timeout_ms / 1000
@@ -183,10 +183,7 @@ def test_a_snapshot_that_arrives_late_counts(life: Life) -> None:
         snapshots.send(ref, SealedFile.of(f"{ref}.snapshot.arrow", b"Arrow"), ["a"])
     assert snapshots.refusals()["a"].error == "it took longer than commit_timeout_ms, 1"
     manager.gate.set()
-    deadline_s = time.monotonic() + WAIT_S
-    while snapshots.refusals() and time.monotonic() < deadline_s:
-        time.sleep(0.005)
-    assert not snapshots.refusals()
+    eventually(lambda: not snapshots.refusals())
     tally = life.uploads.tallies.take(life.store)
     assert (tally.confirmed, tally.size_bytes, tally.failures) == (1, 5, 1)
 

@@ -27,6 +27,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile, seal
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.threads import CallerExecutor
+from tests.helpers.waiting import WAIT_S
 
 LARGE_BYTES = 20 << 20
 Publish = Callable[[Folder, SealedFile], None]
@@ -126,8 +127,8 @@ def test_a_damaged_one_is_told_of_elsewhere(share: Folder, sealed: SealedFile, t
     content = damaged(tmp_path / "root" / sealed.name)
     began_s = time.monotonic()
     with pytest.raises(StorageError, match=r"is there with other bytes .* delete it, and start again"):
-        sent(backup_of(share, tmp_path, timeout_s=600), sealed)
-    assert time.monotonic() - began_s < 60
+        sent(backup_of(share, tmp_path, timeout_s=10 * WAIT_S), sealed)
+    assert time.monotonic() - began_s < WAIT_S
     assert share.get(sealed.name) == content
 
 

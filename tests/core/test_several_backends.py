@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from core_support import SCHEMA
-from life import WAIT_S, Life
+from life import Life
 
 from arrow_schemas import CheckpointRef, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT
@@ -36,6 +36,7 @@ from spark_state_ext.files import sealed
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
+from tests.helpers.waiting import WAIT_S
 
 # -- several backends ------------------------------------------------------------------------------
 

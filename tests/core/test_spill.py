@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from spark_state_ext.errors import StorageError, StoreFullError
 from spark_state_ext.worker.spill import HashSorter, SpillBuffer
+from tests.helpers.waiting import WAIT_S
 
 _HASHES = st.one_of(
     st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**63 - 1, 2**63, 2**64 - 1]), st.integers(2**53, 2**53 + 3)
@@ -121,7 +122,7 @@ print(pa.default_memory_pool().max_memory() >> 20)
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WAIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -24,18 +24,19 @@ with atheris.instrument_imports(include=["arrow_schemas", "spark_state_ext"]):
 _LENGTH_MAX = 16 << 10
 
 
-def fuzz(target: Target, seconds: int, seed: int, corpus: Path, findings: Path) -> None:
-    """Run a target until the time is up; ends the process."""
+def fuzz(target: Target, seconds: int, runs: int, seed: int, corpus: Path, findings: Path) -> None:
+    """Run a target until the time is up, or it has run so often; 0 seconds and -1 runs have no end. Ends the process."""
     corpus.mkdir(parents=True, exist_ok=True)
     for i, data in enumerate(target.seeds()):
         target.check(data)  # a seed that does not decode would be of no use
         (corpus / f"seed-{i}").write_bytes(data)
     options = [
         f"-max_total_time={seconds}",
+        f"-runs={runs}",
         f"-seed={seed}",
         f"-artifact_prefix={findings}/",
         f"-max_len={_LENGTH_MAX}",
-        "-timeout=20",
+        "-timeout=300",
         "-rss_limit_mb=2048",
         "-print_final_stats=1",
     ]
@@ -57,7 +58,8 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=[*TARGETS, *PLANTED])
-    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--seconds", type=int, default=60, help="0: no end")
+    parser.add_argument("--runs", type=int, default=-1, help="end after so many inputs; -1: no end")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers; 0: another one every time")
     parser.add_argument("--corpus", type=Path, help="folder that keeps what was interesting, for the next time")
     parser.add_argument("--findings", type=Path, default=Path(), help="folder for what was found")
@@ -68,7 +70,7 @@ def main() -> None:
         target(arguments.replay.read_bytes())
         return
     corpus = arguments.corpus or Path(tempfile.gettempdir()) / "spark_state_ext-fuzz" / arguments.target
-    fuzz(target, arguments.seconds, arguments.seed, corpus, arguments.findings)
+    fuzz(target, arguments.seconds, arguments.runs, arguments.seed, corpus, arguments.findings)
 
 
 if __name__ == "__main__":

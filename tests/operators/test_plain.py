@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from tests.helpers.waiting import WAIT_S
+
 _SCRIPT = """
 import sys
 for name in ("pyspark", "py4j", "datasketches"):
@@ -23,7 +25,7 @@ def test_the_operators_import_without_pyspark() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=WAIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

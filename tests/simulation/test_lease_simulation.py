@@ -12,6 +12,8 @@ from sim_lease import WrongLeaseError, simulate_lease
 from sim_lease_broken import BROKEN_LEASES, Patch
 from sim_parts import Step
 
+from tests.helpers.soak import examples
+
 HISTORIES = 200
 SEED = 3
 
@@ -26,7 +28,7 @@ def quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
-@settings(max_examples=HISTORIES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100, 20_000), deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(lease_histories())
 def test_no_history_gives_a_lease_to_two_runs(steps: tuple[Step, ...]) -> None:
     simulate_lease(steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +32,6 @@ __all__ = [
     "ddl",
     "emitted",
     "event_rows",
-    "eventually",
     "keyed",
     "table",
 ]
@@ -131,14 +129,6 @@ def configured(session: Any, conf: dict[str, str]) -> Iterator[None]:
                 session.conf.unset(name)
             else:
                 session.conf.set(name, old)
-
-
-def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"still not so after {seconds} s"
-        time.sleep(0.05)
 
 
 def emitted(sink: Path, since: int = 0) -> Batches:

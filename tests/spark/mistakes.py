@@ -29,7 +29,7 @@ if __name__ == "__main__":
         os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
 
 import pandas as pd
-from jobs import KEYED, ddl, eventually, keyed
+from jobs import KEYED, ddl, keyed
 from streams import finish, read, write_batches
 from watched_store import STORE
 
@@ -38,6 +38,7 @@ from spark_state_ext.errors import LiveRunError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_record import RunIdentity
+from tests.helpers.waiting import eventually
 
 __all__ = ["MISTAKES", "Mistake", "Place", "shown", "shown_all", "without_ids"]
 

@@ -13,7 +13,6 @@ import datetime as dt
 import json
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -24,7 +23,9 @@ import pyarrow as pa
 from killed_jobs import killed, killer, session
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
-from streams import WAIT_S, read, to_parquet, using, write_batches
+from streams import read, to_parquet, using, write_batches
+
+from tests.helpers.waiting import eventually
 
 KEYS, ROWS, SAMPLE = 16, 40, 3
 RETAINED = 2
@@ -91,15 +92,15 @@ def until_a_batch_without_data(out: Any, target: Path, checkpoint: Path) -> None
         .trigger(processingTime="0 seconds")
         .start()
     )
-    deadline_s = time.monotonic() + WAIT_S
-    try:
-        rows: list[int] = []
+
+    def came() -> bool:
+        assert query.isActive, f"it failed: {query.exception()}"
+        rows = [progress["numInputRows"] for progress in query.recentProgress]
         # A batch that a start before this one was stopped in comes first.
-        while not (any(rows) and rows[-1] == 0):
-            assert query.isActive, f"it failed: {query.exception()}"
-            assert time.monotonic() < deadline_s, f"it does not get on: {query.lastProgress}"
-            time.sleep(0.02)
-            rows = [progress["numInputRows"] for progress in query.recentProgress]
+        return any(rows) and rows[-1] == 0
+
+    try:
+        eventually(came, 0.02)
     finally:
         query.stop()
 

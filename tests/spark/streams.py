@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spark_state_ext import ArrowState, disable, enable
-
-WAIT_S = 90
+from tests.helpers.waiting import WAIT_S, eventually
 
 
 def write_batches(folder: Path, batches: Sequence[pa.Table]) -> str:
@@ -63,9 +61,7 @@ def collect(session: Any, out: Any, mode: str, rows: int | None = None) -> list[
         finish(writer.trigger(availableNow=True).start())
     else:
         query = writer.start()
-        deadline_s = time.monotonic() + WAIT_S
-        while session.table(name).count() < rows and query.isActive and time.monotonic() < deadline_s:
-            time.sleep(0.1)
+        eventually(lambda: session.table(name).count() >= rows or not query.isActive, 0.1)
         failed = query.exception()
         query.stop()
         if failed is not None:

@@ -20,6 +20,7 @@ from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.spark.callers.group_state import Clock, KeyState
 from spark_state_ext.spark.client import chain as chained
 from spark_state_ext.spark.client.chain import Chain
+from tests.helpers.waiting import WAIT_S
 
 pytestmark = pytest.mark.spark
 
@@ -84,7 +85,7 @@ def test_each_step_has_its_state_and_the_next_step_its_output(spark: SparkSessio
             .trigger(availableNow=True)
             .start()
         )
-        assert query.awaitTermination(60)
+        assert query.awaitTermination(WAIT_S)
     assert rows == expected()
 
 

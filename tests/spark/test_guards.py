@@ -15,13 +15,13 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
-from jobs import Job, emitted, eventually, keyed
+from jobs import Job, emitted, keyed
 from pyspark import __version__ as pyspark_version
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
 from pyspark.sql.types import DecimalType, StructField, StructType
-from streams import WAIT_S, finish, read, write_batches
+from streams import finish, read, write_batches
 
 from arrow_schemas.lineage import parse_file_name
 from spark_state_ext import Agg, ArrowState, StateBatch, aggregate, enable
@@ -29,6 +29,7 @@ from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, U
 from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
+from tests.helpers.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.spark
 
@@ -306,10 +307,12 @@ def test_a_root_that_is_removed_under_a_running_query_is_filled_again(spark: Any
         for _ in range(12):
             batch()
         root.rename(tmp_path / "gone")
-        until_s = time.monotonic() + WAIT_S
-        while not (list(root.rglob("operator_0.json")) and list(root.rglob("*.snapshot.arrow"))):
-            assert time.monotonic() < until_s, "nobody noticed"
+
+        def noticed() -> bool:
             batch()
+            return bool(list(root.rglob("operator_0.json")) and list(root.rglob("*.snapshot.arrow")))
+
+        eventually(noticed)
         assert query.exception() is None
     # On another machine, all that there is lies at the root.
     job.options["local_dir"] = str(tmp_path / "another")
@@ -371,7 +374,7 @@ def test_executors_without_the_package_say_so(tmp_path: Path) -> None:
         [sys.executable, "-W", "ignore", "-c", job, str(here), str(tmp_path), str(here.parent.parent)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=WAIT_S,
         env=environment,
         # Python adds its working folder to the path; the checkout would be found there.
         cwd=tmp_path,
@@ -420,14 +423,13 @@ def test_a_second_live_run_on_one_state_is_refused(spark: Any, tmp_path: Path) -
     )
     try:
         log = LeaseLog(Folder(str(next((tmp_path / "root").rglob("lease")).parent)))
-        written, deadline_s = log.newest(), time.monotonic() + WAIT_S
-        while log.newest() == written and time.monotonic() < deadline_s:
-            time.sleep(0.1)
+        written = log.newest()
+        eventually(lambda: log.newest() != written)
         second = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", job, str(tmp_path)],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=WAIT_S,
             check=False,
         )
         assert first.isActive, first.exception()

@@ -13,8 +13,10 @@ from typing import Any
 
 import mistakes
 import pytest
-from jobs import SPARK, configured, eventually
+from jobs import SPARK, configured
 from mistakes import MISTAKES, OUTPUT, STATE, Mistake, Place, shown, shown_all, state_that_is_no_tuple, without_ids
+
+from tests.helpers.waiting import WAIT_S, eventually
 
 pytestmark = pytest.mark.spark
 
@@ -87,7 +89,7 @@ def test_the_command_prints_what_is_told(mode: list[str]) -> None:
         pytest.skip("the pip package of PySpark 3.5 holds no Connect server")
     numbers = [at for at, it in enumerate(MISTAKES, 1) if it.name in ("update(5)", "an unknown kind of backend")]
     command = [sys.executable, str(mistakes.__file__), *mode, "--only", *map(str, numbers)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 0, done.stderr
     told = done.stdout.split("\n\n")
     for number, text in zip(numbers, told, strict=False):

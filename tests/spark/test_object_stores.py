@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import COUNTS, Job, count, eventually, keyed
+from jobs import COUNTS, Job, count, keyed
 
 from spark_state_ext import Backend
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.worker.metrics import by_batch
 from spark_state_ext.worker.metrics import read as read_metrics
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.spark
 

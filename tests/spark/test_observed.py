@@ -12,6 +12,7 @@ from api_jobs import COUNTERS, EVERYWHERE, ApiJob, count_rows
 from jobs import CLASSIC, keyed
 
 from spark_state_ext.worker import metrics
+from tests.helpers.waiting import WAIT_S
 
 pytestmark = pytest.mark.spark
 
@@ -21,7 +22,7 @@ def progress(job: Any, *batches: Any) -> list[dict[str, Any]]:
     job.feed(*batches)
     query = job.writer().trigger(availableNow=True).start()
     try:
-        assert query.awaitTermination(90)
+        assert query.awaitTermination(WAIT_S)
     finally:
         query.stop()
     found = []

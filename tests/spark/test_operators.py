@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from jobs import CLASSIC, SPARK, configured, ddl, eventually
+from jobs import CLASSIC, SPARK, configured, ddl
 from pyspark.sql import functions as F
 from streams import finish, read, write_batches
 
 from spark_state_ext import Agg, ArrowState, Ttl, aggregate, deduplicate, sessionize, top_k
 from spark_state_ext.errors import StateError, UnsupportedPlanError, UnsupportedTypeError, UsageError
 from spark_state_ext.worker.metrics import read as read_metrics
+from tests.helpers.waiting import eventually
 
 pytestmark = [pytest.mark.spark]
 

@@ -17,6 +17,7 @@ from streams import finish
 from spark_state_ext.cli.rollback import carry_out, main, planned
 from spark_state_ext.cli.spark_checkpoint import ROLLED_BACK
 from spark_state_ext.files.folder import Folder
+from tests.helpers.waiting import WAIT_S
 
 pytestmark = pytest.mark.spark
 
@@ -155,7 +156,7 @@ test_rollback.Counts(spark, "arrow", Path(sys.argv[1]), test_rollback._HDFS).run
 def test_a_pointer_of_a_later_batch_is_refused(spark: Any, tmp_path: Path) -> None:
     """One that another application wrote: within one, a thread of a sink may tell an earlier batch (`test_sinks`)."""
     command = [sys.executable, "-W", "ignore", "-c", _FIRST_APPLICATION, str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    subprocess.run(command, check=True, capture_output=True, timeout=WAIT_S)
     counts = Counts(spark, "arrow", tmp_path, _HDFS)
     _without_logs(counts.job.checkpoint)
     # State files of a later time, as of a copy.

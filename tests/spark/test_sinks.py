@@ -23,6 +23,7 @@ from pyspark.sql.streaming.state import GroupState
 from streams import finish, read, write_batches
 
 from spark_state_ext import ArrowState
+from tests.helpers.waiting import WAIT_S
 
 pytestmark = pytest.mark.spark
 
@@ -315,7 +316,7 @@ def test_two_queries_of_one_plan_keep_apart_where_tasks_are_not_told_theirs(spar
     began = threading.Barrier(2)
 
     def run(at: int) -> None:
-        began.wait(60)
+        began.wait(WAIT_S)
         finish(
             out.writeStream.foreachBatch(partial(save, found[at]))
             .outputMode("update")

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import COUNTS, Job, count, emitted, eventually, keyed
+from jobs import COUNTS, Job, count, emitted, keyed
 from streams import finish
 from watched_store import STORE
 
 from spark_state_ext.store.environment import Environment
 from spark_state_ext.store.records import every
 from spark_state_ext.worker.metrics import read as read_metrics
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.spark
 
@@ -60,7 +61,7 @@ def _right(job: Job, fed: list[list[str]]) -> bool:
 def test_a_warm_batch_asks_the_store_for_nothing(spark: Any, tmp_path: Path) -> None:
     """Snapshots, leases, clean-up and confirmations included: all that is beside it."""
     log = tmp_path / "asked"
-    job = _job(spark, tmp_path, buckets=2, lease_ms=9_000, store={"log": str(log)})
+    job = _job(spark, tmp_path, buckets=2, lease_ms=30_000, store={"log": str(log)})
     fed: list[list[str]] = []
     job.feed()
     with job.running() as query:

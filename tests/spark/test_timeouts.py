@@ -11,8 +11,10 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from jobs import CLASSIC, SPARK, TIMED, Job, emitted, event_rows, eventually, keyed, table
+from jobs import CLASSIC, SPARK, TIMED, Job, emitted, event_rows, keyed, table
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
+
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.spark
 

@@ -13,6 +13,7 @@ from streams import read, write_batches
 from spark_state_ext import ArrowState, disable, enable
 from spark_state_ext.spark.client import tuning
 from spark_state_ext.spark.compat import SPARK_VERSION
+from tests.helpers.waiting import WAIT_S
 
 LIMIT = "spark.sql.execution.arrow.maxBytesPerBatch"
 NONE = str(2**31 - 1)
@@ -111,7 +112,7 @@ def test_queries_go_back_and_forth(session: Any, tmp_path: Path) -> None:
             writer = counts.writeStream.outputMode("append").format("parquet").option("path", str(tmp_path / "out"))
             writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True)
             query = writer.start()
-            assert query.awaitTermination(90)
+            assert query.awaitTermination(WAIT_S)
         finally:
             disable(session)
         seen.append(sorted((row.k, row.n) for row in session.read.parquet(str(tmp_path / "out")).collect()))

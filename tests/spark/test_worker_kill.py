@@ -1,4 +1,4 @@
-"""Python workers that die at random points of a batch, twenty times in one query."""
+"""Python workers that die at random points of a batch, six times in one query, or twenty in the long form."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ import pytest
 from kill_job import BATCHES, values
 from killed_jobs import killed
 
-KILLS = 20
+from tests.helpers.soak import examples
+from tests.helpers.waiting import WAIT_S
+
+KILLS = examples(6, 20)
 
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_twenty_killed_workers_lose_and_repeat_nothing(operator: str, tmp_path: Path) -> None:
+def test_killed_workers_lose_and_repeat_nothing(operator: str, tmp_path: Path) -> None:
     # In a process of its own: its session must allow many failures of a task, the shared one must not.
     script = Path(__file__).with_name("kill_job.py")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), str(tmp_path), operator, str(KILLS)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=WAIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

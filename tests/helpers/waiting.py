@@ -1,0 +1,19 @@
+"""Waiting for something to happen. How long that takes never decides a test: its limit only ends one that would hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+__all__ = ["WAIT_S", "eventually"]
+
+# What takes a second on a quiet machine takes less than this on one with ten times the load, and a hundred times too.
+WAIT_S = 600.0
+
+
+def eventually(holds: Callable[[], object], every_s: float = 0.01) -> None:
+    """Return as soon as something holds."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s, f"still not so after {WAIT_S:.0f} s"
+        time.sleep(every_s)
