@@ -55,7 +55,7 @@ def unusable() -> str | None:
 def _in_namespaces() -> list[str]:
     # Only root needs no names of its own for that.
     mapped = [] if os.geteuid() == 0 else ["--map-root-user"]
-    return ["unshare", *mapped, *"--uts --mount --pid --fork --mount-proc --kill-child".split()]
+    return ["unshare", *mapped, "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
 def _as_a_machine(name: str, disk: Path, local_dir: Path, boot_file: Path) -> list[str]:
@@ -150,7 +150,7 @@ class Cluster:
     """
 
     def __init__(
-        self, folder: Path, workers: int = 2, cores: int = 2, memory_mb: int = 512, isolated: bool | None = None
+        self, folder: Path, workers: int = 2, cores: int = 1, memory_mb: int = 512, isolated: bool | None = None
     ) -> None:
         self.folder = folder
         self.cores = cores

@@ -61,7 +61,10 @@ def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--long", action="store_true", help="longer queries, to which twice as much happens, in any order")
+    parser.add_argument(
+        "--long", action="store_true", help="longer queries, to which twice as much happens, in any order"
+    )
+    parser.add_argument("--cores", type=int, default=1, help="of each worker")
     parser.add_argument("--seed", type=int, help="of the first run; drawn when not given")
     parser.add_argument("--folder", type=Path, help="keeps logs and state of runs that went wrong; made if absent")
     given = parser.parse_args()
@@ -73,7 +76,7 @@ def main() -> int:
     good = True
     with tempfile.TemporaryDirectory(prefix="cluster-", ignore_cleanup_errors=True) as temporary:
         folder = Path(tempfile.mkdtemp(dir=given.folder)) if _made(given.folder) else Path(temporary)
-        with Cluster(folder.resolve()) as cluster:
+        with Cluster(folder.resolve(), cores=given.cores) as cluster:
             print(json.dumps({"isolated": cluster.isolated, "workers": len(cluster.workers)}), flush=True)
             for run in range(1, given.runs + 1):
                 line, right = _one_run(cluster, folder.resolve(), run, given.long, seed + run - 1)

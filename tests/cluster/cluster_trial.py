@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ __all__ = ["CASES", "SHORT", "Case", "Seen", "Trial", "long_orders"]
 
 _STATES = "org.apache.spark.sql.execution.streaming.state"
 # What is done while which file of the input is worked on, at its least: everything once.
-SHORT = {1: "slow", 3: "kill", 5: "restart", 7: "kill late, jvm", 9: "kill, disk"}
+SHORT = {1: "slow", 2: "kill", 3: "restart", 4: "kill late, jvm", 5: "kill, disk"}
 _FILES_AFTER = 2
+_PARTITIONS = 4
 _TAIL = 2500
 
 
@@ -83,9 +85,9 @@ class Seen:
     drivers_killed, disks_lost
         How many.
     speculative_attempts, speculation_won
-        Attempts that Spark started beside a slow one, and tasks whose other attempts it killed as one was through.
+        Attempts that Spark started beside a slow one, and how many of them were through first.
     moves
-        How often a bucket was worked on by another worker than in the batch before.
+        How often the buckets of a partition were worked on by another worker than in the batch before.
     restored_files
         Checkpoint files that executors fetched.
     batches, keys, sessions
@@ -189,7 +191,7 @@ class Trial:
             "spark.eventLog.compress": "false",
             "spark.eventLog.rolling.enabled": "false",
             "spark.sql.session.timeZone": "UTC",
-            "spark.sql.shuffle.partitions": "4",
+            "spark.sql.shuffle.partitions": str(_PARTITIONS),
             # So that clean-up has something to do within so few batches.
             "spark.sql.streaming.minBatchesToRetain": "2",
             # Whoever is free takes a task, wherever its state was: tasks move.
@@ -278,30 +280,39 @@ class Trial:
         return found
 
     def _count_events(self) -> None:
+        batches: dict[tuple[str, int], int] = {}
+        hosts: dict[int, dict[int, str]] = {}
+        application = ""
         for event in self._events():
             match event["Event"]:
+                case "SparkListenerApplicationStart":
+                    application = event["App ID"]
                 case "SparkListenerExecutorAdded":
                     self.seen.executors_added += 1
                 case "SparkListenerExecutorRemoved":
                     self.seen.executors_lost += 1
+                case "SparkListenerStageSubmitted" if event["Stage Info"]["Number of Tasks"] == _PARTITIONS:
+                    # The stage with the state; its number is one of the application's.
+                    batch = int(event["Properties"]["streaming.sql.batchId"])
+                    batches[application, event["Stage Info"]["Stage ID"]] = batch
                 case "SparkListenerTaskStart":
                     self.seen.speculative_attempts += event["Task Info"]["Speculative"]
                 case "SparkListenerTaskEnd":
-                    why = event["Task End Reason"]
-                    other = "another attempt succeeded" in why.get("Kill Reason", "")
-                    self.seen.speculation_won += why["Reason"] == "TaskKilled" and other
+                    task, reason = event["Task Info"], event["Task End Reason"]["Reason"]
+                    self.seen.speculation_won += task["Speculative"] and reason == "Success"
+                    batch = batches.get((application, event["Stage ID"]), -1)
+                    if reason == "Success" and batch >= 0:
+                        # Of tasks that ran again, as the driver was killed, the last one counts.
+                        hosts.setdefault(task["Partition ID"], {})[batch] = task["Host"]
+        for by_batch in hosts.values():
+            in_order = [by_batch[batch] for batch in sorted(by_batch)]
+            self.seen.moves += sum(a != b for a, b in pairwise(in_order))
 
     def _count_calls(self, started_ms: float) -> None:
+        # Without what was on a disk that was lost.
         calls = self.cluster.calls()
         calls = calls.filter(pc.greater_equal(calls.column("ended_ms"), int(started_ms)))
         self.seen.restored_files = sum(calls.column("restored_files").to_pylist())
-        # Of calls that were made again the last one counts, as in the package's own sums.
-        worked: dict[int, dict[int, str]] = {}
-        for call in calls.select(["batch", "bucket", "worker"]).to_pylist():
-            worked.setdefault(call["bucket"], {})[call["batch"]] = call["worker"]
-        for by_batch in worked.values():
-            in_order = [by_batch[batch] for batch in sorted(by_batch)]
-            self.seen.moves += sum(a != b for a, b in zip(in_order, in_order[1:], strict=False))
 
     def _compare(self) -> None:
         should = work.expected(self._tables)
