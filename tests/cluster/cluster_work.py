@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = ["GAP_MS", "KEYS", "Outputs", "expected", "tables", "write_input"]
+__all__ = ["GAP_MS", "KEYS", "Outputs", "differences", "emitted", "expected", "tables", "write_input"]
 
 KEYS, ROWS = 48, 160
 # The times of a file's rows, and when a session ends that gets no row.
-STEP_MS, GAP_MS = 10_000, 25_000
+STEP_MS, GAP_MS = 10_000, 12_000
 # In the last file: its row is so late that all sessions of other keys have ended.
 _LAST_KEY, _LATE_MS = -1, 3_600_000
 
@@ -31,10 +33,13 @@ class Outputs:
         For each file, each of its keys with its number of rows and their sum so far.
     sessions
         How often each session was emitted: key, first and last time, number of rows.
+    repeated
+        What is wrong with rows of a batch that ran again.
     """
 
-    totals: dict[int, dict[int, tuple[int, int]]]
-    sessions: Counter[tuple[int, int, int, int]]
+    totals: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    sessions: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
+    repeated: list[str] = field(default_factory=list)
 
 
 def tables(files: int, seed: int) -> list[pa.Table]:
@@ -88,3 +93,35 @@ def expected(made: Sequence[pa.Table]) -> Outputs:
             if key != _LAST_KEY:
                 sessions[key, found[begin], found[end - 1], end - begin] += 1
     return Outputs(totals, sessions)
+
+
+def emitted(folder: Path) -> Outputs:
+    """What the query's sink has written: a file a batch."""
+    found = Outputs()
+    found.repeated += [f"a batch that ran again gave other rows: {path.name}" for path in folder.glob("differs-*")]
+    for path in sorted(folder.glob("*.json")):
+        for kind, key, at, n, total, first, last in json.loads(path.read_text()):
+            if kind == "session":
+                found.sessions[key, first, last, n] += 1
+            elif key in found.totals.setdefault(at, {}):
+                found.repeated.append(f"key {key} was emitted twice for file {at}")
+            else:
+                found.totals[at][key] = (n, total)
+    return found
+
+
+def differences(should: Outputs, found: Outputs) -> list[str]:
+    """Where the query is not the batch computation; empty where it is."""
+    told = []
+    for at in sorted(should.totals.keys() | found.totals.keys()):
+        if different := _different(should.totals.get(at, {}), found.totals.get(at, {})):
+            told.append(f"file {at}: {different}")
+    if found.sessions != should.sessions:
+        lost, more = should.sessions - found.sessions, found.sessions - should.sessions
+        told.append(f"sessions lost: {dict(lost)}, not expected: {dict(more)}")
+    return told
+
+
+def _different(should: Mapping[int, Any], found: Mapping[int, Any]) -> list[str]:
+    keys = sorted(key for key in should.keys() | found.keys() if should.get(key) != found.get(key))
+    return [f"key {key} should be {should.get(key)} and is {found.get(key)}" for key in keys]

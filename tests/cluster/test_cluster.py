@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_trial import CASES, SHORT, Case, Trial
+from cluster_trial import CASES, SHARES, Case, Trial
 
 from spark_state_ext.worker.boot import boot_id
 
@@ -21,11 +21,12 @@ from spark_state_ext.worker.boot import boot_id
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_results_are_those_of_the_batch_computation(cluster: Any, tmp_path: Path, case: Case) -> None:
     seed = int.from_bytes(os.urandom(3), "big")
-    trial = Trial(cluster, tmp_path.resolve() / "trial", case, SHORT, seed)
+    orders = SHARES[case.name]
+    trial = Trial(cluster, tmp_path.resolve() / "trial", case, orders, seed)
     seen = trial.run()
     print(f"seed {seed}: {seen}")
     assert seen.differences == []
-    assert seen.missing(SHORT) == []
+    assert seen.missing(orders) == []
     check_processes(cluster, trial)
 
 
@@ -34,7 +35,7 @@ def check_processes(cluster: Any, trial: Trial) -> None:
     site = str(cluster.python.parents[1] / "lib")
     processes = trial.processes()
     packages = [*trial.driver_packages(), *(it["package"] for it in processes)]
-    assert len(trial.driver_packages()) == 2
+    assert len(trial.driver_packages()) == 1 + trial.seen.drivers_killed
     assert [it for it in packages if not it.startswith(site)] == []
     assert {it["worker"] for it in processes} == {worker.name for worker in cluster.workers}
     calls = cluster.calls()
