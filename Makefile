@@ -28,10 +28,12 @@ test: ## lint, types and the whole test suite (TESTS="..." hands arguments to py
 	@$(IN_VENV) python -m mypy
 	@$(IN_VENV) python -m pytest -n 2 $(TESTS)
 
-soak: ## the long forms, for hours: 20,000 histories, two drivers on each kind of store, sampling under kills, the matrix
+soak: ## the long forms, for hours: 20,000 histories, two drivers on each kind of store, sampling under kills, a cluster, the matrix
 	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) python tests/simulation/run.py --histories 20000 --seed $(SEED)
 	@$(IN_VENV) PYTHONPATH=.:tests/core python tests/chaos/two_drivers.py --seconds 600
+	@$(IN_VENV) PYTHONPATH=. python tests/cluster/cluster_runs.py --runs 20
+	@$(IN_VENV) PYTHONPATH=. python tests/cluster/cluster_runs.py --runs 10 --long --cores 2
 	@$(IN_VENV) python tests/spark/sample_job.py .soak --timeouts processing --format 1 --restarts 500 --kills 100
 	@$(PYTHON) scripts/matrix.py
 

@@ -67,6 +67,18 @@ def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A standalone master and two workers, each a machine of its own."""
+    from cluster import Cluster, unusable
+
+    reason = unusable()
+    if reason is not None:
+        pytest.skip(f"no Spark cluster can run here: {reason}")
+    with Cluster(tmp_path_factory.mktemp("cluster").resolve()) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
 def connect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A Connect server in a process of its own."""
     from pyspark import __version__

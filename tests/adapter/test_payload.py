@@ -36,12 +36,13 @@ def test_a_slice_carries_only_its_own_rows() -> None:
 
 
 def test_the_heartbeat_has_no_rows() -> None:
-    beat = heartbeat()
+    beat = heartbeat("application plan 1")
     assert list(decode(beat, no_file)) == []
     nonce = heartbeat_nonce(beat)
     assert nonce is not None
     assert len(nonce) == 16
-    assert heartbeat_nonce(heartbeat()) not in (None, nonce), "each packing task has its own"
+    assert heartbeat("application plan 1") == beat, "Spark compares what attempts at a task send"
+    assert heartbeat_nonce(heartbeat("application plan 2")) not in (None, nonce), "each stage has its own"
     assert heartbeat_nonce(encode(pa.record_batch({"a": pa.array([1])}))) is None
     with pytest.raises(CorruptFileError):
         list(decode(b"", no_file))

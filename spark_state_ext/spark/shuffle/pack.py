@@ -86,9 +86,8 @@ def pack(
         labels = [bucket_label(bucket) for bucket in range(job.options.buckets)]
         empty = pa.nulls(job.options.buckets, _OUTPUT.field("event_time").type)
         others = pa.array([_begun_beside(job, task)] * job.options.buckets, pa.int32())
-        yield pa.RecordBatch.from_arrays(
-            [pa.array(labels, pa.int32()), pa.array([heartbeat()] * job.options.buckets), empty, others], schema=_OUTPUT
-        )
+        payloads = pa.array([heartbeat(f"{job.application_id} {job.plan_id} {task.stage}")] * job.options.buckets)
+        yield pa.RecordBatch.from_arrays([pa.array(labels, pa.int32()), payloads, empty, others], schema=_OUTPUT)
     held: list[pa.RecordBatch] = []
     held_bytes = 0
     for batch in batches:

@@ -2,16 +2,16 @@
 
 Packing keeps every value as it is; Spark's own path to pandas would turn a bucket's nullable integers into floats. A
 payload is ``b"A"`` and an LZ4-compressed Arrow IPC stream, or ``b"S"`` and JSON naming a spill file, its offset and
-length, with the CRC-32 of these in between: damaged Arrow bytes can crash a process. Or it is ``b"H"`` and 16 random
-bytes, the same for all buckets: the heartbeat that makes Spark call every bucket in every batch with data. Output of
+length, with the CRC-32 of these in between: damaged Arrow bytes can crash a process. Or it is ``b"H"`` and 16
+bytes that no other packing stage has, the same for all buckets: the heartbeat that makes Spark call every bucket in every batch with data. Output of
 functions that give Arrow goes on as ``b"O"``, checksum and an Arrow IPC stream (`output`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
-import uuid
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -58,9 +58,16 @@ def payload_bytes_max(records_per_batch: int) -> int:
     return max(4 << 10, min(_PAYLOAD_BYTES_MAX, (512 << 20) // max(1, records_per_batch)))
 
 
-def heartbeat() -> bytes:
-    """A heartbeat with a number of its own."""
-    return _HEARTBEAT + uuid.uuid4().bytes
+def heartbeat(origin: str) -> bytes:
+    """The heartbeat of a packing stage.
+
+    Parameters
+    ----------
+    origin
+        What no other stage has, and all attempts at this one. Spark compares what attempts at a task send through the
+        shuffle: from 4.2 on it fails a job of which they differ, where an executor was lost (SPARK-54830).
+    """
+    return _HEARTBEAT + hashlib.blake2b(origin.encode(), digest_size=16).digest()
 
 
 def heartbeat_nonce(payload: bytes) -> bytes | None:

@@ -1,0 +1,84 @@
+"""A Python environment in which the package comes from its wheel, as a user's executors have it.
+
+Third-party packages are those of the environment that the tests run in, so nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+__all__ = ["build_wheel", "clean_environment", "make_environment"]
+
+ROOT = Path(__file__).parents[2]
+_PACKAGES = ("arrow_schemas", "spark_state_ext")
+_FILES = ("CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.cfg", "setup.py")
+_LEFT = shutil.ignore_patterns("__pycache__", "*.py[co]")
+
+
+def clean_environment() -> dict[str, str]:
+    """The variables of this process, without those that lead Python or Spark to the source tree or to another Spark."""
+    dropped = ("PYTHON", "PYSPARK_", "SPARK_", "PYTEST_", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+
+
+def _run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def build_wheel(folder: Path) -> Path:
+    """Build the wheel of this tree from a copy, with the setuptools that is installed.
+
+    Parameters
+    ----------
+    folder
+        For the copy and the wheel.
+
+    Returns
+    -------
+    Path
+        The wheel.
+    """
+    source = folder / "source"
+    for name in _PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=_LEFT)
+    for name in _FILES:
+        shutil.copy(ROOT / name, source / name)
+    code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(folder)!r}))"
+    return folder / _run([sys.executable, "-c", code], source).splitlines()[-1]
+
+
+def make_environment(folder: Path) -> Path:
+    """Make a virtual environment with the wheel of this tree.
+
+    Parameters
+    ----------
+    folder
+        For the environment; made if absent.
+
+    Returns
+    -------
+    Path
+        The environment's Python.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = build_wheel(folder)
+    _run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], folder)
+    python = folder / "venv" / "bin" / "python"
+    site = Path(_run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
+    # In an added folder Python reads no .pth files, so an editable install of the source tree does not come along.
+    others = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
+    (site / "third_party.pth").write_text("\n".join(others) + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+    # Into the folder itself: an older copy of the package among the third-party ones is not touched.
+    _run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)], folder)
+    return python
