@@ -4,8 +4,8 @@ it.
 Tasks that are told their query begin in the folder of that name. Others cannot know it: an action in a thread of the
 user's own, and every action of `foreachBatch` over Spark Connect. What all calls of a first batch share is the batch's
 time, which Spark repeats when it runs the batch again, and a number that the packing stage sends with its heartbeat
-and no other stage has. The first call notes under these which folder it took, and the others take the same. So a batch of which some
-tasks are told and some are not makes one folder; and two queries never share one.
+and no other stage has. The first call notes under these which folder it took, and the others take the same. So a batch
+of which some tasks are told and some are not makes one folder; and two queries never share one.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.functions.ttl import EXPIRES_COLUMN, Ttl
 from spark_state_ext.spark.executor.key_work import KeyWork, Times
-from spark_state_ext.spark.shuffle.observed import NUMBERS_COLUMN
 from spark_state_ext.spark.shuffle.output import unpack
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN
 from spark_state_ext.store import LocalStore
@@ -295,9 +294,7 @@ class Lived:
             rows = [tuple(row) for frame in frames for row in frame[OUTPUT].itertuples(index=False)]
         else:
             payloads = [
-                pa.RecordBatch.from_pandas(
-                    frame, pa.schema([("payload", pa.binary()), (NUMBERS_COLUMN, pa.int64())]), preserve_index=False
-                )
+                pa.RecordBatch.from_pandas(frame, pa.schema([("payload", pa.binary())]), preserve_index=False)
                 for frame in frames
             ]
             rows = [tuple(row.values()) for batch in unpack(payloads) for row in batch.to_pylist()]

@@ -28,7 +28,6 @@ from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.spark.callers.batches import BatchCaller
 from spark_state_ext.spark.callers.groups import CallContext, Changed, Groups, Result
 from spark_state_ext.spark.shuffle import output as output_module
-from spark_state_ext.spark.shuffle.observed import NUMBERS_COLUMN
 from spark_state_ext.spark.shuffle.output import unpack
 from spark_state_ext.store import Lookup
 
@@ -113,9 +112,7 @@ def run(
 def sent(frames: Iterator[Any]) -> list[dict[str, Any]]:
     """What comes out behind Spark's operator."""
     payloads = [
-        pa.RecordBatch.from_pandas(
-            frame, pa.schema([("payload", pa.binary()), (NUMBERS_COLUMN, pa.int64())]), preserve_index=False
-        )
+        pa.RecordBatch.from_pandas(frame, pa.schema([("payload", pa.binary())]), preserve_index=False)
         for frame in frames
     ]
     return [row for batch in unpack(payloads) for row in batch.to_pylist()]
@@ -336,9 +333,7 @@ def test_much_output_leaves_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(len(payload) for frame in frames for payload in frame["payload"]) < 4 << 10
     assert [row["k"] for row in sent(iter(frames))] == list(range(5_000))
     payloads = [
-        pa.RecordBatch.from_pandas(
-            frame, pa.schema([("payload", pa.binary()), (NUMBERS_COLUMN, pa.int64())]), preserve_index=False
-        )
+        pa.RecordBatch.from_pandas(frame, pa.schema([("payload", pa.binary())]), preserve_index=False)
         for frame in frames
     ]
     assert max(batch.num_rows for batch in unpack(payloads)) <= 100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 
 from spark_state_ext.spark.client.neighbours import tell_of_others
 from spark_state_ext.spark.client.shim import bucket_entry
-from spark_state_ext.spark.shuffle.observed import NUMBERS_COLUMN, number_rows
-from spark_state_ext.spark.shuffle.output import OUTPUT_COLUMN, unpack
+from spark_state_ext.spark.shuffle.observed import numbers_of
+from spark_state_ext.spark.shuffle.output import unpack
+from spark_state_ext.spark.shuffle.payload import OUTPUT_COLUMN
 from spark_state_ext.worker.metrics import CallMetrics
 
 
@@ -56,8 +58,9 @@ def test_the_entry_is_named_by_operator_and_function() -> None:
 
 def test_numbers_among_the_output_go_no_further() -> None:
     call = CallMetrics("", "", 0, "o", 0, state_rows=7, state_rows_min=6, state_bytes=1 << 50, delta_bytes=0)
-    frame = number_rows(call, OUTPUT_COLUMN)
-    numbers = frame[NUMBERS_COLUMN].tolist()
-    assert [(number & 7, number >> 3) for number in numbers] == [(0, 7), (1, 6), (2, 1 << 50), (3, 0)]
-    schema = pa.schema([(OUTPUT_COLUMN, pa.binary()), (NUMBERS_COLUMN, pa.int64())])
+    frame = numbers_of(call)
+    (payload,) = frame[OUTPUT_COLUMN].tolist()
+    assert payload[:1] == b"N"
+    assert struct.unpack(">4q", payload[1:]) == (7, 6, 1 << 50, 0)
+    schema = pa.schema([(OUTPUT_COLUMN, pa.binary())])
     assert list(unpack([pa.RecordBatch.from_pandas(frame, schema, preserve_index=False)])) == []

@@ -45,7 +45,6 @@ from spark_state_ext.spark.callers.groups import CallContext, Groups, Result
 from spark_state_ext.spark.callers.rows import RowCaller, row_class
 from spark_state_ext.spark.callers.state_values import values_to_column
 from spark_state_ext.spark.compat import STATE_BINARY
-from spark_state_ext.spark.shuffle.observed import NUMBERS_COLUMN
 from spark_state_ext.spark.shuffle.output import unpack
 from spark_state_ext.store import Lookup
 
@@ -96,9 +95,7 @@ def run(
 def sent(frames: Iterator[pd.DataFrame]) -> list[tuple[Any, ...]]:
     """What comes out behind Spark's operator."""
     payloads = [
-        pa.RecordBatch.from_pandas(
-            frame, pa.schema([("payload", pa.binary()), (NUMBERS_COLUMN, pa.int64())]), preserve_index=False
-        )
+        pa.RecordBatch.from_pandas(frame, pa.schema([("payload", pa.binary())]), preserve_index=False)
         for frame in frames
     ]
     return [tuple(row.values()) for batch in unpack(payloads) for row in batch.to_pylist()]

@@ -25,8 +25,7 @@ from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.spark.executor.key_work import KeyWork
 from spark_state_ext.spark.executor.opening import CallFolders, CallInfo, OpenBucket, open_bucket
-from spark_state_ext.spark.shuffle.observed import number_rows
-from spark_state_ext.spark.shuffle.output import OUTPUT_COLUMN
+from spark_state_ext.spark.shuffle.observed import numbers_of
 from spark_state_ext.spark.shuffle.pack import event_times
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, heartbeat_nonce
 from spark_state_ext.spark.task import current_task
@@ -207,7 +206,7 @@ class _BucketCall:
             # A worker may be gone within a second of its last batch.
             log.flush()
         if self._job.api != PANDAS:
-            yield number_rows(self._call, OUTPUT_COLUMN)
+            yield numbers_of(self._call)
 
     def _clean_ups(self, opened: OpenBucket, root: Folder) -> CleanUps:
         return CleanUps(

@@ -1,15 +1,14 @@
-"""Numbers in Spark's own progress, by `DataFrame.observe`: columns beside the data that it sums up, and that go no
-further.
+"""Numbers in Spark's own progress, by `DataFrame.observe`: beside the data that it sums up, and they go no further.
 
-What the packing stage notes is observed on its output. What a call notes is on the operator's: in rows of output one
-more column is NULL, and behind these each call adds a row for each of its numbers, in which it is eight times the
-number and the number's place in `NAMES`. Under functions that give pandas frames there are no such rows: Spark joins
-the frames of several calls before it converts them, and a row of NULLs among them would change the dtypes of the
-user's columns, and so values.
+What the packing stage notes is observed on its output, in a column of its own. What a call notes is among the payloads
+that the operator gives: each call adds one that is ``b"N"`` and its numbers, 8 bytes each. Under functions that give
+pandas frames there is none: Spark joins the frames of several calls before it converts them, and a row of NULLs among
+them would change the dtypes of the user's columns, and so values.
 """
 
 from __future__ import annotations
 
+import struct
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -17,26 +16,35 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import functions as F
 
 from spark_state_ext.errors import UsageError
+from spark_state_ext.spark.shuffle.payload import NUMBERS, OUTPUT_COLUMN
 from spark_state_ext.worker.metrics import CallMetrics
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import Column, DataFrame
 
-__all__ = ["NUMBERS_COLUMN", "OTHERS_COLUMN", "number_rows", "with_sizes", "with_start"]
+__all__ = ["OTHERS_COLUMN", "numbers_of", "with_sizes", "with_start"]
 
-NUMBERS_COLUMN = "__numbers"
 OTHERS_COLUMN = "__others"
-# As in `CallMetrics`; at most eight.
+# As in `CallMetrics`.
 NAMES = ("state_rows", "state_rows_min", "state_bytes", "delta_bytes")
-_PLACE_BITS = 3
+_NUMBER = struct.Struct(">q")
 
 
 def with_sizes(given: DataFrame, operator: str) -> DataFrame:
     """The operator's output, with the sizes of its state in the progress as ``spark_state_ext.<operator>``."""
-    column = F.col(NUMBERS_COLUMN)
-    place, number = column.bitwiseAND((1 << _PLACE_BITS) - 1), F.shiftright(column, _PLACE_BITS)
-    sums = [F.sum(F.when(place == at, number)).alias(name) for at, name in enumerate(NAMES)]
-    return given.observe(f"spark_state_ext.{operator}", F.count(F.when(place == 0, column)).alias("buckets"), *sums)
+    payload = F.col(OUTPUT_COLUMN)
+    is_numbers = F.substring(payload, 1, 1) == F.lit(NUMBERS)
+    sums = [
+        F.sum(F.when(is_numbers, F.conv(F.hex(F.substring(payload, at, _NUMBER.size)), 16, 10).cast("long"))).alias(
+            name
+        )
+        for at, name in zip(range(1 + len(NUMBERS), 100, _NUMBER.size), NAMES, strict=False)
+    ]
+    return given.observe(f"spark_state_ext.{operator}", F.count(F.when(is_numbers, 1)).alias("buckets"), *sums)
+
+
+def _number_at(payload: Column, start: int) -> Column:
+    return F.conv(F.hex(F.substring(payload, start, _NUMBER.size)), 16, 10).cast("long")
 
 
 def with_start(packed: DataFrame, operator: str) -> DataFrame:
@@ -64,8 +72,7 @@ def with_start(packed: DataFrame, operator: str) -> DataFrame:
     return observed
 
 
-def number_rows(call: CallMetrics, column: str) -> pd.DataFrame:
-    """The numbers of a call as rows of the operator's output, whose other column is `column`."""
-    values = [(int(getattr(call, name)) << _PLACE_BITS) | at for at, name in enumerate(NAMES)]
-    nothing = pd.Series([None] * len(values), dtype=object)
-    return pd.DataFrame({column: nothing, NUMBERS_COLUMN: pd.Series(values, dtype=object)})
+def numbers_of(call: CallMetrics) -> pd.DataFrame:
+    """The numbers of a call as a row of the operator's output."""
+    payload = NUMBERS + b"".join(_NUMBER.pack(int(getattr(call, name))) for name in NAMES)
+    return pd.DataFrame({OUTPUT_COLUMN: pd.Series([payload], dtype=object)})

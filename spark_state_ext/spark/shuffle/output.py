@@ -16,14 +16,11 @@ import pyarrow as pa
 
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.functions.tables import conformed
-from spark_state_ext.spark.shuffle.observed import NUMBERS_COLUMN
-from spark_state_ext.spark.shuffle.payload import decode_output, encode_output
+from spark_state_ext.spark.shuffle.payload import NUMBERS, OUTPUT_COLUMN, decode_output, encode_output
 
-__all__ = ["OUTPUT_COLUMN", "OUTPUT_SCHEMA", "Outbox", "unpack"]
+__all__ = ["OUTPUT_SCHEMA", "Outbox", "unpack"]
 
-OUTPUT_COLUMN = "payload"
-# The payload, and numbers for Spark's progress (`observed`): each row has one of the two.
-OUTPUT_SCHEMA = f"{OUTPUT_COLUMN} binary, {NUMBERS_COLUMN} bigint"
+OUTPUT_SCHEMA = f"{OUTPUT_COLUMN} binary"
 _PAYLOAD_BYTES = 4 << 20
 # Payloads that Spark gets at once.
 _FRAME_BYTES = 16 << 20
@@ -68,18 +65,18 @@ class Outbox:
         """What is left."""
         if self._payloads:
             payloads, self._payloads, self._bytes = self._payloads, [], 0
-            nothing = pd.Series([None] * len(payloads), dtype=object)
-            yield pd.DataFrame({OUTPUT_COLUMN: pd.Series(payloads, dtype=object), NUMBERS_COLUMN: nothing})
+            yield pd.DataFrame({OUTPUT_COLUMN: pd.Series(payloads, dtype=object)})
 
 
 def unpack(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Body of the `mapInArrow` stage behind the operator."""
     for batch in batches:
-        for payload, number in zip(batch.column(0), batch.column(1), strict=True):
-            if number.is_valid:
-                continue
+        for payload in batch.column(0):
             if not payload.is_valid:
                 raise CorruptFileError("output of the stateful operator arrived without its payload")
-            for piece in decode_output(payload.as_buffer()):
+            data = payload.as_buffer()
+            if data.slice(0, 1) == NUMBERS:
+                continue
+            for piece in decode_output(data):
                 for at in range(0, piece.num_rows, _ROWS_MAX):
                     yield piece.slice(at, _ROWS_MAX)

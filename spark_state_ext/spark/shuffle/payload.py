@@ -2,9 +2,9 @@
 
 Packing keeps every value as it is; Spark's own path to pandas would turn a bucket's nullable integers into floats. A
 payload is ``b"A"`` and an LZ4-compressed Arrow IPC stream, or ``b"S"`` and JSON naming a spill file, its offset and
-length, with the CRC-32 of these in between: damaged Arrow bytes can crash a process. Or it is ``b"H"`` and 16
-bytes that no other packing stage has, the same for all buckets: the heartbeat that makes Spark call every bucket in every batch with data. Output of
-functions that give Arrow goes on as ``b"O"``, checksum and an Arrow IPC stream (`output`).
+length, with the CRC-32 of these in between: damaged Arrow bytes can crash a process. Or it is ``b"H"`` and 16 bytes
+that no other packing stage has, the same for all buckets: the heartbeat that makes Spark call every bucket in every
+batch with data. Output of functions that give Arrow goes on as ``b"O"``, checksum and an Arrow IPC stream (`output`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from spark_state_ext.errors import CorruptFileError
 
 __all__ = [
     "NO_ROW_LIMIT",
+    "NUMBERS",
+    "OUTPUT_COLUMN",
     "PAYLOAD_SCHEMA",
     "HASH_COLUMN",
     "decode",
@@ -40,6 +42,9 @@ PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp, __others int
 NO_ROW_LIMIT = 2**31 - 1
 _PAYLOAD_BYTES_MAX = 1 << 20
 _INLINE, _SPILLED, _OUTPUT, _HEARTBEAT = b"A", b"S", b"O", b"H"
+# What the operator gives, and the payloads in it that are numbers for Spark's progress (`observed`).
+OUTPUT_COLUMN = "payload"
+NUMBERS = b"N"
 _CRC = struct.Struct("<I")
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
 _READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
