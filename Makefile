@@ -50,7 +50,7 @@ format: ## rewrite the sources in the house style
 
 demo: ## a year of flights through a stateful stream that is killed half-way (DEMO="..." hands arguments on)
 	@$(BOOTSTRAP) --extras demo
-	@$(IN_VENV) python -m spark_state_ext.demo --work-dir .demo $(DEMO)
+	@$(IN_VENV) python -m benchmarks.demo --work-dir .demo $(DEMO)
 
 matrix: ## check the corners of the supported versions (MATRIX="..." hands arguments on)
 	@$(PYTHON) scripts/matrix.py $(MATRIX)

@@ -85,7 +85,7 @@ def connect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     if int(__version__.split(".")[0]) < 4:
         pytest.skip("the pip package of PySpark 3.5 holds no Connect server; Connect is tested from 4.0 on")
-    from spark_state_ext.demo.server import Server
+    from benchmarks.demo.server import Server
 
     with Server(tmp_path_factory.mktemp("connect"), 2, CONF) as server:
         server.start()

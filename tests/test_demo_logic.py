@@ -13,9 +13,9 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from spark_state_ext.demo import __main__ as command
-from spark_state_ext.demo import dataset, proof
-from spark_state_ext.demo.flights import (
+from benchmarks.demo import __main__ as command
+from benchmarks.demo import dataset, proof
+from benchmarks.demo.flights import (
     DAY_MS,
     MINUTE_MS,
     OUTPUT_COLUMNS,

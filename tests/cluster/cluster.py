@@ -23,7 +23,7 @@ import pyarrow as pa
 from processes import command_of, descendants, kill_tree, wait_until
 from wheel_environment import clean_environment, make_environment
 
-from spark_state_ext.demo.server import ServerError, spark_home
+from benchmarks.demo.server import ServerError, spark_home
 from spark_state_ext.worker import metrics
 
 __all__ = ["Cluster", "WorkerNode", "cannot_isolate", "unusable"]

@@ -520,7 +520,7 @@ def _session(connect: bool, folder: Path) -> Iterator[Any]:
     if connect:
         from pyspark.sql.connect.session import SparkSession as ConnectSession
 
-        from spark_state_ext.demo.server import Server
+        from benchmarks.demo.server import Server
 
         with Server(folder / "server", 2, conf) as server:
             server.start()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from spark_state_ext.demo import flights
+from benchmarks.demo import flights
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

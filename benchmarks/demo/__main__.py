@@ -1,4 +1,4 @@
-"""``python -m spark_state_ext.demo``."""
+"""``python -m benchmarks.demo``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from spark_state_ext.demo import dataset, proof, stream
-from spark_state_ext.demo.flights import QUIET_DAYS, SHORT_MINUTES
-from spark_state_ext.demo.server import Server, ServerError, check_reachable
+from benchmarks.demo import dataset, proof, stream
+from benchmarks.demo.flights import QUIET_DAYS, SHORT_MINUTES
+from benchmarks.demo.server import Server, ServerError, check_reachable
 
 MARKER = "made-by-the-demo"
 KILL_AT = 0.4
@@ -26,7 +26,7 @@ MAX_STARTS = 6
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m spark_state_ext.demo",
+        prog="python -m benchmarks.demo",
         description="Stream the departures from New York in 2013 through Arrow state, kill the server in the "
         "middle of a batch, continue, and prove the result with pandas.",
     )

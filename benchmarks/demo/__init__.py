@@ -1,6 +1,6 @@
 """A year of real flights through a stateful stream that is killed half-way and must still be right.
 
-``python -m spark_state_ext.demo`` runs it. The parts:
+``python -m benchmarks.demo`` runs it. The parts:
 
 - `flights`: what is known about an aircraft, and the untouched ``applyInPandasWithState`` function;
 - `dataset`: the 2013 New York flights as a folder of files in order of time;

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from spark_state_ext.demo.flights import OUTPUT_COLUMNS, QUIET_DAYS, SHORT_MINUTES
+from benchmarks.demo.flights import OUTPUT_COLUMNS, QUIET_DAYS, SHORT_MINUTES
 
 EPOCH = pd.Timestamp(0)
 NO_TAIL = "(none)"

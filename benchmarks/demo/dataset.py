@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spark_state_ext.demo.flights import DAY_MS
+from benchmarks.demo.flights import DAY_MS
 
 COLUMNS: list[tuple[str, pa.DataType]] = [
     ("sched_dep", pa.timestamp("us", tz="UTC")),
