@@ -9,15 +9,15 @@ One bucket of an operator has one store, `STATE`. Checkpoint files are immutable
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from arrow_schemas.lineage import CheckpointRef
-from arrow_schemas.pointer import Pointer
 from spark_state_ext.files.folder import Readable
+from spark_state_ext.files.retention import CleanUp
 from spark_state_ext.files.sealed import SealedFile
 
 __all__ = [
@@ -92,31 +92,6 @@ class Checkpoint:
 
     ref: CheckpointRef
     markers: Mapping[str, Markers] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class CleanUp:
-    """What a clean-up has to go by.
-
-    Parameters
-    ----------
-    pointer
-        The input pointer of a call: Spark has committed it for certain.
-    head
-        The newest checkpoint of its lineage that this backend has confirmed.
-    batches_retained
-        Spark's ``minBatchesToRetain`` now.
-    still_ours
-        Raises when another run has taken the state over.
-    deletes_max
-        How many files are deleted at most; the rest is left to another time.
-    """
-
-    pointer: Pointer
-    head: CheckpointRef
-    batches_retained: int
-    still_ours: Callable[[], None]
-    deletes_max: int | None = None
 
 
 class BackupManager(Protocol):

@@ -115,15 +115,7 @@ class FilesBackup:
 
     def clean_up(self, request: CleanUp) -> Future[int]:
         def work() -> int:
-            return clean_up(
-                self.folder,
-                request.pointer,
-                request.batches_retained,
-                self._context.scratch,
-                request.still_ours,
-                deletes_max=request.deletes_max,
-                head=request.head,
-            )
+            return clean_up(self.folder, request, self._context.scratch)
 
         return (self._context.cleaner or self._context.executor).submit(work)
 

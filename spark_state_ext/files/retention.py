@@ -25,7 +25,7 @@ from spark_state_ext.files.folder import Entry, Listed, is_temporary
 from spark_state_ext.files.horizon import DELTAS_MAX, recent_heartbeats
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["Decision", "FileHeaders", "Headers", "classify", "clean_up", "clean_up_due", "is_crowded"]
+__all__ = ["CleanUp", "Decision", "FileHeaders", "Headers", "classify", "clean_up", "clean_up_due", "is_crowded"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # Younger temporary files may still be somebody's work.
@@ -79,6 +79,31 @@ class Decision:
     lean_on: tuple[CheckpointRef, ...] = ()
     doubt: str = ""
     lost: bool = False
+
+
+@dataclass(frozen=True)
+class CleanUp:
+    """What a clean-up has to go by.
+
+    Parameters
+    ----------
+    pointer
+        The input pointer of a call: Spark has committed it for certain.
+    head
+        The newest checkpoint of its lineage that this backend has confirmed.
+    batches_retained
+        Spark's ``minBatchesToRetain`` now.
+    still_ours
+        Raises when another run has taken the state over.
+    deletes_max
+        How many files are deleted at most; the rest is left to another time.
+    """
+
+    pointer: Pointer
+    head: CheckpointRef
+    batches_retained: int
+    still_ours: Callable[[], None]
+    deletes_max: int | None = None
 
 
 def clean_up_due(calls: int, bucket: int, batches_retained: int) -> bool:
@@ -252,14 +277,10 @@ def _needs_of(
 
 def clean_up(
     files: Listed,
-    pointer: Pointer,
-    batches_retained: int,
+    request: CleanUp,
     scratch: Path,
-    still_ours: Callable[[], None],
     now_s: float | None = None,
     entries: Sequence[Entry] | None = None,
-    deletes_max: int | None = None,
-    head: CheckpointRef | None = None,
 ) -> int:
     """Delete what no retained pointer leads to; returns how many files. May be repeated, and stopped, at any time.
 
@@ -267,22 +288,14 @@ def clean_up(
     ----------
     files
         The bucket's files.
-    pointer
-        The input pointer of the call.
-    batches_retained
-        Spark's ``minBatchesToRetain`` now.
+    request
+        What to go by.
     scratch
         Local folder for temporary files.
-    still_ours
-        Raises when another run has taken the state over.
     now_s
         The time, for tests.
     entries
         A listing of the folder, where the caller has one; it may be of any time after the pointer was handed out.
-    deletes_max
-        How many files are deleted at most; the rest is left to another time.
-    head
-        As for `classify`.
 
     Raises
     ------
@@ -291,21 +304,21 @@ def clean_up(
     StorageError
         When listing or deleting failed.
     OwnershipError
-        From `still_ours`.
+        From `CleanUp.still_ours`.
     """
     entries = files.entries() if entries is None else entries
     now_s = time.time() if now_s is None else now_s
     headers = FileHeaders(files, {entry.name for entry in entries})
+    pointer, retained, head = request.pointer, request.batches_retained, request.head
     damaged: set[CheckpointRef] = set()
     while True:
         try:
-            decision = classify(entries, pointer, batches_retained, now_s, headers, frozenset(damaged), head)
+            decision = classify(entries, pointer, retained, now_s, headers, frozenset(damaged), head)
         except (CorruptError, MissingCheckpointError) as error:
             decision = Decision(doubt=str(error))
         if decision.lost:
             raise LostFilesError(
-                f"{files.root} cannot give back {head or pointer.ref}, which it had: files that it needs were deleted "
-                "or damaged"
+                f"{files.root} cannot give back {head}, which it had: files that it needs were deleted or damaged"
             )
         if decision.doubt:
             _LOGGER.warning("nothing is cleaned up in %s: %s", files.root, decision.doubt)
@@ -314,10 +327,10 @@ def clean_up(
         if not found:
             break
         damaged |= found
-    names = decision.delete[:deletes_max]
+    names = decision.delete[: request.deletes_max]
     for name in names:
         # Cheap; and it may take long until all are gone.
-        still_ours()
+        request.still_ours()
         files.remove(name)
     return len(names)
 

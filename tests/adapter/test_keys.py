@@ -24,6 +24,7 @@ from spark_state_ext.errors import ResultTypeError, StateValueError, UserFunctio
 from spark_state_ext.spark.callers.group_state import Clock, KeyState
 from spark_state_ext.spark.callers.groups import CallContext, Groups, Result
 from spark_state_ext.spark.callers.keys import KeyCaller
+from spark_state_ext.spark.callers.results import OutputColumns
 from spark_state_ext.spark.compat import NUMBERS_JOIN
 from spark_state_ext.spark.executor.border import told
 from spark_state_ext.store import Lookup
@@ -37,7 +38,7 @@ NOTHING = SCHEMA.empty()
 
 
 def caller(function: Any, rows_max: int = 10_000) -> KeyCaller:
-    return KeyCaller(function, SCHEMA, STATE, ["k", "v"], ["k", "n"], "UTC", rows_max)
+    return KeyCaller(function, SCHEMA, STATE, ["k", "v"], OutputColumns(("k", "n")), "UTC", rows_max)
 
 
 def grouped(keys: list[int | None], values: list[Any], bad_hash: bool = False) -> Groups:
@@ -426,7 +427,7 @@ def test_rows_are_as_they_were_when_they_were_given(form: str) -> None:
         buffer[0] = int(key[0])
         return [(buffer[0], buffer)] if form == "a list of tuples" else {"n": [buffer], "k": [buffer[0]]}
 
-    made = KeyCaller(function, SCHEMA, STATE, ["k", "v"], ["k", "n"], "UTC", 10_000, LISTS)
+    made = KeyCaller(function, SCHEMA, STATE, ["k", "v"], OutputColumns(("k", "n"), LISTS), "UTC", 10_000)
     frame = pd.concat(called(made, grouped([1, 2, 3], [0, 0, 0])))
     assert len(frame) >= 3
     assert frame["n"].tolist() == [[n] for n in frame["k"]]
@@ -444,7 +445,7 @@ def test_state_is_as_it_was_when_the_keys_call_was_over() -> None:
     state = StructType([StructField("all", ArrayType(LongType()))])
     schema = RowSchema(SCHEMA.keys, state_fields(json.dumps(state.jsonValue())))
     groups, result = grouped([1, 2, 3], [0, 0, 0]), Result()
-    made = KeyCaller(function, schema, state, ["k", "v"], ["k", "n"], "UTC", 10_000)
+    made = KeyCaller(function, schema, state, ["k", "v"], OutputColumns(("k", "n")), "UTC", 10_000)
     nobody_yet = Lookup(np.full(3, -1, dtype=np.int64), schema.empty())
     assert list(made.data(groups, nobody_yet, schema.empty(), CONTEXT, result)) == []
     assert result.data is not None
@@ -552,14 +553,22 @@ def test_values_of_rows_that_spark_would_not_convert_are_named_with_their_key(gi
     def function(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: KeyState) -> Any:
         return given if key == (41,) else [(1, 2, None)]
 
-    one = KeyCaller(function, SCHEMA, STATE, ["k", "v"], OUTPUT.names, "UTC", 10_000, OUTPUT)
+    one = KeyCaller(function, SCHEMA, STATE, ["k", "v"], OutputColumns(tuple(OUTPUT.names), OUTPUT), "UTC", 10_000)
     with pytest.raises(ResultTypeError, match=rf"{text}.* \(key \(41,\), bucket 3, batch 7\)"):
         called(one, grouped([3, 41, 5], [0, 0, 0]))
 
 
 def test_values_of_rows_that_spark_would_convert_go_to_it() -> None:
     rows = [(1, 2, True), (1.0, "3", "true"), (None, None, None)]
-    one = KeyCaller(lambda key, pdfs, state: rows, SCHEMA, STATE, ["k", "v"], OUTPUT.names, "UTC", 10_000, OUTPUT)
+    one = KeyCaller(
+        lambda key, pdfs, state: rows,
+        SCHEMA,
+        STATE,
+        ["k", "v"],
+        OutputColumns(tuple(OUTPUT.names), OUTPUT),
+        "UTC",
+        10_000,
+    )
     (frame,) = called(one, grouped([41], [0]))
     assert list(frame["n"]) == [2, "3", None]
 
@@ -612,7 +621,7 @@ def test_a_misnamed_column_is_refused_with_its_key() -> None:
 
     for wrong in (3, 4, 40):
         groups = grouped(list(range(50)), [0] * 50)
-        one = KeyCaller(function, SCHEMA, STATE, ["k", "v"], ["k", "n"], "UTC", 10_000, strict_output=True)
+        one = KeyCaller(function, SCHEMA, STATE, ["k", "v"], OutputColumns(("k", "n"), strict=True), "UTC", 10_000)
         with pytest.raises(StateValueError, match=rf"no 'N'.*strict_output=False.*key \({wrong},\)"):
             called(one, groups)
         assert sum(map(len, called(caller(function), groups))) == 25 * 20 + 25
@@ -627,7 +636,7 @@ def test_a_frame_whose_columns_have_no_names_is_refused_with_its_key(labels: lis
         frame.columns = pd.Index(labels)
         yield frame
 
-    one = KeyCaller(function, SCHEMA, STATE, ["k", "v"], ["k", "n"], "UTC", 9, strict_output=True)
+    one = KeyCaller(function, SCHEMA, STATE, ["k", "v"], OutputColumns(("k", "n"), strict=True), "UTC", 9)
     with pytest.raises(StateValueError, match=r"the output schema has k, n and no .*strict_output=False.*key \(1,\)"):
         called(one, grouped([1], [0]))
     assert len(called(caller(function), grouped([1], [0]))) == 1

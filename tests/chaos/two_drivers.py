@@ -25,7 +25,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from core_support import KEYS, SCHEMA, WRITER, Model, Row, buffer_of, changed, first_pointer, scanned
+from core_support import KEYS, SCHEMA, WRITER, Model, Row, buffer_of, changed, clean_up_at, first_pointer, scanned
 from object_store import azure_server, azurite, s3_server
 
 from arrow_schemas import Pointer
@@ -114,9 +114,8 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
                 lease.hold()
                 pointer, model, commits = new, changed(model, changes), commits + 1
                 if commits % 10 == 0:
-                    deleted += clean_up(
-                        query_folder.child("3"), pointer, RETAINED, Path(scratch), lease.check, now_s=time.time() + 700
-                    )
+                    request = clean_up_at(pointer, RETAINED, lease.check)
+                    deleted += clean_up(query_folder.child("3"), request, Path(scratch), time.time() + 700)
                 if draw.random() < 0.01:
                     time.sleep(1.2 * start.lease_ms / 1000)
             except LiveRunError:

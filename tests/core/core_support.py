@@ -23,6 +23,7 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.retention import CleanUp
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import hashes_of, sorted_run
 from spark_state_ext.worker.spill import SpillBuffer
@@ -208,6 +209,14 @@ def buffer_of(changes: Changes, scratch: Path, hashed: HashFunction = good_hash)
     if changes:
         buffer.append(run_of(changes, hashed))
     return buffer
+
+
+def clean_up_at(
+    pointer: Pointer, retained: int, still_ours: Callable[[], None] = lambda: None, deletes_max: int | None = None
+) -> CleanUp:
+    """What a clean-up goes by where all of a pointer's state is."""
+    assert pointer.ref is not None, "there is a state"
+    return CleanUp(pointer, pointer.ref, retained, still_ours, deletes_max)
 
 
 def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Bucket:

@@ -24,7 +24,7 @@ import fsspec
 import fsspec.implementations.chained
 import lmdb
 import pandas
-from core_support import KEYS, SCHEMA, Changes, Model, Row, buffer_of, changed, first_pointer, scanned
+from core_support import KEYS, SCHEMA, Changes, Model, Row, buffer_of, changed, clean_up_at, first_pointer, scanned
 from fsspec.implementations.local import LocalFileSystem
 
 from arrow_schemas import Pointer, Writer
@@ -198,8 +198,10 @@ def run(folder: Path, protocol: str) -> None:
 
 def clean_up(files: Folder, pointer: Pointer, folder: Path) -> None:
     """As in the background: what fails waits for another time."""
+    if pointer.ref is None:
+        return
     try:
-        retention.clean_up(files, pointer, RETAINED, folder, lambda: None)
+        retention.clean_up(files, clean_up_at(pointer, RETAINED), folder)
     except StorageError as error:
         logging.getLogger("spark_state_ext").info("clean-up waits: %s", error)
 

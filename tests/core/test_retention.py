@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_support import KEYS, SCHEMA, Model, Row, buffer_of, changed, first_pointer, state_at
+from core_support import KEYS, SCHEMA, Model, Row, buffer_of, changed, clean_up_at, first_pointer, state_at
 from fsspec.implementations.local import LocalFileSystem
 from life import Life
 from object_store import S3
@@ -336,7 +336,7 @@ class Scene:
         self.models.append(changed(self.models[-1], changes))
 
     def clean(self, pointer: Pointer | None = None, still_ours: Any = lambda: None) -> int:
-        return clean_up(self.files, pointer or self.pointers[-1], RETAINED, self.local, still_ours)
+        return clean_up(self.files, clean_up_at(pointer or self.pointers[-1], RETAINED, still_ours), self.local)
 
     def decision(self) -> Decision:
         entries = self.files.entries()
@@ -453,7 +453,7 @@ def test_a_run_that_was_replaced_deletes_nothing_more(scene: Scene, deleted: int
 
 
 def test_no_more_is_deleted_than_asked_for(scene: Scene) -> None:
-    assert clean_up(scene.files, scene.pointers[-1], RETAINED, scene.local, lambda: None, deletes_max=4) == 4
+    assert clean_up(scene.files, clean_up_at(scene.pointers[-1], RETAINED, deletes_max=4), scene.local) == 4
     assert scene.clean() > 4
     scene.check()
 
@@ -496,8 +496,7 @@ def test_what_is_known_of_one_store_is_not_believed_of_another(tmp_path: Path, m
 
     old = time.time() + 10_000
     deleted = [
-        clean_up(at(endpoint), life.pointers[-1], RETAINED, tmp_path, lambda: None, now_s=old)
-        for endpoint in (east, west)
+        clean_up(at(endpoint), clean_up_at(life.pointers[-1], RETAINED), tmp_path, old) for endpoint in (east, west)
     ]
     assert deleted[0] > 0
     assert deleted[1] == 0, "the deltas are the only way back there"

@@ -14,6 +14,7 @@ from sim_stores import Fault, dies
 from sim_world import DRAWN, FIRST_BUCKET, NOW_S, World, small
 
 from arrow_schemas import Pointer
+from spark_state_ext.backends import CleanUp
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.files import retention
 
@@ -107,8 +108,9 @@ class Scene:
 
     def clean(self, pointer: Pointer) -> None:
         """A clean-up, and what every pointer gives after it."""
-        retained = self.world.config.retained
-        retention.clean_up(self.world.files, pointer, retained, self.world.folder, lambda: None, NOW_S)
+        if pointer.ref is not None:
+            request = CleanUp(pointer, pointer.ref, self.world.config.retained, lambda: None)
+            retention.clean_up(self.world.files, request, self.world.folder, NOW_S)
         self.world.check()
 
     def alone(self, batches: int, cleans: bool = True) -> None:

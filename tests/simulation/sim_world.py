@@ -51,7 +51,7 @@ from sim_stores import DiedError, Fault, FaultyFolder, dies, fails, opened
 from arrow_schemas import CheckpointRef, Pointer, Writer
 from arrow_schemas.lineage import SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import ReplicationStatus
-from spark_state_ext.backends import STATE
+from spark_state_ext.backends import STATE, CleanUp
 from spark_state_ext.backends import files as files_module
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Replica, is_complete
@@ -616,11 +616,11 @@ class World:
         """Of each backend that holds the pointer's state, with the listing of now, to be used later."""
         for name in self.configured:
             replication = pointer.replication or {"a": ReplicationStatus(pointer.ref)}
-            if is_complete(replication.get(name)) and replication[name].through is not None:
-                self._submit_clean_up_of(name, replication[name].through, executor, pointer, numbers)
+            if is_complete(replication.get(name)) and (head := replication[name].through) is not None:
+                self._submit_clean_up_of(name, head, executor, pointer, numbers)
 
     def _submit_clean_up_of(
-        self, of: str, head: CheckpointRef | None, executor: Executor, pointer: Pointer, numbers: Numbers
+        self, of: str, head: CheckpointRef, executor: Executor, pointer: Pointer, numbers: Numbers
     ) -> None:
         number = pointer.bucket
         here = self.folders[of][number]
@@ -640,9 +640,8 @@ class World:
 
         def work() -> None:
             try:
-                retention.clean_up(
-                    files, pointer, self.config.retained, self.folder, still_ours, NOW_S, entries, head=head
-                )
+                request = CleanUp(pointer, head, self.config.retained, still_ours)
+                retention.clean_up(files, request, self.folder, NOW_S, entries)
             except LostFilesError:
                 committer.snapshots.lose(of, pointer.heartbeats)
                 self.noticed[(*executor.machine.disk, number, of)] = pointer.heartbeats

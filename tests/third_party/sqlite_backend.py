@@ -127,15 +127,7 @@ class SqliteBackup:
 
     def clean_up(self, request: CleanUp) -> Future[int]:
         def work() -> int:
-            return clean_up(
-                self._files,
-                request.pointer,
-                request.batches_retained,
-                self._context.scratch,
-                request.still_ours,
-                deletes_max=request.deletes_max,
-                head=request.head,
-            )
+            return clean_up(self._files, request, self._context.scratch)
 
         return self._context.executor.submit(work)
 

@@ -14,6 +14,7 @@ from spark_state_ext.engine.job import ARROW, ROWS, Job
 from spark_state_ext.spark.callers.batches import BatchCaller
 from spark_state_ext.spark.callers.groups import Caller
 from spark_state_ext.spark.callers.keys import KeyCaller
+from spark_state_ext.spark.callers.results import OutputColumns
 from spark_state_ext.spark.callers.rows import RowCaller
 
 __all__ = ["caller_of"]
@@ -28,17 +29,8 @@ def caller_of(job: Job, function: Callable[..., Any], schema: RowSchema) -> Call
     if job.api == ROWS:
         outputs = state_fields(job.output_schema, "output")
         return RowCaller(function, schema, state, _struct(job.input_schema), _struct(job.key_schema), output, outputs)
-    return KeyCaller(
-        function,
-        schema,
-        state,
-        job.columns,
-        output.names,
-        job.timezone,
-        job.frame_rows_max,
-        output,
-        job.options.strict_output,
-    )
+    columns = OutputColumns(tuple(output.names), output, job.options.strict_output)
+    return KeyCaller(function, schema, state, job.columns, columns, job.timezone, job.frame_rows_max)
 
 
 def _struct(schema_json: str) -> StructType:

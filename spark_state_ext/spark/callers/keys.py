@@ -30,7 +30,7 @@ from spark_state_ext.spark.callers.pandas_values import (
     table_to_frame,
 )
 from spark_state_ext.spark.callers.per_key import Call, Changes, PerKeyCaller, reraise
-from spark_state_ext.spark.callers.results import checked_result, short
+from spark_state_ext.spark.callers.results import OutputColumns, checked_result, short
 from spark_state_ext.spark.callers.state_values import changeable
 from spark_state_ext.spark.compat import (
     NUMBERS_JOIN,
@@ -73,16 +73,12 @@ class KeyCaller(PerKeyCaller):
         Spark's type of the state.
     columns
         Names of the input's columns.
-    outputs
-        Names of the output's columns.
+    output
+        The output's columns.
     timezone
         The session's time zone.
     frame_rows_max
         Most rows of one frame.
-    output_type
-        Spark's type of the output; None: its values cannot be changed.
-    strict_output
-        Refuse frames with a column that `outputs` does not name.
     """
 
     def __init__(
@@ -91,22 +87,18 @@ class KeyCaller(PerKeyCaller):
         schema: RowSchema,
         state_type: StructType,
         columns: Sequence[str],
-        outputs: Sequence[str],
+        output: OutputColumns,
         timezone: str,
         frame_rows_max: int,
-        output_type: StructType | None = None,
-        strict_output: bool = False,
     ) -> None:
         super().__init__(function, schema, state_type)
         self._columns = list(columns)
-        self._outputs = list(outputs)
+        self._output = output
         self._timezone = timezone
         self._rows_max = frame_rows_max
-        self._strict = strict_output
-        self._types = output_type
         # Of the calls that are being made, by position.
         self._keys: list[tuple[Any, ...]] = []
-        self._copied = frozenset(() if output_type is None else changeable(output_type))
+        self._copied = frozenset(() if output.type is None else changeable(output.type))
 
     # -- calling -----------------------------------------------------------------------------------
 
@@ -121,10 +113,8 @@ class KeyCaller(PerKeyCaller):
     def _call(
         self, calls: Iterable[Call], timed_out: bool, context: CallContext, changes: Changes
     ) -> Iterator[pd.DataFrame]:
-        function, outputs = (
-            self._function,
-            _Outputs(self._outputs, self._copied, self._strict, self._types, lambda at: self._keys[at]),
-        )
+        function, output = self._function, self._output
+        outputs = _Outputs(list(output.names), self._copied, output.strict, output.type, lambda at: self._keys[at])
         clock, after_key = self._clock(context, timed_out, self._state_type), context.after_key
         note_position, note_value = changes.positions.append, self._value_noter(changes)
         note_timeout = changes.timeouts.append

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
+from pyspark.sql.types import StructType
 
 from spark_state_ext.errors import ResultTypeError
 
-__all__ = ["checked_result", "short"]
+__all__ = ["OutputColumns", "checked_result", "short"]
 
 _CHARACTERS_MAX = 150
+
+
+@dataclass(frozen=True)
+class OutputColumns:
+    """The output's columns, as far as what a function gives is compared with them.
+
+    Parameters
+    ----------
+    names
+        Their names.
+    type
+        Spark's type of a row; None: values are not looked at, and cannot be changed.
+    strict
+        Refuse frames with a column of another name.
+    """
+
+    names: tuple[str, ...]
+    type: StructType | None = None
+    strict: bool = False
 
 
 def short(value: object) -> str:
