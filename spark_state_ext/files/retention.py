@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
@@ -155,6 +155,44 @@ def classify(
     CorruptError, MissingError
         From `headers`: then nothing may be deleted.
     """
+    listing = _listing(entries, now_s)
+    if listing.foreign:
+        return Decision(doubt=f"{listing.foreign} is none of our files")
+    head = head or pointer.ref
+    if head is None:
+        return Decision(listing.leftovers)
+    if head not in listing.kinds:
+        return Decision(doubt=f"the committed checkpoint {head} has no file here", lost=True)
+    files = _Files(listing.kinds, headers, damaged)
+    recent = _recent_from(pointer, batches_retained)
+    line = _line_of(head, recent, files)
+    if not line.settled and headers.of(list(line.refs)[-1]).parent is not None:
+        # Either this place was added later, or something is gone that should be there; then what is left below may be
+        # of use to whoever brings it back.
+        return Decision(listing.leftovers, lost=not any(files.is_snapshot(ref) for ref in line.refs))
+    beside = _beside(listing, line, recent, files)
+    if beside.doubt:
+        return Decision(doubt=beside.doubt)
+    gone = (_below(line) | beside.old) - beside.kept
+    # The oldest first: a clean-up that stops in the middle leaves what later ones understand.
+    names = [file_name(ref, kind) for ref in sorted(gone) for kind in sorted(listing.kinds[ref])]
+    lean_on = dict.fromkeys([*line.settled, *beside.lean_on])
+    return Decision((*listing.leftovers, *names), tuple(lean_on) if names else ())
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """What lies in a folder: the kinds of files of each checkpoint, and which checkpoints have a young one; old
+    temporary files; and a file that is none of ours, where there is one."""
+
+    kinds: Kinds
+    young: frozenset[CheckpointRef]
+    leftovers: tuple[str, ...]
+    foreign: str = ""
+
+
+def _listing(entries: Iterable[Entry], now_s: float) -> _Listing:
+    """First pass: what each file is by its name and its age."""
     kinds: dict[CheckpointRef, set[str]] = {}
     leftovers: list[str] = []
     young: set[CheckpointRef] = set()
@@ -166,62 +204,107 @@ def classify(
             if age_s <= _ORPHAN_AGE_S:
                 young.add(parsed[0])
         elif not is_temporary(entry.name):
-            return Decision(doubt=f"{entry.name} is none of our files")
+            return _Listing(kinds, frozenset(young), tuple(leftovers), entry.name)
         elif age_s > _TEMPORARY_AGE_S:
             leftovers.append(entry.name)
-    head = head or pointer.ref
-    if head is None:
-        return Decision(tuple(leftovers))
-    if head not in kinds:
-        return Decision(doubt=f"the committed checkpoint {head} has no file here", lost=True)
-    # Checkpoints with this heartbeat or a later one may be named by a pointer that Spark may still hand out.
+    return _Listing(kinds, frozenset(young), tuple(leftovers))
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files of a bucket's checkpoints: which there are, what their headers tell, and which are damaged."""
+
+    kinds: Kinds
+    headers: Headers
+    damaged: frozenset[CheckpointRef]
+
+    def is_snapshot(self, ref: CheckpointRef) -> bool:
+        return SNAPSHOT in self.kinds[ref] and ref not in self.damaged
+
+
+def _recent_from(pointer: Pointer, batches_retained: int) -> int:
+    """Checkpoints with this heartbeat or a later one may be named by a pointer that Spark may still hand out."""
     recent = pointer.heartbeats - recent_heartbeats(max(batches_retained, pointer.retained))
     erased = erased_before(pointer.ages)
-    recent = recent if erased is None else max(recent, erased)
-    line = dict.fromkeys(_back_from(head, kinds, headers))
-    settled = _settled_snapshots(line, recent, kinds, headers, damaged)
-    if not settled and headers.of(list(line)[-1]).parent is not None:
-        # Either this place was added later, or something is gone that should be there; then what is left below may be
-        # of use to whoever brings it back.
-        return Decision(tuple(leftovers), lost=not any(_is_snapshot(ref, kinds, damaged) for ref in line))
-    gone = {ref for ref in line if settled and ref.version < settled[-1].version}
-    beside = sorted(kinds.keys() - line.keys())
-    origins = dict(zip(beside, headers.origins(beside), strict=True))
-    # What the pointer holds inline may have arrived since, and is recent.
-    gone.update(ref for ref in beside if origins[ref].heartbeat < recent and ref not in young)
-    lean_on = list(settled)
-    for ref in beside:
-        if ref in gone or _meets(origins[ref].parent, line, settled):
-            continue
-        needs = _needs_of(ref, line, settled, kinds, headers, damaged)
-        if origins[ref].heartbeat >= recent:
-            if needs.missing is not None:
-                return Decision(doubt=f"{ref} may be in use and its ancestor {needs.missing} has no file")
-            lean_on += needs.snapshots
-        gone.difference_update(needs.refs)
-    # The oldest first: a clean-up that stops in the middle leaves what later ones understand.
-    names = [file_name(ref, kind) for ref in sorted(gone) for kind in sorted(kinds[ref])]
-    return Decision((*leftovers, *names), tuple(dict.fromkeys(lean_on)) if names else ())
+    return recent if erased is None else max(recent, erased)
 
 
-def _settled_snapshots(
-    line: Iterable[CheckpointRef], recent: int, kinds: Kinds, headers: Headers, damaged: frozenset[CheckpointRef]
-) -> list[CheckpointRef]:
-    """The newest snapshots of a lineage from before all that Spark may still name, the newest first; none when too few.
+@dataclass(frozen=True)
+class _Line:
+    """The committed lineage: its checkpoints, the newest first, and the snapshots that loads may lean on."""
+
+    refs: Mapping[CheckpointRef, None]
+    settled: tuple[CheckpointRef, ...]
+
+    def meets(self, ref: CheckpointRef | None) -> bool:
+        """Whether a checkpoint is where all stays that the lineage leans on: at or above the newest settled one."""
+        return ref in self.refs and ref is not None and (not self.settled or ref.version >= self.settled[0].version)
+
+
+def _line_of(head: CheckpointRef, recent: int, files: _Files) -> _Line:
+    """Second pass: the lineage of the committed checkpoint, with its newest snapshots from before all that Spark may
+    still name, the newest first; none when too few.
 
     Executors that go on from memory may be at any checkpoint of the lineage that is recent, so none of these will do.
     """
+    refs = dict.fromkeys(_back_from(head, files.kinds, files.headers))
     found: list[CheckpointRef] = []
-    for ref in line:
-        if _is_snapshot(ref, kinds, damaged) and headers.origins([ref])[0].heartbeat < recent:
+    for ref in refs:
+        if files.is_snapshot(ref) and files.headers.origins([ref])[0].heartbeat < recent:
             found.append(ref)
             if len(found) == SNAPSHOTS_KEPT:
-                return found
-    return []
+                return _Line(refs, tuple(found))
+    return _Line(refs, ())
 
 
-def _is_snapshot(ref: CheckpointRef, kinds: Kinds, damaged: frozenset[CheckpointRef]) -> bool:
-    return SNAPSHOT in kinds[ref] and ref not in damaged
+def _below(line: _Line) -> set[CheckpointRef]:
+    """Third pass: what of the lineage nobody loads any more, as snapshots above it are settled."""
+    return {ref for ref in line.refs if line.settled and ref.version < line.settled[-1].version}
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What is to become of checkpoints beside the committed lineage.
+
+    Parameters
+    ----------
+    old
+        Those from which nobody goes on.
+    kept
+        What loading the others needs, on the lineage or beside it.
+    lean_on
+        Snapshots among it that have to be whole.
+    doubt
+        Why nothing may be deleted, where something is missing.
+    """
+
+    old: frozenset[CheckpointRef]
+    kept: frozenset[CheckpointRef] = frozenset()
+    lean_on: tuple[CheckpointRef, ...] = ()
+    doubt: str = ""
+
+
+def _beside(listing: _Listing, line: _Line, recent: int, files: _Files) -> _Beside:
+    """Fourth pass: checkpoints of other attempts, and of lineages in parallel."""
+    beside = sorted(files.kinds.keys() - line.refs.keys())
+    origins = dict(zip(beside, files.headers.origins(beside), strict=True))
+    # What the pointer holds inline may have arrived since, and is recent.
+    old = {ref for ref in beside if origins[ref].heartbeat < recent and ref not in listing.young}
+    going = set(old)
+    kept: set[CheckpointRef] = set()
+    lean_on: list[CheckpointRef] = []
+    for ref in beside:
+        if ref in going or line.meets(origins[ref].parent):
+            continue
+        needs = _needs_of(ref, line, files)
+        if origins[ref].heartbeat >= recent:
+            if needs.missing is not None:
+                doubt = f"{ref} may be in use and its ancestor {needs.missing} has no file"
+                return _Beside(frozenset(old), doubt=doubt)
+            lean_on += needs.snapshots
+        kept.update(needs.refs)
+        going.difference_update(needs.refs)
+    return _Beside(frozenset(old), frozenset(kept), tuple(lean_on))
 
 
 def _back_from(ref: CheckpointRef, kinds: Kinds, headers: Headers) -> Iterator[CheckpointRef]:
@@ -238,11 +321,6 @@ def _back_from(ref: CheckpointRef, kinds: Kinds, headers: Headers) -> Iterator[C
             return
 
 
-def _meets(ref: CheckpointRef | None, line: Container[CheckpointRef], settled: Sequence[CheckpointRef]) -> bool:
-    """Whether a checkpoint is where all stays that the lineage leans on: at or above the newest settled snapshot."""
-    return ref in line and ref is not None and (not settled or ref.version >= settled[0].version)
-
-
 @dataclass
 class _Needs:
     """What loading a checkpoint may need: itself and ancestors, snapshots among these, and what of it is not there."""
@@ -252,26 +330,19 @@ class _Needs:
     missing: CheckpointRef | None = None
 
 
-def _needs_of(
-    beside: CheckpointRef,
-    line: Container[CheckpointRef],
-    settled: Sequence[CheckpointRef],
-    kinds: Kinds,
-    headers: Headers,
-    damaged: frozenset[CheckpointRef],
-) -> _Needs:
+def _needs_of(beside: CheckpointRef, line: _Line, files: _Files) -> _Needs:
     """The needs of a checkpoint beside a lineage, down to its second snapshot or to where it comes from the lineage."""
     needs = _Needs()
-    for ref in _back_from(beside, kinds, headers):
-        if _meets(ref, line, settled):
+    for ref in _back_from(beside, files.kinds, files.headers):
+        if line.meets(ref):
             return _Needs(needs.refs)
         needs.refs.append(ref)
-        if _is_snapshot(ref, kinds, damaged):
+        if files.is_snapshot(ref):
             needs.snapshots.append(ref)
             if len(needs.snapshots) == SNAPSHOTS_KEPT:
                 break
     if not needs.snapshots:
-        needs.missing = headers.of(needs.refs[-1]).parent
+        needs.missing = files.headers.of(needs.refs[-1]).parent
     return needs
 
 
