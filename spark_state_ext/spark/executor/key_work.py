@@ -4,8 +4,8 @@ back as rows of a run. Nothing here knows of pointers, files or leases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,66 @@ class Times:
         """As Spark tells it with a bucket's state."""
         watermark, present = watermark_of(state)
         return Times(state.getCurrentProcessingTimeMs(), watermark, present)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """A range's keys with rows.
+
+    Parameters
+    ----------
+    groups
+        Their rows.
+    found
+        Their state, as functions see it.
+    written_ms
+        When each is written, if it is: milliseconds since 1970.
+    """
+
+    groups: Groups
+    found: Lookup
+    written_ms: IndexArray
+
+
+@dataclass(frozen=True)
+class _Due:
+    """Keys whose time is up.
+
+    Parameters
+    ----------
+    rows
+        Their rows, in run order.
+    where
+        Where each is among the keys with rows, or -1.
+    written_ms
+        As for `_Keys`.
+    """
+
+    rows: pa.RecordBatch
+    where: IndexArray
+    written_ms: IndexArray
+
+
+@dataclass(frozen=True)
+class _DataPass:
+    """What the calls for keys with rows came to, which the pass over timeouts goes by.
+
+    Parameters
+    ----------
+    changed
+        Rows to store, in run order.
+    touched
+        Which of the keys have one; one more, always False, for keys that are not among them (position -1).
+    along
+        The keys that were due, and have no rows, were called with them.
+    timed_out
+        What these changed.
+    """
+
+    changed: pa.RecordBatch
+    touched: BoolArray
+    along: bool = False
+    timed_out: Changed | None = None
 
 
 class KeyWork:
@@ -129,40 +189,52 @@ class KeyWork:
         self, table: pa.Table | None, after: int, upper: int, borders: list[int], rows: SpillBuffer
     ) -> Iterator[pd.DataFrame]:
         """Call the function for the keys with a hash in (after, upper], data first, then timeouts, these piecemeal."""
-        groups, found, written_ms = self._grouped(table)
-        caller, expiry, result = self._caller, self._expiry, Result()
-        changed, touched = self._schema.empty(), np.zeros(groups.count + 1, dtype=np.bool_)
-        pending = groups.count > 0
-        for upto in [*(border for border in borders if after < border < upper), upper]:
-            due = self._expired(after, upto)
-            where = groups.positions_of(hashes_of(due), self._schema.key_columns(due))
-            # Also what the call for its timeout writes of a key with rows is as new as these.
-            due_written_ms = np.append(written_ms, self._clock_ms())[where]
-            if pending:
-                along = due.filter(pa.array(where < 0)) if caller.together else due.slice(0, 0)
-                work = caller.data(groups, found, expiry.due(along), self._context, result)
-                yield from timed(work, self._metrics, "user_ms")
-                changed, touched = self._data_rows(groups, found, written_ms, result.data)
-            # As in Spark, a due timeout fires even for a key with rows, where the call for these changed nothing.
-            done = (where >= 0) & touched[where]
-            fires = ~done
-            mine, changed = _split_at(changed, upto)
-            # Newest first: a key whose row is written again only because it was read may be due as well.
-            pieces = [mine]
-            if pending and caller.together:
-                self._settle(result.timeouts, where < 0, due_written_ms, pieces, done)
-                fires &= where >= 0
-            if fires.any():
-                result.timeouts = None
-                work = caller.timeouts(expiry.due(due.filter(pa.array(fires))), self._context, result)
-                yield from timed(work, self._metrics, "user_ms")
-                self._settle(result.timeouts, fires, due_written_ms, pieces, done)
-            # What stays due is written anew, so that `expired` need look for it only in recent runs.
-            pieces.append(due.filter(pa.array(~done)))
-            pending = False
+        keys = self._grouped(table)
+        passed = _DataPass(self._schema.empty(), np.zeros(keys.groups.count + 1, dtype=np.bool_))
+        for at, upto in enumerate([*(border for border in borders if after < border < upper), upper]):
+            due = self._due(keys, after, upto)
+            if at == 0 and keys.groups.count:
+                passed = yield from self._data_pass(keys, due)
+            mine, later = _split_at(passed.changed, upto)
+            pieces = yield from self._timeout_pass(due, replace(passed, changed=mine))
             self._append(rows, pieces, after, upto)
-            after = upto
+            passed, after = _DataPass(later, passed.touched), upto
             self._context.after_key()
+
+    def _data_pass(self, keys: _Keys, due: _Due) -> Generator[pd.DataFrame, None, _DataPass]:
+        """Call for the keys with rows, and along with them, where the function takes both, for those that are due."""
+        caller, result = self._caller, Result()
+        along = due.rows.filter(pa.array(due.where < 0)) if caller.together else due.rows.slice(0, 0)
+        work = caller.data(keys.groups, keys.found, self._expiry.due(along), self._context, result)
+        yield from timed(work, self._metrics, "user_ms")
+        changed, touched = self._data_rows(keys, result.data)
+        return _DataPass(changed, touched, caller.together, result.timeouts)
+
+    def _timeout_pass(self, due: _Due, passed: _DataPass) -> Generator[pd.DataFrame, None, list[pa.RecordBatch]]:
+        """Call for the keys that are due and were not called along; returns what is written, the newest first."""
+        # As in Spark, a due timeout fires even for a key with rows, where the call for these changed nothing.
+        done = (due.where >= 0) & passed.touched[due.where]
+        fires = ~done
+        # Newest first: a key whose row is written again only because it was read may be due as well.
+        pieces = [passed.changed]
+        if passed.along:
+            self._settle(passed.timed_out, due.where < 0, due.written_ms, pieces, done)
+            fires &= due.where >= 0
+        if fires.any():
+            result = Result()
+            expired = self._expiry.due(due.rows.filter(pa.array(fires)))
+            yield from timed(self._caller.timeouts(expired, self._context, result), self._metrics, "user_ms")
+            self._settle(result.timeouts, fires, due.written_ms, pieces, done)
+        # What stays due is written anew, so that `expired` need look for it only in recent runs.
+        pieces.append(due.rows.filter(pa.array(~done)))
+        return pieces
+
+    def _due(self, keys: _Keys, after: int, upto: int) -> _Due:
+        """What is due among the keys with a hash in (after, upto]."""
+        rows = self._expired(after, upto)
+        where = keys.groups.positions_of(hashes_of(rows), self._schema.key_columns(rows))
+        # Also what the call for its timeout writes of a key with rows is as new as these.
+        return _Due(rows, where, np.append(keys.written_ms, self._clock_ms())[where])
 
     def _settle(
         self,
@@ -180,15 +252,15 @@ class KeyWork:
             pieces.insert(0, self._expiry.written(changed.rows, written_ms[at]))
             done[at] = True
 
-    def _grouped(self, table: pa.Table | None) -> tuple[Groups, Lookup, IndexArray]:
-        """Rows by key; the state of these keys, as functions see it; and when each key was written, if it is:
-        milliseconds since 1970."""
+    def _grouped(self, table: pa.Table | None) -> _Keys:
+        """Rows by key, with the state of these keys."""
         job, schema = self._job, self._schema
         if table is None:
             nothing: IndexArray = np.empty(0, dtype=np.int64)
             keys = [pa.array([], field.type) for field in schema.keys]
             none = np.empty(0, dtype=np.uint64)
-            return Groups(pa.table({}), nothing, none, keys, keys), Lookup(nothing, self._expiry.shown.empty()), nothing
+            groups = Groups(pa.table({}), nothing, none, keys, keys)
+            return _Keys(groups, Lookup(nothing, self._expiry.shown.empty()), nothing)
         hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
         groups = Groups.of(table, hashes, job.key_positions, len(job.columns), schema)
         with timing(self._metrics, "lookup_ms"):
@@ -200,20 +272,18 @@ class KeyWork:
             assert times is not None, "checked when the plan was made"
             latest_ms = np.maximum.reduceat(times.fill_null(0).to_numpy(), groups.starts) // 1000
             written_ms = np.maximum(written_ms, latest_ms)
-        return groups, self._expiry.found(found), written_ms
+        return _Keys(groups, self._expiry.found(found), written_ms)
 
-    def _data_rows(
-        self, groups: Groups, found: Lookup, written_ms: IndexArray, changed: Changed | None
-    ) -> tuple[pa.RecordBatch, BoolArray]:
+    def _data_rows(self, keys: _Keys, changed: Changed | None) -> tuple[pa.RecordBatch, BoolArray]:
         """Rows to store for keys with rows, in run order, and which of the keys have one."""
         # One more, always False, for keys that are not among them: these have the position -1.
-        touched = np.zeros(groups.count + 1, dtype=np.bool_)
+        touched = np.zeros(keys.groups.count + 1, dtype=np.bool_)
         pieces = [self._schema.empty()]
         if changed is not None:
             touched[changed.positions] = True
-            pieces = [self._expiry.written(changed.rows, written_ms[changed.positions])]
+            pieces = [self._expiry.written(changed.rows, keys.written_ms[changed.positions])]
         untouched = np.flatnonzero(~touched[:-1])
-        again = self._expiry.read(found, untouched, written_ms)
+        again = self._expiry.read(keys.found, untouched, keys.written_ms)
         if again is not None:
             pieces.append(again)
         return sorted_run(joined(pieces)), touched
