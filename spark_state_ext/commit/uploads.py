@@ -21,6 +21,7 @@ from spark_state_ext.backends import BackupManager, Markers
 from spark_state_ext.commit.failures import NO_RUN, Run
 from spark_state_ext.commit.ledger import DONE, FAILED, UploadRecord, record_name
 from spark_state_ext.commit.tally import Tallies
+from spark_state_ext.commit.upload_states import UploadEvent, UploadState, next_state
 from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker import process
@@ -69,8 +70,15 @@ class Upload:
     size_bytes: int = 0
     run: Run = NO_RUN
     begun_s: float = field(default_factory=time.monotonic)
+    # Moved on by `WorkerUploads`, with its lock held.
+    state: UploadState = field(default=UploadState.QUEUED, init=False)
     # Done when the file is confirmed or has failed, and that is noted.
     done: Future[Markers] = field(default_factory=Future)
+
+    def move(self, event: UploadEvent) -> UploadState:
+        """Note an event; returns how it stands now."""
+        self.state = next_state(self.state, event)
+        return self.state
 
     def record(self, state: str, owner: str, **also: Any) -> dict[str, bytes]:
         """A record of how it stands."""
@@ -146,6 +154,8 @@ class WorkerUploads:
                 waiting = self._waiting.setdefault(key, deque())
                 waiting.append(upload)
                 first = len(waiting) == 1
+                if first:
+                    upload.move(UploadEvent.BEGIN)
             if first:
                 self._begin(upload)
 
@@ -178,18 +188,20 @@ class WorkerUploads:
         for upload in uploads:
             key = _key(upload)
             with self._lock:
-                waiting = self._waiting.get(key)
-                if waiting is None or upload not in waiting:
+                if upload.state not in (UploadState.QUEUED, UploadState.SENDING):
                     continue
-                dropped = list(waiting)[waiting.index(upload) :]
-                for _ in dropped:
+                waiting = self._waiting[key]
+                behind = list(waiting)[waiting.index(upload) + 1 :]
+                for _ in (upload, *behind):
                     waiting.pop()
+                dropped = [upload, *behind] if upload.move(UploadEvent.GIVE_UP) is UploadState.DROPPED else behind
+                for later in behind:
+                    later.move(UploadEvent.DROP)
                 if not waiting:
                     # The thread may come back some day. Until then another one does its work.
                     del self._waiting[key]
                     pool = self.pool(upload.backend)
                     pool.threads_max = min(pool.threads_max + 1, 2 * THREADS_MAX)
-                    dropped = dropped[1:]
             # Nobody is at these any more, here or elsewhere: the next call begins them anew.
             self._record(upload.store, {}, [record_name(it.backend, it.file) for it in dropped])
             for it in dropped:
@@ -205,16 +217,15 @@ class WorkerUploads:
 
     def _finish(self, upload: Upload, done: Future[Markers]) -> None:
         error = done.exception()
-        key = _key(upload)
         with self._lock:
-            waiting = self._waiting.get(key)
             # One that was given up says nothing of the one that was begun in its place.
-            mine = waiting is not None and upload in waiting
-            dropped = _behind(upload, waiting) if mine and waiting is not None and error is not None else []
+            mine = upload.state is UploadState.SENDING
+            dropped = _behind(upload, self._waiting[_key(upload)]) if mine and error is not None else []
             if error is None:
-                sent, took_s, size = self._sent.get(key[0], (0, 0.0, 0))
+                bucket = str(upload.store.folder)
+                sent, took_s, size = self._sent.get(bucket, (0, 0.0, 0))
                 took_s += time.monotonic() - upload.begun_s
-                self._sent[key[0]] = sent + 1, took_s, size + upload.size_bytes
+                self._sent[bucket] = sent + 1, took_s, size + upload.size_bytes
         # Noted before it is no longer found here, so that nobody takes it for lost in between.
         if error is None:
             self._record(upload.store, upload.record(DONE, self.owner, markers=dict(done.result())))
@@ -224,22 +235,7 @@ class WorkerUploads:
             if mine:
                 names = [record_name(later.backend, later.file) for later in dropped]
                 self._record(upload.store, upload.record(FAILED, self.owner, error=text), names)
-        following = None
-        with self._lock:
-            waiting = self._waiting.get(key)
-            if waiting is not None and upload in waiting:
-                waiting.popleft()
-                if error is not None:
-                    # With what was added meanwhile.
-                    dropped = _behind(upload, waiting)
-                    for later in dropped:
-                        waiting.remove(later)
-                following = waiting[0] if waiting else None
-                if following is None:
-                    del self._waiting[key]
-            else:
-                # Whoever gave it up has seen to what was behind it.
-                dropped = []
+        dropped, following = self._ended(upload, UploadEvent.CONFIRM if error is None else UploadEvent.FAIL)
         if error is None:
             upload.done.set_result(done.result())
         else:
@@ -248,6 +244,26 @@ class WorkerUploads:
                 later.done.set_exception(StorageError(f"{later.file} was not sent, as {upload.file} before it failed"))
         if following is not None:
             self._begin(following)
+
+    def _ended(self, upload: Upload, event: UploadEvent) -> tuple[list[Upload], Upload | None]:
+        """Take an upload out of its queue; returns what is dropped, with what was added meanwhile, and what begins."""
+        with self._lock:
+            queued = upload.state is UploadState.SENDING
+            upload.move(event)
+            if not queued:
+                # Whoever gave it up has seen to what was behind it.
+                return [], None
+            waiting = self._waiting[_key(upload)]
+            waiting.popleft()
+            dropped = _behind(upload, waiting) if event is UploadEvent.FAIL else []
+            for later in dropped:
+                waiting.remove(later)
+                later.move(UploadEvent.DROP)
+            if not waiting:
+                del self._waiting[_key(upload)]
+                return dropped, None
+            waiting[0].move(UploadEvent.BEGIN)
+            return dropped, waiting[0]
 
     @staticmethod
     def _record(store: LocalStore, records: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:

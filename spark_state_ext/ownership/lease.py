@@ -11,7 +11,6 @@ twice in an application, the driver says so when a query ends, and in local mode
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 import threading
@@ -24,6 +23,14 @@ from spark_state_ext.errors import LiveRunError, StateError, StorageError, Usage
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
+from spark_state_ext.ownership.lease_states import (
+    LeaseEvent,
+    LeaseState,
+    RequestEvent,
+    RequestState,
+    next_request_state,
+    next_state,
+)
 from spark_state_ext.worker.threads import DaemonPool
 
 __all__ = ["LEASE_MS_MIN", "Clock", "Lease", "LeaseRegistry", "LeaseState"]
@@ -59,20 +66,20 @@ class Clock:
 
 
 @dataclass(eq=False)
-class _Beside:
-    """Something that a thread is at since a time."""
+class _Request:
+    """A request that a thread of its own makes, since a time."""
 
     begun_s: float
-    over: bool = False
-    hangs: bool = False
+    state: RequestState = RequestState.UNDER_WAY
 
+    @property
+    def over(self) -> bool:
+        return self.state is RequestState.OVER
 
-class LeaseState(enum.Enum):
-    """How a process stands to the lease of its run."""
-
-    NEW = "it has not asked yet"
-    HELD = "its run holds the lease, as far as it knows"
-    LOST = "another run has it"
+    def move(self, event: RequestEvent) -> RequestState:
+        """Note an event; returns how it stood before."""
+        before, self.state = self.state, next_request_state(self.state, event)
+        return before
 
 
 class Lease:
@@ -118,13 +125,13 @@ class Lease:
         # When it was known last that the run holds it.
         self._known_at_s = -math.inf
         self._holding = threading.Lock()
-        self._renewing = self._looking = _Beside(0.0, over=True)
+        self._moving = threading.Lock()
+        self._renewing = self._looking = _Request(0.0, RequestState.OVER)
         # Each its own threads: a store that hangs does not keep the others' leases from being renewed.
         self._beside = DaemonPool("leases")
         self._beside.threads_max = _THREADS
         self._successor: RunIdentity | None = None
         self._times_removed = 0
-        self._set_aside = False
 
     def is_of(self, me: RunIdentity) -> bool:
         """Whether it is the lease of a run."""
@@ -158,23 +165,23 @@ class Lease:
             When another live run holds it, or has taken it over from this one.
         """
         self._stop_if_lost(_STOP_ONE)
-        if self._state is LeaseState.NEW:
+        if not self._state.asked:
             with self._holding:
-                if self._state is LeaseState.NEW:
+                if not self._state.asked:
                     self._take()
             return
         now_s = self._clock.monotonic_s()
         if now_s < max(self._renew_at_s, self._not_before_s):
             return
         if now_s >= self._known_at_s + 2 * self._third_s and self._may_begin(self._looking, now_s):
-            self._looking = _Beside(now_s)
+            self._looking = _Request(now_s)
             self._do_beside(self._look_beside, self._looking, self._third_s)
             self._stop_if_lost(_STOP_ONE)
         if self._may_begin(self._renewing, now_s):
             if not self._renewing.over:
                 # The one that hangs has it.
                 self._holding = threading.Lock()
-            self._renewing = _Beside(now_s)
+            self._renewing = _Request(now_s)
             self._do_beside(self._renew_beside, self._renewing, 0.0)
 
     def check(self) -> None:
@@ -259,11 +266,15 @@ class Lease:
     def _known(self, newest: Found, at_s: float) -> None:
         self._newest, self._known_at_s = newest, at_s
         self._renew_at_s = at_s + self._third_s
-        self._state = LeaseState.HELD
+        self._move(LeaseEvent.KNOWN)
+
+    def _move(self, event: LeaseEvent) -> None:
+        with self._moving:
+            self._state = next_state(self._state, event)
 
     # -- keeping it --------------------------------------------------------------------------------
 
-    def _may_begin(self, before: _Beside, now_s: float) -> bool:
+    def _may_begin(self, before: _Request, now_s: float) -> bool:
         """Whether there is none under way. One that takes as long as the lease lasts hangs, and does not count."""
         if before.over:
             return True
@@ -271,23 +282,25 @@ class Lease:
         if now_s < before.begun_s + self._lease_ms / 1000 * 2 ** max(0, hung - _HUNG_OFTEN):
             return False
         _LOGGER.warning("the store of the lease of %s does not answer: another request is made", self._log.root)
-        before.hangs = True
-        self._beside.threads_max += 1
+        with self._moving:
+            if before.move(RequestEvent.WRITE_OFF) is RequestState.UNDER_WAY:
+                self._beside.threads_max += 1
         return True
 
-    def _do_beside(self, work: Callable[[], None], which: _Beside, timeout_s: float) -> None:
+    def _do_beside(self, work: Callable[[], None], which: _Request, timeout_s: float) -> None:
         def done() -> None:
             try:
                 work()
             finally:
-                which.over = True
-                if which.hangs:
-                    self._beside.threads_max -= 1
+                with self._moving:
+                    if which.move(RequestEvent.END) is RequestState.HUNG:
+                        self._beside.threads_max -= 1
 
         try:
             wait([self._beside.submit(done)], timeout_s)
         except StorageError as error:  # no thread
-            which.over = True
+            with self._moving:
+                which.move(RequestEvent.END)
             self._not_answered(error)
 
     def _look_beside(self) -> None:
@@ -321,8 +334,8 @@ class Lease:
     def _renew_beside(self) -> None:
         try:
             with self._holding:
-                # Not after its run: the next one may have taken it.
-                if self._state is LeaseState.HELD and self._is_due() and not self._is_replaced_here():
+                # Not after its run, nor where this process works for another one: the next one may have taken it.
+                if self._state is LeaseState.HELD and self._is_due():
                     self._renew()
         except LiveRunError:
             pass  # kept as the successor
@@ -344,13 +357,9 @@ class Lease:
             if found is not None:
                 self._known(found, begun_s)
 
-    def _is_replaced_here(self) -> bool:
-        """Whether this process works for another run on the same folder by now."""
-        return self._set_aside
-
     def set_aside(self) -> None:
         """This process works for another run on the same folder from now on."""
-        self._set_aside = True
+        self._move(LeaseEvent.SET_ASIDE)
 
     def _not_answered(self, error: StateError) -> None:
         self._not_before_s = self._clock.monotonic_s() + self._third_s / 2
@@ -363,7 +372,8 @@ class Lease:
             raise self._lost_error(self._successor, and_so)
 
     def _lost_to(self, owner: RunIdentity, and_so: str) -> LiveRunError:
-        self._successor, self._state = owner, LeaseState.LOST
+        self._successor = owner
+        self._move(LeaseEvent.SUPERSEDED)
         return self._lost_error(owner, and_so)
 
     def _lost_error(self, owner: RunIdentity, and_so: str) -> LiveRunError:

@@ -108,9 +108,9 @@ class Scene:
 
     def clean(self, pointer: Pointer) -> None:
         """A clean-up, and what every pointer gives after it."""
-        assert pointer.ref is not None, "there is a state"
-        request = CleanUp(pointer, pointer.ref, self.world.config.retained, lambda: None)
-        retention.clean_up(self.world.files, request, self.world.folder, NOW_S)
+        if pointer.ref is not None:
+            request = CleanUp(pointer, pointer.ref, self.world.config.retained, lambda: None)
+            retention.clean_up(self.world.files, request, self.world.folder, NOW_S)
         self.world.check()
 
     def alone(self, batches: int, cleans: bool = True) -> None:
