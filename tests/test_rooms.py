@@ -53,9 +53,6 @@ MANY_PARAMETERS = {
 KEPT = {
     "spark_state_ext/worker/worker.py": "the worker itself",
     "spark_state_ext/store/environment.py": "LMDB forbids to open an environment twice in a process, whoever asks",
-    "spark_state_ext/files/retention.py": "headers and verified snapshots of clean-up",
-    "spark_state_ext/spark/client/session.py": "sessions that a client has enabled, and classes that it has wrapped",
-    "spark_state_ext/spark/client/lease_keeper.py": "the driver's keeper of leases",
 }
 
 

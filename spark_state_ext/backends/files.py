@@ -33,10 +33,12 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.checkpoint import verify_checkpoint
 from spark_state_ext.files.folder import Folder, Readable, taken
+from spark_state_ext.files.known_files import KnownFiles
 from spark_state_ext.files.retention import clean_up, is_crowded
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.worker.retry import retried
 from spark_state_ext.worker.threads import CallerExecutor
+from spark_state_ext.worker.worker import Worker
 
 __all__ = ["FilesAdmin", "FilesBackend", "FilesBackup", "FilesRestore", "sole_replica"]
 
@@ -52,7 +54,8 @@ class FilesBackend:
     """Factory of the backend ``fsspec``. Its options: ``root`` and ``storage_options``."""
 
     def backup_manager(self, context: BackendContext) -> BackupManager:
-        return FilesBackup(_bucket_folder(context), context)
+        # Made by whoever has the context alone, so this is where the process is asked.
+        return FilesBackup(_bucket_folder(context), context, Worker.current().own(KnownFiles))
 
     def restore_manager(self, context: BackendContext) -> RestoreManager:
         return FilesRestore(_bucket_folder(context), min(context.timeout_s, RESTORE_TIMEOUT_S_MAX))
@@ -83,11 +86,14 @@ class FilesBackup:
         The bucket's.
     context
         Whose executor uploads run on.
+    known
+        What clean-ups of this process have found out; by default each manager finds out for itself.
     """
 
-    def __init__(self, folder: Folder, context: BackendContext) -> None:
+    def __init__(self, folder: Folder, context: BackendContext, known: KnownFiles | None = None) -> None:
         self.folder = folder
         self._context = context
+        self._known = known or KnownFiles()
         # By name, until it is there: an upload that hangs may be begun once more.
         self._held: dict[str, SealedFile] = {}
         self._closed = threading.Event()
@@ -115,7 +121,7 @@ class FilesBackup:
 
     def clean_up(self, request: CleanUp) -> Future[int]:
         def work() -> int:
-            return clean_up(self.folder, request, self._context.scratch)
+            return clean_up(self.folder, request, self._context.scratch, known=self._known)
 
         return (self._context.cleaner or self._context.executor).submit(work)
 

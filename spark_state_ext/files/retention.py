@@ -10,22 +10,31 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Protocol
 
-from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, file_name, parse_file_name
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, file_name, parse_file_name
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import CorruptError, LostFilesError, MissingCheckpointError
-from spark_state_ext.files.checkpoint import read_header, verify_checkpoint
 from spark_state_ext.files.erasure import erased_before
 from spark_state_ext.files.folder import Entry, Listed, is_temporary
 from spark_state_ext.files.horizon import DELTAS_MAX, recent_heartbeats
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.files.known_files import FileHeaders, KnownFiles, Origin
 
-__all__ = ["CleanUp", "Decision", "FileHeaders", "Headers", "classify", "clean_up", "clean_up_due", "is_crowded"]
+__all__ = [
+    "CleanUp",
+    "Decision",
+    "FileHeaders",
+    "Headers",
+    "KnownFiles",
+    "Origin",
+    "classify",
+    "clean_up",
+    "clean_up_due",
+    "is_crowded",
+]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # Younger temporary files may still be somebody's work.
@@ -35,7 +44,6 @@ _ORPHAN_AGE_S = 600.0
 # The older one is what is left when the newer one turns out to be damaged.
 SNAPSHOTS_KEPT = 2
 _INTERVAL_CALLS_MIN = 10
-_PARALLEL_MAX = 8
 
 Kinds = Mapping[CheckpointRef, set[str]]
 
@@ -50,13 +58,6 @@ class Headers(Protocol):
     def origins(self, refs: Sequence[CheckpointRef]) -> list[Origin]:
         """Where checkpoints come from."""
         ...
-
-
-class Origin(NamedTuple):
-    """At which heartbeat a checkpoint was made, and on what; None for the first."""
-
-    heartbeat: int
-    parent: CheckpointRef | None
 
 
 @dataclass(frozen=True)
@@ -352,6 +353,7 @@ def clean_up(
     scratch: Path,
     now_s: float | None = None,
     entries: Sequence[Entry] | None = None,
+    known: KnownFiles | None = None,
 ) -> int:
     """Delete what no retained pointer leads to; returns how many files. May be repeated, and stopped, at any time.
 
@@ -367,6 +369,8 @@ def clean_up(
         The time, for tests.
     entries
         A listing of the folder, where the caller has one; it may be of any time after the pointer was handed out.
+    known
+        What clean-ups before have found out; None: nothing.
 
     Raises
     ------
@@ -379,7 +383,8 @@ def clean_up(
     """
     entries = files.entries() if entries is None else entries
     now_s = time.time() if now_s is None else now_s
-    headers = FileHeaders(files, {entry.name for entry in entries})
+    known = KnownFiles() if known is None else known
+    headers = FileHeaders(files, {entry.name for entry in entries}, known)
     pointer, retained, head = request.pointer, request.batches_retained, request.head
     damaged: set[CheckpointRef] = set()
     while True:
@@ -394,7 +399,7 @@ def clean_up(
         if decision.doubt:
             _LOGGER.warning("nothing is cleaned up in %s: %s", files.root, decision.doubt)
             return 0
-        found = {ref for ref in decision.lean_on if not _is_whole(files, ref, scratch)}
+        found = {ref for ref in decision.lean_on if not known.is_whole(files, ref, scratch)}
         if not found:
             break
         damaged |= found
@@ -404,72 +409,3 @@ def clean_up(
         request.still_ours()
         files.remove(name)
     return len(names)
-
-
-class FileHeaders:
-    """Headers of files, remembered, as files are immutable: the origins of all that are there, whole headers of some.
-
-    Parameters
-    ----------
-    files
-        The bucket's folder.
-    names
-        The listing.
-    """
-
-    _FOLDERS_MAX = 256
-    _HEADERS_MAX = 1_024
-    _origins: ClassVar[OrderedDict[str, dict[CheckpointRef, Origin]]] = OrderedDict()
-    _headers: ClassVar[OrderedDict[str, LineageHeader]] = OrderedDict()
-
-    def __init__(self, files: Listed, names: Collection[str]) -> None:
-        self._files = files
-        self._names = names
-        listed = {parsed[0] for name in names if (parsed := parse_file_name(name))}
-        known = self._origins.pop(files.identity, {})
-        # A copy, as threads of a clean-up that failed may still be adding to it.
-        self._known = {ref: origin for ref, origin in known.copy().items() if ref in listed}
-        self._origins[files.identity] = self._known
-        if len(self._origins) > self._FOLDERS_MAX:
-            self._origins.popitem(last=False)
-
-    def of(self, ref: CheckpointRef) -> LineageHeader:
-        """The header of a checkpoint's file."""
-        kind = DELTA if file_name(ref, DELTA) in self._names else SNAPSHOT
-        where = f"{self._files.identity} {file_name(ref, kind)}"
-        # Taken out and put in again: in the order of their last use.
-        header = self._headers.pop(where, None) or read_header(self._files, ref, kind)
-        self._headers[where] = header
-        if len(self._headers) > self._HEADERS_MAX:
-            self._headers.popitem(last=False)
-        self._known[ref] = Origin(header.writer.heartbeat, header.parent)
-        return header
-
-    def origins(self, refs: Sequence[CheckpointRef]) -> list[Origin]:
-        """Where checkpoints come from; what is not known is read side by side."""
-        unknown = [ref for ref in refs if ref not in self._known]
-        if len(unknown) > 1:
-            side_by_side("headers", min(_PARALLEL_MAX, len(unknown)), self.of, unknown)
-        elif unknown:
-            self.of(unknown[0])
-        return [self._known[ref] for ref in refs]
-
-
-_whole: OrderedDict[str, None] = OrderedDict()
-_WHOLE_MAX = 4_096
-
-
-def _is_whole(files: Listed, ref: CheckpointRef, scratch: Path) -> bool:
-    """Whether a snapshot has the checksum that it announces; each worker process reads it once."""
-    where = f"{files.identity} {file_name(ref, SNAPSHOT)}"
-    if where in _whole:
-        return True
-    try:
-        verify_checkpoint(files, ref, SNAPSHOT, scratch)
-    except (CorruptError, MissingCheckpointError) as error:
-        _LOGGER.warning("%s; older files are kept in its place", error)
-        return False
-    _whole[where] = None
-    if len(_whole) > _WHOLE_MAX:
-        _whole.popitem(last=False)
-    return True

@@ -1,8 +1,8 @@
 """The one object of a worker process: it owns the registries and bounded caches that calls share (`engine.shared`).
 
 A registry is an ordinary object of the room that it belongs to. Whoever needs one is handed it, and what stands at the
-edge (a Spark task's entry) asks `Worker.current` once. Open LMDB environments, the files that clean-up has verified,
-and what a client has enabled are kept where they are used.
+edge (a Spark task's entry, the factory of a backend, a plan) asks `Worker.current`. Open LMDB environments are kept
+where they are used, and what a client has enabled by its session.
 """
 
 from __future__ import annotations

@@ -24,9 +24,17 @@ from spark_state_ext.commit import cadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, LiveRunError
-from spark_state_ext.files import retention as cleanup_module
 from spark_state_ext.files.folder import Entry, Folder
-from spark_state_ext.files.retention import Decision, FileHeaders, Origin, classify, clean_up, clean_up_due, is_crowded
+from spark_state_ext.files.retention import (
+    Decision,
+    FileHeaders,
+    KnownFiles,
+    Origin,
+    classify,
+    clean_up,
+    clean_up_due,
+    is_crowded,
+)
 from spark_state_ext.store import LocalStore
 
 RETAINED = 3
@@ -320,6 +328,7 @@ class Scene:
         self.files = files.child("3")
         self.local = local
         self.store = LocalStore.at(local / "store", SCHEMA)
+        self.known = KnownFiles()
         self.pointers = [first_pointer()]
         self.models: list[Model] = [{}]
         for batch in range(40):
@@ -336,11 +345,13 @@ class Scene:
         self.models.append(changed(self.models[-1], changes))
 
     def clean(self, pointer: Pointer | None = None, still_ours: Any = lambda: None) -> int:
-        return clean_up(self.files, clean_up_at(pointer or self.pointers[-1], RETAINED, still_ours), self.local)
+        return clean_up(
+            self.files, clean_up_at(pointer or self.pointers[-1], RETAINED, still_ours), self.local, known=self.known
+        )
 
     def decision(self) -> Decision:
         entries = self.files.entries()
-        headers = FileHeaders(self.files, {entry.name for entry in entries})
+        headers = FileHeaders(self.files, {entry.name for entry in entries}, self.known)
         return classify(entries, self.pointers[-1], RETAINED, time.time(), headers)
 
     def check(self) -> None:
@@ -355,7 +366,6 @@ class Scene:
 def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
-    monkeypatch.setattr(cleanup_module, "_whole", type(cleanup_module._whole)())
     if request.param == "s3":
         s3: S3 = request.getfixturevalue("s3")
         files = Folder(s3.root(uuid.uuid4().hex), s3.options)
@@ -453,7 +463,10 @@ def test_a_run_that_was_replaced_deletes_nothing_more(scene: Scene, deleted: int
 
 
 def test_no_more_is_deleted_than_asked_for(scene: Scene) -> None:
-    assert clean_up(scene.files, clean_up_at(scene.pointers[-1], RETAINED, deletes_max=4), scene.local) == 4
+    assert (
+        clean_up(scene.files, clean_up_at(scene.pointers[-1], RETAINED, deletes_max=4), scene.local, known=scene.known)
+        == 4
+    )
     assert scene.clean() > 4
     scene.check()
 
@@ -495,8 +508,10 @@ def test_what_is_known_of_one_store_is_not_believed_of_another(tmp_path: Path, m
         return Folder("store://bucket/3", {**made, "path": str(endpoint)})
 
     old = time.time() + 10_000
+    known = KnownFiles()
     deleted = [
-        clean_up(at(endpoint), clean_up_at(life.pointers[-1], RETAINED), tmp_path, old) for endpoint in (east, west)
+        clean_up(at(endpoint), clean_up_at(life.pointers[-1], RETAINED), tmp_path, old, known=known)
+        for endpoint in (east, west)
     ]
     assert deleted[0] > 0
     assert deleted[1] == 0, "the deltas are the only way back there"
@@ -514,6 +529,7 @@ class _Growing(dict[CheckpointRef, Origin]):
 def test_a_clean_up_does_not_mind_threads_of_one_that_failed(tmp_path: Path) -> None:
     files = Folder(str(tmp_path))
     growing = _Growing({ref(1): Origin(1, None)})
-    FileHeaders._origins[files.identity] = growing
-    assert FileHeaders(files, deltas(1)).origins([ref(1)]) == [Origin(1, None)]
+    known = KnownFiles()
+    known._origins[files.identity] = growing
+    assert FileHeaders(files, deltas(1), known).origins([ref(1)]) == [Origin(1, None)]
     assert list(growing) == [ref(1)]

@@ -110,7 +110,7 @@ class Scene:
         """A clean-up, and what every pointer gives after it."""
         if pointer.ref is not None:
             request = CleanUp(pointer, pointer.ref, self.world.config.retained, lambda: None)
-            retention.clean_up(self.world.files, request, self.world.folder, NOW_S)
+            retention.clean_up(self.world.files, request, self.world.folder, NOW_S, known=self.world.known)
         self.world.check()
 
     def alone(self, batches: int, cleans: bool = True) -> None:

@@ -135,6 +135,8 @@ class World:
         self.folders = {name: {b: root.child(str(b)) for b in self.buckets} for name, root in roots.items()}
         self.files = self.folders["a"][FIRST_BUCKET]
         self.configured = ["a"]
+        # What clean-ups have found out.
+        self.known = retention.KnownFiles()
         self.switches = 0
         # Pointers that say of a backend what is not so any more, as somebody has deleted files.
         self.false: dict[str, set[bytes]] = {name: set() for name in self.folders}
@@ -381,7 +383,8 @@ class World:
             return
         files = self.folders[self.configured[numbers.below(len(self.configured))]][self._one_bucket(numbers)]
         snapshots = [n for n in files.names() if (parse_file_name(n) or (None, ""))[1] == SNAPSHOT]
-        believed = {name for name in snapshots if f"{files.identity} {name}" in retention._whole}
+        parsed = {name: found[0] for name in snapshots if (found := parse_file_name(name))}
+        believed = {name for name, ref in parsed.items() if self.known.is_known_whole(files, ref)}
         if self.damaged & {files.where(name) for name in believed}:
             snapshots = [name for name in snapshots if name not in believed]
         if not snapshots:
@@ -641,7 +644,7 @@ class World:
         def work() -> None:
             try:
                 request = CleanUp(pointer, head, self.config.retained, still_ours)
-                retention.clean_up(files, request, self.folder, NOW_S, entries)
+                retention.clean_up(files, request, self.folder, NOW_S, entries, self.known)
             except LostFilesError:
                 committer.snapshots.lose(of, pointer.heartbeats)
                 self.noticed[(*executor.machine.disk, number, of)] = pointer.heartbeats

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
@@ -225,25 +225,14 @@ class _Session:
 
 
 class LeaseKeeper:
-    """Looks after the leases of the queries that this process started, in a thread of its own."""
-
-    _shared: ClassVar[LeaseKeeper | None] = None
-    _shared_lock = threading.Lock()
+    """Looks after the leases of the queries that this process started, in a thread of its own; a `Worker` owns it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sessions: list[_Session] = []
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
-
-    @classmethod
-    def shared(cls) -> LeaseKeeper:
-        """The one of this process."""
-        with cls._shared_lock:
-            if cls._shared is None:
-                cls._shared = cls()
-                atexit.register(cls._shared.stop)
-            return cls._shared
+        self._stops_at_exit = False
 
     def keep(self, session: Any, folders: Sequence[Folder], application: str, plan: str, lease_ms: int) -> None:
         """Look after the leases of queries that are started from a plan.
@@ -258,6 +247,9 @@ class LeaseKeeper:
             As in the plan.
         """
         with self._lock:
+            if not self._stops_at_exit:
+                self._stops_at_exit = True
+                atexit.register(self.stop)
             it = next((it for it in self._sessions if it.session() is session), None)
             if it is None:
                 it = _Session(weakref.ref(session))

@@ -39,6 +39,7 @@ from spark_state_ext.spark.shuffle.combine import Combiner, Combining
 from spark_state_ext.spark.shuffle.observed import with_sizes, with_start
 from spark_state_ext.spark.shuffle.output import OUTPUT_SCHEMA
 from spark_state_ext.spark.shuffle.payload import NO_ROW_LIMIT, PAYLOAD_SCHEMA
+from spark_state_ext.worker.worker import Worker
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -149,7 +150,8 @@ def planned(options: StateOptions, asked: Request) -> DataFrame:
     job = _job(options, asked, columns, spark, case_sensitive)
     tell_of_others(options.root, options.storage_options, options.operator)
     result = _wired(job.to_plain(), options.operator, asked, columns)
-    LeaseKeeper.shared().keep(spark, _lease_folders(options), job.application_id, job.plan_id, options.lease_ms)
+    keeper = Worker.current().own(LeaseKeeper)
+    keeper.keep(spark, _lease_folders(options), job.application_id, job.plan_id, options.lease_ms)
     return result
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,18 +28,33 @@ __all__ = ["disable", "enable"]
 _NOTE = "_spark_state_ext_grouping"
 
 
+# Where a session has its `Client`.
+_CLIENT = "_spark_state_ext_client"
+# Set on the methods that are wrapped.
+_WRAPS = "_spark_state_ext_wraps"
+_lock = threading.Lock()
+
+
 @dataclass(frozen=True)
-class _Enabled:
-    """What is kept of a session that was enabled."""
+class Client:
+    """What a session that was enabled owns.
+
+    Parameters
+    ----------
+    state
+        Where and how its queries keep state.
+    tuned
+        What `enable` set, and what it was.
+    """
 
     state: ArrowState
-    # What `enable` set, and what it was.
     tuned: Mapping[str, Change]
 
-
-_enabled: weakref.WeakKeyDictionary[Any, _Enabled] = weakref.WeakKeyDictionary()
-_patched: set[type] = set()
-_lock = threading.Lock()
+    @staticmethod
+    def of(session: Any) -> Client | None:
+        """That of a session; None where it was not enabled."""
+        found: Client | None = vars(session).get(_CLIENT)
+        return found
 
 
 def enable(spark: SparkSession, state: ArrowState, *, tune: bool = False) -> dict[str, Change]:
@@ -78,9 +92,9 @@ def enable(spark: SparkSession, state: ArrowState, *, tune: bool = False) -> dic
         _patch_frame(type(frame))
         _patch_grouped(type(frame.groupBy()))
         changed = _tune(spark) if tune else {}
-        known = _enabled.get(spark)
+        known = Client.of(spark)
         # What an earlier call set stays set, and is for `disable` to take back.
-        _enabled[spark] = _Enabled(state, {**(known.tuned if known else {}), **changed})
+        setattr(spark, _CLIENT, Client(state, {**(known.tuned if known else {}), **changed}))
     return changed
 
 
@@ -93,17 +107,16 @@ def disable(spark: SparkSession) -> None:
         The session. Queries planned before are not affected; one that was not enabled stays as it is.
     """
     with _lock:
-        enabled = _enabled.pop(spark, None)
+        enabled = Client.of(spark)
         if enabled is not None:
+            delattr(spark, _CLIENT)
             untune(spark, enabled.tuned)
 
 
 def _patch_frame(cls: type) -> None:
-    if cls in _patched:
-        return
-    _patched.add(cls)
     for name in ("groupBy", "groupby"):
-        setattr(cls, name, _noting(getattr(cls, name)))
+        if not hasattr(getattr(cls, name), _WRAPS):
+            setattr(cls, name, _noting(getattr(cls, name)))
 
 
 def _noting(original: Any) -> Any:
@@ -116,6 +129,7 @@ def _noting(original: Any) -> Any:
         setattr(grouped, _NOTE, (self, flat))
         return grouped
 
+    setattr(group_by, _WRAPS, original)
     return group_by
 
 
@@ -127,10 +141,9 @@ def _session_of(grouped: Any) -> Any:
 
 
 def _patch_grouped(cls: type) -> None:
-    if cls in _patched:
-        return
-    _patched.add(cls)
     original = cls.applyInPandasWithState  # type: ignore[attr-defined]  # the class is known only at run time
+    if hasattr(original, _WRAPS):
+        return
 
     @functools.wraps(original)
     def apply_in_pandas_with_state(
@@ -138,7 +151,7 @@ def _patch_grouped(cls: type) -> None:
     ) -> Any:
         noted: tuple[Any, tuple[Any, ...]] | None = getattr(self, _NOTE, None)
         session = _session_of(self) if noted is None else noted[0].sparkSession
-        enabled = None if session is None else _enabled.get(session)
+        enabled = None if session is None else Client.of(session)
         if enabled is None or is_plain():
             return original(self, func, outputStructType, stateStructType, outputMode, timeoutConf)
         if noted is None:
@@ -152,4 +165,5 @@ def _patch_grouped(cls: type) -> None:
             frame, list(columns), func, outputStructType, stateStructType, outputMode, timeoutConf
         )
 
+    setattr(apply_in_pandas_with_state, _WRAPS, original)
     cls.applyInPandasWithState = apply_in_pandas_with_state  # type: ignore[attr-defined]
