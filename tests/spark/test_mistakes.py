@@ -80,6 +80,7 @@ def test_the_exception_of_a_query_begins_alike(session: Any, tmp_path: Path) -> 
         query.stop()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "mode", [[], pytest.param(["--connect"], marks=pytest.mark.connect)], ids=["classic", "connect"]
 )
