@@ -32,6 +32,7 @@ CONF = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the long forms to the soak, and see to it that what takes long to start does so once."""
     from tests.helpers.soak import SOAK
