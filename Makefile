@@ -1,6 +1,8 @@
 # Every target sets itself up in .venv on first use: packages, and a Java runtime if the machine has none.
 PYTHON ?= python3
 SEED ?= 1
+# Of each target, in `make soak`.
+FUZZ_SECONDS ?= 3600
 VENV := $(CURDIR)/.venv
 BOOTSTRAP := $(PYTHON) scripts/bootstrap.py --venv $(VENV)
 IN_VENV := . $(VENV)/env.sh &&
@@ -21,20 +23,23 @@ check: ## lint, types and quick tests without Spark, for every change
 	@$(IN_VENV) python -m mypy
 	@$(IN_VENV) python -m pytest -n 2 -q $(UNITS)
 
+# Ten minutes on two quiet cores; on others it takes as long as it takes, and says the same.
 test: ## lint, types and the whole test suite (TESTS="..." hands arguments to pytest)
 	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) python -m ruff check .
 	@$(IN_VENV) python -m ruff format --check .
 	@$(IN_VENV) python -m mypy
-	@$(IN_VENV) python -m pytest -n 2 $(TESTS)
+	@$(IN_VENV) python -m pytest -n 2 --dist loadgroup -m "not parity" $(TESTS)
 
-soak: ## the long forms, for hours: 20,000 histories, two drivers on each kind of store, sampling under kills, a cluster, the matrix
+soak: ## the long forms, for a day or two: every test whole, 20,000 histories, two drivers on each store, sampling under kills, a cluster, fuzzing, the matrix
 	@$(BOOTSTRAP) --extras demo,test,lint
+	@$(IN_VENV) SPARK_STATE_EXT_SOAK=1 python -m pytest -n 2 --dist loadgroup
 	@$(IN_VENV) python tests/simulation/run.py --histories 20000 --seed $(SEED)
 	@$(IN_VENV) PYTHONPATH=.:tests/core python tests/chaos/two_drivers.py --seconds 600
 	@$(IN_VENV) PYTHONPATH=. python tests/cluster/cluster_runs.py --runs 20
 	@$(IN_VENV) PYTHONPATH=. python tests/cluster/cluster_runs.py --runs 10 --long --cores 2
-	@$(IN_VENV) python tests/spark/sample_job.py .soak --timeouts processing --format 1 --restarts 500 --kills 100
+	@$(IN_VENV) PYTHONPATH=. python tests/spark/sample_job.py .soak --timeouts processing --format 1 --restarts 500 --kills 100
+	@$(IN_VENV) python tests/fuzz/fuzz.py all --seconds $(FUZZ_SECONDS)
 	@$(PYTHON) scripts/matrix.py
 
 lint: ## ruff and mypy only

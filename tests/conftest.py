@@ -32,6 +32,30 @@ CONF = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the long forms to the soak, and see to it that what takes long to start does so once."""
+    from tests.helpers.soak import SOAK
+
+    left = [item for item in items if item.get_closest_marker("soak")] if not SOAK else []
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
+        if {"connect", "connect_session", "connect_server"} & {*getattr(item, "fixturenames", ())} or (
+            item.get_closest_marker("connect")
+        ):
+            # One worker has the server.
+            item.add_marker(pytest.mark.xdist_group("connect"))
+    # The longest first, so that no worker is alone with one in the end.
+    items.sort(key=lambda item: (not item.get_closest_marker("connect"), not item.get_closest_marker("slow")))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Each test begins in classic mode: with what a Connect session leaves behind, PySpark makes no classic one."""
+    os.environ.pop("SPARK_CONNECT_MODE_ENABLED", None)
+
+
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A classic session on two local cores."""

@@ -39,12 +39,12 @@ from spark_state_ext.files.folder import Readable
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.testing import WAIT_S
 from spark_state_ext.worker.spill import SpillBuffer
 from spark_state_ext.worker.threads import DaemonPool
 
 __all__ = ["BackendContract"]
 
-WAIT_S = 120.0
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 _LARGE_BYTES = 20 << 20
 _RETAINED = 2

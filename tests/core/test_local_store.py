@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from core_support import KEYS, SCHEMA, Row, changed, run_of, scanned, small_disk
-from store_contract import LocalStoreContract
 
 from arrow_schemas import CheckpointRef, RowSchema
 from arrow_schemas.equality import HashArray
@@ -28,6 +27,7 @@ from spark_state_ext.store import view as view_module
 from spark_state_ext.store.environment import Environment
 from spark_state_ext.store.pending import Pending
 from spark_state_ext.store.runs import cut, hashes_of
+from spark_state_ext.testing.store import LocalStoreContract
 from tests.helpers.waiting import WAIT_S
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -57,7 +58,7 @@ def fuzz(target: Target, seconds: int, runs: int, seed: int, corpus: Path, findi
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", choices=[*TARGETS, *PLANTED])
+    parser.add_argument("target", choices=["all", *TARGETS, *PLANTED], help="all: one after the other")
     parser.add_argument("--seconds", type=int, default=60, help="0: no end")
     parser.add_argument("--runs", type=int, default=-1, help="end after so many inputs; -1: no end")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers; 0: another one every time")
@@ -65,6 +66,11 @@ def main() -> None:
     parser.add_argument("--findings", type=Path, default=Path(), help="folder for what was found")
     parser.add_argument("--replay", type=Path, help="only try the bytes of this file")
     arguments = parser.parse_args()
+    if arguments.target == "all":
+        # libFuzzer ends its process.
+        for name in TARGETS:
+            subprocess.run([sys.executable, __file__, name, *sys.argv[2:]], check=True)
+        return
     target = {**TARGETS, **PLANTED}[arguments.target]
     if arguments.replay:
         target(arguments.replay.read_bytes())

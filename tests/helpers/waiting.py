@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["WAIT_S", "eventually"]
+from spark_state_ext.testing import WAIT_S
 
-# What takes a second on a quiet machine takes less than this on one with ten times the load, and a hundred times too.
-WAIT_S = 600.0
+__all__ = ["WAIT_S", "eventually"]
 
 
 def eventually(holds: Callable[[], object], every_s: float = 0.01) -> None:

@@ -28,7 +28,7 @@ def quiet() -> Iterator[None]:
     logger.setLevel(level)
 
 
-@settings(max_examples=examples(100, 20_000), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(lease_histories())
 def test_no_history_gives_a_lease_to_two_runs(steps: tuple[Step, ...]) -> None:
     simulate_lease(steps)

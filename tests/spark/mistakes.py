@@ -21,8 +21,8 @@ from typing import Any
 
 if __name__ == "__main__":
     _TESTS = Path(__file__).parents[1]
-    sys.path[:0] = [str(folder) for folder in (_TESTS, _TESTS / "third_party", _TESTS.parent)]
-    import conftest
+    sys.path[:0] = [str(folder) for folder in (_TESTS.parent, _TESTS / "third_party")]
+    from tests import conftest
 
     if "--connect" in sys.argv:
         # pyspark.sql.functions asks this variable which kind of Column to make, as tests/conftest.py says.

@@ -15,11 +15,14 @@ from spark_state_ext import Backend
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.worker.metrics import by_batch
 from spark_state_ext.worker.metrics import read as read_metrics
+from tests.helpers.soak import examples
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.spark
 
 LETTERS = "abcdefghij"
+# Of each start, and how often it starts.
+BATCHES, STARTS = examples(2, 3), examples(2, 4)
 
 
 class Counted:
@@ -30,7 +33,7 @@ class Counted:
         self.total: Counter[str] = Counter()
         self.starts = 0
 
-    def run(self, batches: int = 3, **options: Any) -> None:
+    def run(self, batches: int = BATCHES, **options: Any) -> None:
         """Another start, on a machine with an empty disk."""
         self.starts += 1
         self.job.options.update(local_dir=str(self.job.folder / f"local-{self.starts}"), **options)
@@ -67,9 +70,9 @@ def test_a_job_on_an_object_store(spark: Any, store: tuple[Any, dict[str, Any]],
     server, options = store
     root = server.root(tmp_path.name)
     counted = Counted(spark, tmp_path, root=root, storage_options=options)
-    for _ in range(4):
+    for _ in range(STARTS):
         counted.run()
-    assert sum(name.endswith(".delta.arrow") for name in _files(root, options)) > 12
+    assert sum(name.endswith(".delta.arrow") for name in _files(root, options)) > STARTS * BATCHES
     # And synchronously.
     counted.run(backends=["fsspec"])
 
@@ -78,7 +81,7 @@ def test_two_stores_at_once_and_each_alone(spark: Any, s3: Any, azure: Any, tmp_
     east, west = s3.root(tmp_path.name), azure.root(tmp_path.name)
     both = ["changelog", "fsspec", Backend(west, storage_options=azure.options)]
     counted = Counted(spark, tmp_path, root=east, storage_options=s3.options, backends=both)
-    for _ in range(3):
+    for _ in range(STARTS):
         counted.run()
     counted.run(restore_from=west)
     # Synchronously once, so that both have everything; then one of them is all there is.
@@ -117,7 +120,7 @@ def test_beside_a_backend_of_another_package(spark: Any, tmp_path: Path) -> None
     root = tmp_path / "root"
     other = Backend(name="other", kind="sqlite", options={"path": str(tmp_path / "states.sqlite")})
     counted = Counted(spark, tmp_path, root=str(root), backends=["changelog", "fsspec", other])
-    for _ in range(3):
+    for _ in range(STARTS):
         counted.run()
     # Synchronously once, so that both have everything.
     counted.run(backends=["fsspec", other])

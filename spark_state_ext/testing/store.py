@@ -1,4 +1,16 @@
-"""What every local store has to do. A store's test module subclasses `LocalStoreContract`."""
+"""The contract of a local store, as tests.
+
+Whoever builds another local store, or changes this one, subclasses `LocalStoreContract`, says how a store is opened,
+and runs pytest::
+
+    class TestMine(LocalStoreContract):
+        @staticmethod
+        def open(folder, **options):
+            return MyStore(folder, SCHEMA, **options)
+
+`SCHEMA`, of which the rows are, is in `spark_state_ext.testing.model`, with the model in plain Python that states are
+compared with. The class has to be importable, as other processes open stores too.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +24,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from core_support import (
+
+from arrow_schemas import CheckpointRef
+from spark_state_ext.errors import MissingRunError
+from spark_state_ext.store import LocalStore
+from spark_state_ext.testing import WAIT_S
+from spark_state_ext.testing.model import (
     ALL_KEYS,
     HASHES,
     KEYS,
@@ -34,10 +51,7 @@ from core_support import (
     scanned,
 )
 
-from arrow_schemas import CheckpointRef
-from spark_state_ext.errors import MissingRunError
-from spark_state_ext.store import LocalStore
-from tests.helpers.waiting import WAIT_S
+__all__ = ["LocalStoreContract"]
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -51,7 +65,7 @@ class LocalStoreContract:
         raise NotImplementedError
 
     @pytest.fixture(autouse=True)
-    def _places(self, tmp_path: Path) -> Iterator[None]:
+    def _folders(self, tmp_path: Path) -> Iterator[None]:
         self.folder = tmp_path / "private" / "bucket"
         self.refs = Refs()
         self._opened: list[LocalStore] = []

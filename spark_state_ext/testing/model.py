@@ -1,0 +1,195 @@
+"""What the contract of a local store works with: a small schema, and a model of its states in plain Python."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_schemas import CheckpointRef, RowSchema
+from arrow_schemas.equality import HashArray
+from arrow_schemas.row import DELETED, TIMEOUT_MS
+from spark_state_ext.store import View
+from spark_state_ext.store.runs import hashes_of, sorted_run
+
+__all__ = [
+    "ALL_KEYS",
+    "HASHES",
+    "KEYS",
+    "OTHER_SPELLINGS",
+    "SCHEMA",
+    "Changes",
+    "HashFunction",
+    "Key",
+    "Model",
+    "Refs",
+    "Row",
+    "canonical",
+    "changed",
+    "expired_in",
+    "good_hash",
+    "key_columns",
+    "key_hashes",
+    "looked_up",
+    "model_of",
+    "one_hash",
+    "run_of",
+    "scanned",
+    "three_hashes",
+]
+
+SCHEMA = RowSchema(
+    keys=(pa.field("name", pa.string()), pa.field("x", pa.float64())),
+    state=(pa.field("count", pa.int64()), pa.field("note", pa.string())),
+)
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """State of one key in the model."""
+
+    count: int | None
+    record: str | None = None
+    timeout_ms: int | None = None
+    defined: bool = True
+
+
+Changes = Mapping[Key, "Row | None"]
+Model = dict[Key, Row]
+HashFunction = Callable[[Key], int]
+
+
+def canonical(value: Any) -> Any:
+    """A value under which Spark's notion of equal keys is Python's."""
+    if isinstance(value, float):
+        return "NaN" if math.isnan(value) else value + 0.0
+    if isinstance(value, dict):
+        return tuple((name, canonical(v)) for name, v in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(canonical(v) for v in value)
+    return value
+
+
+def good_hash(key: Key) -> int:
+    """A hash without collisions in practice."""
+    return int.from_bytes(hashlib.blake2b(repr(canonical(key)).encode(), digest_size=8).digest(), "big")
+
+
+def three_hashes(key: Key) -> int:
+    """A bad hash, whose values lie at both ends and in the middle."""
+    return (0, 2**63, 2**64 - 1)[good_hash(key) % 3]
+
+
+def one_hash(key: Key) -> int:
+    """The worst hash."""
+    return 7
+
+
+HASHES: tuple[HashFunction, ...] = (good_hash, three_hashes, one_hash)
+
+
+def key_hashes(keys: Sequence[Key], hashed: HashFunction) -> HashArray:
+    """Hashes of keys."""
+    return np.array([hashed(key) for key in keys], dtype=np.uint64)
+
+
+def key_columns(keys: Sequence[Key]) -> list[pa.Array]:
+    """Keys as columns, in the form in which equal ones have equal bytes."""
+    columns = [pa.array([key[i] for key in keys], field.type) for i, field in enumerate(SCHEMA.keys)]
+    return SCHEMA.normalise_keys(columns)
+
+
+def run_of(changes: Changes, hashed: HashFunction = good_hash) -> pa.RecordBatch:
+    """Changed keys as the rows of a run; None deletes."""
+    keys, rows = list(changes), list(changes.values())
+    columns = [
+        pa.array(key_hashes(keys, hashed), pa.uint64()),
+        *key_columns(keys),
+        pa.array([row.count if row else None for row in rows], pa.int64()),
+        pa.array([row.record if row else None for row in rows], pa.string()),
+        pa.array([row.timeout_ms if row else None for row in rows], pa.int64()),
+        pa.array([row is not None and row.defined for row in rows], pa.bool_()),
+        pa.array([row is None for row in rows], pa.bool_()),
+    ]
+    return sorted_run(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow))
+
+
+def changed(model: Model, changes: Changes) -> Model:
+    """The model after some changes."""
+    after = {canonical(key): row for key, row in model.items()}
+    for key, row in changes.items():
+        if row is None:
+            after.pop(canonical(key), None)
+        else:
+            after[canonical(key)] = row
+    return after
+
+
+def model_of(batches: Iterable[pa.RecordBatch]) -> Model:
+    """Rows as the model has them. Fails when a key occurs twice."""
+    found: Model = {}
+    for batch in batches:
+        assert batch.schema.equals(SCHEMA.arrow)
+        for row in batch.to_pylist():
+            key = canonical((row["key.name"], row["key.x"]))
+            assert key not in found, f"{key} twice"
+            assert not row[DELETED]
+            found[key] = Row(row["state.count"], row["state.note"], row[TIMEOUT_MS], row["defined"])
+    return found
+
+
+def scanned(view: View) -> Model:
+    """All rows of a view; also checks that they ascend by hash."""
+    batches = list(view.scan())
+    hashes = np.concatenate([hashes_of(batch) for batch in batches]) if batches else np.empty(0, dtype=np.uint64)
+    assert (hashes[1:] >= hashes[:-1]).all(), "a scan ascends by hash"
+    assert all(batch.num_rows for batch in batches)
+    return model_of(batches)
+
+
+def looked_up(view: View, keys: Sequence[Key], hashed: HashFunction = good_hash) -> Model:
+    """What a view says of some keys."""
+    found = view.lookup(key_hashes(keys, hashed), key_columns(keys))
+    rows = found.rows.to_pylist()
+    index = found.index.tolist()
+    model: Model = {}
+    for key, at in zip(keys, index, strict=True):
+        if at < 0:
+            continue
+        row = rows[at]
+        assert canonical((row["key.name"], row["key.x"])) == canonical(key), "the row of another key"
+        assert not row[DELETED]
+        model[canonical(key)] = Row(row["state.count"], row["state.note"], row[TIMEOUT_MS], row["defined"])
+    return model
+
+
+class Refs:
+    """Checkpoint ids in order, so that a failing example reads well."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def next(self, version: int) -> CheckpointRef:
+        """The next one, of a version."""
+        self._count += 1
+        return CheckpointRef(version, f"{self._count:032x}")
+
+
+KEYS: list[Key] = [
+    (name, x) for name in ("a", "b", "ü", "", None) for x in (0.0, 1.5, float("inf"), float("nan"), None)
+]
+# Equal to one of KEYS, and different bytes.
+OTHER_SPELLINGS: list[Key] = [("a", -0.0), ("b", -float("nan")), (None, -0.0)]
+ALL_KEYS = [*KEYS, *OTHER_SPELLINGS]
+
+
+def expired_in(model: Model, now_ms: int) -> Model:
+    """What has timed out before a moment."""
+    return {key: row for key, row in model.items() if row.timeout_ms is not None and row.timeout_ms < now_ms}
