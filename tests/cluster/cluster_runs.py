@@ -10,16 +10,19 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, unusable
 from cluster_trial import CASES, SHORT, Case, Seen, Trial, long_orders
+
+NAMED = {case.name: case for case in CASES}
 
 
 def _one_case(cluster: Cluster, folder: Path, case: Case, orders: Mapping[int, str], seed: int) -> tuple[Seen, str]:
@@ -33,14 +36,16 @@ def _one_case(cluster: Cluster, folder: Path, case: Case, orders: Mapping[int, s
     return seen, f"{case.name}: {wrong}" if wrong else ""
 
 
-def _one_run(cluster: Cluster, folder: Path, run: int, long: bool, seed: int) -> tuple[dict[str, Any], bool]:
+def _one_run(
+    cluster: Cluster, folder: Path, run: int, seed: int, cases: Sequence[Case], long: bool
+) -> tuple[dict[str, Any], bool]:
     """The line of a run, and whether all was as it should be."""
     began_s = time.monotonic()
     orders = long_orders(seed) if long else SHORT
-    line: dict[str, Any] = {"run": run, "seed": seed, "cases": [case.name for case in CASES]}
+    line: dict[str, Any] = {"run": run, "seed": seed, "cases": [case.name for case in cases]}
     sums: dict[str, int] = {}
     equal, wrong = True, []
-    for case in CASES:
+    for case in cases:
         where = folder / f"run-{run}-{case.name}"
         seen, complaint = _one_case(cluster, where, case, orders, seed)
         equal &= seen.equal
@@ -65,6 +70,8 @@ def main() -> int:
         "--long", action="store_true", help="longer queries, to which twice as much happens, in any order"
     )
     parser.add_argument("--cores", type=int, default=1, help="of each worker")
+    parser.add_argument("--cases", nargs="+", choices=list(NAMED), default=list(NAMED))
+    parser.add_argument("--share-host", action="store_true", help="as where the system lets nobody make namespaces")
     parser.add_argument("--seed", type=int, help="of the first run; drawn when not given")
     parser.add_argument("--folder", type=Path, help="keeps logs and state of runs that went wrong; made if absent")
     given = parser.parse_args()
@@ -73,13 +80,16 @@ def main() -> int:
         print(f"no cluster can run here: {reason}", file=sys.stderr)
         return 2
     seed = given.seed if given.seed is not None else int.from_bytes(os.urandom(3), "big")
-    good = True
+    good, cases = True, [NAMED[name] for name in given.cases]
+    # What ends this process ends the cluster too.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="cluster-", ignore_cleanup_errors=True) as temporary:
         folder = Path(tempfile.mkdtemp(dir=given.folder)) if _made(given.folder) else Path(temporary)
-        with Cluster(folder.resolve(), cores=given.cores) as cluster:
+        with Cluster(folder.resolve(), cores=given.cores, isolated=False if given.share_host else None) as cluster:
             print(json.dumps({"isolated": cluster.isolated, "workers": len(cluster.workers)}), flush=True)
             for run in range(1, given.runs + 1):
-                line, right = _one_run(cluster, folder.resolve(), run, given.long, seed + run - 1)
+                line, right = _one_run(cluster, folder.resolve(), run, seed + run - 1, cases, given.long)
                 print(json.dumps(line), flush=True)
                 good &= right
     return 0 if good else 1
