@@ -157,14 +157,21 @@ class SnapshotWriter:
 
     def in_old_terms(self, new: Pointer) -> Pointer:
         """The pointer as format 1 has it, where that is written: its lineage begins with a snapshot that is there."""
+        found = self.from_a_snapshot(new)
+        if found is not None:
+            return found
+        self._write_now(new, self._snapshots.replica_names)
+        return with_unconfirmed_snapshot(new)
+
+    def from_a_snapshot(self, new: Pointer) -> Pointer | None:
+        """As `in_old_terms`, where no snapshot has to be written for that; else None."""
         if self._context.options.pointer_write == V2 or not new.lineage:
             return new
         for at in range(len(new.lineage) - 1, -1, -1):
             ref = new.lineage[at].ref
             if ref.version == 1 or self._snapshots.has_snapshot(new, ref):
                 return replace(new, lineage=new.lineage[at:])
-        self._write_now(new, self._snapshots.replica_names)
-        return with_unconfirmed_snapshot(new)
+        return None
 
     def _missed(self, new: Pointer) -> int:
         """How many unconfirmed snapshots in a row never arrived, that at the beginning of the lineage included."""
