@@ -275,6 +275,9 @@ def checked_module(words: list[str]) -> None:
     module, *given = words
     if module == "venv":
         return
+    if module == "pytest":
+        assert all((ROOT / word).exists() for word in given if not word.startswith("-"))
+        return
     spec = importlib.util.find_spec(module) or importlib.util.find_spec(f"{module}.__main__")
     assert spec is not None, module
     main = importlib.util.find_spec(f"{module}.__main__") if spec.submodule_search_locations else spec
