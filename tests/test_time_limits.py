@@ -26,6 +26,8 @@ def _limits(module: ast.Module) -> Iterator[tuple[str, float]]:
     """Times, as numbers, after which something is given up or found to have taken too long."""
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS:
+            if ast.unparse(node.func.value).endswith("path"):
+                continue  # `os.path.join`
             given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "timeout")]
             yield from ((node.func.attr, limit) for it in given if (limit := _limit(it)) is not None)
         if (
