@@ -18,17 +18,16 @@ SHORT = {
 
 
 def _limit(node: ast.AST) -> float | None:
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-        return float(node.value)
-    return None
+    is_number = isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
+    return float(node.value) if is_number and isinstance(node, ast.Constant) else None
 
 
 def _limits(module: ast.Module) -> Iterator[tuple[str, float]]:
     """Times, as numbers, after which something is given up or found to have taken too long."""
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS:
-            if ast.unparse(node.func) == "os.path.join":
-                continue
+            if ast.unparse(node.func.value).endswith("path"):
+                continue  # `os.path.join`
             given = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "timeout")]
             yield from ((node.func.attr, limit) for it in given if (limit := _limit(it)) is not None)
         if (
