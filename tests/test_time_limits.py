@@ -18,8 +18,9 @@ SHORT = {
 
 
 def _limit(node: ast.AST) -> float | None:
-    is_number = isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
-    return float(node.value) if is_number and isinstance(node, ast.Constant) else None
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return float(node.value)
+    return None
 
 
 def _limits(module: ast.Module) -> Iterator[tuple[str, float]]:
