@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -111,3 +112,19 @@ def test_a_large_row_among_small_ones_goes_to_a_spill_file(tmp_path: Path) -> No
         for batch in decode(payload, lambda name, start, length: files.get_range(name, start, start + length))
     ]
     assert pa.Table.from_batches(arrived).equals(pa.Table.from_batches([rows]))
+
+
+def test_each_attempt_at_a_task_sends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spark fails the job otherwise, where it runs a packing task again as an executor was lost."""
+    context = SimpleNamespace(partitionId=lambda: 0)
+    monkeypatch.setattr(packing, "TaskContext", SimpleNamespace(get=lambda: context))
+    rows = pa.record_batch(
+        {
+            "c0": pa.array(np.arange(2_000)),
+            "c1": pa.array([f"{number}" * (number % 7) for number in range(2_000)]),
+            "__hash": pa.array(np.random.default_rng(3).integers(-(2**63), 2**63, 2_000)),
+        }
+    )
+    sent, again = (list(pack(job(tmp_path).to_plain(), iter([rows]))) for _ in range(2))
+    assert sum(batch.num_rows for batch in sent) == 2 * BUCKETS
+    assert [batch.to_pydict() for batch in sent] == [batch.to_pydict() for batch in again]
