@@ -229,9 +229,7 @@ class LineageHeader:
                 parent=_ref(fields["parent"]),
                 lineage=tuple(CheckpointRef(*pair) for pair in fields["lineage"]),
                 schema_id=fields["schema_id"],
-                writer=_writer(
-                    fields["writer"], fields["heartbeat"] if fields["format"] > 1 else fields.get("heartbeat", 0)
-                ),
+                writer=_writer(fields),
                 package_version=fields["package_version"],
                 format=fields["format"],
             )
@@ -286,8 +284,10 @@ def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).hexdigest().encode()
 
 
-def _writer(plain: Mapping[str, Any], heartbeat: Any) -> Writer:
-    query_id, run_id, batch, host = (plain[name] for name in ("query_id", "run_id", "batch", "host"))
+def _writer(fields: Mapping[str, Any]) -> Writer:
+    query_id, run_id, batch, host = (fields["writer"][name] for name in ("query_id", "run_id", "batch", "host"))
+    # Files from before the first release, all of format 1, have no heartbeat.
+    heartbeat = fields["heartbeat"] if fields["format"] > 1 else fields.get("heartbeat", 0)
     return Writer(query_id, run_id, batch, host, heartbeat)
 
 

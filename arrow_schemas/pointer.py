@@ -315,7 +315,7 @@ def _as_format_2(fields: dict[str, Any], read: str) -> dict[str, Any]:
         raise CorruptPointerError("a pointer of format 1 has no markers and no inline deltas")
     found = {name: fields[name] for name in _IN_BOTH}
     found |= {name: fields[old] for old, name in _FORMAT_1_NAMES.items()}
-    entries = [[*_three(entry)] for entry in fields["lineage"]]
+    entries = [[version, checkpoint_id, size_bytes] for version, checkpoint_id, size_bytes in fields["lineage"]]
     if beside is not None and read == V2:
         heartbeats = beside.pop("lineage_heartbeats")
         lineage = [[*entry, heartbeat] for entry, heartbeat in zip(entries, heartbeats, strict=True)]
@@ -324,11 +324,6 @@ def _as_format_2(fields: dict[str, Any], read: str) -> dict[str, Any]:
     unknown = {"calls": 0, "heartbeats": 0, "retained": [0, 0], "snapshots_missed": 0, "replication": {}, "markers": {}}
     unknown |= {"inline": [], "partitioning": None, "made_by": None, "ages": None}
     return {**found, **unknown, "lineage": [[*entry, 0] for entry in entries], "parent": parent}
-
-
-def _three(entry: list[Any]) -> tuple[Any, Any, Any]:
-    version, checkpoint_id, size_bytes = entry
-    return version, checkpoint_id, size_bytes
 
 
 def _replication_status(values: list[Any]) -> ReplicationStatus:

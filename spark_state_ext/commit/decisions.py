@@ -57,9 +57,14 @@ class CommitOptions:
     erase_window_ms: int | None = None
 
     @property
+    def format_1_too(self) -> bool:
+        """Whether all is written as releases read it that know format 1 only: pointers, snapshots, leases."""
+        return self.pointer_write != V2
+
+    @property
     def inline(self) -> bool:
         """Whether deltas may go inline."""
-        return self.journal and self.pointer_write == V2
+        return self.journal and not self.format_1_too
 
 
 class How(enum.Enum):

@@ -14,7 +14,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader
-from arrow_schemas.pointer import V2, Pointer
+from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit.cadence import snapshot_overdue, with_unconfirmed_snapshot
 from spark_state_ext.commit.context import CommitContext
@@ -143,7 +143,7 @@ class SnapshotWriter:
             self._bucket.unpin(pin)
             self._snapshots.not_sent(header.ref, names, "the background has too much to do")
             return new
-        if due and self._context.options.pointer_write == V2:
+        if due and not self._context.options.format_1_too:
             return replace(with_unconfirmed_snapshot(awaiting), snapshots_missed=missed)
         return awaiting
 
@@ -153,7 +153,7 @@ class SnapshotWriter:
     def _header(self, new: Pointer) -> LineageHeader:
         """The header of a snapshot, which with pointers of format 1 is of format 1 too."""
         header = self._bucket.header(new.lineage[-1].ref, SNAPSHOT)
-        return header if self._context.options.pointer_write == V2 else replace(header, format=1)
+        return replace(header, format=1) if self._context.options.format_1_too else header
 
     def in_old_terms(self, new: Pointer) -> Pointer:
         """The pointer as format 1 has it, where that is written: its lineage begins with a snapshot that is there."""
@@ -165,7 +165,7 @@ class SnapshotWriter:
 
     def from_a_snapshot(self, new: Pointer) -> Pointer | None:
         """As `in_old_terms`, where no snapshot has to be written for that; else None."""
-        if self._context.options.pointer_write == V2 or not new.lineage:
+        if not self._context.options.format_1_too or not new.lineage:
             return new
         for at in range(len(new.lineage) - 1, -1, -1):
             ref = new.lineage[at].ref

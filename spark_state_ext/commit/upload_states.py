@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["UploadEvent", "UploadState", "next_state"]
+from spark_state_ext.worker.states import Transitions
+
+__all__ = ["UPLOAD", "UploadEvent", "UploadState"]
 
 
 class UploadState(enum.Enum):
@@ -38,35 +40,18 @@ class UploadEvent(enum.Enum):
     DROP = "one before it failed, or was given up"
 
 
-_NEXT = {
-    (UploadState.QUEUED, UploadEvent.BEGIN): UploadState.SENDING,
-    (UploadState.QUEUED, UploadEvent.GIVE_UP): UploadState.DROPPED,
-    (UploadState.QUEUED, UploadEvent.DROP): UploadState.DROPPED,
-    (UploadState.SENDING, UploadEvent.CONFIRM): UploadState.CONFIRMED,
-    (UploadState.SENDING, UploadEvent.FAIL): UploadState.FAILED,
-    (UploadState.SENDING, UploadEvent.GIVE_UP): UploadState.ABANDONED,
-    # Late, and noted all the same where the backend has it.
-    (UploadState.ABANDONED, UploadEvent.CONFIRM): UploadState.CONFIRMED,
-    (UploadState.ABANDONED, UploadEvent.FAIL): UploadState.FAILED,
-}
-
-
-def next_state(state: UploadState, event: UploadEvent) -> UploadState:
-    """How an upload stands after an event.
-
-    Parameters
-    ----------
-    state
-        How it stands.
-    event
-        What happens.
-
-    Raises
-    ------
-    AssertionError
-        When that cannot happen to an upload that stands so.
-    """
-    found = _NEXT.get((state, event))
-    if found is None:
-        raise AssertionError(f"an upload that is {state.name} cannot {event.name}")
-    return found
+UPLOAD = Transitions(
+    "an upload",
+    "cannot",
+    {
+        (UploadState.QUEUED, UploadEvent.BEGIN): UploadState.SENDING,
+        (UploadState.QUEUED, UploadEvent.GIVE_UP): UploadState.DROPPED,
+        (UploadState.QUEUED, UploadEvent.DROP): UploadState.DROPPED,
+        (UploadState.SENDING, UploadEvent.CONFIRM): UploadState.CONFIRMED,
+        (UploadState.SENDING, UploadEvent.FAIL): UploadState.FAILED,
+        (UploadState.SENDING, UploadEvent.GIVE_UP): UploadState.ABANDONED,
+        # Late, and noted all the same where the backend has it.
+        (UploadState.ABANDONED, UploadEvent.CONFIRM): UploadState.CONFIRMED,
+        (UploadState.ABANDONED, UploadEvent.FAIL): UploadState.FAILED,
+    },
+)

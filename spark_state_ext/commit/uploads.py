@@ -21,7 +21,7 @@ from spark_state_ext.backends import BackupManager, Markers
 from spark_state_ext.commit.failures import NO_RUN, Run
 from spark_state_ext.commit.ledger import DONE, FAILED, UploadRecord, record_name
 from spark_state_ext.commit.tally import Tallies
-from spark_state_ext.commit.upload_states import UploadEvent, UploadState, next_state
+from spark_state_ext.commit.upload_states import UPLOAD, UploadEvent, UploadState
 from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker import process
@@ -77,7 +77,7 @@ class Upload:
 
     def move(self, event: UploadEvent) -> UploadState:
         """Note an event; returns how it stands now."""
-        self.state = next_state(self.state, event)
+        self.state = UPLOAD.next_state(self.state, event)
         return self.state
 
     def record(self, state: str, owner: str, **also: Any) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
-from arrow_schemas.pointer import V2, Pointer
+from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends import BackendContext, BackupManager
 from spark_state_ext.backends.registry import FSSPEC, Backend, factory_of
 from spark_state_ext.backends.replication import Replica, is_complete
@@ -243,8 +243,8 @@ class Leases:
             if backend.kind == FSSPEC and not _is_root(job, backend):
                 folders.append(Folder(backend.root, backend.storage_options).child(job.operator, query_folder))
         me = RunIdentity.here(job.application_id, job.plan_id, task.query_id, local=job.local_mode)
-        lease_ms, old_too = job.options.lease_ms, job.options.commit.pointer_write != V2
-        return Leases(tuple(registry.of(folder, me, lease_ms, format_1_too=old_too) for folder in folders))
+        lease_ms, format_1_too = job.options.lease_ms, job.options.commit.format_1_too
+        return Leases(tuple(registry.of(folder, me, lease_ms, format_1_too=format_1_too) for folder in folders))
 
     @property
     def times_removed(self) -> int:

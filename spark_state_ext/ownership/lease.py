@@ -24,12 +24,12 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
 from spark_state_ext.ownership.lease_states import (
+    LEASE,
+    REQUEST,
     LeaseEvent,
     LeaseState,
     RequestEvent,
     RequestState,
-    next_request_state,
-    next_state,
 )
 from spark_state_ext.worker.threads import DaemonPool
 
@@ -78,7 +78,7 @@ class _Request:
 
     def move(self, event: RequestEvent) -> RequestState:
         """Note an event; returns how it stood before."""
-        before, self.state = self.state, next_request_state(self.state, event)
+        before, self.state = self.state, REQUEST.next_state(self.state, event)
         return before
 
 
@@ -270,7 +270,7 @@ class Lease:
 
     def _move(self, event: LeaseEvent) -> None:
         with self._moving:
-            self._state = next_state(self._state, event)
+            self._state = LEASE.next_state(self._state, event)
 
     # -- keeping it --------------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["LeaseEvent", "LeaseState", "RequestEvent", "RequestState", "next_request_state", "next_state"]
+from spark_state_ext.worker.states import Transitions
+
+__all__ = ["LEASE", "REQUEST", "LeaseEvent", "LeaseState", "RequestEvent", "RequestState"]
 
 
 class LeaseState(enum.Enum):
@@ -30,43 +32,26 @@ class LeaseEvent(enum.Enum):
     SUPERSEDED = "the newest record is another run's"
 
 
-_NEXT = {
-    (LeaseState.NEW, LeaseEvent.KNOWN): LeaseState.HELD,
-    (LeaseState.NEW, LeaseEvent.SET_ASIDE): LeaseState.NEW_ASIDE,
-    (LeaseState.NEW, LeaseEvent.SUPERSEDED): LeaseState.LOST,
-    (LeaseState.NEW_ASIDE, LeaseEvent.KNOWN): LeaseState.HELD_ASIDE,
-    (LeaseState.NEW_ASIDE, LeaseEvent.SUPERSEDED): LeaseState.LOST,
-    (LeaseState.HELD, LeaseEvent.KNOWN): LeaseState.HELD,
-    (LeaseState.HELD, LeaseEvent.SET_ASIDE): LeaseState.HELD_ASIDE,
-    (LeaseState.HELD, LeaseEvent.SUPERSEDED): LeaseState.LOST,
-    (LeaseState.HELD_ASIDE, LeaseEvent.KNOWN): LeaseState.HELD_ASIDE,
-    (LeaseState.HELD_ASIDE, LeaseEvent.SUPERSEDED): LeaseState.LOST,
-    # A renewal that was under way when another thread saw that it is lost: a run that was replaced stays so.
-    (LeaseState.LOST, LeaseEvent.KNOWN): LeaseState.LOST,
-    (LeaseState.LOST, LeaseEvent.SET_ASIDE): LeaseState.LOST,
-    (LeaseState.LOST, LeaseEvent.SUPERSEDED): LeaseState.LOST,
-}
-
-
-def next_state(state: LeaseState, event: LeaseEvent) -> LeaseState:
-    """How a process stands to the lease after an event.
-
-    Parameters
-    ----------
-    state
-        How it stands.
-    event
-        What it finds out.
-
-    Raises
-    ------
-    AssertionError
-        When that cannot be: a process is set aside once.
-    """
-    found = _NEXT.get((state, event))
-    if found is None:
-        raise AssertionError(f"a lease that is {state.name} cannot be {event.name}")
-    return found
+LEASE = Transitions(
+    "a lease",
+    "cannot be",
+    {
+        (LeaseState.NEW, LeaseEvent.KNOWN): LeaseState.HELD,
+        (LeaseState.NEW, LeaseEvent.SET_ASIDE): LeaseState.NEW_ASIDE,
+        (LeaseState.NEW, LeaseEvent.SUPERSEDED): LeaseState.LOST,
+        (LeaseState.NEW_ASIDE, LeaseEvent.KNOWN): LeaseState.HELD_ASIDE,
+        (LeaseState.NEW_ASIDE, LeaseEvent.SUPERSEDED): LeaseState.LOST,
+        (LeaseState.HELD, LeaseEvent.KNOWN): LeaseState.HELD,
+        (LeaseState.HELD, LeaseEvent.SET_ASIDE): LeaseState.HELD_ASIDE,
+        (LeaseState.HELD, LeaseEvent.SUPERSEDED): LeaseState.LOST,
+        (LeaseState.HELD_ASIDE, LeaseEvent.KNOWN): LeaseState.HELD_ASIDE,
+        (LeaseState.HELD_ASIDE, LeaseEvent.SUPERSEDED): LeaseState.LOST,
+        # A renewal that was under way when another thread saw that it is lost: a run that was replaced stays so.
+        (LeaseState.LOST, LeaseEvent.KNOWN): LeaseState.LOST,
+        (LeaseState.LOST, LeaseEvent.SET_ASIDE): LeaseState.LOST,
+        (LeaseState.LOST, LeaseEvent.SUPERSEDED): LeaseState.LOST,
+    },
+)
 
 
 class RequestState(enum.Enum):
@@ -84,33 +69,16 @@ class RequestEvent(enum.Enum):
     END = "it is over"
 
 
-_NEXT_REQUEST = {
-    (RequestState.UNDER_WAY, RequestEvent.WRITE_OFF): RequestState.HUNG,
-    (RequestState.UNDER_WAY, RequestEvent.END): RequestState.OVER,
-    # Two calls may write off one request.
-    (RequestState.HUNG, RequestEvent.WRITE_OFF): RequestState.HUNG,
-    (RequestState.HUNG, RequestEvent.END): RequestState.OVER,
-    # It ended just now.
-    (RequestState.OVER, RequestEvent.WRITE_OFF): RequestState.OVER,
-}
-
-
-def next_request_state(state: RequestState, event: RequestEvent) -> RequestState:
-    """How a request stands after an event.
-
-    Parameters
-    ----------
-    state
-        How it stands.
-    event
-        What happens.
-
-    Raises
-    ------
-    AssertionError
-        When that cannot be: a request ends once.
-    """
-    found = _NEXT_REQUEST.get((state, event))
-    if found is None:
-        raise AssertionError(f"a request that is {state.name} cannot {event.name}")
-    return found
+REQUEST = Transitions(
+    "a request",
+    "cannot",
+    {
+        (RequestState.UNDER_WAY, RequestEvent.WRITE_OFF): RequestState.HUNG,
+        (RequestState.UNDER_WAY, RequestEvent.END): RequestState.OVER,
+        # Two calls may write off one request.
+        (RequestState.HUNG, RequestEvent.WRITE_OFF): RequestState.HUNG,
+        (RequestState.HUNG, RequestEvent.END): RequestState.OVER,
+        # It ended just now.
+        (RequestState.OVER, RequestEvent.WRITE_OFF): RequestState.OVER,
+    },
+)

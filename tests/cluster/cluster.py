@@ -187,7 +187,7 @@ class Cluster:
     @property
     def local_dir(self) -> str:
         """A path that leads each worker's executors to that worker's disk."""
-        # Spark starts an executor, and that its Python, in <folder of the worker>/work/<application>/<executor>.
+        # Spark starts an executor, and that its Python, three folders below the worker's.
         return str(self.folder / "local") if self.isolated else "/proc/self/cwd/../../../disk"
 
     @property

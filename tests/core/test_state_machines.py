@@ -17,7 +17,6 @@ from spark_state_ext.ownership.lease_states import (
     LeaseState,
     RequestEvent,
     RequestState,
-    next_request_state,
 )
 
 # By state: where each event leads, in the order of the events; "-" cannot be.
@@ -59,9 +58,9 @@ def _lines(table: str) -> list[str]:
 @pytest.mark.parametrize(
     ("table", "states", "events", "move"),
     [
-        (UPLOAD, UploadState, UploadEvent, upload_states.next_state),
-        (LEASE, LeaseState, LeaseEvent, lease_states.next_state),
-        (REQUEST, RequestState, RequestEvent, next_request_state),
+        (UPLOAD, UploadState, UploadEvent, upload_states.UPLOAD.next_state),
+        (LEASE, LeaseState, LeaseEvent, lease_states.LEASE.next_state),
+        (REQUEST, RequestState, RequestEvent, lease_states.REQUEST.next_state),
     ],
     ids=["upload", "lease", "request"],
 )
