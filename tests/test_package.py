@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.building import build
+
 ROOT = Path(__file__).parent.parent
 _PACKAGES = ("arrow_schemas", "spark_state_ext")
 _WHOLE = (".ci", "benchmarks", "docs", "scripts", "tests", *_PACKAGES)
@@ -51,14 +53,6 @@ class Built:
         with zipfile.ZipFile(self.wheel) as archive:
             (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
             return email.message_from_bytes(archive.read(name))
-
-
-def build(kind: str, source: Path, target: Path) -> Path:
-    """Build as pip does, with the setuptools that is installed."""
-    code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return target / done.stdout.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")

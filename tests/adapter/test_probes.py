@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from core_support import KEYS, Row, buffer_of
+from core_support import buffer_of
 from life import Life
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT
@@ -21,6 +21,7 @@ from spark_state_ext.errors import LiveRunError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_record import RunIdentity
+from spark_state_ext.testing.model import KEYS, Row
 from spark_state_ext.worker.background import Background
 from tests.helpers.waiting import WAIT_S
 

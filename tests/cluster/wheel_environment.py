@@ -12,6 +12,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from tests.helpers.building import build
+
 __all__ = ["build_wheel", "clean_environment", "make_environment"]
 
 ROOT = Path(__file__).parents[2]
@@ -53,8 +55,7 @@ def build_wheel(folder: Path) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=_LEFT)
     for name in _FILES:
         shutil.copy(ROOT / name, source / name)
-    code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(folder)!r}))"
-    return folder / _run([sys.executable, "-c", code], source).splitlines()[-1]
+    return build("wheel", source, folder, clean_environment())
 
 
 def make_environment(folder: Path) -> Path:

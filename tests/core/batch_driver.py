@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from core_support import canonical
 
 from spark_state_ext.functions.outcome import NO_TIMEOUT
 from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.functions.tables import conformed
+from spark_state_ext.testing.model import canonical
 
 __all__ = ["Driver", "Stored", "made", "outcome_of"]
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pyarrow as pa
 from batch_driver import Stored, made, outcome_of
-from core_support import canonical
 
 from spark_state_ext.functions.state_batch import StateBatch
+from spark_state_ext.testing.model import canonical
 
 KEYS = pa.schema([("name", pa.string()), ("x", pa.float64())])
 STATE = pa.schema([("n", pa.int64()), ("note", pa.string())])

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from core_support import KEYS, SCHEMA, WRITER, Changes, Model, Row, buffer_of, changed, first_pointer, scanned
+from core_support import WRITER, buffer_of, first_pointer
 
 from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, parse_file_name
@@ -24,6 +24,7 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
 from spark_state_ext.worker.background import Background
 from tests.helpers.waiting import WAIT_S
 

@@ -6,7 +6,7 @@ import signal
 import sys
 from pathlib import Path
 
-from core_support import SCHEMA, WRITER, scanned
+from core_support import WRITER
 from stalling_disk import STORE
 
 from arrow_schemas import Pointer
@@ -15,6 +15,7 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import SCHEMA, scanned
 
 
 def main(folder: Path) -> None:

@@ -24,7 +24,7 @@ import fsspec
 import fsspec.implementations.chained
 import lmdb
 import pandas
-from core_support import KEYS, SCHEMA, Changes, Model, Row, buffer_of, changed, clean_up_at, first_pointer, scanned
+from core_support import buffer_of, clean_up_at, first_pointer
 from fsspec.implementations.local import LocalFileSystem
 
 from arrow_schemas import Pointer, Writer
@@ -37,6 +37,7 @@ from spark_state_ext.files import retention
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
 
 # Imported here, or each of a thousand children would do it: that took most of their time.
 IMPORTED = (pandas, lmdb, fsspec.implementations.chained)

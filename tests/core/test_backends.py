@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_support import Refs
 
 from spark_state_ext import Backend
 from spark_state_ext.backends import STATE, BackendContext, BackendFactory
@@ -18,6 +17,7 @@ from spark_state_ext.errors import ExecutorPackageError, StorageError, UsageErro
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.testing.backends import BackendContract
+from spark_state_ext.testing.model import Refs
 from spark_state_ext.worker.threads import CallerExecutor
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from core_support import KEYS, SCHEMA, WRITER, Model, Row, buffer_of, changed, first_pointer, state_at
+from core_support import WRITER, buffer_of, first_pointer, state_at
 
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
@@ -19,6 +19,7 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, changed
 from spark_state_ext.worker import background as background_module
 from spark_state_ext.worker.background import Background
 from tests.helpers.waiting import WAIT_S, eventually

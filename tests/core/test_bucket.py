@@ -11,21 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_support import (
-    KEYS,
-    SCHEMA,
-    WRITER,
-    Changes,
-    Model,
-    Row,
-    bucket_on,
-    buffer_of,
-    changed,
-    committed,
-    first_pointer,
-    good_hash,
-    state_at,
-)
+from core_support import WRITER, bucket_on, buffer_of, committed, first_pointer, state_at
 
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
@@ -39,6 +25,7 @@ from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import seal
 from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, good_hash
 from spark_state_ext.worker import memory
 from spark_state_ext.worker.spill import SpillBuffer
 

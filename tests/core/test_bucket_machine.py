@@ -9,18 +9,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from core_support import (
-    SCHEMA,
-    Changes,
-    Key,
-    Model,
-    Row,
-    change_sets,
-    changed,
-    committed,
-    first_pointer,
-    state_at,
-)
+from core_support import change_sets, committed, first_pointer, state_at
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -38,6 +27,7 @@ from spark_state_ext.commit import cadence
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import SCHEMA, Changes, Key, Model, Row, changed
 
 _MACHINES = st.sampled_from(["a", "b"])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from core_support import KEYS, SCHEMA, WRITER, Changes, Refs, Row, run_of
+from core_support import WRITER
 
 from arrow_schemas import CheckpointRef, LineageHeader, RowSchema
 from arrow_schemas.lineage import BODY_PLACEHOLDER, DELTA, SNAPSHOT, file_name
@@ -18,6 +18,7 @@ from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckp
 from spark_state_ext.files import checkpoint
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header, write_checkpoint
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Refs, Row, run_of
 from tests.helpers.waiting import WAIT_S
 
 _CHANGES: Changes = {KEYS[0]: Row(1, "one", 5), KEYS[7]: Row(2), KEYS[9]: None}
@@ -179,7 +180,8 @@ def test_a_missing_file(files: Folder, tmp_path: Path) -> None:
 _FORKS = """
 import os, sys
 from pathlib import Path
-from core_support import KEYS, SCHEMA, WRITER, Refs, Row, run_of
+from core_support import WRITER
+from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, run_of
 from arrow_schemas import LineageHeader
 from spark_state_ext.files import sealed
 sealed.MEMORY_BYTES_MAX = 0

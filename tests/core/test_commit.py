@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from core_support import Refs, first_pointer
+from core_support import first_pointer
 
 from arrow_schemas import CheckpointRef, LineageEntry, Pointer
 from arrow_schemas.lineage import SNAPSHOT, file_name
@@ -15,6 +15,7 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Replica, is_complete, taken_over
 from spark_state_ext.commit.decisions import CommitOptions, How, assured, decide, pending, settled
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.testing.model import Refs
 
 _REFS = [Refs().next(1), *(CheckpointRef(version, f"{version:032x}") for version in range(2, 7))]
 SAID = {"state": "there"}

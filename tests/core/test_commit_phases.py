@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from core_support import SCHEMA
 from life import RETAINED, Life
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
@@ -22,6 +21,7 @@ from spark_state_ext.errors import (
     UploadFailedError,
 )
 from spark_state_ext.store import LocalStore, View
+from spark_state_ext.testing.model import SCHEMA
 from tests.helpers.clock import VirtualClock
 from tests.helpers.waiting import WAIT_S
 

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from core_support import SCHEMA
 
 from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import SCHEMA
 from spark_state_ext.worker import descriptors
 from tests.helpers.waiting import WAIT_S
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="what
 _BEGIN = """
 import os, resource, socket, sys, threading
 from pathlib import Path
-from core_support import KEYS, SCHEMA, Refs, Row, run_of, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, run_of, scanned
 from spark_state_ext.errors import StateError, StorageError, TooManyOpenFilesError
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker import descriptors

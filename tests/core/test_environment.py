@@ -14,13 +14,13 @@ from typing import Any
 
 import lmdb
 import pytest
-from core_support import SCHEMA
 
 from spark_state_ext.errors import ClosedEnvironmentError, StorageError
 from spark_state_ext.store import LocalStore, environment, local_disk
 from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment
 from spark_state_ext.store.shared import SharedEnvironment
 from spark_state_ext.store.transaction import Reader, Writing
+from spark_state_ext.testing.model import SCHEMA
 from tests.helpers.waiting import WAIT_S, eventually
 
 
@@ -203,7 +203,7 @@ def test_closing_and_using_at_once(tmp_path: Path) -> None:
 _CUT_SHORT = """
 import os, sys
 from pathlib import Path
-from core_support import KEYS, SCHEMA, Refs, Row, run_of, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, run_of, scanned
 from spark_state_ext.store import LocalStore
 folder, part = Path(sys.argv[1]), float(sys.argv[2])
 refs = Refs()

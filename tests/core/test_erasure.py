@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pytest
-from core_support import KEYS, SCHEMA, Changes, Key, Row, canonical, first_pointer
+from core_support import first_pointer
 from life import RETAINED, Life
 
 from arrow_schemas.ages import Ages
@@ -27,6 +27,7 @@ from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.erasure import WINDOWS, erased_before, is_marked, marked
 from spark_state_ext.files.folder import Readable
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Key, Row, canonical
 from tests.helpers.waiting import WAIT_S
 
 ERASED: Key = ("Jane Doe", 1.0)

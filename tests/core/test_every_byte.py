@@ -22,7 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from core_support import KEYS, SCHEMA, WRITER, Refs, Row, run_of
+from core_support import WRITER
 
 from arrow_schemas import LineageEntry, LineageHeader, OperatorFile, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
@@ -33,6 +33,7 @@ from spark_state_ext.files.checkpoint import read_checkpoint, read_header, verif
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_record import LeaseRecord, RunIdentity
 from spark_state_ext.spark.shuffle import payload
+from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, run_of
 from tests.helpers.soak import every
 from tests.helpers.waiting import WAIT_S
 

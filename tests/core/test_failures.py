@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from core_support import SCHEMA
 from life import Life
 
 from arrow_schemas.lineage import DELTA
@@ -21,6 +20,7 @@ from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.errors import CommitTimeoutError, StateError, UploadFailedError
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import reclaim
+from spark_state_ext.testing.model import SCHEMA
 from spark_state_ext.worker import process
 from tests.helpers.clock import VirtualClock
 

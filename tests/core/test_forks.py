@@ -17,7 +17,7 @@ from tests.helpers.waiting import WAIT_S
 _BEGIN = """
 import gc, hashlib, multiprocessing, os, sys, threading
 from pathlib import Path
-from core_support import KEYS, SCHEMA, Refs, Row, run_of, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, run_of, scanned
 from spark_state_ext.errors import StateError
 from spark_state_ext.store import LocalStore
 

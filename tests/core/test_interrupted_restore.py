@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from core_support import KEYS, SCHEMA, WRITER, Row, buffer_of, scanned
+from core_support import WRITER, buffer_of
 from life import Life
 from stalling_disk import STORE
 
@@ -34,6 +34,7 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptStoreError, InterruptedRestoreError, LiveRunError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import KEYS, SCHEMA, Row, scanned
 from spark_state_ext.worker import retry
 from spark_state_ext.worker.retry import retried
 from spark_state_ext.worker.threads import DaemonPool, side_by_side

@@ -11,20 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_support import (
-    KEYS,
-    SCHEMA,
-    Changes,
-    Model,
-    Row,
-    bucket_on,
-    buffer_of,
-    changed,
-    committed,
-    first_pointer,
-    scanned,
-    state_at,
-)
+from core_support import bucket_on, buffer_of, committed, first_pointer, state_at
 
 from arrow_schemas import Pointer
 from spark_state_ext.commit import cadence
@@ -34,6 +21,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.restore import loader as loading_module
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
 
 _CHANGES: Changes = {KEYS[0]: Row(100), KEYS[1]: None, KEYS[20]: Row(5, "new", 9)}
 _FAULTS_MAX = 200

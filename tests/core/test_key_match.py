@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from core_support import canonical
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrow_schemas.row import normal_array
 from spark_state_ext.functions import key_match
 from spark_state_ext.functions.key_match import key_positions
+from spark_state_ext.testing.model import canonical
 
 NAN, OTHER_NAN = float("nan"), struct.unpack("<d", struct.pack("<Q", 0xFFF8_0000_0000_0123))[0]
 POINT = pa.struct([("x", pa.float64()), ("tags", pa.list_(pa.string()))])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from core_support import KEYS, SCHEMA, WRITER, Changes, Model, Row, changed, first_pointer, run_of, scanned
+from core_support import WRITER, first_pointer
 
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
@@ -26,6 +26,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import counted
 from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
 from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, run_of, scanned
 
 
 def ref(name: str) -> CheckpointRef:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from core_support import KEYS, SCHEMA, Row, changed, run_of, scanned, small_disk
+from core_support import small_disk
 
 from arrow_schemas import CheckpointRef, RowSchema
 from arrow_schemas.equality import HashArray
@@ -27,6 +27,7 @@ from spark_state_ext.store import view as view_module
 from spark_state_ext.store.environment import Environment
 from spark_state_ext.store.pending import Pending
 from spark_state_ext.store.runs import cut, hashes_of
+from spark_state_ext.testing.model import KEYS, SCHEMA, Row, changed, run_of, scanned
 from spark_state_ext.testing.store import LocalStoreContract
 from tests.helpers.waiting import WAIT_S
 
@@ -255,7 +256,7 @@ class TestLocalStore(LocalStoreContract):
 import resource, sys
 from pathlib import Path
 import numpy as np
-from core_support import SCHEMA, run_of, Row, scanned, KEYS
+from spark_state_ext.testing.model import SCHEMA, run_of, Row, scanned, KEYS
 from arrow_schemas import CheckpointRef
 from spark_state_ext.errors import StoreFullError
 from spark_state_ext.store import LocalStore

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from core_support import KEYS, SCHEMA, Row, run_of
 
 from arrow_schemas import CheckpointRef
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import note_use, reclaim
+from spark_state_ext.testing.model import KEYS, SCHEMA, Row, run_of
 
 HOUR_S = 3_600.0
 

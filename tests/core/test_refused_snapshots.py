@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from core_support import SCHEMA
 from life import Life
 
 from arrow_schemas.lineage import SNAPSHOT
@@ -19,6 +18,7 @@ from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.errors import UploadFailedError
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import SCHEMA
 from spark_state_ext.worker.background import Background
 from tests.helpers.waiting import eventually
 

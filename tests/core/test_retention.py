@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_support import KEYS, SCHEMA, Model, Row, buffer_of, changed, clean_up_at, first_pointer, state_at
+from core_support import buffer_of, clean_up_at, first_pointer, state_at
 from fsspec.implementations.local import LocalFileSystem
 from life import Life
 from object_store import S3
@@ -36,6 +36,7 @@ from spark_state_ext.files.retention import (
     is_crowded,
 )
 from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, changed
 
 RETAINED = 3
 # Beats until nothing that Spark may hand out needs a file.

@@ -12,12 +12,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from core_support import canonical
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrow_schemas import RowSchema, group_by_key, rows_equal
 from arrow_schemas.equality import HashArray
+from spark_state_ext.testing.model import canonical
 
 _FLOATS = st.sampled_from([0.0, -0.0, 1.0, float("nan"), -float("nan"), float("inf")])
 # Text is given as bytes, dates and times as numbers: Spark's need not be UTF-8, nor lie in the years 1 to 9999.

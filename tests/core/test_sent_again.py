@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_support import KEYS, SCHEMA, WRITER, Row, buffer_of, first_pointer, scanned
+from core_support import WRITER, buffer_of, first_pointer
 from object_store import S3
 from shares import ByNameNode, Share
 
@@ -26,6 +26,7 @@ from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile, seal
 from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import KEYS, SCHEMA, Row, scanned
 from spark_state_ext.worker.threads import CallerExecutor
 from tests.helpers.waiting import WAIT_S
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from core_support import SCHEMA
 from life import Life
 
 from arrow_schemas import CheckpointRef, LineageHeader, Pointer
@@ -36,6 +35,7 @@ from spark_state_ext.files import sealed
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import SCHEMA
 from tests.helpers.waiting import WAIT_S
 
 # -- several backends ------------------------------------------------------------------------------

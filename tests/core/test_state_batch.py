@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from batch_driver import Stored, made, outcome_of
-from core_support import canonical
 from default_batch import (
     EVENT_TIME,
     KEYS,
@@ -33,6 +32,7 @@ from hypothesis import strategies as st
 
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.state_batch import StateBatch
+from spark_state_ext.testing.model import canonical
 
 # -- looking --------------------------------------------------------------------------------------
 

@@ -9,27 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_support import (
-    ALL_KEYS,
-    HASHES,
-    KEYS,
-    SCHEMA,
-    HashFunction,
-    Key,
-    Model,
-    Refs,
-    Row,
-    canonical,
-    change_sets,
-    changed,
-    expired_in,
-    key_columns,
-    key_hashes,
-    looked_up,
-    model_of,
-    run_of,
-    scanned,
-)
+from core_support import change_sets
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -45,6 +25,26 @@ from arrow_schemas import CheckpointRef
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store import view as view_module
+from spark_state_ext.testing.model import (
+    ALL_KEYS,
+    HASHES,
+    KEYS,
+    SCHEMA,
+    HashFunction,
+    Key,
+    Model,
+    Refs,
+    Row,
+    canonical,
+    changed,
+    expired_in,
+    key_columns,
+    key_hashes,
+    looked_up,
+    model_of,
+    run_of,
+    scanned,
+)
 
 _FOLDERS = itertools.count()
 

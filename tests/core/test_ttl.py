@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from core_support import WRITER, Refs, first_pointer
+from core_support import WRITER, first_pointer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +25,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.functions.ttl import EXPIRES_COLUMN, Expiry, Ttl
 from spark_state_ext.store import LocalStore, Lookup, View
 from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.testing.model import Refs
 from spark_state_ext.worker.spill import SpillBuffer
 
 SHOWN = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()), pa.field("tags", pa.list_(pa.string()))))

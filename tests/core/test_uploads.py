@@ -16,7 +16,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from core_support import SCHEMA, Refs
 
 from arrow_schemas import CheckpointRef
 from spark_state_ext.backends import STATE, Checkpoint, CleanUp, Markers
@@ -29,6 +28,7 @@ from spark_state_ext.errors import CommitTimeoutError, StorageError, UploadFaile
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
+from spark_state_ext.testing.model import SCHEMA, Refs
 from spark_state_ext.worker import process
 from spark_state_ext.worker.threads import DaemonPool
 from tests.helpers.waiting import WAIT_S
