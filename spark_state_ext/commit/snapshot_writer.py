@@ -82,10 +82,18 @@ class SnapshotWriter:
         self._bucket = bucket
 
     def in_time(self, new: Pointer, due: bool, behind: Sequence[str], changed: bool) -> Pointer:
+        """The pointer with the snapshots that it needs under way, or written where it cannot go without one."""
+        based = self.from_a_snapshot(new)
+        made = self._before_bytes_are_too_old(new, due or based is None, behind, changed, now=based is None)
+        return made if based is None or made.lineage != new.lineage else replace(made, lineage=based.lineage)
+
+    def _before_bytes_are_too_old(
+        self, new: Pointer, due: bool, behind: Sequence[str], changed: bool, now: bool
+    ) -> Pointer:
         """As `_with_snapshots`, where removed keys' bytes have to be gone within a time, too."""
         ages = new.ages
         if ages is None:
-            return self._with_snapshots(new, due, behind)
+            return self._with_snapshots(new, due, behind, now)
         arrived = False
         # A bucket's first checkpoint has its whole state in its delta.
         if len(new.lineage) > 1 and snapshot_asked(ages, self._context.batch_ms):
@@ -94,7 +102,7 @@ class SnapshotWriter:
                 ages = replace(ages, snapshots_wanted=0)
             else:
                 due = True
-        made = self._with_snapshots(new, due, behind)
+        made = self._with_snapshots(new, due, behind, now)
         if due and len(made.lineage) == 1 < len(new.lineage):
             ages = with_snapshot(ages, self._context.batch_ms, changed, arrived)
         return replace(made, ages=ages)
@@ -105,30 +113,38 @@ class SnapshotWriter:
         busy = self._context.runner.busy(self._snapshot_work(unconfirmed))
         return not busy and self._snapshots.has_snapshot(new, unconfirmed)
 
-    def _with_snapshots(self, new: Pointer, due: bool, behind: Sequence[str]) -> Pointer:
-        """The pointer with a snapshot of its checkpoint under way, where one is due or a backend has to catch up."""
+    def _with_snapshots(self, new: Pointer, due: bool, behind: Sequence[str], now: bool) -> Pointer:
+        """The pointer with a snapshot of its checkpoint under way, where one is due or a backend has to catch up.
+
+        With `now` it is written before this returns, and the pointer begins with it.
+        """
         again = self._snapshots.to_repeat(new)
         if not (due or behind or again):
             return new
         if not any(is_complete(status) for status in new.replication.values()):
             # Nothing that is configured holds this state, so the pointer must not go before something does.
             self._write_now(new, behind)
-            return self._snapshots.with_full_snapshot(new, behind, known=True)
+            return self._snapshots.with_full_snapshot(
+                with_unconfirmed_snapshot(new) if now else new, behind, known=True
+            )
         try:
-            return self._with_snapshot(new, due, behind, again)
+            return self._with_snapshot(new, due, behind, again, now)
         except StateError as error:
-            if self._bucket.is_closed:  # by a load that failed: the next call needs other restore managers
+            # Closed by a load that failed: the next call needs other restore managers.
+            if self._bucket.is_closed or now:
                 raise
             # The deltas are durable and hold everything. The snapshot stays due, so the next commit tries again.
             _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", new.ref, error)
             return new
 
-    def _with_snapshot(self, new: Pointer, due: bool, behind: Sequence[str], again: Sequence[str]) -> Pointer:
+    def _with_snapshot(
+        self, new: Pointer, due: bool, behind: Sequence[str], again: Sequence[str], now: bool
+    ) -> Pointer:
         header = self._header(new)
         names = self._snapshots.replica_names if due else [*behind, *again]
         missed = self._missed(new) if due else new.snapshots_missed
         # Where the runner has refused for long, it does not keep up either.
-        if missed >= _MISSED_MAX or snapshot_overdue(new.lineage):
+        if now or missed >= _MISSED_MAX or snapshot_overdue(new.lineage):
             self._write_now(new, names)
             return self._snapshots.with_full_snapshot(
                 replace(with_unconfirmed_snapshot(new), snapshots_missed=0), behind, known=True
@@ -155,16 +171,10 @@ class SnapshotWriter:
         header = self._bucket.header(new.lineage[-1].ref, SNAPSHOT)
         return replace(header, format=1) if self._context.options.format_1_too else header
 
-    def in_old_terms(self, new: Pointer) -> Pointer:
-        """The pointer as format 1 has it, where that is written: its lineage begins with a snapshot that is there."""
-        found = self.from_a_snapshot(new)
-        if found is not None:
-            return found
-        self._write_now(new, self._snapshots.replica_names)
-        return with_unconfirmed_snapshot(new)
-
     def from_a_snapshot(self, new: Pointer) -> Pointer | None:
-        """As `in_old_terms`, where no snapshot has to be written for that; else None."""
+        """The pointer as format 1 has it, where that is written: its lineage begins with a snapshot that is there. None
+        where none is.
+        """
         if not self._context.options.format_1_too or not new.lineage:
             return new
         for at in range(len(new.lineage) - 1, -1, -1):

@@ -237,7 +237,7 @@ class Bucket:
             due = snapshot_due(finished.pointer.lineage, state_bytes)
             made = self._snapshots.in_time(finished.pointer, due, behind, changed=rows.rows > 0)
             waited_s = begun.waited_s + finished.waited_s
-            return CommitResult(self._snapshots.in_old_terms(made), sizes, finished.deferred, waited_s)
+            return CommitResult(made, sizes, finished.deferred, waited_s)
         finally:
             sealed.let_go()
 
