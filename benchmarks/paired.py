@@ -1,8 +1,10 @@
 """Two states of the library on the same benchmarks, in turns: ``python -m benchmarks paired BASE``.
 
-Each state is taken out of git into a folder of its own; the benchmarks are those of the working tree, for both. A pair
-is one run with each, one right after the other, and who goes first alternates. So what a machine does over an hour
-weighs on both alike, and a pair's ratio is of two runs that are minutes apart.
+Each state is taken out of git into a folder of its own; the benchmarks are those of the working tree, for both. With
+``--own-benchmarks`` each side runs its commit's own: `store` and `restore` import what may have another name in the
+other commit. Whoever uses it has to see to it that both measure the same. A pair is one run with each, one right after
+the other, and who goes first alternates. So what a machine does over an hour weighs on both alike, and a pair's ratio
+is of two runs that are minutes apart.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import io
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -18,24 +21,35 @@ import sys
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.report import BenchmarkError, Report
 
-__all__ = ["OURS", "SLOWER_AT_MOST", "add_arguments", "ratios", "run"]
+__all__ = ["OURS", "Ours", "SLOWER_AT_MOST", "add_arguments", "ratios", "run"]
 
-# Arguments that leave other systems out: they are the same on both sides.
-OURS: dict[str, tuple[str, ...]] = {
-    "keyed_count": ("--only", "ours"),
-    "vectorised": ("--ours", "--small-batches", "10", "--batches", "5"),
-    "async_commit": ("--ours", "--batches", "9"),
+
+class Ours(NamedTuple):
+    """What of a benchmark is compared: what it measures of other systems is the same on both sides, or is left out."""
+
+    arguments: tuple[str, ...]
+    """Of its command line."""
+
+    timings: re.Pattern[str]
+    """Labels of the timings that count."""
+
+
+# Seconds a batch; other timings are of parts of one, or of the processor.
+_BATCHES = re.compile(r"(?!function alone).*: batch")
+OURS: dict[str, Ours] = {
+    "keyed_count": Ours(("--only", "ours"), _BATCHES),
+    "vectorised": Ours(("--ours", "--small-batches", "10", "--batches", "5"), _BATCHES),
+    "store": Ours(("--growth-batches", "15"), re.compile(r"sorted runs: (load|get,|put|batch at [\d,]+ rows$).*")),
+    "restore": Ours(("--restarts", "1"), re.compile(r".*: restore")),
+    "async_commit": Ours(("--ours", "--batches", "9"), _BATCHES),
 }
 SLOWER_AT_MOST = 1.05
 _PACKAGES = ("spark_state_ext", "arrow_schemas")
 _HERE = Path(__file__).resolve().parent
-# Timings of seconds a batch; others are of parts of one, or of the processor.
-_BATCH = ": batch"
-_FLOOR = "function alone"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("base", metavar="BASE", help="the commit to compare with")
     parser.add_argument("--head", default="HEAD", metavar="COMMIT", help="the commit that is measured")
     parser.add_argument("--of", nargs="+", choices=sorted(OURS), default=list(OURS), help="which benchmarks")
+    parser.add_argument("--own-benchmarks", action="store_true", help="each side runs its commit's own benchmarks")
     parser.add_argument("--pairs", type=int, default=5, metavar="N", help="pairs of each")
 
 
@@ -57,8 +72,8 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     if options.pairs < 1:
         raise BenchmarkError("--pairs must be at least 1")
     sides = {"base": _commit(options.base), "head": _commit(options.head)}
-    report = Report("paired", {**sides, "pairs": options.pairs})
-    trees = {side: _tree(commit, work / side) for side, commit in sides.items()}
+    report = Report("paired", {**sides, "pairs": options.pairs, "own_benchmarks": options.own_benchmarks})
+    trees = {side: _tree(commit, work / side, options.own_benchmarks) for side, commit in sides.items()}
     for name in options.of:
         seen: dict[str, list[Mapping[str, Sequence[float]]]] = {side: [] for side in sides}
         for pair in range(options.pairs):
@@ -107,21 +122,23 @@ def _commit(name: str) -> str:
     return found.stdout.strip()
 
 
-def _tree(commit: str, folder: Path) -> Path:
-    """The packages of a commit, with the benchmarks of the working tree."""
+def _tree(commit: str, folder: Path, own_benchmarks: bool) -> Path:
+    """The packages of a commit, with the benchmarks of the working tree or its own."""
+    packages = (*_PACKAGES, "benchmarks") if own_benchmarks else _PACKAGES
     packed = subprocess.run(
-        ["git", "-C", str(_HERE.parent), "archive", commit, *_PACKAGES], capture_output=True, check=True
+        ["git", "-C", str(_HERE.parent), "archive", commit, *packages], capture_output=True, check=True
     ).stdout
     folder.mkdir()
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(folder, filter="data")
-    shutil.copytree(_HERE, folder / "benchmarks", ignore=shutil.ignore_patterns("__pycache__", "results"))
+    if not own_benchmarks:
+        shutil.copytree(_HERE, folder / "benchmarks", ignore=shutil.ignore_patterns("__pycache__", "results"))
     return folder
 
 
 def _measured(name: str, tree: Path, results: Path) -> dict[str, list[float]]:
     """Run a benchmark with a tree's library; seconds of its batches, by what was measured."""
-    command = [sys.executable, "-m", "benchmarks", name, *OURS[name], "--results", str(results)]
+    command = [sys.executable, "-m", "benchmarks", name, *OURS[name].arguments, "--results", str(results)]
     # The tree's packages go before an installed one.
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
@@ -131,8 +148,4 @@ def _measured(name: str, tree: Path, results: Path) -> dict[str, list[float]]:
     found: dict[str, Any] = json.loads(path.read_text())
     if not found["checks"]:
         raise BenchmarkError(f"{name} compared no answers in {tree}")
-    return {
-        label: values
-        for label, values in found["timings_s"].items()
-        if label.endswith(_BATCH) and not label.startswith(_FLOOR)
-    }
+    return {label: values for label, values in found["timings_s"].items() if OURS[name].timings.fullmatch(label)}

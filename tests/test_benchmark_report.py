@@ -154,11 +154,22 @@ def test_pairs_are_compared_each_by_itself() -> None:
 
 
 def test_what_is_paired_can_be_run_without_other_systems() -> None:
-    for name, arguments in paired.OURS.items():
+    for name, ours in paired.OURS.items():
         # 2 would be that the arguments are wrong; the command line is read before anything is run.
         with pytest.raises(SystemExit) as exit_:
-            main([name, *arguments, "--help"])
+            main([name, *ours.arguments, "--help"])
         assert exit_.value.code == 0
+
+
+@pytest.mark.parametrize("name", sorted(paired.OURS))
+def test_of_each_benchmark_some_timings_count_and_none_is_of_a_part(name: str) -> None:
+    labels = [
+        label
+        for label in json.loads((report.RESULTS / f"{name}.json").read_text())["timings_s"]
+        if paired.OURS[name].timings.fullmatch(label)
+    ]
+    assert labels
+    assert not [label for label in labels if label.startswith(("function alone", "one entry")) or ", get" in label[-6:]]
 
 
 def test_a_commit_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
