@@ -24,6 +24,8 @@ PYTHONS = ((3, 13), (3, 12), (3, 11), (3, 10))
 REQUIREMENT_FILES = ("pyproject.toml", "setup.cfg", "setup.py", "spark_state_ext/version.py", "scripts/bootstrap.py")
 # What Azurite asks for.
 NODE_MIN = 18
+# The first Java that archives the classes of an application as it ends.
+ARCHIVE_JAVA_MIN = 13
 VERSION_PROBE = "import sys; print('%d.%d' % sys.version_info[:2])"
 SPARK_PROBE = "import importlib.metadata as m; print(m.version('pyspark'))"
 
@@ -271,6 +273,35 @@ def write_environment(venv: Path, java: Path | None) -> None:
     (venv / "env.sh").write_text("\n".join(lines) + "\n")
 
 
+# --- a class archive -----------------------------------------------------------------------------------
+
+
+def ensure_class_archive(venv: Path, java: Path | None) -> None:
+    """Make an archive of the classes that Spark loads: the JVMs of tests start faster with it.
+
+    Where there is none, tests run without: what an old or trimmed Java runtime cannot do stops nobody.
+    """
+    version = java_version(java / "bin" / "java") if java else None
+    spark = ask([str(venv / "bin" / "python"), "-c", SPARK_PROBE])
+    if java is None or spark is None or version is None or version < ARCHIVE_JAVA_MIN:
+        return
+    archive, stamp = venv / "classes.jsa", venv / "classes.txt"
+    # What it was made of: a JVM refuses the archive of another one.
+    made_of = f"{java.resolve()} {ask([str(java / 'bin' / 'java'), '-version'])} {spark}"
+    if stamp.exists() and stamp.read_text() == made_of:
+        return
+    print("Making an archive of Spark's classes, so that tests start faster", flush=True)
+    archive.unlink(missing_ok=True)
+    script = f'. "{venv}/env.sh" && exec python "{ROOT}/scripts/class_archive.py" "{archive}"'
+    done = subprocess.run(
+        ["sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != 0 or not archive.exists():
+        print(f"There is none, and tests start more slowly: {done.stdout[-500:]}", file=sys.stderr)
+        archive.unlink(missing_ok=True)
+    stamp.write_text(made_of)
+
+
 # --- Azurite --------------------------------------------------------------------------------------------
 
 
@@ -331,8 +362,10 @@ def bootstrap(venv: Path, extras: set[str], constraints: list[str] | None = None
     if state != wanted:
         print(f"Installing packages into {venv}: the first time this takes some minutes", flush=True)
         pip_install(venv, ["-e", f"{ROOT}[{','.join(sorted(have | extras))}]", *pins])
-    write_environment(venv, ensure_java(venv))
+    java = ensure_java(venv)
+    write_environment(venv, java)
     if "test" in wanted["extras"]:
+        ensure_class_archive(venv, java)
         ensure_azurite(venv)
     stamp.write_text(json.dumps(wanted, indent=1) + "\n")
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.jvm import FILE_MANAGER, JVM_OPTIONS
+
 HERE = Path(__file__).parent
 # What executors import besides the package: helper modules of the tests, pickled by reference.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(HERE.parent), str(HERE / "spark"), str(HERE / "third_party"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-# For every JVM that tests start. Their queries are short, and so most of a JVM's time would go into compiling well what runs
-# a few times; on two cores that and a concurrent collector take the time from the tests.
-os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+os.environ.setdefault("SPARK_SUBMIT_OPTS", " ".join(JVM_OPTIONS))
 
 ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
 CONF = {
@@ -28,6 +28,7 @@ CONF = {
     "spark.driver.memory": "1g",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.streaming.pollingDelay": "5ms",
+    **FILE_MANAGER,
     "spark.log.level": "ERROR",
 }
 

@@ -170,7 +170,12 @@ def test_the_page_on_connect_runs_as_pasted(connect_server: Any, tmp_path: Path)
         assert code.count(told) == 1
         code = code.replace(told, ours)
     (tmp_path / "count.py").write_text(code)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SPARK_")}
+    # Nothing of Spark's but how its JVM starts.
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SPARK_") or name == "SPARK_SUBMIT_OPTS"
+    }
     done = subprocess.run(
         [sys.executable, "count.py"],
         cwd=tmp_path,

@@ -25,6 +25,7 @@ from wheel_environment import clean_environment, make_environment
 
 from benchmarks.demo.server import ServerError, spark_home
 from spark_state_ext.worker import metrics
+from tests.helpers.jvm import JVM_OPTIONS
 
 __all__ = ["Cluster", "WorkerNode", "cannot_isolate", "unusable"]
 
@@ -33,7 +34,7 @@ _WORKER = "org.apache.spark.deploy.worker.Worker"
 _EXECUTOR = "CoarseGrainedExecutorBackend"
 # Short queries: time is better spent than on compiling well what runs a few times. Workers that count their processes
 # from 1 must not share files that are named by such numbers.
-_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:-UsePerfData"
+_JAVA = " ".join((*JVM_OPTIONS, "-XX:-UsePerfData"))
 # Arguments: host name, disk, where it is seen, the file with the boot, and what to run.
 _AS_A_MACHINE = (
     'hostname "$1" && mount --bind "$2" "$3" && mount --bind "$4" /proc/sys/kernel/random/boot_id || exit 1; '

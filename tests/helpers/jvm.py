@@ -1,0 +1,31 @@
+"""How the JVMs of tests run: they start fast, and do not compile well what runs a few times."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+__all__ = ["FILE_MANAGER", "JVM_OPTIONS"]
+
+_ARCHIVE = Path(sys.prefix) / "classes.jsa"
+# Queries of tests are short, and so most of a JVM's time would go into compiling well what runs a few times; on two
+# cores that and a concurrent collector take the time from the tests. The archive is made by scripts/bootstrap.py.
+JVM_OPTIONS: tuple[str, ...] = (
+    "-XX:TieredStopAtLevel=1",
+    "-XX:+UseSerialGC",
+    *(("-Xshare:auto", "-Xlog:cds*=off", f"-XX:SharedArchiveFile={_ARCHIVE}") if _ARCHIVE.exists() else ()),
+)
+
+
+def _file_manager() -> dict[str, str]:
+    release = tuple(int(part) for part in version("pyspark").split(".")[:2])
+    package = "org.apache.spark.sql.execution.streaming."
+    # Spark 4.1 moved it.
+    package += "checkpointing." if release >= (4, 1) else ""
+    return {"spark.sql.streaming.checkpointFileManagerClass": f"{package}FileSystemBasedCheckpointFileManager"}
+
+
+# Without it Spark starts ten processes (chmod, readlink) for each checkpoint file on a local disk. Tests of a cluster, of
+# the first release's migration and of pages of documents have what Spark has by default.
+FILE_MANAGER = _file_manager()
