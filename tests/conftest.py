@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.jvm import FILE_MANAGER, JVM_OPTIONS
+from tests.helpers.jvm import JVM_OPTIONS, LOCAL_FILES
+from tests.helpers.soak import SOAK
 
 HERE = Path(__file__).parent
 # What executors import besides the package: helper modules of the tests, pickled by reference.
@@ -23,12 +24,13 @@ os.environ.setdefault("SPARK_SUBMIT_OPTS", " ".join(JVM_OPTIONS))
 ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
 CONF = {
     "spark.sql.shuffle.partitions": "2",
-    "spark.sql.streaming.stateStore.providerClass": ROCKSDB,
+    # Where a test does not care, the suite has Spark's default provider, and the soak the one that large jobs have.
+    **({"spark.sql.streaming.stateStore.providerClass": ROCKSDB} if SOAK else {}),
     "spark.ui.enabled": "false",
     "spark.driver.memory": "1g",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.streaming.pollingDelay": "5ms",
-    **FILE_MANAGER,
+    **({} if SOAK else LOCAL_FILES),
     "spark.log.level": "ERROR",
 }
 

@@ -6,7 +6,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["FILE_MANAGER", "JVM_OPTIONS"]
+__all__ = ["JVM_OPTIONS", "LOCAL_FILES"]
 
 _ARCHIVE = Path(sys.prefix) / "classes.jsa"
 # Queries of tests are short, and so most of a JVM's time would go into compiling well what runs a few times; on two
@@ -18,14 +18,18 @@ JVM_OPTIONS: tuple[str, ...] = (
 )
 
 
-def _file_manager() -> dict[str, str]:
+def _local_files() -> dict[str, str]:
     release = tuple(int(part) for part in version("pyspark").split(".")[:2])
     package = "org.apache.spark.sql.execution.streaming."
     # Spark 4.1 moved it.
     package += "checkpointing." if release >= (4, 1) else ""
-    return {"spark.sql.streaming.checkpointFileManagerClass": f"{package}FileSystemBasedCheckpointFileManager"}
+    return {
+        "spark.sql.streaming.checkpointFileManagerClass": f"{package}FileSystemBasedCheckpointFileManager",
+        "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+    }
 
 
-# Without it Spark starts ten processes (chmod, readlink) for each checkpoint file on a local disk. Tests of a cluster, of
-# the first release's migration and of pages of documents have what Spark has by default.
-FILE_MANAGER = _file_manager()
+# By default Spark starts ten processes (chmod, readlink) for each checkpoint file on a local disk, and writes a file with
+# checksums beside each. The soak, the tests of a
+# cluster and those of documents have what Spark has by default.
+LOCAL_FILES = _local_files()

@@ -1,6 +1,6 @@
 """A driver with one release of the package, which runs a job in steps; `test_migration` tells it when and how.
 
-Usage: ``python migration_job.py FOLDER``. For each line of JSON on its input it runs the job over the batches that are
+Usage: ``python migration_job.py FOLDER CONF``, with settings of the session in JSON. For each line of JSON on its input it runs the job over the batches that are
 there, on Arrow state and on Spark's own, and answers with a line of JSON.
 """
 
@@ -36,11 +36,14 @@ def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator
     yield pd.DataFrame({"key": [key[0]], "rows": [rows], "total": [total], "gone": [False]})
 
 
-def session(folder: Path) -> SparkSession:
+def session(folder: Path, more: dict[str, str]) -> SparkSession:
     """A session on one core."""
     conf = {
+        **more,
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
+        # A batch without data is half of the work, and shows nothing that the next one does not.
+        "spark.sql.streaming.noDataMicroBatches.enabled": "false",
         "spark.driver.memory": "512m",
         "spark.sql.shuffle.partitions": "2",
         "spark.sql.session.timeZone": "UTC",
@@ -76,9 +79,9 @@ def run(spark: SparkSession, folder: Path, options: dict[str, Any], *, arrow: bo
     return sorted(rows)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, conf: dict[str, str]) -> None:
     """Answer lines until there are no more."""
-    spark = session(folder)
+    spark = session(folder, conf)
     print(json.dumps({"package": str(Path(spark_state_ext.__file__).parent)}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
@@ -90,4 +93,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

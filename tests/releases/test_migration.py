@@ -21,6 +21,8 @@ import pytest
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Folder
+from tests.helpers.jvm import LOCAL_FILES
+from tests.helpers.soak import examples
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -31,7 +33,7 @@ FIRST = {"pointer_write": "v1", "pointer_read": "v1"}
 SECOND = {"pointer_write": "both", "pointer_read": "v1"}
 THIRD = {"pointer_write": "both", "pointer_read": "v2"}
 LAST = {"pointer_write": "v2", "pointer_read": "v2"}
-BATCHES_A_STEP = 3
+BATCHES_A_STEP = examples(2, 3)
 
 
 class Driver:
@@ -47,7 +49,7 @@ class Driver:
 
     def __init__(self, package: Path, folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "migration_job.py"), str(folder)],
+            [sys.executable, str(HERE / "migration_job.py"), str(folder), json.dumps(LOCAL_FILES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -20,6 +20,7 @@ from streams import finish, read, using, write_batches
 
 __all__ = [
     "CLASSIC",
+    "CLASSIC_FIRST",
     "COUNTS",
     "EVERYWHERE",
     "KEYED",
@@ -41,15 +42,19 @@ SPARK = (int(pyspark.__version__.split(".")[0]), int(pyspark.__version__.split("
 # Where a test runs. Spark's own operator on Connect would only test Spark; and most of what a task does is the same under
 # both kinds of session, so that Connect is for plans, for `foreachBatch`, for what travels from client to server, for errors.
 CLASSIC = pytest.mark.parametrize("session", ["classic"], indirect=True)
-EVERYWHERE = pytest.mark.parametrize(
-    ("session", "operator"),
-    [
-        ("classic", "spark"),
-        ("classic", "arrow"),
-        pytest.param("connect", "arrow", marks=pytest.mark.connect),
-    ],
-    indirect=True,
-)
+
+
+def _sessions(*connect: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("session", "operator"),
+        [("classic", "spark"), ("classic", "arrow"), pytest.param("connect", "arrow", marks=connect)],
+        indirect=True,
+    )
+
+
+EVERYWHERE = _sessions(pytest.mark.connect)
+# On Connect in the soak only.
+CLASSIC_FIRST = _sessions(pytest.mark.connect, pytest.mark.soak)
 
 Row = tuple[Any, ...]
 Batches = dict[int, list[Row]]

@@ -16,7 +16,7 @@ from spark_state_ext import Backend
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.worker.metrics import by_batch
 from spark_state_ext.worker.metrics import read as read_metrics
-from tests.helpers.soak import examples
+from tests.helpers.soak import examples, whole
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.spark
@@ -46,7 +46,7 @@ class Counted:
             assert dict(rows) == {letter: self.total[letter] for letter in set(letters)}
 
 
-@pytest.fixture(params=["s3", "obstore", "azure"])
+@pytest.fixture(params=whole(["s3", "obstore"], ["azure"]))
 def store(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
     """A store and options for it: s3fs, somebody else's implementation of fsspec, and adlfs."""
     if request.param == "azure":

@@ -394,7 +394,7 @@ def options_for(zone: str, group_size: int) -> dict[str, str]:
     return options
 
 
-@pytest.fixture(scope="module", params=ZONES)
+@pytest.fixture(scope="module", params=[pytest.param(zone, marks=pytest.mark.xdist_group("zones")) for zone in ZONES])
 def both(spark: SparkSession, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder = tmp_path_factory.mktemp("both")
     with configured(spark, options_for(request.param, WIDTH)):

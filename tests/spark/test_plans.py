@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from jobs import CLASSIC, COUNTS, EVERYWHERE, SPARK, TIMED, Job, count, ddl, emitted, event_rows, keyed
+from jobs import CLASSIC, CLASSIC_FIRST, COUNTS, EVERYWHERE, SPARK, TIMED, Job, count, ddl, emitted, event_rows, keyed
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
 from streams import collect, finish, read
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.spark
 PROVIDERS = "org.apache.spark.sql.execution.streaming.state."
 
 
-@EVERYWHERE
+@CLASSIC_FIRST
 def test_union_and_static_join_before(session: Any, operator: str, tmp_path: Path) -> None:
     cities = session.createDataFrame([("a", "Aachen"), ("A", "Aachen"), ("b", "Berlin")], "key string, city string")
 
@@ -44,7 +44,7 @@ def test_union_and_static_join_before(session: Any, operator: str, tmp_path: Pat
     }
 
 
-@EVERYWHERE
+@CLASSIC_FIRST
 def test_static_join_and_aggregation_after(session: Any, operator: str, tmp_path: Path) -> None:
     lands = session.createDataFrame([("a", "NRW"), ("b", "BE"), ("c", "BE")], "key string, land string")
     job = Job(session, operator, tmp_path, count, COUNTS)

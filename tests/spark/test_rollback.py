@@ -17,6 +17,7 @@ from streams import finish
 from spark_state_ext.cli.rollback import carry_out, main, planned
 from spark_state_ext.cli.spark_checkpoint import ROLLED_BACK
 from spark_state_ext.files.folder import Folder
+from tests.helpers.soak import whole
 from tests.helpers.waiting import WAIT_S
 
 pytestmark = pytest.mark.spark
@@ -73,7 +74,7 @@ def _without_logs(checkpoint: Path) -> None:
                 path.unlink()
 
 
-@pytest.mark.parametrize("conf", [_HDFS, _ROCKSDB], ids=["hdfs", "rocksdb"])
+@pytest.mark.parametrize("conf", whole([_HDFS], [_ROCKSDB]), ids=whole(["hdfs"], ["rocksdb"]))
 def test_removing_offsets_and_commits_alone_loses_counts_in_silence(
     spark: Any, operator: str, tmp_path: Path, conf: dict[str, str]
 ) -> None:
@@ -90,11 +91,11 @@ def test_removing_offsets_and_commits_alone_loses_counts_in_silence(
 @pytest.mark.parametrize(
     "conf",
     [
-        pytest.param({**_HDFS, **_OVERWRITES}, id="hdfs-overwrites"),
+        pytest.param({**_HDFS, **_OVERWRITES}, id="hdfs-overwrites", marks=pytest.mark.soak),
         pytest.param({**_HDFS, **_KEEPS}, id="hdfs-keeps"),
         pytest.param({**_ROCKSDB, **_OVERWRITES}, id="rocksdb-overwrites"),
-        pytest.param({**_ROCKSDB, **_KEEPS}, id="rocksdb-keeps"),
-        pytest.param({**_CHANGELOG, **_KEEPS}, id="changelog-keeps"),
+        pytest.param({**_ROCKSDB, **_KEEPS}, id="rocksdb-keeps", marks=pytest.mark.soak),
+        pytest.param({**_CHANGELOG, **_KEEPS}, id="changelog-keeps", marks=pytest.mark.soak),
         pytest.param(
             {**_CHANGELOG, **_KEEPS, **_FORMAT_2},
             id="changelog-keeps-format-2",
@@ -123,7 +124,7 @@ def test_a_query_goes_on_from_an_older_batch_and_counts_everything(
     assert counts.right
 
 
-@pytest.mark.parametrize("conf", [_HDFS, _ROCKSDB], ids=["hdfs", "rocksdb"])
+@pytest.mark.parametrize("conf", whole([_ROCKSDB], [_HDFS]), ids=whole(["rocksdb"], ["hdfs"]))
 def test_a_command_that_was_stopped_leaves_no_query_that_counts_wrongly(
     spark: Any, operator: str, tmp_path: Path, conf: dict[str, str]
 ) -> None:

@@ -23,7 +23,7 @@ from pyspark.sql.streaming.state import GroupState
 from streams import finish, read, write_batches
 
 from spark_state_ext import ArrowState
-from tests.helpers.soak import examples
+from tests.helpers.soak import examples, whole
 from tests.helpers.waiting import WAIT_S
 
 pytestmark = pytest.mark.spark
@@ -180,26 +180,26 @@ def in_threads_of_the_first_batch_and_its_own(df: Any, batch: int, folder: str) 
 
 
 Sink = Callable[[Any, int, str], None]
-EVERYWHERE: list[Sink] = [
-    in_own_thread,
-    in_a_thread,
-    first_in_own_thread_then_in_another,
-    first_in_another_thread_then_in_own,
-    in_two_threads_at_once,
-    several_writes,
-    with_cache,
-    with_a_nested_action,
-]
+EVERYWHERE: list[Sink] = whole(
+    [in_a_thread, in_two_threads_at_once, with_a_nested_action],
+    [
+        in_own_thread,
+        first_in_own_thread_then_in_another,
+        first_in_another_thread_then_in_own,
+        several_writes,
+        with_cache,
+    ],
+)
 # `sparkContext` and `newSession` are of classic sessions.
-CLASSIC: list[Sink] = [
-    with_job_groups,
-    with_tags,
-    with_a_new_session,
-    in_an_inheritable_thread,
-    in_an_inheritable_thread_of_the_first_batch,
-    in_a_plain_thread_of_the_first_batch,
-    in_threads_of_the_first_batch_and_its_own,
-]
+CLASSIC: list[Sink] = whole(
+    [
+        with_job_groups,
+        with_a_new_session,
+        in_an_inheritable_thread_of_the_first_batch,
+        in_threads_of_the_first_batch_and_its_own,
+    ],
+    [with_tags, in_an_inheritable_thread, in_a_plain_thread_of_the_first_batch],
+)
 
 
 def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
