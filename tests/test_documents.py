@@ -258,3 +258,14 @@ def test_local_folders_are_the_applications_by_default(spark: Any) -> None:
 
     (row,) = spark.range(1).mapInArrow(folders, "folder string").collect()
     assert Path(row.folder).name.startswith("blockmgr-")
+
+
+def test_what_contributors_are_sent_to_is_there() -> None:
+    text = (DOCS / "contributing.md").read_text()
+    named = {path for path in re.findall(r"`([\w/]+(?:\.py|\.md|/)|tests/\w+)`", text) if "/" in path}
+    assert len(named) > 30
+    packages = (ROOT, ROOT / "spark_state_ext", ROOT / "arrow_schemas")
+    assert sorted(path for path in named if not any((package / path).exists() for package in packages)) == []
+    for path, name in re.findall(r"`([\w/]+\.py)` \(`(?:\w+\.)*(\w+)`", text):
+        package = next(package for package in packages if (package / path).exists())
+        assert re.search(rf"\b{name}\b", (package / path).read_text()), f"{path} has no {name}"
