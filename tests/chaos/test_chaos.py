@@ -12,11 +12,11 @@ import pytest
 from chaos_job import BUCKETS, STORES, Driver, expected
 
 from arrow_schemas import Pointer
-from tests.helpers.soak import SOAK
+from tests.helpers.soak import SOAK, examples
 from tests.helpers.waiting import eventually
 
 MINUTES = 30 if SOAK else 0
-BATCHES, KILLS, DISKS_LOST = 20, 4, 1
+BATCHES, KILLS, DISKS_LOST = examples(10, 20), examples(2, 4), 1
 
 
 @pytest.mark.slow

@@ -25,11 +25,9 @@ def _local_files() -> dict[str, str]:
     package += "checkpointing." if release >= (4, 1) else ""
     return {
         "spark.sql.streaming.checkpointFileManagerClass": f"{package}FileSystemBasedCheckpointFileManager",
-        "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
     }
 
 
-# By default Spark starts ten processes (chmod, readlink) for each checkpoint file on a local disk, and writes a file with
-# checksums beside each. The soak, the tests of a
-# cluster and those of documents have what Spark has by default.
+# By default Spark starts ten processes (chmod, readlink) for each checkpoint file on a local disk. The soak,
+# the tests of a cluster and those of documents have what Spark has by default.
 LOCAL_FILES = _local_files()

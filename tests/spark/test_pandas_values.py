@@ -41,6 +41,9 @@ from spark_state_ext.spark.callers.pandas_values import (
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+# One worker runs them all: Spark's part is run once for each zone.
+pytestmark = pytest.mark.xdist_group("pandas values")
+
 VERSION = (int(pyspark.__version__.split(".")[0]), int(pyspark.__version__.split(".")[1]))
 UTC = datetime.timezone.utc
 
@@ -394,7 +397,7 @@ def options_for(zone: str, group_size: int) -> dict[str, str]:
     return options
 
 
-@pytest.fixture(scope="module", params=[pytest.param(zone, marks=pytest.mark.xdist_group("zones")) for zone in ZONES])
+@pytest.fixture(scope="module", params=ZONES)
 def both(spark: SparkSession, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder = tmp_path_factory.mktemp("both")
     with configured(spark, options_for(request.param, WIDTH)):

@@ -1,4 +1,4 @@
-"""Python workers that die at random points of a batch, six times in one query, or twenty in the long form."""
+"""Python workers that die at random points of a batch, three times in one query, or twenty in the long form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from killed_jobs import killed
 from tests.helpers.soak import examples
 from tests.helpers.waiting import WAIT_S
 
-KILLS = examples(6, 20)
+KILLS = examples(3, 20)
 
 
 @pytest.mark.spark
