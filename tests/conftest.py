@@ -30,7 +30,7 @@ CONF = {
     "spark.driver.memory": "1g",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.streaming.pollingDelay": "5ms",
-    **({} if SOAK else LOCAL_FILES),
+    **({} if SOAK else {**LOCAL_FILES, "spark.python.daemon.module": "tests.helpers.spark_daemon"}),
     "spark.log.level": "ERROR",
 }
 

@@ -17,7 +17,7 @@ from tests.helpers.soak import examples
 
 SCRIPT = Path(__file__).with_name("fuzz.py")
 # Inputs that are tried; `make soak` goes on with each target for a part of an hour.
-RUNS = examples(600, 20_000)
+RUNS = examples(300, 20_000)
 
 needs_atheris = pytest.mark.skipif(
     importlib.util.find_spec("atheris") is None,

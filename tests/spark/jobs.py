@@ -47,7 +47,11 @@ CLASSIC = pytest.mark.parametrize("session", ["classic"], indirect=True)
 def _sessions(*connect: pytest.MarkDecorator) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         ("session", "operator"),
-        [("classic", "spark"), ("classic", "arrow"), pytest.param("connect", "arrow", marks=connect)],
+        [
+            pytest.param("classic", "spark", marks=pytest.mark.parity),
+            ("classic", "arrow"),
+            pytest.param("connect", "arrow", marks=connect),
+        ],
         indirect=True,
     )
 

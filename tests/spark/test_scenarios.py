@@ -11,8 +11,11 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from jobs import CLASSIC_FIRST
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from streams import collect, read, using, write_batches
+
+pytestmark = [pytest.mark.spark, CLASSIC_FIRST]
 
 COUNTS = "key string, n long, rows long"
 

@@ -22,12 +22,13 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
 
 from spark_state_ext import Ttl
+from tests.helpers.soak import whole
 
 pytestmark = pytest.mark.spark
 
 
 @CLASSIC
-@pytest.mark.parametrize("api", ["arrow", "pandas"])
+@pytest.mark.parametrize("api", whole(["arrow"], ["pandas"]))
 def test_time_to_live_by_event_time(session: Any, api: str, tmp_path: Path) -> None:
     """A count begins anew once the watermark is ten seconds past the key's last row."""
     job = ApiJob(session, "arrow", tmp_path, COUNTERS[api], api=api, schema=TIMED, watermark=("at", "0 seconds"))
@@ -51,7 +52,7 @@ def test_time_to_live_by_event_time(session: Any, api: str, tmp_path: Path) -> N
 
 
 @CLASSIC
-@pytest.mark.parametrize("of_rows", [False, True])
+@pytest.mark.parametrize("of_rows", whole([True], [False]))
 def test_time_to_live_of_window_keys_by_event_time(session: Any, of_rows: bool, tmp_path: Path) -> None:
     """A row counts by the column that has the watermark: a window's end, or the row's own time beside the window."""
 
