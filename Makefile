@@ -29,7 +29,7 @@ test: ## lint, types and the whole test suite (TESTS="..." hands arguments to py
 	@$(IN_VENV) python -m ruff check .
 	@$(IN_VENV) python -m ruff format --check .
 	@$(IN_VENV) python -m mypy
-	@$(IN_VENV) python -m pytest -n 3 --dist loadgroup -m "not parity" $(TESTS)
+	@$(IN_VENV) python -m pytest -n 2 --dist loadgroup -m "not parity" $(TESTS)
 
 soak: ## the long forms, for a day or two: every test whole, 20,000 histories, two drivers on each store, sampling under kills, a cluster, fuzzing, the matrix
 	@$(BOOTSTRAP) --extras demo,test,lint

@@ -22,7 +22,7 @@ from sim_world import simulate
 from tests.helpers.soak import examples
 
 # `python tests/simulation/run.py --histories 20000` is the long run, in `make soak` too.
-HISTORIES = examples(60, 1_000)
+HISTORIES = examples(45, 1_000)
 RUN = Path(__file__).parent / "run.py"
 # Every one of the broken variants that no scene finds is found within ten, with this seed.
 BROKEN_MAX = 1_000
