@@ -16,11 +16,11 @@ from pyspark.sql import SparkSession
 
 from spark_state_ext.spark.compat import SPARK_VERSION
 
-__all__ = ["CHANGELOG", "Feed", "session"]
+__all__ = ["CHANGELOG", "FILE_MANAGER", "ROCKSDB", "Feed", "session"]
 
 CHANGELOG = "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled"
 _PACKAGE = "org.apache.spark.sql.execution.streaming" + (".checkpointing" if SPARK_VERSION >= (4, 1) else "")
-_FILE_MANAGER = f"{_PACKAGE}.FileSystemBasedCheckpointFileManager"
+FILE_MANAGER = f"{_PACKAGE}.FileSystemBasedCheckpointFileManager"
 ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
 
 
@@ -63,7 +63,7 @@ def session(
         "spark.sql.streaming.stateStore.rocksdb.trackTotalNumberOfRows": "false",
         # By default Spark starts fifty processes (readlink, chmod) for the checkpoint files of a batch on a local disk,
         # whatever the query: a quarter of a small batch's time. With this, ten.
-        "spark.sql.streaming.checkpointFileManagerClass": _FILE_MANAGER,
+        "spark.sql.streaming.checkpointFileManagerClass": FILE_MANAGER,
         # With any limit Spark computes the size of an Arrow batch anew after each row on its way to Python, for its own
         # operators and for ours. Batches are bounded by their number of rows.
         "spark.sql.execution.arrow.maxBytesPerBatch": str(2**31 - 1),

@@ -299,6 +299,7 @@ def ensure_class_archive(venv: Path, java: Path | None) -> None:
     if done.returncode != 0 or not archive.exists():
         print(f"There is none, and tests start more slowly: {done.stdout[-500:]}", file=sys.stderr)
         archive.unlink(missing_ok=True)
+    # Also where there is none: each `make` would try in vain.
     stamp.write_text(made_of)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.spark import ROCKSDB
 from tests.helpers.jvm import JVM_OPTIONS, LOCAL_FILES
 from tests.helpers.soak import SOAK
 
@@ -21,16 +22,19 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_SUBMIT_OPTS", " ".join(JVM_OPTIONS))
 
-ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
+# Where a test does not care, the soak has the provider that large jobs have, and the suite has what starts fast.
+_BY_LENGTH = (
+    {"spark.sql.streaming.stateStore.providerClass": ROCKSDB}
+    if SOAK
+    else {**LOCAL_FILES, "spark.python.daemon.module": "tests.helpers.spark_daemon"}
+)
 CONF = {
+    **_BY_LENGTH,
     "spark.sql.shuffle.partitions": "2",
-    # Where a test does not care, the suite has Spark's default provider, and the soak the one that large jobs have.
-    **({"spark.sql.streaming.stateStore.providerClass": ROCKSDB} if SOAK else {}),
     "spark.ui.enabled": "false",
     "spark.driver.memory": "1g",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.streaming.pollingDelay": "5ms",
-    **({} if SOAK else {**LOCAL_FILES, "spark.python.daemon.module": "tests.helpers.spark_daemon"}),
     "spark.log.level": "ERROR",
 }
 
@@ -38,8 +42,6 @@ CONF = {
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the long forms to the soak, and see to it that what takes long to start does so once."""
-    from tests.helpers.soak import SOAK
-
     left = [item for item in items if item.get_closest_marker("soak")] if not SOAK else []
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in set(left)]

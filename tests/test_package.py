@@ -78,7 +78,7 @@ def test_the_source_distribution_is_whole(built: Built) -> None:
 
 
 def test_tests_run_from_the_source_distribution(built: Built) -> None:
-    """All are found, and those that need no more than files of the distribution pass."""
+    """All are found, and of those that need no more than files of the distribution some are run."""
     environment = {**os.environ, "PYTHONPATH": str(built.sdist)}
     pytest_there = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     for arguments in (

@@ -407,7 +407,11 @@ def clean_up(
     _LOGGER.info(
         "clean-up in %s: of %d files %d are needed by no batch that Spark retains; %d of these go now. "
         "Files from heartbeat %d on stay, and so do the two newest snapshots from before it with what followed them",
-        *(files.root, len(entries), len(decision.delete), len(names), _recent_from(pointer, retained)),
+        files.root,
+        len(entries),
+        len(decision.delete),
+        len(names),
+        _recent_from(pointer, retained),
     )
     for name in names:
         # Cheap; and it may take long until all are gone.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Clock
@@ -20,11 +21,11 @@ LEASE_S = LEASE_MS / 1000
 THIRD_S = LEASE_S / 3
 
 
-def record_of(owner: RunIdentity, **also: object) -> LeaseRecord:
-    return replace(LeaseRecord(owner, 1_000, 500, nonce="n"), **also)  # type: ignore[arg-type]  # any field
+def record_of(owner: RunIdentity, **also: Any) -> LeaseRecord:
+    return replace(LeaseRecord(owner, 1_000, 500, nonce="n"), **also)
 
 
-def found_of(owner: RunIdentity, number: int = 7, **also: object) -> Found:
+def found_of(owner: RunIdentity, number: int = 7, **also: Any) -> Found:
     return Found(number, record_of(owner, **also))
 
 

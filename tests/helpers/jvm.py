@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
 from pathlib import Path
+
+from benchmarks.spark import FILE_MANAGER
 
 __all__ = ["JVM_OPTIONS", "LOCAL_FILES"]
 
@@ -17,17 +18,6 @@ JVM_OPTIONS: tuple[str, ...] = (
     *(("-Xshare:auto", "-Xlog:cds*=off", f"-XX:SharedArchiveFile={_ARCHIVE}") if _ARCHIVE.exists() else ()),
 )
 
-
-def _local_files() -> dict[str, str]:
-    release = tuple(int(part) for part in version("pyspark").split(".")[:2])
-    package = "org.apache.spark.sql.execution.streaming."
-    # Spark 4.1 moved it.
-    package += "checkpointing." if release >= (4, 1) else ""
-    return {
-        "spark.sql.streaming.checkpointFileManagerClass": f"{package}FileSystemBasedCheckpointFileManager",
-    }
-
-
 # By default Spark starts ten processes (chmod, readlink) for each checkpoint file on a local disk. The soak,
 # the tests of a cluster and those of documents have what Spark has by default.
-LOCAL_FILES = _local_files()
+LOCAL_FILES = {"spark.sql.streaming.checkpointFileManagerClass": FILE_MANAGER}

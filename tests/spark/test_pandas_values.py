@@ -42,9 +42,6 @@ from tests.helpers.soak import whole
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-# One worker runs them all: Spark's part is run once for each zone.
-pytestmark = pytest.mark.xdist_group("pandas values")
-
 VERSION = (int(pyspark.__version__.split(".")[0]), int(pyspark.__version__.split(".")[1]))
 UTC = datetime.timezone.utc
 
