@@ -38,6 +38,17 @@ CONF = {
     "spark.log.level": "ERROR",
 }
 
+# What takes long to start is started by one worker: it runs all tests that ask for one of these fixtures.
+_ONE_WORKER = {
+    "connect": "connect",
+    "connect_session": "connect",
+    "connect_server": "connect",
+    "s3": "stores",
+    "azure": "stores",
+    "both": "both",
+    "built": "built",
+}
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,11 +57,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in set(left)]
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
-        if {"connect", "connect_session", "connect_server"} & {*getattr(item, "fixturenames", ())} or (
-            item.get_closest_marker("connect")
-        ):
-            # One worker has the server.
-            item.add_marker(pytest.mark.xdist_group("connect"))
+        fixtures = getattr(item, "fixturenames", ())
+        group = next((group for fixture, group in _ONE_WORKER.items() if fixture in fixtures), None)
+        if group or item.get_closest_marker("connect"):
+            item.add_marker(pytest.mark.xdist_group(group or "connect"))
     # The longest first, so that no worker is alone with one in the end.
     items.sort(key=lambda item: (not item.get_closest_marker("connect"), not item.get_closest_marker("slow")))
 

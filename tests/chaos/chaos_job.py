@@ -38,8 +38,9 @@ from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
 from spark_state_ext.worker.background import Background
 from spark_state_ext.worker.spill import SpillBuffer
+from tests.helpers.soak import examples
 
-SCALE = 1 / 30
+SCALE = 1 / examples(120, 30)
 MINUTE_S = 60 * SCALE
 BUCKETS = 6
 KEYS = 40
@@ -259,7 +260,8 @@ class Driver:
         """The next batch, attempt after attempt; one without changes does not count."""
         while True:
             self._pipe.send((self.seen.batches, self.pointers, changes))
-            if kills and not self._pipe.poll(self.numbers.random() * 0.5):
+            # Most batches are short: so most kills come early.
+            if kills and not self._pipe.poll(0.5 * self.numbers.random() ** 4):
                 kills = False
                 self._kill()
                 continue
@@ -290,7 +292,7 @@ class Driver:
     def _kill(self) -> None:
         self.stop()
         self.seen.kills += 1
-        if self.numbers.random() < 0.3:
+        if self.seen.kills % 3 == 1:
             shutil.rmtree(self.folder / "local", ignore_errors=True)
             self.seen.disks_lost += 1
         self._start()
