@@ -157,7 +157,9 @@ class OperatorFile:
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CorruptFileError(f"{where} is not an operator file: {error!r}") from error
 
-    def succeeded_by(self, wanted: OperatorFile, *, case_sensitive: bool = False) -> OperatorFile:
+    def succeeded_by(
+        self, wanted: OperatorFile, *, case_sensitive: bool = False, leave_behind: bool = False
+    ) -> OperatorFile:
         """The operator file to use when a job asks for `wanted` and the newest stored file is this one.
 
         Parameters
@@ -166,6 +168,8 @@ class OperatorFile:
             The operator file that the job asks for.
         case_sensitive
             Whether Spark tells names apart that differ in case only. If not, a key may be written in another case.
+        leave_behind
+            State columns that the job does not have are left behind.
 
         Returns
         -------
@@ -183,7 +187,8 @@ class OperatorFile:
                 f"{wanted.buckets}: "
                 f"set buckets={self.buckets}, or start from a new checkpoint location."
             )
-        stored, asked = self.row_schema(), wanted.row_schema()
+        kept = self._without_columns_beside(wanted) if leave_behind else self
+        stored, asked = kept.row_schema(), wanted.row_schema()
         if stored.expires and not asked.expires:
             # The job no longer has a time to live; the rows keep their place for it.
             wanted = wanted.with_expiry()
@@ -194,7 +199,44 @@ class OperatorFile:
         changed = state_change(self.operator, stored.state, asked.state)
         # Functions see the keys under the names that the job asks for.
         changed |= [field.name for field in stored.keys] != [field.name for field in asked.keys]
+        changed |= kept.state_schema != self.state_schema
         return replace(wanted, schema_id=self.schema_id + 1) if changed else self
+
+    def begins(self, wanted: OperatorFile, *, leave_behind: bool = False, case_sensitive: bool = False) -> OperatorFile:
+        """The first operator file of a query that begins with the state which was written under this one.
+
+        Parameters
+        ----------
+        wanted
+            The operator file that the job asks for, which may call the operator otherwise.
+        leave_behind
+            State columns that the job does not have are left behind.
+        case_sensitive
+            As for `succeeded_by`.
+
+        Returns
+        -------
+        OperatorFile
+            With number 0.
+
+        Raises
+        ------
+        BucketCountChangedError, SchemaChangedError, FunctionChangedError
+            When stored rows cannot serve the job; the text says which column or parameter, and why.
+        """
+        saved = replace(self, operator=wanted.operator, query_id=wanted.query_id, schema_id=0)
+        in_force = saved.succeeded_by(wanted, case_sensitive=case_sensitive, leave_behind=leave_behind)
+        # What is known of a built-in operator stays known where the job does not say.
+        return replace(in_force, schema_id=0, function=in_force.function or saved.function)
+
+    def _without_columns_beside(self, wanted: OperatorFile) -> OperatorFile:
+        """The same without state columns that `wanted` does not have; that of a time to live stays."""
+        names = {field["name"] for field in json.loads(wanted.state_schema)["fields"]} | {EXPIRES_MS}
+        parsed = json.loads(self.state_schema)
+        kept = [field for field in parsed["fields"] if field["name"] in names]
+        if len(kept) == len(parsed["fields"]):
+            return self
+        return replace(self, state_schema=json.dumps({**parsed, "fields": kept}))
 
 
 def _function_of(given: Any) -> str | None:

@@ -6,7 +6,8 @@ confirmed what, and counts the bucket's calls and heartbeats, which clean-up goe
 
 Format 1 is what the project wrote before its first release: one backend, committed synchronously; every delta that the
 pointer names, and the snapshot that its lineage begins with, are durable before Spark sees the pointer. It is still
-written where that is asked for, with or without the newer fields beside it, so that a job can go back.
+written where that is asked for, with or without the newer fields beside it, so that a job can go back. Format 2 has
+neither a claim nor origins, as no query of its time began with the state of another.
 
 Bytes: ``b"SSEP"``, format (u16), length of the JSON part (u32), the JSON part, the inline deltas' bytes one
 after the other, and the CRC-32 of everything before (u32); all little-endian.
@@ -26,10 +27,10 @@ from arrow_schemas.lineage import DELTA, CheckpointRef, check_ascending, file_na
 
 __all__ = ["BOTH", "POINTER_FORMAT", "V1", "V2", "InlineDelta", "LineageEntry", "Pointer", "ReplicationStatus"]
 
-POINTER_FORMAT = 2
-# What is written and read: format 1, format 2, or format 1 with what it lacks beside it.
+POINTER_FORMAT = 3
+# What is written and read: format 1, the present format, or format 1 with what format 2 has more beside it.
 V1, V2, BOTH = "v1", "v2", "both"
-_FORMAT_1 = 1
+_FORMAT_1, _FORMAT_2 = 1, 2
 _BESIDE = "v2"
 # Fields of format 1: those that have the same name in format 2, and the others. Its `markers` and `inline` are empty.
 _IN_BOTH = ("operator", "bucket", "buckets", "schema_id", "batch", "watermark_ms", "rows", "earliest_timeout_ms")
@@ -150,6 +151,10 @@ class Pointer:
         The Spark application that wrote this pointer. None: not known.
     ages
         When its checkpoints were made, where removed keys' bytes have to be gone within a time.
+    claim
+        Id of the query's claim to a query folder that another query began; None where it is the query's own.
+    origins
+        Operators that wrote files of the lineage under another name, which stands in these files' headers.
     """
 
     operator: str
@@ -176,6 +181,8 @@ class Pointer:
     partitioning: tuple[str, int] | None = None
     made_by: str | None = None
     ages: Ages | None = None
+    claim: str | None = None
+    origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         refs = [entry.ref for entry in self.lineage]
@@ -209,7 +216,10 @@ class Pointer:
             return _sealed(POINTER_FORMAT, self._plain(), [delta.data for delta in self.inline])
         if self.inline:
             raise ValueError("format 1 of the pointer has no place for inline deltas")
+        if self.claim is not None or self.origins:
+            raise ValueError("format 1 of the pointer has no place for a claim or for origins")
         fields = self._plain()
+        del fields["claim"], fields["origins"]
         text = {name: fields.pop(name) for name in _IN_BOTH}
         text |= {old: fields.pop(name) for old, name in _FORMAT_1_NAMES.items()}
         entries = fields.pop("lineage")
@@ -219,7 +229,7 @@ class Pointer:
         return _sealed(_FORMAT_1, text, [])
 
     def _plain(self) -> dict[str, Any]:
-        """The fields of format 2 as builtin values."""
+        """The fields of the present format as builtin values."""
         return {
             "operator": self.operator,
             "bucket": self.bucket,
@@ -243,6 +253,8 @@ class Pointer:
             "partitioning": None if self.partitioning is None else list(self.partitioning),
             "made_by": self.made_by,
             "ages": None if self.ages is None else self.ages.to_plain(),
+            "claim": self.claim,
+            "origins": list(self.origins),
         }
 
     @staticmethod
@@ -287,6 +299,8 @@ class Pointer:
             fields = json.loads(data[_HEAD.size : _HEAD.size + length])
             if version == _FORMAT_1:
                 fields = _as_format_2(fields, read)
+            if version <= _FORMAT_2:
+                fields = {**fields, "claim": None, "origins": []}
             return _parse(fields, data[_HEAD.size + length : -_CRC.size])
         except (CorruptPointerError, LineageError):
             raise
@@ -353,7 +367,7 @@ def _inline(announced: list[list[Any]], blobs: bytes) -> tuple[InlineDelta, ...]
 
 
 def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
-    """A pointer of the fields of format 2."""
+    """A pointer of the fields of the present format."""
     low_watermark_ms, low_watermark_version = fields["timer_low_watermark"]
     retained, retained_heartbeat = fields["retained"]
     return Pointer(
@@ -384,4 +398,6 @@ def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
         partitioning=_partitioning(fields["partitioning"]),
         made_by=fields["made_by"],
         ages=None if fields["ages"] is None else Ages.from_plain(fields["ages"]),
+        claim=None if fields["claim"] is None else str(fields["claim"]),
+        origins=tuple(str(name) for name in fields["origins"]),
     )

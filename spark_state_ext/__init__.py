@@ -11,20 +11,26 @@ from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
     from spark_state_ext.backends.registry import Backend
+    from spark_state_ext.engine.start_from import RetainedCheckpoint, Savepoint
     from spark_state_ext.functions.state_batch import StateBatch
     from spark_state_ext.functions.ttl import Ttl
     from spark_state_ext.operators.agg import Agg
     from spark_state_ext.spark.client.chain import Step, chain
     from spark_state_ext.spark.client.operators import aggregate, deduplicate, sessionize, top_k
+    from spark_state_ext.spark.client.savepoints import TakenSavepoint, stop_with_savepoint, take_savepoint
     from spark_state_ext.spark.client.session import disable, enable
     from spark_state_ext.spark.client.state import ArrowState
+    from spark_state_ext.spark.client.tables import read_savepoint, write_savepoint
 
 __all__ = [
     "Agg",
     "ArrowState",
     "Backend",
+    "RetainedCheckpoint",
+    "Savepoint",
     "StateBatch",
     "Step",
+    "TakenSavepoint",
     "Ttl",
     "__version__",
     "aggregate",
@@ -32,24 +38,35 @@ __all__ = [
     "deduplicate",
     "disable",
     "enable",
+    "read_savepoint",
     "sessionize",
+    "stop_with_savepoint",
+    "take_savepoint",
     "top_k",
+    "write_savepoint",
 ]
 
 _LAZY = {
     "Agg": "spark_state_ext.operators.agg",
     "ArrowState": "spark_state_ext.spark.client.state",
     "Backend": "spark_state_ext.backends.registry",
+    "RetainedCheckpoint": "spark_state_ext.engine.start_from",
+    "Savepoint": "spark_state_ext.engine.start_from",
     "StateBatch": "spark_state_ext.functions.state_batch",
     "Step": "spark_state_ext.spark.client.chain",
+    "TakenSavepoint": "spark_state_ext.spark.client.savepoints",
     "Ttl": "spark_state_ext.functions.ttl",
     "aggregate": "spark_state_ext.spark.client.operators",
     "chain": "spark_state_ext.spark.client.chain",
     "deduplicate": "spark_state_ext.spark.client.operators",
     "disable": "spark_state_ext.spark.client.session",
     "enable": "spark_state_ext.spark.client.session",
+    "read_savepoint": "spark_state_ext.spark.client.tables",
     "sessionize": "spark_state_ext.spark.client.operators",
+    "stop_with_savepoint": "spark_state_ext.spark.client.savepoints",
+    "take_savepoint": "spark_state_ext.spark.client.savepoints",
     "top_k": "spark_state_ext.spark.client.operators",
+    "write_savepoint": "spark_state_ext.spark.client.tables",
 }
 
 

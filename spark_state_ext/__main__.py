@@ -13,6 +13,7 @@ _COMMANDS = {
     "metrics": "what each batch did, from the files that executors write",
     "rollback": "make an older batch the last one of a Spark checkpoint",
     "abandoned": "list and remove state that no Spark checkpoint names",
+    "savepoint": "what is known of a savepoint, and whether it may be deleted",
 }
 
 

@@ -36,6 +36,7 @@ from arrow_schemas.lineage import CheckpointRef
 __all__ = [
     "BucketCountChangedError",
     "ChangedJobError",
+    "ClaimedError",
     "CleanUpFailedError",
     "ClosedEnvironmentError",
     "CommitTimeoutError",
@@ -55,6 +56,7 @@ __all__ = [
     "MissingCheckpointError",
     "MissingError",
     "MissingRunError",
+    "NotClaimableError",
     "OperatorChangedError",
     "OwnershipError",
     "ResultTypeError",
@@ -104,6 +106,14 @@ class OwnershipError(StateError, PermissionError):
 
 class LiveRunError(OwnershipError):
     """Another run of the same query is writing this state, or has taken it over."""
+
+
+class ClaimedError(OwnershipError):
+    """A snapshot, or the folder that a query keeps its state in, belongs to another query, which has claimed it."""
+
+
+class NotClaimableError(OwnershipError):
+    """A snapshot cannot be claimed: later ones need its files, or its store cannot make a claim that only one has."""
 
 
 class CorruptStoreError(CorruptError):

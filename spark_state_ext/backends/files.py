@@ -244,6 +244,9 @@ class _Interruptible:
     def open_local(self, name: str) -> pa.NativeFile | None:
         return self._tried(lambda: self._folder.open_local(name))
 
+    def duplicate_to(self, target: Folder, name: str) -> bool:
+        return self._tried(lambda: target.duplicate(name, self._folder))
+
     def _tried(self, work: Callable[[], T]) -> T:
         if self._stop.is_set():
             raise InterruptedRestoreError(f"the restore from {self._folder.root} was told to stop")

@@ -23,6 +23,7 @@ from spark_state_ext.cli.spark_checkpoint import METADATA, STATE, query_id
 from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Entry, Folder, refuse_relative
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, is_new_query_folder
+from spark_state_ext.ownership.lease_log import LeaseLog
 
 __all__ = ["Found", "QueryFolders", "judge", "look", "main", "refuse_operators_without_metadata", "remove"]
 
@@ -72,6 +73,8 @@ class Found:
         When the newest file in it was written, seconds since 1970; None where the file system does not tell.
     lease_s
         When a run last renewed its lease on it, the same.
+    claim
+        Folder that the query began in which has claimed it since; empty where none has, None where that cannot be read.
     """
 
     operator: str
@@ -81,6 +84,7 @@ class Found:
     size_bytes: int
     newest_s: float | None
     lease_s: float | None
+    claim: str | None = ""
 
 
 def judge(found: Found, query_folders: QueryFolders, now_s: float, older_than_s: float) -> str:
@@ -99,9 +103,9 @@ def judge(found: Found, query_folders: QueryFolders, now_s: float, older_than_s:
     older_than_s
         For how long nobody has written to it, where `query_folders` are not complete; else a day will do.
     """
-    if found.query_folder in query_folders.names:
+    if not query_folders.names.isdisjoint({found.query_folder, found.claim or found.query_folder}):
         return NAMED
-    if not found.ours or _needs_spark(found, query_folders):
+    if not found.ours or found.claim is None or _needs_spark(found, query_folders):
         return UNKNOWN
     idle_s = -1.0 if found.newest_s is None else now_s - found.newest_s
     least_s = _RECENT_DAYS_MIN * _DAY_S if query_folders.complete else max(older_than_s, _RECENT_DAYS_MIN * _DAY_S)
@@ -109,7 +113,9 @@ def judge(found: Found, query_folders: QueryFolders, now_s: float, older_than_s:
 
 
 def _needs_spark(found: Found, query_folders: QueryFolders) -> bool:
-    return not query_folders.complete and is_new_query_folder(found.query_folder)
+    return not query_folders.complete and (
+        is_new_query_folder(found.query_folder) or is_new_query_folder(found.claim or "")
+    )
 
 
 def look(root: Folder, operators: Collection[str] = ()) -> list[Found]:
@@ -172,7 +178,16 @@ def _found(root: Folder, operator: str, query_folder: str) -> Found:
         sum(entry.size_bytes for entry in files),
         _newest_s(files),
         _newest_s(leases),
+        _claim_of(folder) if leases else "",
     )
+
+
+def _claim_of(folder: Folder) -> str | None:
+    try:
+        found = LeaseLog(folder).newest(first=True)
+    except CorruptError:
+        return None
+    return "" if found is None or found.record.claim is None else found.record.claim.id
 
 
 def _names(folder: Folder, name: str, operator: str, query_folder: str) -> bool:

@@ -133,8 +133,9 @@ class Bucket:
         silent_s = context.options.commit_timeout_ms / 1000 * 1.1
         self._sources = Sources(restore_order(replicas, known, restore_from), pointer, restore_from, silent_s)
         kept_ms = pointer.ages.window_ms if pointer.ages is not None else None
+        operators = [pointer.operator, *pointer.origins]
         self._loader = Loader(
-            store, self._sources, pointer.operator, pointer.bucket, context.scratch, kept_ms, context.while_waiting
+            store, self._sources, operators, pointer.bucket, context.scratch, kept_ms, context.while_waiting
         )
 
     @property

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from spark_state_ext.files.erasure import is_marked
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.files.retention import clean_up_due
+from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.store.reclaim import reclaim
 from spark_state_ext.worker.background import Background
 from spark_state_ext.worker.retry import is_retriable
@@ -51,10 +53,13 @@ class Housekeeping:
     ----------
     background
         Does it.
+    holds
+        What the process has seen of holds.
     """
 
-    def __init__(self, background: Background) -> None:
+    def __init__(self, background: Background, holds: HoldWatch) -> None:
         self.background = background
+        self.holds = holds
         self.probes = Probes()
         # Clean-ups of earlier turns that failed, by bucket and backend; told by the next commit.
         self.failed: dict[tuple[str, str], Exception] = {}
@@ -107,8 +112,8 @@ class CleanUps:
         The run's.
     batches_retained
         Spark's ``minBatchesToRetain``.
-    key
-        Of the bucket.
+    files
+        The query folder.
     shared
         The process's.
     bring_back
@@ -121,7 +126,7 @@ class CleanUps:
         replicas: list[Replica],
         leases: Leases,
         batches_retained: int,
-        key: str,
+        files: Folder,
         shared: Housekeeping,
         bring_back: Callable[[], None] = lambda: None,
     ) -> None:
@@ -130,7 +135,8 @@ class CleanUps:
         self._replicas = replicas
         self._leases = leases
         self._batches_retained = batches_retained
-        self._key = key
+        self._files = files
+        self._key = f"{files.root}/{bucket.pointer.bucket}"
         self._bring_back = bring_back
         self._probes: list[Future[None]] = []
 
@@ -180,11 +186,11 @@ class CleanUps:
             status = known.replication.get(replica.name)
             if status is None or not is_complete(status) or status.through is None:
                 continue
-            request = CleanUp(committed, status.through, self._batches_retained, self._leases.check)
+            request = CleanUp(committed, status.through, self._batches_retained, self._leases.check, held=self._is_held)
             asked_s = time.monotonic()
             # Workers that do not live long enough never get to it in the background.
             if background.finished == 0 and self._is_crowded(replica):
-                request = CleanUp(committed, status.through, self._batches_retained, self._still_ours, _DELETES_MAX)
+                request = replace(request, still_ours=self._still_ours, deletes_max=_DELETES_MAX)
                 self._clean_up(replica, request, asked_s)
                 continue
             background.submit(
@@ -228,6 +234,13 @@ class CleanUps:
                 self._shared.failed[key] = error
             # Of no harm to a batch.
             _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", replica.name, error)
+
+    def _is_held(self) -> bool:
+        """Whether somebody copies from the query folder."""
+        holds = self._shared.holds.living(self._files)
+        for hold in holds:
+            _LOGGER.info("nothing is cleaned up in %s: %s holds it", self._key, hold.holder)
+        return bool(holds)
 
     def _lose(self, heartbeats: int, name: str) -> None:
         """A backend lacks what it had confirmed: it gets a full backup with the next commit."""

@@ -55,6 +55,10 @@ class Job:
         Of a built-in operator, as in `OperatorFile`.
     case_sensitive
         ``spark.sql.caseSensitive``.
+    captured
+        File with the pointers of the retained checkpoint that the query may start from; None: there is none.
+    not_captured
+        Why not, where one is asked for.
     plan_id
         A fresh id of this plan: what a run is told by, as user code can change Spark's own (`lease_record`).
     package_version
@@ -80,6 +84,8 @@ class Job:
     output_schema: str
     function: str | None = None
     case_sensitive: bool = False
+    captured: str | None = None
+    not_captured: str = ""
     package_version: str = __version__
 
     @property
@@ -89,7 +95,7 @@ class Job:
 
     def to_plain(self) -> dict[str, Any]:
         """As builtin values, which any version of this package can at least look at."""
-        return asdict(self)
+        return {**asdict(self), "options": self.options.to_plain()}
 
     @staticmethod
     def from_plain(plain: dict[str, Any]) -> Job:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from arrow_schemas.pointer import BOTH, V1, V2
 from spark_state_ext.backends.registry import FSSPEC, Backend, configured, refuse_unusable
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.limits import check_flags, check_sizes, check_times, erase_window_ms
+from spark_state_ext.engine.start_from import (
+    CLAIM,
+    RetainedCheckpoint,
+    Savepoint,
+    StartFrom,
+    start_from_plain,
+    start_to_plain,
+)
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import refuse_relative
 from spark_state_ext.functions.ttl import Ttl
@@ -29,7 +37,7 @@ class StateOptions:
     ----------
     root, operator, buckets, local_dir, storage_options, strict, strict_output, lease_ms, memory_bytes_max, local_keep_s
         As given to `ArrowState`.
-    pointer_read, clean_up, ttl
+    pointer_read, clean_up, ttl, start_from
         As given to `ArrowState`.
     backends
         The backends without the changelog.
@@ -65,6 +73,7 @@ class StateOptions:
     pointer_read: str = V2
     clean_up: bool = True
     ttl: Ttl | None = None
+    start_from: StartFrom | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.operator, str) or not _OPERATOR_NAME.fullmatch(self.operator):
@@ -85,6 +94,35 @@ class StateOptions:
         if self.ttl is not None and not isinstance(self.ttl, Ttl):
             raise UsageError(f"ttl must be a Ttl, such as Ttl(duration_ms=86_400_000), not {self.ttl!r}")
         self._check_pointers()
+        self._check_start()
+
+    def _check_start(self) -> None:
+        start = self.start_from
+        if start is None:
+            return
+        if not isinstance(start, (Savepoint, RetainedCheckpoint)):
+            raise UsageError(
+                f"start_from must be a Savepoint or a RetainedCheckpoint, not {start!r}; the backend that state is "
+                "restored from is restore_from"
+            )
+        if self.commit.pointer_write != V2:
+            raise UsageError(
+                f"start_from needs pointer_write={V2!r}: older pointers cannot tell what a query was started from"
+            )
+        if isinstance(start, RetainedCheckpoint) and start.mode == CLAIM:
+            self._check_adopted(start)
+
+    def _check_adopted(self, start: RetainedCheckpoint) -> None:
+        if (start.root, dict(start.storage_options)) != (self.root.rstrip("/") or self.root, self.storage_options):
+            raise UsageError(
+                f"a retained checkpoint that is claimed stays where it is: set root={start.root!r} and its "
+                "storage_options, or start with mode='no_claim'"
+            )
+        if start.operator not in (None, self.operator):
+            raise UsageError(
+                f"a retained checkpoint that is claimed keeps the operator's name: set operator={start.operator!r}, or "
+                "start with mode='no_claim'"
+            )
 
     def _check_pointers(self) -> None:
         write, read = self.commit.pointer_write, self.pointer_read
@@ -145,15 +183,20 @@ class StateOptions:
             **told,
         )
 
+    def to_plain(self) -> dict[str, Any]:
+        """As builtin values."""
+        return {**asdict(self), "start_from": start_to_plain(self.start_from)}
+
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> StateOptions:
-        """Inverse of `dataclasses.asdict`, on an executor."""
+        """Inverse of `to_plain`, on an executor."""
         return StateOptions(
             **{
                 **plain,
                 "backends": tuple(Backend(**backend) for backend in plain["backends"]),
                 "commit": CommitOptions(**plain["commit"]),
                 "ttl": None if plain["ttl"] is None else Ttl(**plain["ttl"]),
+                "start_from": start_from_plain(plain["start_from"]),
             }
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from spark_state_ext.errors import StateElsewhereError
 from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease, LeaseRegistry
-from spark_state_ext.ownership.lease_record import RunIdentity
+from spark_state_ext.ownership.lease_record import Claim, RunIdentity
 from spark_state_ext.worker.background import Background
 
 __all__ = ["Leases", "Replicas", "names_a_holder"]
@@ -72,6 +72,44 @@ class Replicas:
             # Of queries that stopped, most likely.
             self._close(self._kept.pop(next(iter(self._kept))))
         return replicas
+
+    def reading(self, backends: Sequence[Backend], pointer: Pointer, scratch: Path, timeout_s: float) -> list[Replica]:
+        """Managers of another query's bucket, to read from; nobody keeps them.
+
+        Parameters
+        ----------
+        backends
+            The other query's.
+        pointer
+            Of its bucket.
+        scratch
+            Local folder for temporary files.
+        timeout_s
+            How long a read is tried again.
+
+        Raises
+        ------
+        ExecutorPackageError
+            When no package of this Python has a backend of the kind asked for.
+        """
+        found = []
+        for at, backend in enumerate(backends):
+            context = BackendContext(
+                name=backend.name,
+                options=backend.factory_options,
+                operator=pointer.operator,
+                query_folder=pointer.query_folder,
+                bucket=pointer.bucket,
+                executor=self._uploads.pool(backend.name),
+                cleaner=self._uploads.cleaner,
+                scratch=scratch,
+                timeout_s=timeout_s,
+            )
+            factory = factory_of(backend.kind)
+            backup, restore = factory.backup_manager(context), factory.restore_manager(context)
+            # Pointers of format 1 mean the first one, their root.
+            found.append(Replica(backend.name, backup, restore, at == 0))
+        return found
 
     def forget(self, job: Job, query_folder: str, bucket: int) -> None:
         """Close the managers of a bucket, as after a call that failed: the next call has others made.
@@ -226,7 +264,15 @@ class Leases:
     leases: tuple[Lease, ...]
 
     @staticmethod
-    def of(job: Job, task: TaskInfo, root: Folder, query_folder: str, registry: LeaseRegistry) -> Leases:
+    def of(
+        job: Job,
+        task: TaskInfo,
+        root: Folder,
+        query_folder: str,
+        registry: LeaseRegistry,
+        claim: Claim | None = None,
+        claims: bool = False,
+    ) -> Leases:
         """Those of a task's run.
 
         Parameters
@@ -237,6 +283,8 @@ class Leases:
             The operator's folder at the job's root, where `query_folder` lies.
         registry
             The process's leases.
+        claim, claims
+            As for `Lease`.
         """
         folders = [root.child(query_folder)]
         for backend in job.options.backends:
@@ -244,7 +292,12 @@ class Leases:
                 folders.append(Folder(backend.root, backend.storage_options).child(job.operator, query_folder))
         me = RunIdentity.here(job.application_id, job.plan_id, task.query_id, local=job.local_mode)
         lease_ms, format_1_too = job.options.lease_ms, job.options.commit.format_1_too
-        return Leases(tuple(registry.of(folder, me, lease_ms, format_1_too=format_1_too) for folder in folders))
+        return Leases(
+            tuple(
+                registry.of(folder, me, lease_ms, format_1_too=format_1_too, claim=claim, claims=claims)
+                for folder in folders
+            )
+        )
 
     @property
     def times_removed(self) -> int:

@@ -9,6 +9,7 @@ from spark_state_ext.engine.housekeeping import Housekeeping
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.engine.stores import Stores
 from spark_state_ext.files.operator_catalog import OperatorCatalog
+from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.ownership.lease import LeaseRegistry
 from spark_state_ext.worker.background import Background
 from spark_state_ext.worker.memory import Calls
@@ -27,7 +28,7 @@ class Shared:
         What runs beside batches.
     stores, memory
         Local stores, and the bytes that calls changed.
-    leases, catalog, first_query_folders
+    leases, catalog, first_query_folders, holds
         What is known of query folders.
     replicas, housekeeping
         Backends' managers, and what is done besides calls.
@@ -46,7 +47,8 @@ class Shared:
         self.catalog = OperatorCatalog()
         self.first_query_folders = FirstQueryFolders()
         self.replicas = Replicas(self.background, self.uploads)
-        self.housekeeping = Housekeeping(self.background)
+        self.holds = HoldWatch()
+        self.housekeeping = Housekeeping(self.background, self.holds)
         self.task_ends = TaskEnds()
         self.differences = Differences()
         self.metrics = MetricsLogs()

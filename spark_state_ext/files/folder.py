@@ -16,21 +16,21 @@ import posixpath
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from datetime import datetime, timezone
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, StoreFullError, UsageError
-from spark_state_ext.files import publishing
+from spark_state_ext.files import duplicating, publishing
 from spark_state_ext.files.advice import advice_on
-from spark_state_ext.files.listing import listed_whole
+from spark_state_ext.files.listing import Entry, entry_of, listed_whole
+from spark_state_ext.files.readable import Duplicable, Listed, Readable
 from spark_state_ext.worker.descriptors import too_many, used_up
 
-__all__ = ["Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_relative", "taken"]
+__all__ = ["Duplicable", "Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_relative", "taken"]
 
 # Object stores: a PUT is seen whole or not at all, and "rename" would be a copy.
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory", "r2"})
@@ -38,76 +38,6 @@ _TEMPORARY = ".tmp-"
 _PIECE_BYTES = 8 << 20
 # A path of this machine, which fsspec looks for in the process's own folder as it does not begin with a slash.
 _RELATIVE_URL = re.compile(r"(?:.*::)?(?:file|local)://(?!/)")
-
-
-@dataclass(frozen=True, order=True)
-class Entry:
-    """A file or folder in a listing.
-
-    Parameters
-    ----------
-    name
-        Its name.
-    size_bytes
-        Its size; 0 for folders.
-    modified_s
-        When it was last written, seconds since 1970; None where the file system does not tell.
-    folder
-        It is a folder.
-    """
-
-    name: str
-    size_bytes: int
-    modified_s: float | None
-    folder: bool
-
-
-class Readable(Protocol):
-    """Files that can be read by name. All methods raise `MissingCheckpointError` and `StorageError`."""
-
-    def where(self, name: str) -> str:
-        """How to call a file in messages."""
-        ...
-
-    def size(self, name: str) -> int:
-        """Size of a file in bytes."""
-        ...
-
-    def get(self, name: str) -> bytes:
-        """A whole file."""
-        ...
-
-    def get_range(self, name: str, start: int, end: int) -> bytes:
-        """Bytes `start` to `end` of a file; shorter where the file ends."""
-        ...
-
-    def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
-        """Copy a file to a local path. What fails there may be an `OSError`."""
-        ...
-
-    def open_local(self, name: str) -> pa.NativeFile | None:
-        """A file opened where it lies; None when it does not lie on a local disk."""
-        ...
-
-
-class Listed(Readable, Protocol):
-    """A bucket's files, as clean-up sees them."""
-
-    root: str
-    """Names the bucket and where it lies, in messages."""
-
-    @property
-    def identity(self) -> str:
-        """What is known of the files is remembered under it; two stores may have a folder of one name."""
-        ...
-
-    def entries(self) -> list[Entry]:
-        """All that is there."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Delete a file; it may be gone already."""
-        ...
 
 
 class Folder:
@@ -152,6 +82,11 @@ class Folder:
     def identity(self) -> str:
         """The folder's root, and what else decides where that is."""
         return f"{self.root} {self._options_digest}"
+
+    @property
+    def name(self) -> str:
+        """Its last name."""
+        return posixpath.basename(self._path.rstrip("/"))
 
     @property
     def replaces(self) -> bool:
@@ -237,6 +172,40 @@ class Folder:
                 if not self._has_bytes_of(local_path, target):
                     raise taken(self.where(name)) from FileExistsError(errno.EEXIST, "there is another one", target)
                 self._fs.rm_file(temporary)
+
+    def duplicate(self, name: str, source: Folder) -> bool:
+        """Have a file of another folder here too, under its name, without reading it; `sync` comes when all are there.
+
+        Parameters
+        ----------
+        name
+            The file. One of that name that is here already stays.
+        source
+            The folder that has it.
+
+        Returns
+        -------
+        bool
+            False where the two have no such way: then it must be read and written.
+
+        Raises
+        ------
+        StorageError
+            When it could not be done; the source may not be there.
+        """
+        with self._translated(f"duplicating {source.where(name)} to {self.root}", writes=True):
+            paths = posixpath.join(source._path, name), posixpath.join(self._path, name)
+            return duplicating.duplicated(source._fs, paths[0], self._fs, paths[1], self._make_folder)
+
+    def duplicate_to(self, target: Folder, name: str) -> bool:
+        """As `duplicate` of the target."""
+        return target.duplicate(name, self)
+
+    def sync(self) -> None:
+        """See that names of duplicates here survive a power failure."""
+        if self._local and os.path.isdir(self._path):
+            with self._translated(f"syncing {self.root}", writes=True):
+                publishing.sync_folder(self._path)
 
     def create(self, name: str, data: bytes) -> bool:
         """Publish a small file, only where none of its name is.
@@ -331,14 +300,14 @@ class Folder:
                 found = self._fs.ls(self._path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-            return sorted(_entry(info) for info in found)
+            return sorted(entry_of(info) for info in found)
 
     def tree(self) -> list[Entry]:
         """All files here and in the folders below, by their path from here; one that cannot be listed is an error."""
         with self._translated(f"listing {self.root}"):
             self._fs.invalidate_cache(self._path)
             found = listed_whole(self._fs, self._path, self._atomic_put)
-            files = ((posixpath.relpath(path, self._path), _entry(info)) for path, info in found.items())
+            files = ((posixpath.relpath(path, self._path), entry_of(info)) for path, info in found.items())
             return sorted(replace(entry, name=path) for path, entry in files if not entry.folder)
 
     def move(self, name: str, target: str) -> None:
@@ -358,6 +327,12 @@ class Folder:
         """Remove a folder and what is in it; nothing happens when it is gone already."""
         with self._translated(f"removing {self.where(name)}"), contextlib.suppress(FileNotFoundError):
             self._fs.rm(posixpath.join(self._path, name), recursive=True)
+
+    def remove_if_empty(self, *names: str) -> None:
+        """Remove a folder in which nothing is; one that has something stays. Object stores have no folders."""
+        if not self._atomic_put:
+            with contextlib.suppress(OSError):
+                self._fs.rmdir(posixpath.join(self._path, *names))
 
     def _is_there(self, path: str) -> bool:
         return publishing.is_there(self._fs, path)
@@ -442,24 +417,6 @@ def _opened(root: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         raise ImportError(f"there is no class {implementation!r}: {error}") from error
     # Such classes may serve several protocols, and so do not know which prefix a root has.
     return made(**options), root.partition("://")[2] or root
-
-
-def _entry(info: Mapping[str, Any]) -> Entry:
-    # Each file system of fsspec has its own name for this.
-    modified = next(
-        (info[key] for key in ("mtime", "LastModified", "last_modified", "updated", "created") if key in info), None
-    )
-    if isinstance(modified, str):
-        with contextlib.suppress(ValueError):
-            modified = datetime.fromisoformat(modified.replace("Z", "+00:00"))
-    if isinstance(modified, datetime):
-        modified = (modified if modified.tzinfo else modified.replace(tzinfo=timezone.utc)).timestamp()
-    return Entry(
-        posixpath.basename(info["name"].rstrip("/")),
-        int(info.get("size") or 0),
-        float(modified) if isinstance(modified, (int, float)) else None,
-        info["type"] == "directory",
-    )
 
 
 def refuse_relative(root: str, what: str) -> None:

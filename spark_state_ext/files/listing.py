@@ -1,13 +1,40 @@
-"""Listing a folder with all below it, such that nothing is passed over."""
+"""Listing folders, with all below them where that is asked for, such that nothing is passed over."""
 
 from __future__ import annotations
 
+import contextlib
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-__all__ = ["listed_whole"]
+__all__ = ["Entry", "entry_of", "listed_whole"]
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """A file or folder in a listing.
+
+    Parameters
+    ----------
+    name
+        Its name.
+    size_bytes
+        Its size; 0 for folders.
+    modified_s
+        When it was last written, seconds since 1970; None where the file system does not tell.
+    folder
+        It is a folder.
+    """
+
+    name: str
+    size_bytes: int
+    modified_s: float | None
+    folder: bool
 
 
 def listed_whole(fs: AbstractFileSystem, path: str, is_object_store: bool) -> dict[str, Any]:
@@ -51,3 +78,28 @@ def _lists_at_once(fs: AbstractFileSystem) -> bool:
     if isinstance(fs, AsyncFileSystem):
         return type(fs)._find is not AsyncFileSystem._find
     return type(fs).find is not AbstractFileSystem.find
+
+
+def entry_of(info: Mapping[str, Any]) -> Entry:
+    """A file or folder, as a file system of fsspec tells of it.
+
+    Parameters
+    ----------
+    info
+        What its listing has.
+    """
+    # Each file system of fsspec has its own name for this.
+    modified = next(
+        (info[key] for key in ("mtime", "LastModified", "last_modified", "updated", "created") if key in info), None
+    )
+    if isinstance(modified, str):
+        with contextlib.suppress(ValueError):
+            modified = datetime.fromisoformat(modified.replace("Z", "+00:00"))
+    if isinstance(modified, datetime):
+        modified = (modified if modified.tzinfo else modified.replace(tzinfo=timezone.utc)).timestamp()
+    return Entry(
+        posixpath.basename(info["name"].rstrip("/")),
+        int(info.get("size") or 0),
+        float(modified) if isinstance(modified, (int, float)) else None,
+        info["type"] == "directory",
+    )

@@ -26,7 +26,7 @@ _LOGGER = logging.getLogger("spark_state_ext")
 # Beside the queries' folders: notes about first batches, and rows in transit of tasks that are not told their query.
 STARTING_FOLDER, SPILL_FOLDER = "starting", "spill"
 # What a query's folder may have before its state begins; the last was the lease of formats 1 to 3.
-_BEFORE_STATE = frozenset({SPILL_FOLDER, "lease", "lease.json"})
+_BEFORE_STATE = frozenset({SPILL_FOLDER, "lease", "lease.json", "holds", "start.json"})
 _QUERY_FOLDER = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _NEW_QUERY_FOLDER = re.compile(r"t\d{1,15}-[0-9a-f]{32}")
 # Each round ends with the file of one job written, and a job writes one.
@@ -54,6 +54,7 @@ class OperatorCatalog:
         again: bool = False,
         batch_ms: int | None = None,
         case_sensitive: bool = False,
+        leave_behind: bool = False,
     ) -> OperatorFile:
         """Compare a job with what is stored and write the operator file it needs. Done once a process and job.
 
@@ -69,7 +70,7 @@ class OperatorCatalog:
             Look at the files once more, whatever this process admitted before.
         batch_ms
             Time of the batch that a query without state begins with: other attempts at it are no other queries.
-        case_sensitive
+        case_sensitive, leave_behind
             As in `OperatorFile.succeeded_by`.
 
         Returns
@@ -87,15 +88,20 @@ class OperatorCatalog:
         key = (operator_files.identity, wanted.encode())
         with self._lock:
             if again or key not in self._admitted:
-                self._admitted[key] = _admit(operator_files, wanted, strict, batch_ms, case_sensitive)
+                self._admitted[key] = _admit(operator_files, wanted, strict, batch_ms, case_sensitive, leave_behind)
             return self._admitted[key]
 
 
 def _admit(
-    operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None, case_sensitive: bool = False
+    operator_files: Folder,
+    wanted: OperatorFile,
+    strict: bool,
+    batch_ms: int | None,
+    case_sensitive: bool = False,
+    leave_behind: bool = False,
 ) -> OperatorFile:
     for _ in range(_ROUNDS_MAX):
-        in_force = _admitted_by(operator_files, wanted, strict, batch_ms, case_sensitive)
+        in_force = _admitted_by(operator_files, wanted, strict, batch_ms, case_sensitive, leave_behind)
         if in_force is not None:
             return in_force
     raise StorageError(
@@ -105,7 +111,12 @@ def _admit(
 
 
 def _admitted_by(
-    operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None, case_sensitive: bool = False
+    operator_files: Folder,
+    wanted: OperatorFile,
+    strict: bool,
+    batch_ms: int | None,
+    case_sensitive: bool = False,
+    leave_behind: bool = False,
 ) -> OperatorFile | None:
     """The operator file in force; None where another job wrote one of its own at the same time."""
     files = operator_files.child(wanted.query_id)
@@ -113,7 +124,7 @@ def _admitted_by(
     if stored:
         name = operator_file_name(max(stored))
         newest = OperatorFile.decode(files.get(name), files.where(name))
-        in_force = newest.succeeded_by(wanted, case_sensitive=case_sensitive)
+        in_force = newest.succeeded_by(wanted, case_sensitive=case_sensitive, leave_behind=leave_behind)
         if in_force is newest:
             return newest
     else:

@@ -22,7 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.worker.retry import status_of
 
-__all__ = ["create", "creates_exclusively", "is_there", "make_folder", "renamed", "sync_folder"]
+__all__ = ["client_of", "create", "creates_exclusively", "is_there", "make_folder", "renamed", "sync_folder"]
 
 # Rename never puts a file in another one's place, and one server decides. (fsspec renames over SFTP so that it does.)
 _RENAME_KEEPS = frozenset({"webhdfs", "webHDFS", "hdfs", "smb"})
@@ -130,7 +130,7 @@ def sync_folder(path: str) -> None:
 def _how(fs: Any) -> tuple[Make, bool]:
     if isinstance(fs, LocalFileSystem):
         return _on_disk, True
-    client = _client_of(fs)
+    client = client_of(fs)
     if client == "memory":
         return _in_memory, True
     if client == "s3fs" and _knows_conditions():
@@ -144,7 +144,7 @@ def _how(fs: Any) -> tuple[Make, bool]:
     return _by_rename, not _RENAME_KEEPS.isdisjoint(protocols)
 
 
-def _client_of(fs: Any) -> str:
+def client_of(fs: Any) -> str:
     """The package that talks to the store. The protocol does not tell: obstore's takes a mode and ignores it."""
     for made in type(fs).__mro__:
         package = made.__module__.partition(".")[0]

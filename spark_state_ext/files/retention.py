@@ -98,6 +98,9 @@ class CleanUp:
         Raises when another run has taken the state over.
     deletes_max
         How many files are deleted at most; the rest is left to another time.
+    held
+        Whether somebody copies from the files, so that none may be deleted. Asked after the pointer was handed out: so
+        whoever holds later reads pointers that are no older.
     """
 
     pointer: Pointer
@@ -105,6 +108,7 @@ class CleanUp:
     batches_retained: int
     still_ours: Callable[[], None]
     deletes_max: int | None = None
+    held: Callable[[], bool] = lambda: False
 
 
 def clean_up_due(calls: int, bucket: int, batches_retained: int) -> bool:
@@ -381,6 +385,8 @@ def clean_up(
     OwnershipError
         From `CleanUp.still_ours`.
     """
+    if request.held():
+        return 0
     entries = files.entries() if entries is None else entries
     now_s = time.time() if now_s is None else now_s
     known = KnownFiles() if known is None else known

@@ -19,10 +19,19 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
-from spark_state_ext.errors import LiveRunError, StateError, StorageError, UsageError
+from spark_state_ext.errors import ClaimedError, LiveRunError, OwnershipError, StateError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
+from spark_state_ext.ownership.lease_record import (
+    Claim,
+    Decision,
+    Found,
+    LeaseRecord,
+    RunIdentity,
+    Watch,
+    decide,
+    knows_claim,
+)
 from spark_state_ext.ownership.lease_states import (
     LEASE,
     REQUEST,
@@ -97,6 +106,10 @@ class Lease:
         Where the time comes from.
     format_1_too
         The lease is kept in format 1 too, for releases that know no other.
+    claim
+        The query's claim to the folder, where another query began it.
+    claims
+        The claim may be made now: the query has no state yet.
     """
 
     def __init__(
@@ -107,6 +120,8 @@ class Lease:
         clock: Clock | None = None,
         *,
         format_1_too: bool = False,
+        claim: Claim | None = None,
+        claims: bool = False,
     ) -> None:
         if lease_ms < LEASE_MS_MIN:
             raise UsageError(f"lease_ms must be at least {LEASE_MS_MIN}, not {lease_ms}")
@@ -115,6 +130,8 @@ class Lease:
         self._me = me
         self._lease_ms = lease_ms
         self._format_1_too = format_1_too
+        self._claim = claim
+        self._claims = claims
         self._third_s = lease_ms / 3000
         self._clock = clock or Clock()
         self._state = LeaseState.NEW
@@ -131,16 +148,21 @@ class Lease:
         self._beside = DaemonPool("leases")
         self._beside.threads_max = _THREADS
         self._successor: RunIdentity | None = None
+        self._claimed: Claim | None = None
+        self._released = False
         self._times_removed = 0
 
-    def is_of(self, me: RunIdentity) -> bool:
-        """Whether it is the lease of a run."""
-        return (self._me.application, self._me.plan) == (me.application, me.plan)
+    def is_of(self, me: RunIdentity, claim: Claim | None = None) -> bool:
+        """Whether it is the lease of a run, which goes by a claim to the folder or by none."""
+        same = (self._me.application, self._me.plan) == (me.application, me.plan)
+        return same and _id_of(self._claim) == _id_of(claim)
 
-    def told(self, me: RunIdentity) -> None:
+    def told(self, me: RunIdentity, claims: bool = False) -> None:
         """A task of the run asks. Tasks that are not told their query take turns with tasks that are."""
         if me.query:
             self._me = me
+        # Once a pointer is committed, nobody makes the claim anew.
+        self._claims = claims
 
     @property
     def state(self) -> LeaseState:
@@ -163,6 +185,8 @@ class Lease:
         ------
         LiveRunError
             When another live run holds it, or has taken it over from this one.
+        ClaimedError
+            When the folder is another query's.
         """
         self._stop_if_lost(_STOP_ONE)
         if not self._state.asked:
@@ -191,6 +215,8 @@ class Lease:
         ------
         LiveRunError
             When another run has taken it.
+        ClaimedError
+            When the folder is another query's.
         """
         self._stop_if_lost(_NOT_DONE)
         if self._clock.monotonic_s() >= self._known_at_s + self._third_s:
@@ -204,10 +230,13 @@ class Lease:
             begun_s = self._clock.monotonic_s()
             found = self._log.newest(first=True)
             over = found is not None and found.record.owner.is_over()
-            decision = decide(found, self._me, watch, begun_s, self._lease_ms, over)
+            decision = decide(found, self._me, watch, begun_s, self._lease_ms, over, self._expected(found))
+            if decision is Decision.CLAIMED:
+                assert found is not None, "a record says so"
+                raise self._lost_to(found.record, _STOP_ONE)
             if decision is Decision.REPLACED:
                 assert found is not None, "a record says so"
-                raise self._lost_to(found.record.owner, _STOP_ONE + _COPY_TOO.format(self._log.root))
+                raise self._lost_to(found.record, _STOP_ONE + _COPY_TOO.format(self._log.root))
             if decision is Decision.LIVE:
                 assert found is not None, "somebody has renewed it"
                 raise LiveRunError(
@@ -222,6 +251,12 @@ class Lease:
                 self._clock.sleep_s(min(_POLL_S, self._third_s))
             elif self._append(found, decision, begun_s, verify=True) or self._is_renewed_since(found):
                 return
+
+    def _expected(self, found: Found | None) -> str | None:
+        """The claim that the newest record must have for this run to go on: its own, or none where it makes it now."""
+        if self._claims and found is not None and found.record.claim is None:
+            return None
+        return _id_of(self._claim)
 
     def _is_renewed_since(self, found: Found | None) -> bool:
         """Whether another process of this run was faster, as when many workers begin at once."""
@@ -250,7 +285,8 @@ class Lease:
             record = found.record.taken_over(self._me, now_ms, self._lease_ms)
         else:
             record = found.record.renewed(self._me, now_ms, self._lease_ms)
-        record = replace(record, format_1_too=self._format_1_too)
+        # Whoever of the run claimed it first said when.
+        record = replace(record, format_1_too=self._format_1_too, claim=record.claim or self._claim)
         if not self._log.append(found, record):
             return False
         made: Found | None = Found(1 if found is None else found.number + 1, record)
@@ -306,7 +342,7 @@ class Lease:
     def _look_beside(self) -> None:
         try:
             self._look(_STOP_ONE)
-        except LiveRunError:
+        except OwnershipError:
             pass  # kept as the successor
         except StateError as error:
             # That a store does not answer is no reason to stop a run that holds it. (Clean-up looks itself.)
@@ -316,7 +352,7 @@ class Lease:
         begun_s, before = self._clock.monotonic_s(), self._newest
         found = self._log.newest()
         if found is not None and self._is_anothers(found.record):
-            raise self._lost_to(found.record.owner, and_so)
+            raise self._lost_to(found.record, and_so)
         # Numbers only ascend. A lower one is of another process of the run that was faster to write anew.
         if before is not None and (found is None or found.number < before.number) and self._newest is before:
             self._newest = None
@@ -329,6 +365,8 @@ class Lease:
         return found
 
     def _is_anothers(self, record: LeaseRecord) -> bool:
+        if not knows_claim(record, _id_of(self._claim)):
+            return True
         return self._me.plan in record.replaced or not record.owner.is_same_run(self._me)
 
     def _renew_beside(self) -> None:
@@ -337,7 +375,7 @@ class Lease:
                 # Not after its run, nor where this process works for another one: the next one may have taken it.
                 if self._state is LeaseState.HELD and self._is_due():
                     self._renew()
-        except LiveRunError:
+        except OwnershipError:
             pass  # kept as the successor
         except StateError as error:
             self._not_answered(error)
@@ -371,16 +409,34 @@ class Lease:
         if self._successor is not None:
             raise self._lost_error(self._successor, and_so)
 
-    def _lost_to(self, owner: RunIdentity, and_so: str) -> LiveRunError:
-        self._successor = owner
+    def _lost_to(self, record: LeaseRecord, and_so: str) -> OwnershipError:
+        self._claimed = None if knows_claim(record, _id_of(self._claim)) else record.claim
+        self._released = self._claimed is None and not knows_claim(record, _id_of(self._claim))
+        self._successor = record.owner
         self._move(LeaseEvent.SUPERSEDED)
-        return self._lost_error(owner, and_so)
+        return self._lost_error(record.owner, and_so)
 
-    def _lost_error(self, owner: RunIdentity, and_so: str) -> LiveRunError:
+    def _lost_error(self, owner: RunIdentity, and_so: str) -> OwnershipError:
+        if self._claimed is not None:
+            return ClaimedError(
+                f"the state at {self._log.root} belongs to {self._claimed}, which claimed it; {self._me} must not "
+                "write "
+                "it any more. Take the old query out of service. To have both, start one of them from a savepoint with "
+                "mode='no_claim'"
+            )
+        if self._released:
+            return ClaimedError(
+                f"the claim {_id_of(self._claim)} to the state at {self._log.root} was released, and {owner} has the "
+                f"lease; {self._me} must not write it any more. Start the query anew from a snapshot"
+            )
         return LiveRunError(
             f"the state at {self._log.root} was taken over by {owner}, which started later; {self._me} must not write "
             f"it any more{and_so}"
         )
+
+
+def _id_of(claim: Claim | None) -> str | None:
+    return None if claim is None else claim.id
 
 
 class LeaseRegistry:
@@ -390,21 +446,30 @@ class LeaseRegistry:
         self._held: dict[str, Lease] = {}
         self._lock = threading.Lock()
 
-    def of(self, files: Folder, me: RunIdentity, lease_ms: int, *, format_1_too: bool = False) -> Lease:
+    def of(
+        self,
+        files: Folder,
+        me: RunIdentity,
+        lease_ms: int,
+        *,
+        format_1_too: bool = False,
+        claim: Claim | None = None,
+        claims: bool = False,
+    ) -> Lease:
         """The lease object of a folder.
 
         Parameters
         ----------
-        files, me, lease_ms, format_1_too
+        files, me, lease_ms, format_1_too, claim, claims
             As for `Lease`.
         """
         with self._lock:
             held = self._held.get(files.identity)
-            if held is None or not held.is_of(me):
-                made = Lease(files, me, lease_ms, format_1_too=format_1_too)
+            if held is None or not held.is_of(me, claim):
+                made = Lease(files, me, lease_ms, format_1_too=format_1_too, claim=claim, claims=claims)
                 if held is not None:
                     held.set_aside()
                 held = self._held[files.identity] = made
             else:
-                held.told(me)
+                held.told(me, claims)
             return held

@@ -11,7 +11,7 @@ import re
 
 from spark_state_ext.errors import MissingCheckpointError, StorageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.ownership.lease_record import Found, LeaseRecord
+from spark_state_ext.ownership.lease_record import Found, LeaseRecord, refusal
 
 __all__ = ["LEASE_FOLDER", "LeaseLog"]
 
@@ -59,6 +59,9 @@ class LeaseLog:
             When the store fails.
         """
         found = self._newest_record()
+        if found is not None and found.record.claim is not None:
+            # Releases that write format 1 know no claims, and so none of them may hold it.
+            return found
         if first or found is None or found.record.format_1_too:
             old = self._of_format_1()
             if old is not None:
@@ -97,9 +100,12 @@ class LeaseLog:
             found = self._newest_record()
             made = found is not None and found.record.nonce == record.nonce
         if made:
-            if record.format_1_too:
+            if record.claim is not None:
+                if after is None or after.record.claim is None:
+                    self._query_folder.put(_FORMAT_1_FILE, refusal())
+            elif record.format_1_too:
                 self._query_folder.put(_FORMAT_1_FILE, record.encode_format_1(number))
-            elif self._has_format_1:
+            elif self._has_format_1 or (after is not None and after.record.claim is not None):
                 self._query_folder.remove(_FORMAT_1_FILE)
                 self._has_format_1 = False
             self._drop_before(number - _KEPT + 1)

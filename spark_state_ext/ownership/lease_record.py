@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import uuid
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from arrow_schemas.checksum import checksum_of
@@ -20,10 +20,21 @@ from spark_state_ext.errors import CorruptFileError, VersionSkewError
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.process import is_running, namespace, start_of
 
-__all__ = ["LEASE_FORMAT", "Decision", "Found", "LeaseRecord", "RunIdentity", "Watch", "decide"]
+__all__ = [
+    "LEASE_FORMAT",
+    "Claim",
+    "Decision",
+    "Found",
+    "LeaseRecord",
+    "RunIdentity",
+    "Watch",
+    "decide",
+    "knows_claim",
+    "refusal",
+]
 
-LEASE_FORMAT = 2
-_FORMAT_1 = 1
+LEASE_FORMAT = 3
+_FORMAT_1, _FORMAT_2 = 1, 2
 # In a file of format 1: the number of the record that it repeats.
 _REPEATS = "record"
 _REPLACED_MAX = 100
@@ -113,6 +124,28 @@ def _java_above(pid: int) -> int:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """That a query folder belongs to another query from now on than the one that began it.
+
+    Parameters
+    ----------
+    id
+        What the new query's pointers name it by.
+    by
+        The new query, for people: where it keeps its state, and what it is called there.
+    claimed_ms
+        When it was claimed: wall-clock time, milliseconds since 1970. For people.
+    """
+
+    id: str
+    by: str
+    claimed_ms: int
+
+    def __str__(self) -> str:
+        return f"{self.by} (claim {self.id})"
+
+
+@dataclass(frozen=True)
 class LeaseRecord:
     """Contents of a lease file.
 
@@ -132,6 +165,10 @@ class LeaseRecord:
         Random, so that no two files have the same bytes.
     format_1_too
         The owner repeats it in format 1, for releases that know no other; what these write there counts for it.
+    claim
+        Whose the folder is, where another query began it; then only runs that know the claim may hold the lease.
+    format
+        Format of the record as it was read; releases that wrote an older one know neither claims nor holds.
     """
 
     owner: RunIdentity
@@ -141,17 +178,19 @@ class LeaseRecord:
     released: bool = False
     nonce: str = ""
     format_1_too: bool = False
+    claim: Claim | None = None
+    format: int = field(default=LEASE_FORMAT, compare=False)
 
     def renewed(self, me: RunIdentity, now_ms: int, lease_ms: int) -> LeaseRecord:
         """The next record of the same run, or of one that comes after its end."""
         owner = me if me.query or not me.is_same_run(self.owner) else replace(me, query=self.owner.query)
-        return LeaseRecord(owner, now_ms, lease_ms, self.replaced, nonce=uuid.uuid4().hex)
+        return LeaseRecord(owner, now_ms, lease_ms, self.replaced, nonce=uuid.uuid4().hex, claim=self.claim)
 
     def taken_over(self, me: RunIdentity, now_ms: int, lease_ms: int) -> LeaseRecord:
         """The next record, of a run that replaces one that may not have ended."""
         others = (plan for plan in (*self.replaced, self.owner.plan) if plan != me.plan)
         replaced = tuple(dict.fromkeys(others))[-_REPLACED_MAX:]
-        return LeaseRecord(me, now_ms, lease_ms, replaced, nonce=uuid.uuid4().hex)
+        return LeaseRecord(me, now_ms, lease_ms, replaced, nonce=uuid.uuid4().hex, claim=self.claim)
 
     def encode(self) -> bytes:
         """The file's bytes."""
@@ -164,6 +203,7 @@ class LeaseRecord:
             "released": self.released,
             "nonce": self.nonce,
             "format_1_too": self.format_1_too,
+            "claim": None if self.claim is None else asdict(self.claim),
         }
         return json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
 
@@ -183,6 +223,7 @@ class LeaseRecord:
             _refuse_newer(fields["format"], where)
             if fields.pop("checksum", None) != checksum_of(fields):
                 raise CorruptFileError(f"{where} fails its checksum. Remove it when no run is live.")
+            claim = fields["claim"] if fields["format"] > _FORMAT_2 else None
             return LeaseRecord(
                 owner=RunIdentity(**fields["owner"]),
                 renewed_ms=int(fields["renewed_ms"]),
@@ -191,6 +232,8 @@ class LeaseRecord:
                 released=bool(fields["released"]),
                 nonce=str(fields["nonce"]),
                 format_1_too=bool(fields["format_1_too"]),
+                claim=None if claim is None else Claim(str(claim["id"]), str(claim["by"]), int(claim["claimed_ms"])),
+                format=fields["format"],
             )
         except CorruptFileError:
             raise
@@ -232,11 +275,22 @@ class LeaseRecord:
             # What it calls a process may be an executor, whose end is not the end of the run.
             application, run, host = (str(fields["owner"][name]) for name in ("application_id", "run_id", "host"))
             replaced = tuple(str(it) for it in fields.get("replaced", ()))
-            return LeaseRecord(RunIdentity(application, run, host=host), int(fields["renewed_ms"]), 0, replaced)
+            return LeaseRecord(
+                RunIdentity(application, run, host=host),
+                int(fields["renewed_ms"]),
+                0,
+                replaced,
+                format=_FORMAT_1,
+            )
         except CorruptFileError:
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise CorruptFileError(f"{where} is no lease: {error!r}. Remove it when no run is live.") from error
+
+
+def refusal() -> bytes:
+    """What stands in place of a lease of format 1 where the folder is claimed: its readers refuse the number."""
+    return json.dumps({"format": LEASE_FORMAT}).encode()
 
 
 def _refuse_newer(found: int, where: str, known: int = LEASE_FORMAT) -> None:
@@ -284,10 +338,30 @@ class Decision(enum.Enum):
     WATCH = "its owner may live: look again"
     LIVE = "its owner lives: refuse"
     REPLACED = "this run was replaced: stop"
+    CLAIMED = "the folder is another query's by now: stop"
+
+
+def knows_claim(record: LeaseRecord, claim: str | None) -> bool:
+    """Whether a run with these pointers may have the folder at all, whoever holds the lease.
+
+    Parameters
+    ----------
+    record
+        The newest one.
+    claim
+        As for `decide`.
+    """
+    return (None if record.claim is None else record.claim.id) == claim
 
 
 def decide(
-    found: Found | None, me: RunIdentity, watch: Watch | None, now_s: float, lease_ms: int, over: bool
+    found: Found | None,
+    me: RunIdentity,
+    watch: Watch | None,
+    now_s: float,
+    lease_ms: int,
+    over: bool,
+    claim: str | None = None,
 ) -> Decision:
     """What a run may do.
 
@@ -307,10 +381,14 @@ def decide(
         Its own lease, milliseconds. The owner's counts where that is longer.
     over
         Whether the owner's driver is known to be gone.
+    claim
+        Id of the claim that the run's pointers name; None: it goes by the folder's first query, which claimed nothing.
     """
     if found is None:
         return Decision.RENEW
     record = found.record
+    if not knows_claim(record, claim):
+        return Decision.CLAIMED
     if me.plan in record.replaced:
         return Decision.REPLACED
     if record.owner.is_same_run(me) or record.released or over:

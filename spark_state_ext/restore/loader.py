@@ -9,27 +9,25 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
 from spark_state_ext.errors import (
-    CorruptError,
     CorruptFileError,
     CorruptStoreError,
     LineageError,
     MissingCheckpointError,
     MissingRunError,
-    StorageError,
 )
-from spark_state_ext.files.checkpoint import CheckpointFile, read_checkpoint, read_header
-from spark_state_ext.files.erasure import WINDOWS
+from spark_state_ext.files.checkpoint import CheckpointFile, read_checkpoint
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
 from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
 from spark_state_ext.restore.sources import Sources
+from spark_state_ext.restore.trace import Failure, Trace, check_owner
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.threads import DaemonPool
 
@@ -45,7 +43,6 @@ _LOOK_S = 0.5
 _LOADED_AGAIN = (CorruptStoreError, MissingRunError)
 
 T = TypeVar("T")
-Failure = CorruptError | MissingCheckpointError
 _Read = Future[CheckpointFile | Failure]
 
 
@@ -58,8 +55,8 @@ class Loader:
         The bucket's local store.
     sources
         Where the bucket's checkpoint files are.
-    operator, bucket
-        Whose files these must be.
+    operators, bucket
+        Whose files these must be: of the operator, and of the one that began its state under another name.
     scratch
         Local folder for temporary files.
     kept_ms
@@ -72,7 +69,7 @@ class Loader:
         self,
         store: LocalStore,
         sources: Sources,
-        operator: str,
+        operators: Sequence[str],
         bucket: int,
         scratch: Path,
         kept_ms: int | None = None,
@@ -81,7 +78,7 @@ class Loader:
         self._store = store
         self._kept_ms = kept_ms
         self._sources = sources
-        self._operator = operator
+        self._operators = tuple(operators)
         self._bucket = bucket
         self._scratch = scratch
         self.fetched_files = 0
@@ -99,13 +96,13 @@ class Loader:
         InterruptedRestoreError
             When the sources were closed meanwhile.
         """
-        gone: dict[Fetch, Failure] = {}
+        trace = Trace(self._sources, self._operators[0], self._bucket, self._kept_ms)
         try:
             while True:
-                plan = plan_load(chain, self._store.runs(), gone)
+                plan = plan_load(chain, self._store.runs(), trace.gone)
                 if plan is None:
-                    chain = self._further_back(chain, gone)
-                elif self._fetch_all(chain, plan, gone):
+                    chain = trace.further_back(chain)
+                elif self._fetch_all(chain, plan, trace):
                     return
         except _LOADED_AGAIN:
             raise
@@ -114,7 +111,9 @@ class Loader:
             self._sources.close()
             raise
         finally:
-            self._sources.report(f"bucket {self._bucket} of operator {self._operator!r} at checkpoint {chain.refs[-1]}")
+            self._sources.report(
+                f"bucket {self._bucket} of operator {self._operators[0]!r} at checkpoint {chain.refs[-1]}"
+            )
 
     def ingest(self, made: SealedFile, ref: CheckpointRef) -> None:
         """Have the local store use a snapshot that was made of its runs in place of these.
@@ -143,17 +142,17 @@ class Loader:
         finally:
             self._store.end_incoming(keep)
 
-    def _fetch_all(self, chain: Chain, plan: list[Fetch], gone: dict[Fetch, Failure]) -> bool:
+    def _fetch_all(self, chain: Chain, plan: list[Fetch], trace: Trace) -> bool:
         """Apply the planned files, oldest first; False when one of them is of no use, which is noted."""
         with _in_order(plan, self._read, self._result) as results:
             for fetch, found in results:
                 if not isinstance(found, CheckpointFile):
-                    self._note(fetch, found, gone)
+                    trace.note(fetch, found)
                     return False
                 try:
                     self._apply(chain, fetch, found)
                 except (CorruptFileError, LineageError) as error:
-                    self._note(fetch, error, gone)
+                    trace.note(fetch, error)
                     return False
                 finally:
                     if found.copy is not None:
@@ -163,11 +162,7 @@ class Loader:
     def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile) -> None:
         where = self._sources.where(fetch.ref, fetch.kind)
         header = found.header
-        if (header.operator, header.bucket) != (self._operator, self._bucket):
-            raise LineageError(
-                f"{where} belongs to bucket {header.bucket} of operator {header.operator!r}; bucket {self._bucket} of "
-                f"{self._operator!r} was expected"
-            )
+        check_owner(header, self._operators, self._bucket, where)
         chain.check(header, where)
         if found.copy is None:
             self._store.restore(found.batches, fetch.ref, header.parent, snapshot=fetch.kind == SNAPSHOT)
@@ -207,68 +202,6 @@ class Loader:
             if isinstance(error, (CorruptFileError, LineageError, MissingCheckpointError)):
                 return error
             raise
-
-    def _note(self, fetch: Fetch, failure: Failure, gone: dict[Fetch, Failure]) -> None:
-        gone[fetch] = failure
-        if fetch.kind == SNAPSHOT and not isinstance(failure, MissingCheckpointError):
-            # A missing one was never confirmed. A damaged one is worth knowing of.
-            _LOGGER.warning("%s; the lineage before it is used in its place", failure)
-
-    def _further_back(self, chain: Chain, gone: dict[Fetch, Failure]) -> Chain:
-        """The chain as the delta of its first checkpoint continues it."""
-        first = Fetch(chain.refs[chain.start], DELTA)
-        if chain.rooted or any(fetch.kind == DELTA for fetch in gone):
-            raise self._no_way(chain, gone)
-        try:
-            header = self._sources.read(first.ref, DELTA, lambda files: read_header(files, first.ref, DELTA))
-        except (CorruptFileError, LineageError, MissingCheckpointError) as error:
-            # Not the end yet: snapshots from here on are worth a try.
-            self._note(first, error, gone)
-            return chain
-        _LOGGER.info("checkpoint %s has no snapshot; its lineage is traced further back", first.ref)
-        return chain.extended(header, self._sources.where(first.ref, DELTA))
-
-    def _no_way(self, chain: Chain, gone: dict[Fetch, Failure]) -> Failure | StorageError:
-        """The error to raise when nothing leads to the state: of the kind that its first cause is."""
-        # That a snapshot is not there says little: all are optional.
-        telling = [f for fetch, f in gone.items() if fetch.kind == DELTA or isinstance(f, CorruptError)]
-        causes = [f for f in telling if isinstance(f, CorruptError)] or telling
-        tried = len(gone) - len(telling)
-        what = f"checkpoint {chain.refs[-1]} of bucket {self._bucket} of operator {self._operator!r} cannot be loaded: "
-        unreached = self._sources.unreached
-        if unreached is not None:
-            # One lacks what its replication status promises; that which does not answer may have it.
-            waiting = StorageError(
-                f"{what}{unreached}; and the others lack it: {'; '.join(map(str, telling))}. Nothing need be lost: try "
-                "again when that backend answers."
-            )
-            waiting.__cause__ = unreached
-            return waiting
-        mend = "Bring the file back, or go back to an older Spark checkpoint whose files are whole."
-        if self._kept_ms is not None:
-            mend = (
-                f"The job erases within {self._kept_ms * WINDOWS // 1000} s (erase_within_s), so it can go back to "
-                f"batches of the last {self._kept_ms // 1000} s only: go back to a later batch, or bring the file back."
-            )
-        if self._sources.elsewhere:
-            mend = (
-                f"The state lies in {', '.join(self._sources.elsewhere)}, which the job does not name among its "
-                "backends: name it, at least until every bucket has been copied. Where its files were moved, give the "
-                "new place its old name."
-            )
-        elif causes is telling and self._kept_ms is None:
-            mend += (
-                " If the whole folder is gone: set root back if you changed it; otherwise start from a new checkpoint "
-                "location."
-            )
-        missing = ""
-        if tried:
-            missing = " The file that could replace it does not exist either."
-        if tried > 1:
-            missing = f" None of the {tried} files that could replace it exists either."
-        error: Failure = type(causes[0])(what + "; ".join(str(failure) for failure in telling) + f".{missing} {mend}")
-        error.__cause__ = causes[0]
-        return error
 
 
 @contextlib.contextmanager

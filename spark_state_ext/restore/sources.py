@@ -32,7 +32,7 @@ from spark_state_ext.errors import (
     StorageError,
     StoreFullError,
 )
-from spark_state_ext.files.folder import Readable
+from spark_state_ext.files.folder import Duplicable, Folder, Readable
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
 from spark_state_ext.worker.threads import DaemonPool
 
@@ -72,6 +72,10 @@ class _Answering:
         if found is not None:
             self._answered()
         return found
+
+    def duplicate_to(self, target: Folder, name: str) -> bool:
+        files = self._files
+        return isinstance(files, Duplicable) and self._noticed(lambda: files.duplicate_to(target, name))
 
     def _noticed(self, work: Callable[[], T]) -> T:
         found = work()

@@ -19,6 +19,7 @@ from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CleanUpFailedError, LiveRunError, StorageError
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.worker.background import Background
 from tests.helpers.waiting import WAIT_S
 
@@ -29,7 +30,7 @@ DUE = 10
 def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
     """A worker process of its own."""
     made = Background()
-    monkeypatch.setattr(Process, "housekeeping", Housekeeping(made), raising=False)
+    monkeypatch.setattr(Process, "housekeeping", Housekeeping(made, HoldWatch()), raising=False)
     yield made
     assert made.wait(WAIT_S)
 
@@ -42,7 +43,7 @@ class Process:
 
 def _clean_ups(life: Life) -> CleanUps:
     return CleanUps(
-        life.bucket(), life.replicas(), Leases(()), life.batches_retained, str(life.local), Process.housekeeping
+        life.bucket(), life.replicas(), Leases(()), life.batches_retained, Folder(str(life.local)), Process.housekeeping
     )
 
 
@@ -98,7 +99,14 @@ def test_lost_files_are_noticed_again_where_the_operator_file_cannot_be_brought_
     for name in life.folder("a").names():
         life.folder("a").remove(name)
     monkeypatch.setattr(CleanUps, "_is_crowded", lambda *args: True)
-    args = (life.bucket(), life.replicas(), Leases(()), life.batches_retained, str(life.local), Process.housekeeping)
+    args = (
+        life.bucket(),
+        life.replicas(),
+        Leases(()),
+        life.batches_retained,
+        Folder(str(life.local)),
+        Process.housekeeping,
+    )
     due = DUE - life.pointers[-1].bucket
     CleanUps(*args, away).in_turn(life.pointers[-1], replace(life.pointers[-1], calls=due))
     assert "nothing is cleaned up in a: 503" in caplog.text
@@ -155,12 +163,12 @@ def test_clean_ups_that_hang_take_no_threads_from_uploads_and_are_not_piled_up(
     mine = Process.housekeeping
     monkeypatch.undo()
     monkeypatch.setattr(Process, "housekeeping", mine, raising=False)
-    left = mine.left[str(life.local), "a"]
+    left = mine.left[f"{life.local}/3", "a"]
     left.result(WAIT_S)
     assert len(life.files("a", "delta")) < len(before)
     _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(WAIT_S)
-    assert (str(life.local), "a") not in mine.left
+    assert (f"{life.local}/3", "a") not in mine.left
 
 
 @pytest.mark.parametrize("finished", [0, 1])

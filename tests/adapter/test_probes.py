@@ -19,6 +19,7 @@ from spark_state_ext.engine.housekeeping import CleanUps, Housekeeping
 from spark_state_ext.engine.replicas import Leases
 from spark_state_ext.errors import LiveRunError, StorageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_record import RunIdentity
 from spark_state_ext.testing.model import KEYS, Row
@@ -28,7 +29,7 @@ from tests.helpers.waiting import WAIT_S
 
 @pytest.fixture(autouse=True)
 def _new_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Process, "housekeeping", Housekeeping(Background()), raising=False)
+    monkeypatch.setattr(Process, "housekeeping", Housekeeping(Background(), HoldWatch()), raising=False)
 
 
 class Process:
@@ -38,7 +39,7 @@ class Process:
 
 
 def _clean_ups(life: Life, leases: Leases, bring_back: Callable[[], None] = lambda: None) -> CleanUps:
-    retained, where = life.batches_retained, str(life.local)
+    retained, where = life.batches_retained, Folder(str(life.local))
     return CleanUps(life.bucket(), life.replicas(), leases, retained, where, Process.housekeeping, bring_back)
 
 
@@ -70,7 +71,7 @@ def test_a_root_that_was_removed_is_noticed_while_the_local_store_is_warm(
     _probe(life, "another run", brought)
     assert brought == ["back"]
     assert "a cannot give back" in caplog.text
-    assert f"state of {life.local}, which it had: somebody has removed it" in caplog.text
+    assert f"state of {life.local}/3, which it had: somebody has removed it" in caplog.text
     # The commit of the same call.
     pointer = life.batch()
     assert "somebody has deleted files from a: it gets a fresh full backup" in caplog.text

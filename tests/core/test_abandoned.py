@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -29,19 +30,25 @@ from spark_state_ext.cli.abandoned import (
 from spark_state_ext.errors import LiveRunError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import new_query_folder
+from spark_state_ext.ownership.lease_record import Claim, LeaseRecord, RunIdentity
 
 _DAY_S = 86_400.0
+_LEASE = LeaseRecord(RunIdentity("application", "plan"), 1, 1, released=True, nonce="n")
 _SCHEMA = json.dumps({"type": "struct", "fields": [{"name": "k", "type": "long", "nullable": True, "metadata": {}}]})
 
 
-def _query(root: Path, query_folder: str, days: float = 100.0, operator: str = "count") -> Path:
+def _lease(claim: str = "") -> bytes:
+    return replace(_LEASE, claim=Claim(claim, claim, 1) if claim else None).encode()
+
+
+def _query(root: Path, query_folder: str, days: float = 100.0, operator: str = "count", claim: str = "") -> Path:
     """A folder with state that was last written some days ago."""
     folder = root / operator / query_folder
     (folder / "0").mkdir(parents=True)
     file = OperatorFile(operator, query_folder, 1, _SCHEMA, _SCHEMA)
     (folder / operator_file_name(0)).write_bytes(file.encode())
     (folder / "lease").mkdir()
-    (folder / "lease" / f"{1:016d}.json").write_text("{}")
+    (folder / "lease" / f"{1:016d}.json").write_bytes(_lease(claim))
     (folder / "0" / f"1_{'0' * 32}.delta.arrow").write_bytes(b"rows")
     _age(folder, days)
     return folder
@@ -146,7 +153,7 @@ def test_a_folder_whose_state_never_began_is_judged_like_others(tmp_path: Path, 
     for query_folder in (gone, used, recent, "notes"):
         path = tmp_path / "root" / "count" / query_folder / file
         path.parent.mkdir(parents=True)
-        path.write_text("{}")
+        path.write_bytes(_LEASE.encode_format_1(1) if path.name == "lease.json" else _LEASE.encode())
     other = tmp_path / "root" / "count" / str(UUID(int=9)) / "mine.txt"
     other.parent.mkdir()
     other.write_text("mine")
@@ -166,7 +173,7 @@ def test_a_folder_that_somebody_writes_to_meanwhile_is_left(tmp_path: Path) -> N
     root = Folder(str(tmp_path))
     (found,) = look(root)
     assert found.lease_s is not None
-    (folder / "lease" / f"{2:016d}.json").write_text("renewed")
+    (folder / "lease" / f"{2:016d}.json").write_bytes(_lease() + b"\n")
     with pytest.raises(LiveRunError, match="somebody uses it"):
         remove(root, found)
     assert len(list(folder.rglob("*.*"))) == 4
@@ -258,3 +265,28 @@ def test_folders_of_an_object_store_are_found_and_removed(s3: Any, tmp_path: Pat
     assert [found.query_folder for found in look(root)] == ["gone", "used"], "they are of today"
     assert main(command, clock_s=lambda: time.time() + 40 * _DAY_S) == 0
     assert [found.query_folder for found in look(root)] == ["used"]
+
+
+def test_a_folder_that_another_query_has_claimed_is_that_querys(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    _query(root, "old", claim="new")
+    (found,) = look(Folder(str(root)))
+    assert found.claim == "new"
+    assert judge(found, QueryFolders(frozenset({"new"}), complete=True), time.time(), 0.0) == NAMED
+    assert judge(found, QueryFolders(frozenset({"third"}), complete=True), time.time(), 0.0) == ABANDONED
+
+
+def test_a_folder_whose_claim_only_pointers_tell_is_not_taken_for_abandoned(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    _query(root, "old", claim=new_query_folder(5, "0" * 32))
+    (found,) = look(Folder(str(root)))
+    assert judge(found, QueryFolders(frozenset(), complete=False), time.time(), 0.0) == UNKNOWN
+
+
+def test_a_folder_whose_lease_cannot_be_read_is_not_taken_for_abandoned(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    folder = _query(root, "old")
+    (folder / "lease" / f"{1:016d}.json").write_text("{}")
+    _age(folder, 100.0)
+    (found,) = look(Folder(str(root)))
+    assert judge(found, QueryFolders(frozenset(), complete=True), time.time(), 0.0) == UNKNOWN

@@ -24,6 +24,7 @@ from spark_state_ext.files import sealed as sealed_module
 from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import seal
+from spark_state_ext.restore.trace import Trace
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, good_hash
 from spark_state_ext.worker import memory
@@ -442,12 +443,13 @@ def test_another_attempt_on_this_machine_restores_it_first(tmp_path: Path, monke
     pointer = replace(pointer, lineage=pointer.lineage[-1:])
     store = LocalStore.at(tmp_path / "store", SCHEMA)
     mine, other = (Bucket(store, replicas, pointer, WRITER, CommitContext(tmp_path)) for _ in range(2))
-    further_back = mine._loader._further_back
+    further_back = Trace.further_back
 
-    def late(*arguments: Any) -> Any:
-        found = further_back(*arguments)
+    def late(trace: Trace, chain: Any) -> Any:
+        found = further_back(trace, chain)
+        monkeypatch.setattr(Trace, "further_back", further_back)
         assert other.read(lambda view: view.rows_max) == 3
         return found
 
-    monkeypatch.setattr(mine._loader, "_further_back", late)
+    monkeypatch.setattr(Trace, "further_back", late)
     assert mine.read(lambda view: view.rows_max) == 3

@@ -127,8 +127,8 @@ def test_any_other_bytes_are_no_pointer(data: bytes, magic: bool) -> None:
 
 def test_a_pointer_of_a_newer_release_is_not_called_damaged() -> None:
     data = bytearray(_POINTER.encode())
-    data[4:6] = struct.pack("<H", 3)
-    with pytest.raises(VersionSkewError, match="format 3"):
+    data[4:6] = struct.pack("<H", 4)
+    with pytest.raises(VersionSkewError, match="format 4"):
         Pointer.decode(bytes(data))
 
 
@@ -137,7 +137,7 @@ def test_a_pointer_of_a_newer_release_is_not_called_damaged() -> None:
 def test_a_pointer_is_written_in_the_old_format_and_in_both(pointer: Pointer) -> None:
     pointer = replace(pointer, inline=())
     old, both = pointer.encode(V1), pointer.encode(BOTH)
-    assert [int.from_bytes(data[4:6], "little") for data in (old, both, pointer.encode())] == [1, 1, 2]
+    assert [int.from_bytes(data[4:6], "little") for data in (old, both, pointer.encode())] == [1, 1, 3]
     assert Pointer.decode(both) == pointer
     # A release that knows format 1 only sees the same in both.
     assert Pointer.decode(both, V1) == Pointer.decode(old, V1) == Pointer.decode(old)

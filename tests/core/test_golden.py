@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,7 +19,7 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.ownership.lease_record import LeaseRecord
+from spark_state_ext.ownership.lease_record import Claim, LeaseRecord
 from spark_state_ext.store import LocalStore
 
 _GOLDEN = Path(__file__).parent.parent / "golden"
@@ -52,9 +53,9 @@ def _same(found: object, expected: object) -> bool:
 
 
 def test_there_is_a_set_of_the_present_format() -> None:
-    assert [path.name for path in _FORMATS] == ["format-1", "format-2"]
+    assert [path.name for path in _FORMATS] == ["format-1", "format-2", "format-3"]
     written = [int.from_bytes((path / "pointer.bin").read_bytes()[4:6], "little") for path in _FORMATS]
-    assert written == [1, 2]
+    assert written == [1, 2, 3]
     assert written[-1] == POINTER_FORMAT
     assert {
         read_header(Folder(str(path / "3")), *parsed).package_version
@@ -131,10 +132,14 @@ def test_an_operator_file_of_a_built_in_operator() -> None:
     }
 
 
-def test_leases_of_both_formats() -> None:
-    data = (_GOLDEN / "lease-format-2.json").read_bytes()
+def test_leases_of_all_formats() -> None:
+    before = LeaseRecord.decode((_GOLDEN / "lease-format-2.json").read_bytes(), "1.json")
+    data = (_GOLDEN / "lease-format-3.json").read_bytes()
     found = LeaseRecord.decode(data, "1.json")
     assert found.encode() == data
+    assert (before.format, found.format) == (2, 3)
+    assert before == replace(found, claim=None)
+    assert found.claim == Claim("new-query", "/root/golden/new-query", 1_700_000_000_000)
     assert (found.owner.application, found.lease_ms, found.replaced) == ("app-1 10.0.0.1:7001", 10_000, ("a" * 32,))
     # Written by the wheel in `tests/releases/part-1`.
     old = LeaseRecord.decode_format_1((_GOLDEN / "lease-format-1.json").read_bytes(), "lease.json")

@@ -65,8 +65,8 @@ def test_records_round_trip_and_damage_is_said() -> None:
     for damaged in (b"", b"{", b"[]", b"null", b'{"owner": {}}', b"\xff", record.encode()[:-5]):
         with pytest.raises(CorruptFileError, match=r"1\.json"):
             LeaseRecord.decode(damaged, "1.json")
-    newer = record.encode().replace(b'"format": 2', b'"format": 3')
-    with pytest.raises(VersionSkewError, match=r"1\.json has format 3"):
+    newer = record.encode().replace(b'"format": 3', b'"format": 4')
+    with pytest.raises(VersionSkewError, match=r"1\.json has format 4"):
         LeaseRecord.decode(newer, "1.json")
 
 

@@ -144,6 +144,8 @@ def main(folder: Path) -> None:
             markers={"files": {"state": file_name(refs[2], DELTA)}, "west": {"state": file_name(refs[2], DELTA)}},
             inline=inline,
             partitioning=("golden run", 4),
+            claim="new-query",
+            origins=("gold",),
         )
         files.put("pointer.bin", pointer.encode())
         expected = [row for batch in store.view(refs[-1]).scan() for row in batch.to_pylist()]
@@ -153,4 +155,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-2"))
+    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-3"))

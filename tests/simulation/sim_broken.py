@@ -30,7 +30,8 @@ from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Entry, Folder, Readable
 from spark_state_ext.files.retention import Decision, Headers
 from spark_state_ext.restore.load_plan import Chain, Fetch
-from spark_state_ext.restore.loader import Failure, Loader
+from spark_state_ext.restore.loader import Loader
+from spark_state_ext.restore.trace import Failure
 from spark_state_ext.store import View
 from spark_state_ext.worker.spill import SpillBuffer
 
@@ -67,7 +68,7 @@ class DeltaOnASibling(Bucket):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         loader = _ByVersion(
-            self._store, self._sources, self.pointer.operator, self.pointer.bucket, self._context.scratch
+            self._store, self._sources, [self.pointer.operator], self.pointer.bucket, self._context.scratch
         )
         loader.folders = [
             replica.backup.folder for replica in self._replicas if isinstance(replica.backup, FilesBackup)

@@ -36,11 +36,17 @@ def _by_the_time_of_day(world: LeaseWorld) -> Any:
     """The time in a record is compared with that of another machine."""
 
     def decided(
-        found: Found | None, me: RunIdentity, watch: Watch | None, now_s: float, lease_ms: int, over: bool
+        found: Found | None,
+        me: RunIdentity,
+        watch: Watch | None,
+        now_s: float,
+        lease_ms: int,
+        over: bool,
+        claim: str | None = None,
     ) -> Decision:
         # Half an hour behind the writer's, or ahead of it.
         wall_ms = 1000 * (1e9 + world.now_s + (1_800 if me.pid % 2 else -1_800))
-        decision = decide(found, me, watch, now_s, lease_ms, over)
+        decision = decide(found, me, watch, now_s, lease_ms, over, claim)
         if decision is Decision.WATCH and found is not None and wall_ms - found.record.renewed_ms > lease_ms:
             return Decision.TAKE_OVER
         return decision

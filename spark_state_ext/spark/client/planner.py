@@ -22,6 +22,7 @@ from spark_state_ext.engine.job import PANDAS, Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.spark.client.capturing import captured
 from spark_state_ext.spark.client.columns import (
     WATERMARK_KEY,
     KeyLike,
@@ -147,7 +148,7 @@ def planned(options: StateOptions, asked: Request) -> DataFrame:
     spark = asked.df.sparkSession
     case_sensitive = spark.conf.get("spark.sql.caseSensitive", "false") == "true"
     columns = _columns(options, asked, case_sensitive)
-    job = _job(options, asked, columns, spark, case_sensitive)
+    job = captured(spark, _job(options, asked, columns, spark, case_sensitive))
     tell_of_others(options.root, options.storage_options, options.operator)
     result = _wired(job.to_plain(), options.operator, asked, columns)
     keeper = Worker.current().own(LeaseKeeper)

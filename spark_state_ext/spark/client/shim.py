@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["bucket_entry", "pack_entry", "unpack_entry"]
+__all__ = ["bucket_entry", "pack_entry", "task_entry", "unpack_entry"]
 
 
 def pack_entry(plain: dict[str, Any], combiner: Any = None) -> Callable[[Any], Any]:
@@ -49,6 +49,17 @@ def unpack_entry() -> Callable[[Any], Any]:
         )
 
     return unpack_rows
+
+
+def task_entry(what: str, plain: dict[str, Any], module: str = "saving") -> Callable[[Any], Any]:
+    """Function for `mapInArrow` where a savepoint is taken, made or read: one of a module in `spark.executor`."""
+    load = _loader()
+
+    def savepoint(batches: Any) -> Any:
+        work = getattr(load(f"spark_state_ext.spark.executor.{module}"), what)
+        return load("spark_state_ext.spark.executor.border").bordered(None, work, plain, batches)
+
+    return savepoint
 
 
 def _entry_name(plain: dict[str, Any], function: Callable[..., Any]) -> str:

@@ -13,6 +13,7 @@ from arrow_schemas.pointer import V2
 from spark_state_ext.backends.registry import CHANGELOG, FSSPEC, Backend
 from spark_state_ext.engine.job import ARROW, PANDAS, ROWS
 from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.engine.start_from import StartFrom
 from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.functions.ttl import Ttl
 from spark_state_ext.spark.client.columns import KeyLike
@@ -79,6 +80,9 @@ class ArrowState:
     ttl
         How long state lives that nobody writes; None: for ever. It may be set, changed and dropped from one start of a
         query to the next.
+    start_from
+        A `Savepoint` or `RetainedCheckpoint` with whose state a query begins that has none. It may stay in the program:
+        a query that has state goes on with its own, whatever became of the snapshot (``docs/operating/savepoints.md``).
 
     Raises
     ------
@@ -110,6 +114,7 @@ class ArrowState:
         clean_up: bool = True,
         erase_within_s: int | None = None,
         ttl: Ttl | None = None,
+        start_from: StartFrom | None = None,
     ) -> None:
         self.options = StateOptions.given(
             root,
@@ -135,6 +140,7 @@ class ArrowState:
             clean_up=clean_up,
             erase_within_s=erase_within_s,
             ttl=ttl,
+            start_from=start_from,
         )
 
     def __repr__(self) -> str:

@@ -23,6 +23,8 @@ from spark_state_ext.engine.shared import Shared
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.detaching import Detaching
+from spark_state_ext.savepoints.starting import Beginning, Starts
 from spark_state_ext.spark.executor.key_work import KeyWork
 from spark_state_ext.spark.executor.opening import CallFolders, CallInfo, OpenBucket, open_bucket
 from spark_state_ext.spark.shuffle.observed import numbers_of
@@ -65,7 +67,8 @@ def run_bucket(
         return
     cpu = _CpuTime.started()
     info = CallInfo.of(job, label_bucket(int(key[0])), state)
-    call = _BucketCall(Shared.of(Worker.current()), info, function, state, cpu)
+    worker = Worker.current()
+    call = _BucketCall(Shared.of(worker), worker.own(Starts), info, function, state, cpu)
     try:
         yield from call.run(frames)
     except BaseException:
@@ -123,7 +126,7 @@ class _BucketCall:
 
     Parameters
     ----------
-    shared
+    shared, starts
         What the process's calls share.
     info, function, state
         The call, the user's function, and Spark's state of the bucket.
@@ -132,9 +135,16 @@ class _BucketCall:
     """
 
     def __init__(
-        self, shared: Shared, info: CallInfo, function: Callable[..., Any], state: GroupState, cpu: _CpuTime
+        self,
+        shared: Shared,
+        starts: Starts,
+        info: CallInfo,
+        function: Callable[..., Any],
+        state: GroupState,
+        cpu: _CpuTime,
     ) -> None:
         self._shared = shared
+        self._starts = starts
         self._info = info
         self._job = info.job
         self._task = info.task
@@ -143,6 +153,8 @@ class _BucketCall:
         self._cpu = cpu
         # The number that came with the heartbeat; None: there was none.
         self._heartbeat: bytes | None = None
+        # What a bucket without state begins with, where the job says so.
+        self._beginning: Beginning | None = None
         # Before the call has come so far, there is nothing to end.
         self._opened: OpenBucket | None = None
         self._call = CallMetrics(
@@ -162,9 +174,12 @@ class _BucketCall:
         folders = CallFolders.of(self._job)
         sorter = HashSorter(folders.scratch, HASH_COLUMN, self._job.options.memory_bytes_max)
         if self._info.stored is None:
+            self._beginning = self._starts.of(self._job, self._info.bucket)
+            if self._beginning is not None:
+                self._info = self._info.not_before(self._beginning.pointer)
             # Where the state begins is told by the heartbeat, which is one of the payloads.
             self._fill(sorter, frames, folders.operator)
-        opened = self._opened = open_bucket(self._shared, self._info, folders, self._heartbeat or b"")
+        opened = self._opened = open_bucket(self._shared, self._info, folders, self._heartbeat or b"", self._beginning)
         self._call.query_id = self._task.query_id or opened.query_folder
         clean_ups = self._clean_ups(opened, folders.operator)
         # While the function runs; the commit waits for it.
@@ -187,6 +202,10 @@ class _BucketCall:
         with timing(self._call, "commit_ms"):
             made = self._committed(opened, clean_ups, rows, task_end, partitioning)
             pointer = self._stamped(made.pointer, opened, work.threshold_ms())
+        if self._info.bucket == 0 and self._info.stored is not None:
+            Worker.current().own(Detaching).in_turn(
+                self._job, opened.files, opened.leases.check, self._shared.background
+            )
         if self._info.bucket == 0:
             self._shared.housekeeping.drop_spill_files(
                 folders.operator, self._task, pointer.calls, self._info.times.processing_ms
@@ -214,7 +233,7 @@ class _BucketCall:
             opened.replicas,
             opened.leases,
             self._task.batches_retained,
-            f"{opened.files.root}/{self._info.bucket}",
+            opened.files,
             self._shared.housekeeping,
             partial(self._shared.replicas.bring_back, root, opened.query_folder, opened.operator),
         )
@@ -313,7 +332,8 @@ class _BucketCall:
             return None
         if not job.late_by_previous_watermark:
             return self._info.times.watermark_ms * 1000
-        return ((stored.watermark_ms if stored is not None else None) or 0) * 1000
+        before = self._beginning.pointer if stored is None and self._beginning is not None else stored
+        return ((before.watermark_ms if before is not None else None) or 0) * 1000
 
     def _on_time(self, batch: pa.RecordBatch, late_until_us: int) -> pa.RecordBatch:
         times = event_times(self._job, pa.Table.from_batches([batch]))

@@ -31,6 +31,9 @@ from spark_state_ext.errors import (
     OperatorChangedError,
 )
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease_record import Claim
+from spark_state_ext.savepoints.first_step import FirstStep
+from spark_state_ext.savepoints.starting import Beginning
 from spark_state_ext.spark.executor.key_work import Times
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.worker.retry import retried
@@ -65,7 +68,15 @@ class CallInfo:
         """As Spark tells it."""
         task, times, stored = current_task(job), Times.of(state), state.getOption
         pointer = Pointer.decode(bytes(stored[0]), job.options.pointer_read) if stored is not None else None
-        return CallInfo(job, bucket, task, times, pointer)
+        info = CallInfo(job, bucket, task, times, pointer)
+        return info if pointer is None else info.not_before(pointer)
+
+    def not_before(self, pointer: Pointer) -> CallInfo:
+        """The same by the later watermark: a query that starts from a snapshot has its own, which begins anew."""
+        times = self.times
+        if not times.watermark_present or (pointer.watermark_ms or 0) <= times.watermark_ms:
+            return self
+        return replace(self, times=replace(times, watermark_ms=pointer.watermark_ms or 0))
 
     @property
     def batch(self) -> int:
@@ -133,7 +144,9 @@ class OpenBucket:
     prepare: Callable[[], None]
 
 
-def open_bucket(shared: Shared, call: CallInfo, folders: CallFolders, nonce: bytes) -> OpenBucket:
+def open_bucket(
+    shared: Shared, call: CallInfo, folders: CallFolders, nonce: bytes, beginning: Beginning | None = None
+) -> OpenBucket:
     """Take the lease, have the backends ready, and open the local store.
 
     Parameters
@@ -144,11 +157,15 @@ def open_bucket(shared: Shared, call: CallInfo, folders: CallFolders, nonce: byt
         The call.
     nonce
         The number that came with the heartbeat; empty where none did.
+    beginning
+        What a bucket that has no state yet begins with; None: with nothing.
 
     Raises
     ------
     ChangedJobError
         When the state is another job's.
+    ClaimedError, NotClaimableError
+        When it is another query's, or cannot be claimed.
     LiveRunError
         When another run has it.
     StorageError
@@ -163,12 +180,22 @@ def open_bucket(shared: Shared, call: CallInfo, folders: CallFolders, nonce: byt
     if stored is not None and not names_a_holder(job, stored):
         # Before anything is written there.
         tried(lambda: shared.replicas.refuse_elsewhere(job, root, stored, scratch))
-    leases = Leases.of(job, call.task, root, query_folder, shared.leases)
+    claim = None if stored is None or stored.claim is None else Claim(stored.claim, root.child(stored.claim).root, 0)
+    if beginning is not None:
+        first_step = FirstStep(job, root, query_folder, call.times.processing_ms)
+        claim = tried(lambda: first_step.claim(beginning))
+        query_folder = first_step.folder_of(beginning)
+    leases = Leases.of(job, call.task, root, query_folder, shared.leases, claim, stored is None)
     tried(leases.hold)
-    operator: OperatorFile = tried(lambda: _admitted(shared, call, root, query_folder))
+    operator: OperatorFile = tried(lambda: _admitted(shared, call, root, query_folder, beginning))
     prepare = partial(shared.replicas.prepare, job, root, query_folder, scratch, operator.schema_id)
     tried(prepare)
-    pointer = stored if stored is not None else _first_pointer(call, operator, query_folder)
+    if stored is not None:
+        pointer = stored
+    elif beginning is not None:
+        pointer = tried(lambda: first_step.pointer(beginning, claim, shared.replicas, scratch))
+    else:
+        pointer = _first_pointer(call, operator, query_folder)
     replicas = shared.replicas.of(job, query_folder, call.bucket, scratch)
     schema = operator.row_schema()
     local = local_folder(job, query_folder, operator.schema_id, call.bucket)
@@ -209,18 +236,25 @@ def _first_pointer(call: CallInfo, operator: OperatorFile, query_folder: str) ->
     )
 
 
-def _admitted(shared: Shared, call: CallInfo, root: Folder, query_folder: str) -> OperatorFile:
+def _admitted(
+    shared: Shared, call: CallInfo, root: Folder, query_folder: str, beginning: Beginning | None = None
+) -> OperatorFile:
     """The operator file in force, where the state is this job's."""
     job, pointer = call.job, call.stored
     if pointer is not None:
         _refuse_another_jobs(call, pointer)
         _refuse_later(call, pointer)
+    wanted = job.operator_file(query_folder)
+    if beginning is not None and not beginning.adopts:
+        wanted = beginning.begins(job, query_folder)
     ask = partial(
         shared.catalog.admit,
         root,
-        job.operator_file(query_folder),
-        job.options.strict,
+        wanted,
+        # A query that begins with a state does not begin anew.
+        job.options.strict and beginning is None,
         case_sensitive=job.case_sensitive,
+        leave_behind=beginning is not None and beginning.adopts and beginning.leaves_behind(job),
     )
     in_force = ask(batch_ms=call.times.processing_ms if pointer is None else None)
     if pointer is not None and pointer.schema_id > in_force.schema_id:

@@ -1,0 +1,337 @@
+"""A savepoint's manifest: what belongs to it, and where a job that starts from it goes on.
+
+One row a bucket: its pointer, from which everything is taken that names a place, and the files that loading it needs,
+by names relative to the savepoint. What all buckets share stands in the header, JSON in the schema's metadata. The
+idea of a snapshot that belongs to the user is Flink's (FLIP-193); `docs/format.md` gives every byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from arrow_schemas.errors import CorruptFileError, LineageError, StateError, VersionSkewError
+from arrow_schemas.lineage import BODY_KEY, BODY_PLACEHOLDER, CheckpointRef, parse_file_name
+from arrow_schemas.operator import OperatorFile
+from arrow_schemas.pointer import LineageEntry, Pointer
+
+__all__ = [
+    "CANONICAL",
+    "MANIFEST_NAME",
+    "NATIVE",
+    "SAVEPOINT_FORMAT",
+    "SavedBucket",
+    "SavedFile",
+    "SavepointHeader",
+    "SavepointManifest",
+    "relocatable",
+]
+
+SAVEPOINT_FORMAT = 1
+MANIFEST_NAME = "savepoint.arrow"
+# Files as they were; or one compacted snapshot a bucket.
+NATIVE, CANONICAL = "native", "canonical"
+_FORMS = (NATIVE, CANONICAL)
+_HEADER_KEY = b"spark_state_ext.savepoint"
+_HEADER_CHECKSUM_KEY = b"spark_state_ext.savepoint_checksum"
+_ID = re.compile(r"[0-9a-f]{32}")
+_DIGEST = re.compile(r"(blake2b|blkcrcs)=[0-9a-f]{32}")
+_FILE = pa.struct([("name", pa.string()), ("size_bytes", pa.int64()), ("digest", pa.string())])
+_ROWS = pa.schema(
+    [("operator", pa.string()), ("bucket", pa.int32()), ("pointer", pa.binary()), ("files", pa.list_(_FILE))]
+)
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """One checkpoint file of a savepoint.
+
+    Parameters
+    ----------
+    name
+        Its name in the bucket's folder, ``<operator>/<bucket>/`` below the savepoint.
+    size_bytes
+        Its size.
+    digest
+        Kind and digest of its body as its footer announces them: ``blake2b=…`` or ``blkcrcs=…``.
+    """
+
+    name: str
+    size_bytes: int
+    digest: str
+
+    def __post_init__(self) -> None:
+        if parse_file_name(self.name) is None or self.size_bytes <= 0 or not _DIGEST.fullmatch(self.digest):
+            raise CorruptFileError(f"no checkpoint file: {self!r}")
+
+
+@dataclass(frozen=True)
+class SavedBucket:
+    """One bucket of a savepoint.
+
+    Parameters
+    ----------
+    operator, bucket
+        Which one.
+    pointer
+        Where it stood, without what names a place (`relocatable`).
+    files
+        What loading it needs, oldest first.
+    """
+
+    operator: str
+    bucket: int
+    pointer: Pointer
+    files: tuple[SavedFile, ...]
+
+
+@dataclass(frozen=True)
+class SavepointHeader:
+    """What all buckets of a savepoint share.
+
+    Parameters
+    ----------
+    id
+        32 hexadecimal digits, random.
+    form
+        `NATIVE` or `CANONICAL`.
+    made_ms
+        When it was made: wall-clock time, milliseconds since 1970. For people.
+    operators
+        The operator file in force of each operator, by name.
+    query_id
+        Spark's id of the query; empty where it was made of a table.
+    batch
+        The micro-batch after which the state is so; -1 where it was made of a table.
+    watermark_ms
+        That batch's watermark; None: it had none.
+    offsets
+        Spark's log of where the batch's input ended, as it is; None where there is none.
+    package_version
+        Version of this package that made it.
+    """
+
+    id: str
+    form: str
+    made_ms: int
+    operators: Mapping[str, OperatorFile]
+    package_version: str
+    query_id: str = ""
+    batch: int = -1
+    watermark_ms: int | None = None
+    offsets: str | None = None
+
+    def __post_init__(self) -> None:
+        if not _ID.fullmatch(self.id) or self.form not in _FORMS:
+            raise CorruptFileError(f"no savepoint: id {self.id!r}, form {self.form!r}")
+        for name, operator in self.operators.items():
+            if name != operator.operator:
+                raise CorruptFileError(f"the operator file of {name!r} is that of {operator.operator!r}")
+
+    def encode(self) -> dict[bytes, bytes]:
+        """Schema metadata with this header, and a placeholder for the body record."""
+        fields = {
+            "format": SAVEPOINT_FORMAT,
+            "id": self.id,
+            "form": self.form,
+            "made_ms": self.made_ms,
+            "operators": {name: json.loads(operator.encode()) for name, operator in sorted(self.operators.items())},
+            "query_id": self.query_id,
+            "batch": self.batch,
+            "watermark_ms": self.watermark_ms,
+            "offsets": self.offsets,
+            "package_version": self.package_version,
+        }
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+        return {_HEADER_KEY: text, _HEADER_CHECKSUM_KEY: _checksum(text), BODY_KEY: BODY_PLACEHOLDER}
+
+    @staticmethod
+    def decode(metadata: Mapping[bytes, bytes] | None, where: str) -> SavepointHeader:
+        """Read a header from schema metadata.
+
+        Raises
+        ------
+        CorruptFileError
+            When there is none, its checksum differs or a field is missing or wrong.
+        VersionSkewError
+            When a newer release wrote it.
+        """
+        text = (metadata or {}).get(_HEADER_KEY)
+        if text is None:
+            raise CorruptFileError(f"{where} is no savepoint of spark_state_ext: it has no header of one")
+        if (metadata or {}).get(_HEADER_CHECKSUM_KEY) != _checksum(text):
+            raise CorruptFileError(f"the header of {where} fails its checksum")
+        try:
+            fields = json.loads(text)
+            if type(fields["format"]) is not int or fields["format"] < 1:
+                raise CorruptFileError(f"{where} has format {fields['format']}, which is none")
+            if fields["format"] > SAVEPOINT_FORMAT:
+                raise VersionSkewError(
+                    f"{where} has format {fields['format']}; this release reads savepoints up to format "
+                    f"{SAVEPOINT_FORMAT}. Use spark_state_ext {fields.get('package_version', 'of its writer')} or "
+                    "newer."
+                )
+            watermark_ms, offsets = fields["watermark_ms"], fields["offsets"]
+            return SavepointHeader(
+                id=fields["id"],
+                form=fields["form"],
+                made_ms=int(fields["made_ms"]),
+                operators={
+                    name: OperatorFile.decode(json.dumps(operator).encode(), f"operator {name!r} of {where}")
+                    for name, operator in fields["operators"].items()
+                },
+                package_version=str(fields["package_version"]),
+                query_id=str(fields["query_id"]),
+                batch=int(fields["batch"]),
+                watermark_ms=None if watermark_ms is None else int(watermark_ms),
+                offsets=None if offsets is None else str(offsets),
+            )
+        except StateError:
+            raise
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            raise CorruptFileError(f"the header of {where} cannot be read: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class SavepointManifest:
+    """A savepoint: its header and its buckets.
+
+    Parameters
+    ----------
+    header
+        What all buckets share.
+    buckets
+        Every bucket of every operator, in order.
+    """
+
+    header: SavepointHeader
+    buckets: tuple[SavedBucket, ...]
+
+    def __post_init__(self) -> None:
+        found = [(it.operator, it.bucket) for it in self.buckets]
+        wanted = [(name, bucket) for name, it in sorted(self.header.operators.items()) for bucket in range(it.buckets)]
+        if found != wanted:
+            lacking = sorted(set(wanted) - set(found))
+            raise CorruptFileError(
+                f"savepoint {self.header.id} has {len(found)} buckets in place of {len(wanted)}; "
+                + (f"the first that it lacks is {lacking[0]}" if lacking else "some are there twice, or out of order")
+            )
+
+    def bucket(self, operator: str, bucket: int) -> SavedBucket:
+        """One bucket; `KeyError` where there is no such operator or bucket."""
+        before = sum(it.buckets for name, it in self.header.operators.items() if name < operator)
+        if not 0 <= bucket < self.header.operators[operator].buckets:
+            raise KeyError(bucket)
+        return self.buckets[before + bucket]
+
+    def batch(self) -> pa.RecordBatch:
+        """The rows of the manifest."""
+        files = [
+            [{"name": file.name, "size_bytes": file.size_bytes, "digest": file.digest} for file in it.files]
+            for it in self.buckets
+        ]
+        columns = [
+            pa.array([it.operator for it in self.buckets], pa.string()),
+            pa.array([it.bucket for it in self.buckets], pa.int32()),
+            pa.array([it.pointer.encode() for it in self.buckets], pa.binary()),
+            pa.array(files, pa.list_(_FILE)),
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=self.schema())
+
+    def schema(self) -> pa.Schema:
+        """Schema of the manifest's file, with its header."""
+        return _ROWS.with_metadata(self.header.encode())
+
+    @staticmethod
+    def of(schema: pa.Schema, batches: Iterable[pa.RecordBatch], where: str) -> SavepointManifest:
+        """A manifest as it is read.
+
+        Parameters
+        ----------
+        schema
+            Schema of the file.
+        batches
+            Its rows, of which the checksum was right.
+        where
+            How to call the file in messages.
+
+        Raises
+        ------
+        CorruptFileError
+            When it is not whole.
+        VersionSkewError
+            When a newer release wrote it.
+        """
+        header = SavepointHeader.decode(schema.metadata, where)
+        if not schema.remove_metadata().equals(_ROWS):
+            raise CorruptFileError(f"{where} has the columns {schema.names}, which no manifest has")
+        buckets: list[SavedBucket] = []
+        for batch in batches:
+            batch.validate(full=True)
+            for row in batch.to_pylist():
+                buckets.append(_saved_bucket(row, where))
+        try:
+            return SavepointManifest(header, tuple(buckets))
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{where}: {error}") from error
+
+
+def _saved_bucket(row: Mapping[str, Any], where: str) -> SavedBucket:
+    what = f"bucket {row['bucket']} of operator {row['operator']!r} in {where}"
+    if None in row.values():
+        raise CorruptFileError(f"{what} has no {', '.join(name for name, value in row.items() if value is None)}")
+    pointer = Pointer.decode(row["pointer"])
+    if (pointer.operator, pointer.bucket) != (row["operator"], row["bucket"]):
+        raise CorruptFileError(f"{what} has the pointer of bucket {pointer.bucket} of {pointer.operator!r}")
+    try:
+        files = tuple(SavedFile(**file) for file in row["files"])
+    except (CorruptFileError, TypeError) as error:
+        raise CorruptFileError(f"{what}: {error}") from error
+    return SavedBucket(row["operator"], row["bucket"], pointer, files)
+
+
+def relocatable(pointer: Pointer, lineage: Sequence[LineageEntry]) -> Pointer:
+    """A pointer without what names a place: it can be moved, and used by any query.
+
+    Parameters
+    ----------
+    pointer
+        As Spark's state holds it.
+    lineage
+        The checkpoints from one whose state is there for certain to the committed one.
+
+    Returns
+    -------
+    Pointer
+        Whose files are all that it needs: nothing is inline, nothing is presumed.
+
+    Raises
+    ------
+    LineageError
+        When the lineage ends with another checkpoint.
+    """
+    last: CheckpointRef | None = lineage[-1].ref if lineage else None
+    if last != pointer.ref:
+        raise LineageError(f"the pointer of bucket {pointer.bucket} is at {pointer.ref}, and its files end at {last}")
+    return replace(
+        pointer,
+        lineage=tuple(lineage),
+        query_folder="",
+        replication={},
+        markers={},
+        inline=(),
+        partitioning=None,
+        made_by=None,
+        snapshots_missed=0,
+        claim=None,
+    )
+
+
+def _checksum(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).hexdigest().encode()

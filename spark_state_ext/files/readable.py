@@ -1,0 +1,72 @@
+"""What can be read by name: checkpoint files, wherever they are."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import pyarrow as pa
+
+from spark_state_ext.files.listing import Entry
+
+if TYPE_CHECKING:
+    from spark_state_ext.files.folder import Folder
+
+__all__ = ["Duplicable", "Listed", "Readable"]
+
+
+class Readable(Protocol):
+    """Files that can be read by name. All methods raise `MissingCheckpointError` and `StorageError`."""
+
+    def where(self, name: str) -> str:
+        """How to call a file in messages."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Size of a file in bytes."""
+        ...
+
+    def get(self, name: str) -> bytes:
+        """A whole file."""
+        ...
+
+    def get_range(self, name: str, start: int, end: int) -> bytes:
+        """Bytes `start` to `end` of a file; shorter where the file ends."""
+        ...
+
+    def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
+        """Copy a file to a local path. What fails there may be an `OSError`."""
+        ...
+
+    def open_local(self, name: str) -> pa.NativeFile | None:
+        """A file opened where it lies; None when it does not lie on a local disk."""
+        ...
+
+
+@runtime_checkable
+class Duplicable(Protocol):
+    """Files that can be duplicated to a folder without being read; a backend's `Readable` may be able to or not."""
+
+    def duplicate_to(self, target: Folder, name: str) -> bool:
+        """As `Folder.duplicate` of the target."""
+        ...
+
+
+class Listed(Readable, Protocol):
+    """A bucket's files, as clean-up sees them."""
+
+    root: str
+    """Names the bucket and where it lies, in messages."""
+
+    @property
+    def identity(self) -> str:
+        """What is known of the files is remembered under it; two stores may have a folder of one name."""
+        ...
+
+    def entries(self) -> list[Entry]:
+        """All that is there."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Delete a file; it may be gone already."""
+        ...

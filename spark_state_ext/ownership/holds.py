@@ -1,0 +1,242 @@
+"""Holds: for a while nothing is cleaned up below a query folder, as somebody copies from it.
+
+A hold is a file in the query folder. Renewing it makes the file with the next number, and removes the one before; so at
+every moment there is one, on stores whose rename does not replace too. Who takes a savepoint writes the hold first, and
+reads the latest committed pointers then. A clean-up that looked for holds before that goes by a pointer that is no
+newer, and leaves alone what newer pointers need (`docs/correctness.md`).
+
+Whether the holder lives is judged by whether the number changes, on the clock of whoever looks: no two clocks are
+compared.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from arrow_schemas.checksum import checksum_of
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, VersionSkewError
+from spark_state_ext.files.folder import Entry, Folder
+
+__all__ = ["HOLDS_FOLDER", "HOLD_FORMAT", "HOLD_MS", "Hold", "HoldRecord", "HoldWatch"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+HOLDS_FOLDER = "holds"
+HOLD_FORMAT = 1
+# How long a hold lasts without renewal. A copy renews it each third of that.
+HOLD_MS = 600_000
+_NAME = re.compile(r"([0-9a-f]{32})-(\d{8})\.json")
+# By the time of the file: for processes that live too short to watch it. No clock is a day wrong.
+_DEAD_AFTER_S = 86_400.0
+_KNOWN_MAX = 1_024
+
+
+@dataclass(frozen=True)
+class HoldRecord:
+    """What a hold says.
+
+    Parameters
+    ----------
+    id
+        32 hexadecimal digits, random.
+    holder
+        Who copies, and where to: for people.
+    lasts_ms
+        How long it lasts without renewal.
+    number
+        How often it was renewed.
+    """
+
+    id: str
+    holder: str
+    lasts_ms: int
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name of its file."""
+        return f"{self.id}-{self.number:08d}.json"
+
+    def encode(self) -> bytes:
+        """The file's bytes."""
+        fields = {"format": HOLD_FORMAT, "id": self.id, "holder": self.holder, "lasts_ms": self.lasts_ms}
+        return json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
+
+    @staticmethod
+    def decode(data: bytes, number: int, where: str) -> HoldRecord:
+        """Read a hold.
+
+        Raises
+        ------
+        CorruptFileError
+            When it is damaged.
+        VersionSkewError
+            When a newer release wrote it.
+        """
+        try:
+            fields = json.loads(data)
+            if fields["format"] > HOLD_FORMAT:
+                raise VersionSkewError(
+                    f"{where} has format {fields['format']}; this release reads up to {HOLD_FORMAT}. Use a newer "
+                    "release."
+                )
+            if fields.pop("checksum") != checksum_of(fields):
+                raise CorruptFileError(f"{where} fails its checksum. Remove it when nobody takes a savepoint.")
+            return HoldRecord(str(fields["id"]), str(fields["holder"]), int(fields["lasts_ms"]), number)
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            if isinstance(error, CorruptFileError):
+                raise
+            raise CorruptFileError(
+                f"{where} is no hold: {error!r}. Remove it when nobody takes a savepoint."
+            ) from error
+
+
+class Hold:
+    """A hold on a query folder, from `place` to `release`. May be renewed by several processes.
+
+    Parameters
+    ----------
+    query_folder
+        The folder.
+    record
+        What it says.
+    """
+
+    def __init__(self, query_folder: Folder, record: HoldRecord) -> None:
+        self._files = query_folder.child(HOLDS_FOLDER)
+        self.record = record
+
+    @staticmethod
+    def place(query_folder: Folder, holder: str, lasts_ms: int = HOLD_MS) -> Hold:
+        """Make a hold. When this returns, clean-ups that begin leave everything alone.
+
+        Parameters
+        ----------
+        query_folder
+            Folder of the state.
+        holder
+            Who copies, and where to: for people.
+        lasts_ms
+            How long it lasts without renewal.
+
+        Raises
+        ------
+        StorageError
+            When it could not be written.
+        """
+        made = Hold(query_folder, HoldRecord(uuid.uuid4().hex, holder, lasts_ms))
+        made._files.put(made.record.name, made.record.encode())
+        return made
+
+    def renew(self) -> None:
+        """It lasts as long again.
+
+        Raises
+        ------
+        MissingCheckpointError
+            When it is not there any more: it was not renewed in time, and files may be gone.
+        StorageError
+            When the store fails.
+        """
+        found = _newest(self._files.entries(), self.record.id)
+        if found is None:
+            raise MissingCheckpointError(
+                f"the hold {self.record.id} is gone from {self._files.root}, as it was not renewed for "
+                f"{self.record.lasts_ms / 1000:.0f} s: files that were to be copied may be gone too. Begin again."
+            )
+        self.record = replace(self.record, number=found + 1)
+        self._files.put(self.record.name, self.record.encode())
+        self._files.remove(replace(self.record, number=found).name)
+
+    def release(self) -> None:
+        """It is over; nothing happens when it is already."""
+        for entry in self._files.entries():
+            match = _NAME.fullmatch(entry.name)
+            if match is not None and match[1] == self.record.id:
+                self._files.remove(entry.name)
+
+
+def _newest(entries: list[Entry], hold_id: str) -> int | None:
+    numbers = [int(match[2]) for it in entries if (match := _NAME.fullmatch(it.name)) and match[1] == hold_id]
+    return max(numbers, default=None)
+
+
+class HoldWatch:
+    """What a process has seen of holds; a `Worker` owns it.
+
+    Parameters
+    ----------
+    clock_s
+        A clock that only goes forward.
+    wall_s
+        The time, seconds since 1970.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic, wall_s: Callable[[], float] = time.time) -> None:
+        self._clock_s = clock_s
+        self._wall_s = wall_s
+        # By file of a hold without its number: the record, and since when it has been the newest.
+        self._seen: dict[str, tuple[HoldRecord, float]] = {}
+        self._lock = threading.Lock()
+
+    def living(self, query_folder: Folder) -> list[HoldRecord]:
+        """Holds that must be respected. Those that nobody renewed for their time are removed.
+
+        Parameters
+        ----------
+        query_folder
+            Folder of the state.
+
+        Raises
+        ------
+        CorruptFileError, VersionSkewError
+            When one cannot be read: then nothing may be deleted.
+        StorageError
+            When the store fails.
+        """
+        files = query_folder.child(HOLDS_FOLDER)
+        newest: dict[str, tuple[int, Entry]] = {}
+        for entry in files.entries():
+            match = _NAME.fullmatch(entry.name)
+            if match is not None:
+                newest[match[1]] = max(newest.get(match[1], (-1, entry)), (int(match[2]), entry))
+        living = []
+        for hold_id, (number, entry) in sorted(newest.items()):
+            record = self._looked_at(files, hold_id, number, entry)
+            if record is not None:
+                living.append(record)
+        return living
+
+    def _looked_at(self, files: Folder, hold_id: str, number: int, entry: Entry) -> HoldRecord | None:
+        """A hold that lives; None for one that does not, which is removed."""
+        key, now_s = f"{files.identity} {hold_id}", self._clock_s()
+        with self._lock:
+            seen = self._seen.get(key)
+        if seen is None or seen[0].number != number:
+            try:
+                record = HoldRecord.decode(files.get(entry.name), number, files.where(entry.name))
+            except MissingCheckpointError:
+                # Renewed or released a moment ago; the next clean-up knows.
+                return HoldRecord(hold_id, "somebody", HOLD_MS, number)
+            seen = record, now_s
+            with self._lock:
+                self._seen[key] = seen
+                while len(self._seen) > _KNOWN_MAX:
+                    self._seen.pop(next(iter(self._seen)))
+        record, since_s = seen
+        old = entry.modified_s is not None and self._wall_s() - entry.modified_s > _DEAD_AFTER_S
+        if now_s - since_s <= record.lasts_ms / 1000 and not old:
+            return record
+        _LOGGER.warning(
+            "the hold of %s on %s was not renewed for %.0f s: it is removed", record.holder, files.root, now_s - since_s
+        )
+        files.remove(entry.name)
+        with self._lock:
+            self._seen.pop(key, None)
+        return None

@@ -1,0 +1,115 @@
+"""Pointers that Spark read from a checkpoint location when a query was planned that starts from it.
+
+Only Spark can read its state, and only on the client's word; executors need the pointers in the first batch. So a task
+writes them below the new query's root, as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from arrow_schemas.lineage import BLAKE2B, BODY_KEY, BODY_PLACEHOLDER
+from arrow_schemas.pointer import Pointer
+from spark_state_ext.errors import CorruptFileError
+from spark_state_ext.files.sealed_body import open_sealed, write_sealed
+
+__all__ = ["Captured", "captured_name"]
+
+_FORMAT = 1
+_KEY, _CHECKSUM_KEY = b"spark_state_ext.captured", b"spark_state_ext.captured_checksum"
+_ROWS = pa.schema([("bucket", pa.int32()), ("pointer", pa.binary())])
+
+
+def captured_name(now_ms: int, plan_id: str) -> str:
+    """Name of the file, in the folder of notes about first batches; it goes with these."""
+    return f"{now_ms}-{plan_id}.start.arrow"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The pointers of one operator as of one batch.
+
+    Parameters
+    ----------
+    operator
+        The operator.
+    batch
+        The batch that made them.
+    later
+        Later batches that are committed, at the time of reading.
+    hold_id
+        The hold that keeps their files.
+    lease_number
+        Number of the newest record of the folder's lease, after the pointers were read; 0 where it has none.
+    pointers
+        By bucket.
+    """
+
+    operator: str
+    batch: int
+    later: tuple[int, ...]
+    hold_id: str
+    lease_number: int
+    pointers: Mapping[int, Pointer]
+
+    def encode(self) -> bytes:
+        """The file's bytes."""
+        fields = {
+            "format": _FORMAT,
+            "operator": self.operator,
+            "batch": self.batch,
+            "later": list(self.later),
+            "hold_id": self.hold_id,
+            "lease_number": self.lease_number,
+        }
+        text = json.dumps(fields, sort_keys=True).encode()
+        metadata = {_KEY: text, _CHECKSUM_KEY: _checksum(text), BODY_KEY: BODY_PLACEHOLDER}
+        columns = [
+            pa.array(list(self.pointers), pa.int32()),
+            pa.array([pointer.encode() for pointer in self.pointers.values()], pa.binary()),
+        ]
+        buffer = io.BytesIO()
+        write_sealed(
+            buffer, _ROWS.with_metadata(metadata), [pa.RecordBatch.from_arrays(columns, schema=_ROWS)], BLAKE2B
+        )
+        return buffer.getvalue()
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> Captured:
+        """Inverse of `encode`; written and read by the same release, within one start of a query.
+
+        Raises
+        ------
+        CorruptFileError
+            When it is damaged.
+        """
+        body = open_sealed(pa.BufferReader(pa.py_buffer(data)), where)
+        metadata = body.reader.schema.metadata or {}
+        text = metadata.get(_KEY, b"")
+        if metadata.get(_CHECKSUM_KEY) != _checksum(text) or not body.reader.schema.remove_metadata().equals(_ROWS):
+            raise CorruptFileError(f"{where} does not hold the pointers of a query. Plan the query again.")
+        try:
+            fields = json.loads(text)
+            rows = [row for batch in body.reader for row in batch.to_pylist()]
+            return Captured(
+                str(fields["operator"]),
+                int(fields["batch"]),
+                tuple(int(batch) for batch in fields["later"]),
+                str(fields["hold_id"]),
+                int(fields["lease_number"]),
+                {int(row["bucket"]): Pointer.decode(row["pointer"]) for row in rows},
+            )
+        except (AttributeError, KeyError, TypeError, ValueError, pa.ArrowException) as error:
+            if isinstance(error, CorruptFileError):
+                raise
+            raise CorruptFileError(f"{where} cannot be read: {error!r}. Plan the query again.") from error
+
+
+def _checksum(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).hexdigest().encode()

@@ -1,0 +1,202 @@
+"""The claim to a savepoint: one query owns it, and deletes it once it needs nothing of it any more.
+
+Files of a claim lie in the folder ``claim/`` of the savepoint: ``claim.json`` is made exclusively; ``consumed.json``
+says that deleting has begun. (A claim to a query folder is a field of its lease.)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from arrow_schemas.checksum import checksum_of
+from spark_state_ext.errors import (
+    ClaimedError,
+    CorruptFileError,
+    MissingCheckpointError,
+    NotClaimableError,
+    VersionSkewError,
+)
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.manifest_file import read_manifest
+from spark_state_ext.savepoints.removing import delete_files
+
+__all__ = ["CLAIM_FOLDER", "SavepointClaim", "claim_of", "claim_savepoint", "consume", "is_consumed", "release_claim"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+CLAIM_FOLDER = "claim"
+_CLAIM_NAME, _CONSUMED_NAME = "claim.json", "consumed.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class SavepointClaim:
+    """Who owns a savepoint.
+
+    Parameters
+    ----------
+    savepoint_id
+        Id of the savepoint.
+    by
+        The query: the folder of its state.
+    id
+        Name of that folder, by which the query's attempts know their claim.
+    """
+
+    savepoint_id: str
+    by: str
+    id: str
+
+    def encode(self) -> bytes:
+        """The file's bytes: the same from all of the query's tasks."""
+        fields = {"format": _FORMAT, "savepoint_id": self.savepoint_id, "by": self.by, "id": self.id}
+        return json.dumps({**fields, "checksum": checksum_of(fields)}, sort_keys=True, indent=1).encode() + b"\n"
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> SavepointClaim:
+        """Read a claim.
+
+        Raises
+        ------
+        CorruptFileError
+            When it is damaged.
+        VersionSkewError
+            When a newer release wrote it.
+        """
+        try:
+            fields = json.loads(data)
+            if fields["format"] > _FORMAT:
+                raise VersionSkewError(
+                    f"{where} has format {fields['format']}; this release reads up to {_FORMAT}. Use a newer release."
+                )
+            if fields.pop("checksum") != checksum_of(fields):
+                raise CorruptFileError(f"{where} fails its checksum")
+            return SavepointClaim(str(fields["savepoint_id"]), str(fields["by"]), str(fields["id"]))
+        except (CorruptFileError, VersionSkewError):
+            raise
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+            raise CorruptFileError(f"{where} does not tell who claimed the savepoint: {error!r}") from error
+
+
+def claim_savepoint(savepoint: Folder, claim: SavepointClaim, mine: Collection[str]) -> SavepointClaim:
+    """Claim a savepoint, or find that this query has.
+
+    Parameters
+    ----------
+    savepoint
+        Its folder.
+    claim
+        The claim to make.
+    mine
+        Ids under which earlier attempts at the query's first batch may have made it.
+
+    Returns
+    -------
+    SavepointClaim
+        The one that is there.
+
+    Raises
+    ------
+    NotClaimableError
+        When its store does not create exclusively.
+    ClaimedError
+        When another query has claimed it.
+    """
+    if not savepoint.creates_exclusively:
+        raise NotClaimableError(
+            f"the savepoint at {savepoint.root} cannot be claimed: its store does not let exactly one of several "
+            "make a "
+            "file, so two queries might own it. Start with mode='no_claim', and delete it yourself."
+        )
+    files = savepoint.child(CLAIM_FOLDER)
+    if files.create(_CLAIM_NAME, claim.encode()):
+        return claim
+    there = claim_of(savepoint)
+    if there is not None and (there.id == claim.id or there.id in mine):
+        return there
+    raise ClaimedError(
+        f"the savepoint at {savepoint.root} is claimed by the query at {there.by if there else 'another place'}: "
+        "start with "
+        "mode='no_claim', or free it with python -m spark_state_ext savepoint release where that query is gone for "
+        "good."
+    )
+
+
+def claim_of(savepoint: Folder) -> SavepointClaim | None:
+    """Who has claimed a savepoint; None: nobody."""
+    files = savepoint.child(CLAIM_FOLDER)
+    try:
+        return SavepointClaim.decode(files.get(_CLAIM_NAME), files.where(_CLAIM_NAME))
+    except MissingCheckpointError:
+        return None
+
+
+def is_consumed(savepoint: Folder) -> bool:
+    """Whether its owner has begun to delete it."""
+    return savepoint.child(CLAIM_FOLDER).exists(_CONSUMED_NAME)
+
+
+def consume(savepoint: Folder, claim_id: str, still_ours: Callable[[], None]) -> int:
+    """Delete a claimed savepoint: what its manifest names, and nothing else. May be stopped and repeated at any time.
+
+    Parameters
+    ----------
+    savepoint
+        Its folder.
+    claim_id
+        Id of the claim; where another one is there, or none, nothing is deleted.
+    still_ours
+        Raises when another run has taken the query's state over.
+
+    Returns
+    -------
+    int
+        How many files were deleted.
+    """
+    claim = claim_of(savepoint)
+    if claim is None or claim.id != claim_id:
+        return 0
+    files = savepoint.child(CLAIM_FOLDER)
+    still_ours()
+    files.create(_CONSUMED_NAME, json.dumps({"format": _FORMAT}).encode())
+    deleted = 0
+    try:
+        manifest = read_manifest(savepoint)
+    except MissingCheckpointError:
+        manifest = None  # stopped after it was deleted
+    if manifest is not None:
+        if manifest.header.id != claim.savepoint_id:
+            # Somebody has put another savepoint there.
+            return 0
+        deleted = delete_files(savepoint, manifest, still_ours)
+    # The claim last, so that whoever is stopped here knows on the next day that it is his to finish.
+    files.remove(_CONSUMED_NAME)
+    files.remove(_CLAIM_NAME)
+    savepoint.remove_if_empty(CLAIM_FOLDER)
+    savepoint.remove_if_empty()
+    _LOGGER.info("the savepoint at %s, which this query had claimed, is deleted: %d files", savepoint.root, deleted)
+    return deleted
+
+
+def release_claim(savepoint: Folder) -> SavepointClaim:
+    """Free a claim whose owner died.
+
+    Raises
+    ------
+    MissingCheckpointError
+        When there is none.
+    NotClaimableError
+        When its owner has begun to delete the savepoint.
+    """
+    claim = claim_of(savepoint)
+    if claim is None:
+        raise MissingCheckpointError(f"nobody has claimed the savepoint at {savepoint.root}")
+    if is_consumed(savepoint):
+        raise NotClaimableError(
+            f"the claim of {claim.by} to the savepoint at {savepoint.root} cannot be released: it has begun to "
+            "delete it"
+        )
+    savepoint.child(CLAIM_FOLDER).remove(_CLAIM_NAME)
+    return claim

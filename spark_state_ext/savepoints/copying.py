@@ -1,0 +1,123 @@
+"""One checkpoint file from one place to another: duplicated where the stores can, else through this process."""
+
+from __future__ import annotations
+
+import enum
+import tempfile
+from pathlib import Path
+
+import pyarrow as pa
+
+from arrow_schemas.lineage import BodyRecord, CheckpointRef, file_name
+from arrow_schemas.savepoint import SavedFile
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError
+from spark_state_ext.files.folder import Duplicable, Folder, Readable
+from spark_state_ext.files.sealed_body import announced_body, verified
+from spark_state_ext.worker.spill import local_errors
+
+__all__ = ["How", "copied", "digest_text", "put_whole"]
+
+_IN_MEMORY_BYTES_MAX = 8 << 20
+
+
+class How(enum.Enum):
+    """How a file came to its new place."""
+
+    THERE = "it was there"
+    DUPLICATED = "a hard link, or a copy by the store"
+    STREAMED = "through this process"
+
+
+def digest_text(body: BodyRecord) -> str:
+    """Kind and digest of a body, as a manifest has it."""
+    return f"{body.algorithm}={body.digest}"
+
+
+def copied(files: Readable, file: SavedFile, target: Folder, scratch: Path) -> How:
+    """Have a file in another folder too. May be repeated, and stopped, at any time.
+
+    Parameters
+    ----------
+    files
+        Who has it.
+    file
+        The file.
+    target
+        The folder that gets it; `Folder.sync` comes when all files are there.
+    scratch
+        Local folder for one that is streamed.
+
+    Raises
+    ------
+    MissingCheckpointError
+        When it is not there.
+    CorruptFileError
+        When it is not the file that was announced.
+    StorageError
+        When a store fails.
+    """
+    if _is_there(target, file):
+        return How.THERE
+    if isinstance(files, Duplicable) and files.duplicate_to(target, file.name):
+        if not _is_there(target, file):
+            raise CorruptFileError(
+                f"{files.where(file.name)} is not the file that was announced ({file.size_bytes} bytes, {file.digest})"
+            )
+        return How.DUPLICATED
+    if file.size_bytes <= _IN_MEMORY_BYTES_MAX:
+        data = files.get(file.name)
+        _check(pa.BufferReader(pa.py_buffer(data)), file, files.where(file.name))
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            path = Path(folder) / file.name
+            with local_errors(scratch):
+                path.write_bytes(data)
+            target.put_file(file.name, path)
+    else:
+        with local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
+            path = Path(folder) / file.name
+            files.get_file(file.name, path)
+            _check(pa.OSFile(str(path), "r"), file, files.where(file.name))
+            target.put_file(file.name, path)
+    if not _is_there(target, file):
+        raise StorageError(f"{target.where(file.name)} was written and reads otherwise: it was torn on its way")
+    return How.STREAMED
+
+
+def put_whole(target: Folder, ref: CheckpointRef, kind: str, path: Path) -> SavedFile:
+    """Publish a checkpoint file that was made on the local disk.
+
+    Returns
+    -------
+    SavedFile
+        As a manifest has it.
+    """
+    name = file_name(ref, kind)
+    with local_errors(path.parent), pa.OSFile(str(path), "r") as opened:
+        body, _ = verified(opened, str(path))
+        file = SavedFile(name, opened.size(), digest_text(body))
+    target.put_file(name, path)
+    if not _is_there(target, file):
+        raise StorageError(f"{target.where(name)} was written and reads otherwise: it was torn on its way")
+    return file
+
+
+def _is_there(target: Folder, file: SavedFile) -> bool:
+    """Whether a folder has a file, by its size and by what its end tells of its body."""
+    try:
+        if target.size(file.name) != file.size_bytes:
+            return False
+        body = announced_body(
+            lambda start, end: target.get_range(file.name, start, end), file.size_bytes, target.where(file.name)
+        )
+    except (MissingCheckpointError, CorruptFileError):
+        return False
+    return digest_text(body) == file.digest
+
+
+def _check(opened: pa.NativeFile, file: SavedFile, where: str) -> None:
+    body, _ = verified(opened, where)
+    if opened.size() != file.size_bytes or digest_text(body) != file.digest:
+        raise CorruptFileError(
+            f"{where} is not the file that was announced ({file.size_bytes} bytes, {file.digest}): it has "
+            f"{opened.size()} bytes, {digest_text(body)}"
+        )

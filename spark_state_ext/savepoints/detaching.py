@@ -1,0 +1,102 @@
+"""Once a batch of a query is committed that was started from a snapshot: it says so, and lets go of the snapshot."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
+from spark_state_ext.errors import MissingCheckpointError, OwnershipError, StateError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.ownership.holds import Hold, HoldRecord
+from spark_state_ext.savepoints.captured import Captured
+from spark_state_ext.savepoints.claims import consume
+from spark_state_ext.savepoints.records import is_detached, note_detached, start_of
+from spark_state_ext.worker.background import Background
+
+__all__ = ["Detaching"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+
+
+class Detaching:
+    """What a process has done of this; a `Worker` owns it. A query's first bucket has it done, once a plan."""
+
+    def __init__(self) -> None:
+        self._done: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+
+    def in_turn(self, job: Job, query_folder: Folder, still_ours: Callable[[], None], background: Background) -> None:
+        """Have it done beside the batch.
+
+        Parameters
+        ----------
+        job
+            The job.
+        query_folder
+            Folder of its state, of which a committed pointer was handed out.
+        still_ours
+            Raises when another run has taken the state over.
+        background
+            Does it.
+        """
+        key = (query_folder.identity, job.plan_id)
+        with self._lock:
+            if key in self._done:
+                return
+            self._done.add(key)
+
+        def work() -> None:
+            try:
+                detach(job, query_folder, still_ours)
+            except OwnershipError:
+                raise
+            except StateError as error:
+                _LOGGER.warning("%s does not say yet that it needs no snapshot any more: %s", query_folder.root, error)
+                with self._lock:
+                    self._done.discard(key)
+
+        if not background.submit(f"detaching of {query_folder.root}", work):
+            with self._lock:
+                self._done.discard(key)
+
+
+def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> None:
+    """Say that a query needs nothing of the snapshot that it was started from, and let go of that.
+
+    Parameters
+    ----------
+    job, query_folder, still_ours
+        As for `Detaching.in_turn`.
+
+    Raises
+    ------
+    StateError
+        When a store fails; it may be repeated.
+    """
+    record, start = start_of(query_folder), job.options.start_from
+    if record is not None and not is_detached(query_folder):
+        still_ours()
+        note_detached(query_folder)
+        _LOGGER.info("%s needs nothing of %s any more", query_folder.root, record.source)
+    if isinstance(start, RetainedCheckpoint) and job.captured is not None:
+        _let_go(job, start, job.captured)
+    if record is None or record.mode != CLAIM or not isinstance(start, Savepoint) or not job.options.clean_up:
+        return
+    if start.path == record.source:
+        consume(Folder(start.path, start.storage_options), query_folder.name, still_ours)
+
+
+def _let_go(job: Job, start: RetainedCheckpoint, file: str) -> None:
+    """Release the hold that was made when the query was planned."""
+    notes = Folder(job.options.root, job.options.storage_options).child(job.operator, STARTING_FOLDER)
+    try:
+        found = Captured.decode(notes.get(file), notes.where(file))
+    except MissingCheckpointError:
+        return
+    for folder in {pointer.query_folder for pointer in found.pointers.values()}:
+        files = Folder(start.root, start.storage_options).child(found.operator, folder)
+        Hold(files, HoldRecord(found.hold_id, "", 0)).release()

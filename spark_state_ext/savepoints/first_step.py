@@ -1,0 +1,135 @@
+"""The first call of a bucket whose query starts from a snapshot, step by step: claim, folder, files, pointer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from arrow_schemas.pointer import Pointer
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.replicas import Replicas
+from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
+from spark_state_ext.errors import LiveRunError, NotClaimableError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.operator_catalog import query_folders_of_batch
+from spark_state_ext.ownership.holds import Hold, HoldRecord
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import Claim
+from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint
+from spark_state_ext.savepoints.records import note_start
+from spark_state_ext.savepoints.starting import Beginning
+
+__all__ = ["FirstStep"]
+
+
+class FirstStep:
+    """What a bucket's first call does before its state is opened.
+
+    Parameters
+    ----------
+    job
+        The job.
+    root
+        The folder ``<root>/<operator>``.
+    query_folder
+        Name of the query folder that the first batch agreed upon.
+    batch_ms
+        The batch's time by Spark: the same in every attempt at it.
+    """
+
+    def __init__(self, job: Job, root: Folder, query_folder: str, batch_ms: int) -> None:
+        self._job = job
+        self._root = root
+        self._query_folder = query_folder
+        self._batch_ms = batch_ms
+
+    def folder_of(self, beginning: Beginning) -> str:
+        """The query folder in which the state is from now on: the other query's where that is claimed."""
+        return beginning.pointer.query_folder if beginning.adopts else self._query_folder
+
+    def claim(self, beginning: Beginning) -> Claim | None:
+        """Make the claim, where one is asked for; that to a query folder is made with its lease.
+
+        Returns
+        -------
+        Claim or None
+            To the query folder that is adopted.
+
+        Raises
+        ------
+        ClaimedError
+            When another query has claimed it.
+        NotClaimableError
+            When it cannot be claimed.
+        LiveRunError
+            When the other query has run since its checkpoint was read.
+        """
+        start = self._job.options.start_from
+        by = self._root.child(self._query_folder).root
+        if isinstance(start, Savepoint) and start.mode == CLAIM:
+            folder = Folder(start.path, start.storage_options)
+            wanted = SavepointClaim(beginning.record.source_id, by, self._query_folder)
+            claim_savepoint(folder, wanted, self._attempts())
+        if not beginning.adopts:
+            return None
+        assert isinstance(start, RetainedCheckpoint), "that is what is adopted"
+        assert beginning.captured is not None, "and it was captured"
+        folder = self._root.child(beginning.pointer.query_folder)
+        if not folder.creates_exclusively:
+            raise NotClaimableError(
+                f"the state at {folder.root} cannot be claimed: its store does not let exactly one of several make "
+                "a file, "
+                "so two queries might own it. Start with mode='no_claim', and delete it yourself."
+            )
+        found = LeaseLog(folder).newest(first=True)
+        there = None if found is None else found.record.claim
+        if there is not None and (there.id == self._query_folder or there.id in self._attempts()):
+            return there
+        captured = beginning.captured
+        if captured.later and not start.force:
+            raise NotClaimableError(
+                f"batch {captured.batch} of {start.checkpoint_location} cannot be claimed: the later batches "
+                f"{', '.join(map(str, captured.later))} build upon its files, which the new query deletes when it "
+                "needs "
+                "them no more. Claim the last batch, or accept that the later ones are lost with force=True."
+            )
+        if (0 if found is None else found.number) != captured.lease_number:
+            raise LiveRunError(
+                f"the state at {folder.root} was written since its checkpoint was read, and the last batch may be "
+                "another: "
+                "stop the old query first, then plan the new one, and start it"
+            )
+        return Claim(self._query_folder, by, int(time.time() * 1000))
+
+    def _attempts(self) -> set[str]:
+        """Query folders that attempts at this very batch took."""
+        return query_folders_of_batch(self._root, self._batch_ms)
+
+    def pointer(self, beginning: Beginning, claim: Claim | None, replicas: Replicas, scratch: Path) -> Pointer:
+        """The pointer to begin with; what it needs is in the query's folder.
+
+        Parameters
+        ----------
+        beginning
+            Where the state comes from.
+        claim
+            What `claim` gave.
+        replicas
+            Makes the other query's backends.
+        scratch
+            Local folder for temporary files.
+        """
+        if beginning.adopts:
+            assert claim is not None, "what is adopted is claimed"
+            return replace(beginning.pointer, batch=-1, partitioning=None, made_by=None, claim=claim.id)
+        note_start(self._root.child(self._query_folder), beginning.record)
+        if beginning.captured is None:
+            return beginning.detached(self._job, self._query_folder, (), scratch)
+        start = self._job.options.start_from
+        assert isinstance(start, RetainedCheckpoint), "that is what was captured"
+        pointer = beginning.pointer
+        hold = HoldRecord(beginning.captured.hold_id, "", 0)
+        Hold(Folder(start.root, start.storage_options).child(pointer.operator, pointer.query_folder), hold).renew()
+        places = replicas.reading(start.places, pointer, scratch, self._job.options.commit.commit_timeout_ms / 1000)
+        return beginning.detached(self._job, self._query_folder, places, scratch)

@@ -1,0 +1,102 @@
+"""The manifest of a savepoint as a file: written last, exclusively; read only after its checksum was right."""
+
+from __future__ import annotations
+
+import io
+
+import pyarrow as pa
+
+from arrow_schemas.lineage import BLAKE2B
+from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StateError, UsageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed_body import NOT_ARROW, open_sealed, write_sealed
+
+__all__ = ["decode_manifest", "encode_manifest", "read_manifest", "refuse_existing", "write_manifest"]
+
+
+def encode_manifest(manifest: SavepointManifest) -> bytes:
+    """The file's bytes."""
+    buffer = io.BytesIO()
+    write_sealed(buffer, manifest.schema(), [manifest.batch()], BLAKE2B)
+    return buffer.getvalue()
+
+
+def decode_manifest(data: bytes, where: str) -> SavepointManifest:
+    """Read a manifest.
+
+    Raises
+    ------
+    CorruptFileError
+        When it is damaged, or none.
+    VersionSkewError
+        When a newer release wrote it.
+    """
+    body = open_sealed(pa.BufferReader(pa.py_buffer(data)), where)
+    try:
+        found = SavepointManifest.of(body.reader.schema, body.reader, where)
+    except StateError:
+        raise
+    except NOT_ARROW as error:
+        raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
+    if len(found.buckets) != body.record.rows:
+        raise CorruptFileError(f"{where} holds {len(found.buckets)} rows and announces {body.record.rows}")
+    return found
+
+
+def write_manifest(savepoint: Folder, manifest: SavepointManifest) -> None:
+    """Make a savepoint of the files that lie in a folder.
+
+    Raises
+    ------
+    UsageError
+        When there is another savepoint.
+    StorageError
+        When it could not be written.
+    """
+    if not savepoint.create(MANIFEST_NAME, encode_manifest(manifest)):
+        raise _there_is_one(savepoint)
+
+
+def refuse_existing(savepoint: Folder) -> None:
+    """Refuse a folder in which there is a savepoint, or anything else.
+
+    Raises
+    ------
+    UsageError
+        When there is.
+    """
+    names = savepoint.names()
+    if MANIFEST_NAME in names:
+        raise _there_is_one(savepoint)
+    if names:
+        raise UsageError(
+            f"{savepoint.root} is not empty ({', '.join(names[:3])}): a savepoint needs a folder of its own. Name one "
+            "that does not exist yet, or remove what a savepoint that failed has left there."
+        )
+
+
+def _there_is_one(savepoint: Folder) -> UsageError:
+    return UsageError(f"there is a savepoint at {savepoint.root} already: name a folder that does not exist yet")
+
+
+def read_manifest(savepoint: Folder) -> SavepointManifest:
+    """The manifest of a savepoint.
+
+    Raises
+    ------
+    MissingCheckpointError
+        When there is none.
+    CorruptFileError, VersionSkewError
+        When it cannot be read.
+    StorageError
+        When the store fails.
+    """
+    try:
+        data = savepoint.get(MANIFEST_NAME)
+    except MissingCheckpointError as error:
+        raise MissingCheckpointError(
+            f"there is no savepoint at {savepoint.root}: it has no {MANIFEST_NAME}. Look at the path; a savepoint that "
+            "was not finished has none, and one that a job has claimed is deleted by it."
+        ) from error
+    return decode_manifest(data, savepoint.where(MANIFEST_NAME))

@@ -1,0 +1,135 @@
+"""What a query folder tells of its start: `start.json` from before the first bucket begins, `detached.json` once a
+batch is committed. Both are immutable, and the same from whoever makes them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from arrow_schemas.checksum import checksum_of
+from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, VersionSkewError
+from spark_state_ext.files.folder import Folder
+
+__all__ = [
+    "DETACHED_NAME",
+    "START_FORMAT",
+    "START_NAME",
+    "StartRecord",
+    "is_detached",
+    "note_detached",
+    "note_start",
+    "start_of",
+]
+
+START_FORMAT = 1
+START_NAME, DETACHED_NAME = "start.json", "detached.json"
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    """From what a query folder's state was begun.
+
+    Parameters
+    ----------
+    kind
+        ``"savepoint"`` or ``"retained_checkpoint"``.
+    source
+        Its path: of the savepoint, or of the other query's folder.
+    source_id
+        Id of the savepoint; empty for a retained checkpoint.
+    batch
+        Batch of the other query whose state it is; -1 where it was made of a table.
+    mode
+        ``"no_claim"`` or ``"claim"``.
+    operator
+        Name of the operator there.
+    """
+
+    kind: str
+    source: str
+    source_id: str
+    batch: int
+    mode: str
+    operator: str
+
+    def encode(self) -> bytes:
+        """The file's bytes."""
+        fields: dict[str, Any] = {"format": START_FORMAT, **asdict(self)}
+        return json.dumps({**fields, "checksum": checksum_of(fields)}, sort_keys=True, indent=1).encode() + b"\n"
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> StartRecord:
+        """Read a record.
+
+        Raises
+        ------
+        CorruptFileError
+            When it is damaged.
+        VersionSkewError
+            When a newer release wrote it.
+        """
+        try:
+            fields = json.loads(data)
+            found = fields.pop("format")
+            if found > START_FORMAT:
+                raise VersionSkewError(
+                    f"{where} has format {found}; this release reads up to {START_FORMAT}. Use a newer release."
+                )
+            if fields.pop("checksum") != checksum_of({"format": found, **fields}):
+                raise CorruptFileError(f"{where} fails its checksum")
+            return StartRecord(
+                kind=str(fields["kind"]),
+                source=str(fields["source"]),
+                source_id=str(fields["source_id"]),
+                batch=int(fields["batch"]),
+                mode=str(fields["mode"]),
+                operator=str(fields["operator"]),
+            )
+        except (CorruptFileError, VersionSkewError):
+            raise
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+            raise CorruptFileError(f"{where} does not tell what a query was started from: {error!r}") from error
+
+
+def note_start(query_folder: Folder, record: StartRecord) -> None:
+    """Write down what a query folder's state is begun with.
+
+    Raises
+    ------
+    LineageError
+        When another attempt at the first batch began with something else.
+    StorageError
+        When the store fails.
+    """
+    if not query_folder.create(START_NAME, record.encode()):
+        there = start_of(query_folder)
+        raise LineageError(
+            f"the first batch of the query at {query_folder.root} was begun from "
+            f"{there.source if there else 'nothing'} "
+            f"before, and now from {record.source}: start the query again from where it was, or with a new "
+            "checkpointLocation"
+        )
+
+
+def start_of(query_folder: Folder) -> StartRecord | None:
+    """What a query folder's state was begun with; None: with nothing."""
+    try:
+        data = query_folder.get(START_NAME)
+    except MissingCheckpointError:
+        return None
+    return StartRecord.decode(data, query_folder.where(START_NAME))
+
+
+def is_detached(query_folder: Folder) -> bool:
+    """Whether a query that was started from a snapshot needs nothing of it any more."""
+    return query_folder.exists(DETACHED_NAME)
+
+
+def note_detached(query_folder: Folder) -> None:
+    """Write down that a batch of the query is committed, so that all its buckets have what they need.
+
+    Who calls it was handed a pointer of the query: in a batch with data Spark calls every bucket, and commits the
+    pointers of all or of none.
+    """
+    query_folder.create(DETACHED_NAME, json.dumps({"format": START_FORMAT}).encode())

@@ -1,0 +1,42 @@
+"""Deleting a savepoint: what its manifest names, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
+from spark_state_ext.files.folder import Folder
+
+__all__ = ["delete_files"]
+
+
+def delete_files(savepoint: Folder, manifest: SavepointManifest, still_ours: Callable[[], None] = lambda: None) -> int:
+    """Delete files of buckets first, and the manifest last, so that who is stopped knows what is left to do.
+
+    Parameters
+    ----------
+    savepoint
+        Its folder.
+    manifest
+        What is in it.
+    still_ours
+        Called before each file; what it raises ends it.
+
+    Returns
+    -------
+    int
+        How many checkpoint files there were.
+    """
+    deleted = 0
+    for bucket in manifest.buckets:
+        folder = savepoint.child(bucket.operator, str(bucket.bucket))
+        for file in bucket.files:
+            still_ours()
+            folder.remove(file.name)
+            deleted += 1
+        savepoint.remove_if_empty(bucket.operator, str(bucket.bucket))
+    for name in manifest.header.operators:
+        savepoint.remove_if_empty(name)
+    savepoint.remove(MANIFEST_NAME)
+    savepoint.remove_if_empty()
+    return deleted

@@ -1,0 +1,258 @@
+"""Starting from a snapshot: what a query's first call of a bucket does in place of beginning without state.
+
+The bucket's files come into the query's own folder under their own names, duplicated where the stores can, and the
+saved pointer becomes the query's. Doing it again makes the same. Nothing refers to the snapshot afterwards: once a
+pointer of the query is committed, every bucket is detached from it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name
+from arrow_schemas.operator import OperatorFile, operator_file_name
+from arrow_schemas.pointer import Pointer, ReplicationStatus
+from arrow_schemas.savepoint import NATIVE, SavedFile, SavepointManifest
+from spark_state_ext.backends import STATE
+from spark_state_ext.backends.registry import FSSPEC, Backend
+from spark_state_ext.backends.replication import Replica
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, OperatorChangedError, StateError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.savepoints.captured import Captured
+from spark_state_ext.savepoints.copying import copied
+from spark_state_ext.savepoints.manifest_file import read_manifest
+from spark_state_ext.savepoints.records import StartRecord
+from spark_state_ext.savepoints.taking import save_bucket
+
+__all__ = ["Beginning", "Starts"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where the state of one bucket comes from.
+
+    Parameters
+    ----------
+    pointer
+        The bucket's, as it was saved.
+    operator_file
+        The operator file that was in force there.
+    record
+        What the query folder tells of it.
+    source
+        Folder with the bucket's files.
+    files
+        Which of these; None for a retained checkpoint, where they are looked for.
+    captured
+        Of a retained checkpoint, what was read of it.
+    """
+
+    pointer: Pointer
+    operator_file: OperatorFile
+    record: StartRecord
+    source: Folder
+    files: tuple[SavedFile, ...] | None
+    captured: Captured | None = None
+
+    @property
+    def adopts(self) -> bool:
+        """Whether the other query's folder becomes the query's own."""
+        return self.captured is not None and self.record.mode == CLAIM
+
+    def leaves_behind(self, job: Job) -> bool:
+        """Whether state columns that the job does not have are left behind."""
+        return job.options.start_from is not None and job.options.start_from.allow_non_restored
+
+    def begins(self, job: Job, query_folder: str) -> OperatorFile:
+        """The first operator file of the query.
+
+        Raises
+        ------
+        ChangedJobError
+            When the saved state cannot serve the job.
+        """
+        return self.operator_file.begins(
+            job.operator_file(query_folder),
+            leave_behind=self.leaves_behind(job),
+            case_sensitive=job.case_sensitive,
+        )
+
+    def detached(self, job: Job, query_folder: str, replicas: Sequence[Replica], scratch: Path) -> Pointer:
+        """Have the bucket's files in the query's folder, and the pointer to go on from.
+
+        Parameters
+        ----------
+        job, query_folder
+            The job, and the folder.
+        replicas
+            Backends of the other query, where it is a retained checkpoint.
+        scratch
+            Local folder for temporary files.
+
+        Raises
+        ------
+        MissingCheckpointError, CorruptFileError, LineageError
+            When the saved state cannot be loaded.
+        StorageError
+            When a store fails.
+        """
+        backend = next((it for it in job.options.backends if it.kind == FSSPEC), None)
+        if backend is None or self.pointer.ref is None:
+            return self._renamed(job, query_folder, self.pointer, {}, {})
+        target = Folder(backend.root, backend.storage_options).child(
+            job.operator, query_folder, str(self.pointer.bucket)
+        )
+        saved, files = self.pointer, self.files
+        if files is None:
+            copy = save_bucket(self.pointer, replicas, target, NATIVE, self.operator_file.row_schema(), scratch).saved
+            saved, files = copy.pointer, copy.files
+        else:
+            for file in files:
+                copied(self.source, file, target, scratch)
+            target.sync()
+        newest = _newest(self.pointer.ref, files)
+        return self._renamed(
+            job, query_folder, saved, {backend.name: ReplicationStatus(saved.ref)}, {backend.name: {STATE: newest}}
+        )
+
+    def _renamed(
+        self,
+        job: Job,
+        query_folder: str,
+        saved: Pointer,
+        replication: dict[str, ReplicationStatus],
+        markers: dict[str, dict[str, str]],
+    ) -> Pointer:
+        origins = saved.origins if saved.operator == job.operator else (*saved.origins, saved.operator)
+        return replace(
+            saved,
+            operator=job.operator,
+            origins=tuple(dict.fromkeys(origins)),
+            query_folder=query_folder,
+            schema_id=0,
+            batch=-1,
+            replication=replication,
+            markers=markers,
+            partitioning=None,
+            made_by=None,
+            claim=None,
+        )
+
+
+def _newest(ref: CheckpointRef, files: Sequence[SavedFile]) -> str:
+    """The file that a marker names: of the committed checkpoint."""
+    names = {file.name for file in files}
+    return next(name for kind in (DELTA, SNAPSHOT) if (name := file_name(ref, kind)) in names)
+
+
+class Starts:
+    """What a process has read of the snapshots that its queries start from."""
+
+    _MAX = 16
+
+    def __init__(self) -> None:
+        self._read: OrderedDict[str, object] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, job: Job, bucket: int) -> Beginning | None:
+        """Where a bucket's state comes from; None: it begins without.
+
+        Parameters
+        ----------
+        job
+            The job, whose options name the snapshot.
+        bucket
+            The bucket.
+
+        Raises
+        ------
+        OperatorChangedError
+            When the operator is not in the snapshot.
+        MissingCheckpointError, CorruptFileError, VersionSkewError
+            When the snapshot cannot be read.
+        StorageError
+            When the store fails.
+        """
+        start = job.options.start_from
+        if start is None:
+            return None
+        name = start.operator or job.operator
+        if isinstance(start, Savepoint):
+            return self._in_savepoint(job, start, name, bucket)
+        return self._in_checkpoint(job, start, name, bucket)
+
+    def _in_savepoint(self, job: Job, start: Savepoint, name: str, bucket: int) -> Beginning | None:
+        folder = Folder(start.path, start.storage_options)
+        manifest = self._once(f"savepoint {folder.identity} {job.plan_id}", lambda: read_manifest(folder))
+        header = manifest.header
+        if name not in header.operators:
+            if start.allow_non_restored:
+                return None
+            raise _not_there(name, start.path, manifest)
+        operator_file = header.operators[name]
+        # The number of buckets first: without it there may be no such bucket.
+        operator_file.begins(job.operator_file(""), leave_behind=True, case_sensitive=job.case_sensitive)
+        saved = manifest.bucket(name, bucket)
+        record = StartRecord("savepoint", start.path, header.id, header.batch, start.mode, name)
+        return Beginning(saved.pointer, operator_file, record, folder.child(name, str(bucket)), saved.files)
+
+    def _in_checkpoint(self, job: Job, start: RetainedCheckpoint, name: str, bucket: int) -> Beginning | None:
+        if job.captured is None:
+            if start.allow_non_restored and not job.not_captured:
+                return None
+            raise MissingCheckpointError(
+                f"operator {job.operator!r} cannot start from {start}: {job.not_captured}. Nothing was written."
+            )
+        notes = Folder(job.options.root, job.options.storage_options).child(job.operator, STARTING_FOLDER)
+        file = job.captured
+        captured = self._once(
+            f"captured {notes.identity} {file}", lambda: Captured.decode(notes.get(file), notes.where(file))
+        )
+        if bucket not in captured.pointers:
+            raise CorruptFileError(f"{notes.where(file)} lacks bucket {bucket}. Plan the query again.")
+        pointer = captured.pointers[bucket]
+        files = Folder(start.root, start.storage_options).child(name, pointer.query_folder)
+        operator_file = self._once(
+            f"operator {files.identity} {pointer.schema_id}",
+            lambda: OperatorFile.decode(
+                files.get(operator_file_name(pointer.schema_id)), files.where(operator_file_name(pointer.schema_id))
+            ),
+        )
+        batch = -1 if start.batch is None else start.batch
+        record = StartRecord("retained_checkpoint", files.root, "", batch, start.mode, name)
+        return Beginning(pointer, operator_file, record, files.child(str(bucket)), None, captured)
+
+    def _once(self, key: str, read: Callable[[], T]) -> T:
+        """What was read before, or is read now: snapshots do not change."""
+        with self._lock:
+            found = self._read.get(key)
+        if found is None:
+            found = read()
+            with self._lock:
+                self._read[key] = found
+                while len(self._read) > self._MAX:
+                    self._read.popitem(last=False)
+        return found  # type: ignore[return-value]  # what is kept under a key is what its reader gave
+
+
+def _not_there(name: str, path: str, manifest: SavepointManifest) -> StateError:
+    return OperatorChangedError(
+        f"the savepoint at {path} has no operator {name!r}; it has {', '.join(sorted(manifest.header.operators))}. "
+        "Name the "
+        "one whose state is meant with operator=…, or begin without state with allow_non_restored=True."
+    )
+
+
+def places_of(start: RetainedCheckpoint) -> Mapping[str, Backend]:
+    """The other query's backends, by name."""
+    return {it.name: it for it in start.places}

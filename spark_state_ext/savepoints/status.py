@@ -1,0 +1,122 @@
+"""Whether a snapshot may be deleted, and why: what `savepoint status` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from spark_state_ext.errors import MissingCheckpointError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, is_consumed
+from spark_state_ext.savepoints.records import StartRecord, is_detached, start_of
+
+__all__ = ["Started", "Verdict", "claimed", "judged", "started_below"]
+
+
+@dataclass(frozen=True)
+class Started:
+    """A query that was started from a snapshot.
+
+    Parameters
+    ----------
+    query_folder
+        Where its state is.
+    record
+        What that tells of the start.
+    detached
+        It needs nothing of the snapshot any more.
+    """
+
+    query_folder: str
+    record: StartRecord
+    detached: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a snapshot may be deleted.
+
+    Parameters
+    ----------
+    deletable
+        It may.
+    because
+        Why, or why not: a sentence.
+    """
+
+    deletable: bool
+    because: str
+
+    def __str__(self) -> str:
+        return f"deletable: {'yes' if self.deletable else 'no'}, because {self.because}"
+
+
+def judged(
+    started: Sequence[Started], claim: SavepointClaim | None, consumed: bool, looked_in: Sequence[str]
+) -> Verdict:
+    """Decide.
+
+    Parameters
+    ----------
+    started
+        Queries that were started from it, as far as roots were looked in.
+    claim, consumed
+        Who has claimed it, and whether that one has begun to delete it.
+    looked_in
+        The roots that were looked in.
+    """
+    if claim is not None and consumed:
+        return Verdict(False, f"{claim.by} owns it and is deleting it: let it finish")
+    if claim is not None:
+        return Verdict(
+            False,
+            f"{claim.by} has claimed it, and deletes it itself when it needs it no more. Where that query is gone "
+            "for good, "
+            "python -m spark_state_ext savepoint release frees it",
+        )
+    waiting = [it for it in started if not it.detached]
+    if waiting:
+        return Verdict(
+            False,
+            f"{len(waiting)} of {len(started)} queries that were started from it have not committed a batch yet, "
+            "the first "
+            f"at {waiting[0].query_folder}",
+        )
+    if started:
+        return Verdict(
+            True, f"all {len(started)} queries that were started from it have committed a batch of their own"
+        )
+    where = f"below {', '.join(looked_in)}" if looked_in else "as no --root was named to look in"
+    return Verdict(True, f"no query is known that was started from it ({where})")
+
+
+def claimed(savepoint: Folder) -> tuple[SavepointClaim | None, bool]:
+    """Who has claimed a savepoint, and whether that one has begun to delete it."""
+    claim = claim_of(savepoint)
+    return claim, claim is not None and is_consumed(savepoint)
+
+
+def started_below(root: Folder, source: str, source_id: str) -> Iterable[Started]:
+    """Queries below a root that were started from a snapshot.
+
+    Parameters
+    ----------
+    root
+        Root of an `ArrowState`.
+    source, source_id
+        Path and id of the savepoint; it may have been moved since. The id is empty for a query's folder.
+    """
+    for operator in (it for it in root.entries() if it.folder):
+        folder = root.child(operator.name)
+        for entry in folder.entries():
+            if not entry.folder or entry.name in (STARTING_FOLDER, SPILL_FOLDER):
+                continue
+            query_folder = folder.child(entry.name)
+            try:
+                record = start_of(query_folder)
+            except MissingCheckpointError:
+                continue
+            same = record is not None and (record.source_id == source_id if source_id else record.source == source)
+            if record is not None and same:
+                yield Started(query_folder.root, record, is_detached(query_folder))

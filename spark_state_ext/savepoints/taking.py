@@ -1,0 +1,160 @@
+"""Taking a savepoint: what becomes of one bucket. Nothing here touches the query whose state it is."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from arrow_schemas.lineage import SNAPSHOT, LineageHeader, Writer
+from arrow_schemas.pointer import LineageEntry, Pointer
+from arrow_schemas.row import RowSchema
+from arrow_schemas.savepoint import CANONICAL, NATIVE, SavedBucket, SavedFile, relocatable
+from spark_state_ext.backends.replication import Replica, taken_over
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed import seal
+from spark_state_ext.restore.needed import needed_files
+from spark_state_ext.restore.sources import Sources, restore_order
+from spark_state_ext.savepoints.copying import How, copied, digest_text, put_whole
+from spark_state_ext.store import LocalStore
+from spark_state_ext.version import __version__
+
+__all__ = ["Copy", "save_bucket"]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """What saving a bucket took.
+
+    Parameters
+    ----------
+    saved
+        The bucket, as the manifest has it.
+    duplicated, streamed
+        How many files were duplicated, and how many went through this process.
+    streamed_bytes
+        Bytes of the latter.
+    """
+
+    saved: SavedBucket
+    duplicated: int = 0
+    streamed: int = 0
+    streamed_bytes: int = 0
+
+
+def save_bucket(
+    pointer: Pointer,
+    replicas: Sequence[Replica],
+    target: Folder,
+    form: str,
+    schema: RowSchema,
+    scratch: Path,
+    *,
+    restore_from: str | None = None,
+    writer: Writer | None = None,
+) -> Copy:
+    """Copy what a bucket's state is made of into a folder. May be repeated, and stopped, at any time.
+
+    Parameters
+    ----------
+    pointer
+        A committed pointer, which a hold protects.
+    replicas
+        The query's backends.
+    target
+        The folder of the bucket: in a savepoint, or in the query folder of a query that starts from this one's state.
+    form
+        `NATIVE`: files as they are. `CANONICAL`: one compacted snapshot.
+    schema
+        Row schema of the operator file in force.
+    scratch
+        Local folder for temporary files.
+    restore_from
+        Name of the backend to copy from, where there is a choice.
+    writer
+        Who is working, for the header of a compacted snapshot.
+
+    Raises
+    ------
+    MissingCheckpointError, CorruptFileError, LineageError
+        When the state cannot be loaded.
+    StorageError
+        When a store fails.
+    """
+    if pointer.ref is None:
+        return Copy(SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, ()), ()))
+    if form == CANONICAL:
+        return _compacted(pointer, replicas, target, schema, scratch, restore_from, writer)
+    assert form == NATIVE, form
+    known = taken_over(pointer, replicas)
+    needed = needed_files(pointer, Sources(restore_order(replicas, known, restore_from), pointer, restore_from))
+    files, how = [], []
+    for it in needed.files:
+        body = it.announced.body
+        name = f"{it.fetch.ref}.{it.fetch.kind}.arrow"
+        file = SavedFile(name, it.announced.size_bytes, digest_text(body))
+        how.append((copied(it.files, file, target, scratch), file.size_bytes))
+        files.append(file)
+    target.sync()
+    return _counted(
+        SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, needed.lineage), tuple(files)), how
+    )
+
+
+def _counted(saved: SavedBucket, how: Iterable[tuple[How, int]]) -> Copy:
+    how = list(how)
+    streamed = [size for it, size in how if it is How.STREAMED]
+    return Copy(saved, sum(it is How.DUPLICATED for it, _ in how), len(streamed), sum(streamed))
+
+
+def _compacted(
+    pointer: Pointer,
+    replicas: Sequence[Replica],
+    target: Folder,
+    schema: RowSchema,
+    scratch: Path,
+    restore_from: str | None,
+    writer: Writer | None,
+) -> Copy:
+    """One snapshot of a bucket's rows, which are restored to a store of their own."""
+    assert pointer.ref is not None, "there is a state"
+    by = writer or Writer("", "", pointer.batch, "")
+    with tempfile.TemporaryDirectory(prefix="savepoint-", dir=scratch) as folder:
+        store = LocalStore.at(Path(folder) / "store", schema)
+        try:
+            bucket = Bucket(store, replicas, pointer, by, CommitContext(Path(folder)), restore_from=restore_from)
+            try:
+                sealed = seal(_header(pointer, by), schema, bucket.scan(), Path(folder))
+            finally:
+                bucket.close()
+        finally:
+            store.close()
+        path = sealed.path
+        if path is None:
+            path = Path(folder) / sealed.name
+            path.write_bytes(sealed.get_range(0, sealed.size_bytes))
+        file = put_whole(target, pointer.ref, SNAPSHOT, path)
+        sealed.let_go()
+    newest = pointer.lineage[-1]
+    saved = relocatable(pointer, [LineageEntry(newest.ref, 0, newest.heartbeat)])
+    return Copy(
+        SavedBucket(pointer.operator, pointer.bucket, replace(saved, origins=()), (file,)), 0, 1, file.size_bytes
+    )
+
+
+def _header(pointer: Pointer, writer: Writer) -> LineageHeader:
+    assert pointer.ref is not None, "there is a state"
+    return LineageHeader(
+        kind=SNAPSHOT,
+        operator=pointer.operator,
+        bucket=pointer.bucket,
+        ref=pointer.ref,
+        parent=pointer.parent,
+        lineage=(pointer.parent,) if pointer.parent is not None else (),
+        schema_id=pointer.schema_id,
+        writer=replace(writer, heartbeat=pointer.lineage[-1].heartbeat),
+        package_version=__version__,
+    )

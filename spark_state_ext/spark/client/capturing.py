@@ -1,0 +1,80 @@
+"""What a plan captures of the retained checkpoint that its query may start from: pointers, which only Spark reads."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.engine.start_from import RetainedCheckpoint
+from spark_state_ext.errors import MissingCheckpointError, StateError
+from spark_state_ext.savepoints.captured import captured_name
+from spark_state_ext.spark.client.shim import task_entry
+from spark_state_ext.spark.client.state_reader import StateReader
+from spark_state_ext.spark.client.tasks import ANSWER, in_a_task, place_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["captured"]
+
+# From when a query is planned until its first batch; then calls renew it.
+_CAPTURED_HOLD_MS = 3_600_000
+
+
+def captured(spark: SparkSession, job: Job) -> Job:
+    """The job with what it may start from, where that is a retained checkpoint.
+
+    What cannot be read now is raised by the call that needs it, as a query that has state needs nothing.
+
+    Parameters
+    ----------
+    spark
+        The session.
+    job
+        The job as planned.
+    """
+    start = job.options.start_from
+    if not isinstance(start, RetainedCheckpoint):
+        return job
+    try:
+        return replace(job, captured=_captured(spark, job, start))
+    except StateError as error:
+        return replace(job, not_captured=str(error))
+    except Exception as error:
+        # Spark's errors have no class that all releases share.
+        return replace(job, not_captured=f"Spark cannot read it: {error}")
+
+
+def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> str | None:
+    reader = StateReader(spark, start.checkpoint_location)
+    name = start.operator or job.operator
+    stores = reader.stores()
+    store = next((it for it in stores if it.operator == name), None)
+    if store is None:
+        if start.allow_non_restored:
+            return None
+        there = ", ".join(it.operator for it in stores) or "none of this package"
+        raise MissingCheckpointError(f"{start.checkpoint_location} has no operator {name!r}; it has {there}")
+    options = StateOptions(root=start.root, operator=name, storage_options=start.storage_options, backends=start.places)
+    told = {
+        **place_of(options),
+        "operator": name,
+        "query_folder": store.query_folder,
+        "holder": f"the start of operator {job.operator!r} below {job.options.root}",
+        "lasts_ms": _CAPTURED_HOLD_MS,
+        "file": captured_name(int(time.time() * 1000), job.plan_id),
+        "target": {
+            "root": job.options.root,
+            "storage_options": dict(job.options.storage_options),
+            "operator": job.operator,
+        },
+    }
+    told["hold"] = in_a_task(spark, "begin", told)["hold"]
+    committed = reader.batch(start.batch)
+    told |= {"batch": committed.batch, "later": list(committed.later)}
+    pointers = reader.pointers(store, committed.batch).coalesce(1)
+    pointers.mapInArrow(task_entry("capture", told), ANSWER).collect()
+    return str(told["file"])

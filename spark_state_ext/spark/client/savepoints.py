@@ -1,0 +1,283 @@
+"""Savepoints of queries, taken through Spark: `take_savepoint` and `stop_with_savepoint`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from arrow_schemas.savepoint import CANONICAL, NATIVE
+from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.errors import MissingCheckpointError, UsageError
+from spark_state_ext.files.folder import refuse_relative
+from spark_state_ext.spark.client.shim import task_entry
+from spark_state_ext.spark.client.state import ArrowState
+from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState
+from spark_state_ext.spark.client.tasks import ANSWER, in_a_task, place_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["TakenSavepoint", "stop_with_savepoint", "take_savepoint"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+_SAVED = "saved string, pointer binary"
+# Batches may be short, and two retained: the one that was chosen is gone before its pointers are read.
+_ROUNDS_MAX = 5
+
+
+@dataclass(frozen=True)
+class TakenSavepoint:
+    """A savepoint that was taken.
+
+    Parameters
+    ----------
+    path, id
+        Its folder, and its id.
+    form
+        ``"native"`` or ``"canonical"``.
+    batch
+        The batch whose state it has.
+    watermark_ms
+        That batch's watermark; None: it had none.
+    files, size_bytes
+        Checkpoint files in it, and their bytes.
+    duplicated, streamed, streamed_bytes
+        How many of them were linked or copied by the store, how many went through executors, and bytes of the latter.
+    """
+
+    path: str
+    id: str
+    form: str
+    batch: int
+    watermark_ms: int | None
+    files: int
+    size_bytes: int
+    duplicated: int
+    streamed: int
+    streamed_bytes: int
+
+
+def take_savepoint(
+    spark: SparkSession,
+    path: str | os.PathLike[str],
+    checkpoint_location: str | os.PathLike[str],
+    state: ArrowState | Sequence[ArrowState],
+    *,
+    form: str = NATIVE,
+    batch: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> TakenSavepoint:
+    """Take a savepoint of a query, which may be running, in this application or another, or be stopped.
+
+    The query is not touched: it goes on meanwhile, and has no trace of it. Files are linked, or copied by the store,
+    where it can; else they go through executors, in a Spark job of one row a bucket.
+
+    Parameters
+    ----------
+    spark
+        A session, classic or Connect, of PySpark 4.0 or newer.
+    path
+        The savepoint's folder, which does not exist yet: any fsspec URL, or an absolute path, that all executors reach.
+    checkpoint_location
+        The query's Spark checkpoint location.
+    state
+        The `ArrowState` of the query's operator, or one for each of several: where their files are.
+    form
+        ``"native"``: files as they are. ``"canonical"``: one compacted snapshot for each bucket.
+    batch
+        The batch whose state is saved, of those that Spark retains; by default the last that is committed.
+    storage_options
+        Options for the path's fsspec file system.
+
+    Returns
+    -------
+    TakenSavepoint
+        What is in it.
+
+    Raises
+    ------
+    UsageError
+        When an argument cannot work, there is something at the path, or on PySpark 3.5.
+    MissingCheckpointError
+        When Spark does not retain the batch, or files of its state are gone.
+    StorageError
+        When a store fails. What was copied is no savepoint.
+
+    Examples
+    --------
+    >>> taken = take_savepoint(spark, "/savepoints/monday", "/checkpoints/orders", state)  # doctest: +SKIP
+    >>> taken.batch  # doctest: +SKIP
+    41
+    """
+    states = [state] if isinstance(state, ArrowState) else list(state)
+    path = _path(path)
+    _check(states, form)
+    reader = StateReader(spark, os.fspath(checkpoint_location))
+    stores = _matched(reader.stores(), states, os.fspath(checkpoint_location))
+    common = {
+        "savepoint": path,
+        "savepoint_options": dict(storage_options or {}),
+        "form": form,
+        "holder": f"a savepoint at {path}",
+    }
+    parts = [
+        {**common, **place_of(options), "operator": store.operator, "query_folder": store.query_folder}
+        for store, options in stores
+    ]
+    try:
+        for part in parts:
+            part["hold"] = in_a_task(spark, "begin", part)["hold"]
+        return _taken(spark, reader, [store for store, _ in stores], parts, common, batch)
+    finally:
+        for part in parts:
+            if "hold" in part:
+                _let_go(spark, part)
+
+
+def _taken(
+    spark: SparkSession,
+    reader: StateReader,
+    stores: Sequence[StoreOfState],
+    parts: Sequence[dict[str, Any]],
+    common: Mapping[str, Any],
+    batch: int | None,
+) -> TakenSavepoint:
+    """The savepoint, of the last batch that is committed now that the holds are there."""
+    for left in reversed(range(_ROUNDS_MAX)):
+        committed = reader.batch(batch)
+        try:
+            rows = _saved(reader, stores, parts, committed)
+            break
+        except Exception as error:
+            if not left or batch is not None or reader.batch().batch == committed.batch:
+                raise
+            _LOGGER.info(
+                "batch %d was dropped while it was read; the last one is read anew: %s", committed.batch, error
+            )
+    saved = [json.loads(row.saved) for row in rows]
+    told = {
+        **common,
+        "id": uuid.uuid4().hex,
+        "made_ms": int(time.time() * 1000),
+        "query_id": committed.query_id,
+        "batch": committed.batch,
+        "offsets": committed.offsets,
+        "parts": list(parts),
+    }
+    frame = spark.createDataFrame([(row.saved, bytes(row.pointer)) for row in rows], _SAVED).coalesce(1)
+    answer = json.loads(frame.mapInArrow(task_entry("finish", told), ANSWER).collect()[0].answer)
+    sizes = [file["size_bytes"] for it in saved for file in it["files"]]
+    return TakenSavepoint(
+        path=common["savepoint"],
+        id=answer["id"],
+        form=common["form"],
+        batch=committed.batch,
+        watermark_ms=answer["watermark_ms"],
+        files=len(sizes),
+        size_bytes=sum(sizes),
+        duplicated=sum(it["duplicated"] for it in saved),
+        streamed=sum(it["streamed"] for it in saved),
+        streamed_bytes=sum(it["streamed_bytes"] for it in saved),
+    )
+
+
+def _saved(
+    reader: StateReader, stores: Sequence[StoreOfState], parts: Sequence[dict[str, Any]], committed: CommittedBatch
+) -> list[Any]:
+    rows: list[Any] = []
+    for store, part in zip(stores, parts, strict=True):
+        told = {**part, "query_id": committed.query_id, "batch": committed.batch}
+        rows += reader.pointers(store, committed.batch).mapInArrow(task_entry("save", told), _SAVED).collect()
+    return rows
+
+
+def stop_with_savepoint(
+    query: Any,
+    path: str | os.PathLike[str],
+    checkpoint_location: str | os.PathLike[str],
+    state: ArrowState | Sequence[ArrowState],
+    *,
+    form: str = NATIVE,
+    storage_options: Mapping[str, Any] | None = None,
+    spark: SparkSession | None = None,
+) -> TakenSavepoint:
+    """Stop a query, and take the savepoint of its last committed batch, after which there is no other.
+
+    Parameters
+    ----------
+    query
+        The running query.
+    path, checkpoint_location, state, form, storage_options
+        As for `take_savepoint`.
+    spark
+        The session; by default the active one.
+
+    Returns
+    -------
+    TakenSavepoint
+        What is in it.
+
+    Raises
+    ------
+    StateError
+        As `take_savepoint`: then the query is stopped all the same, and `take_savepoint` can be called again.
+    """
+    if spark is None:
+        from pyspark.sql import SparkSession as Session
+
+        spark = Session.active()
+    # What can be refused is refused while the query still runs.
+    _check([state] if isinstance(state, ArrowState) else list(state), form)
+    StateReader(spark, os.fspath(checkpoint_location))
+    query.stop()
+    query.awaitTermination()
+    return take_savepoint(spark, path, checkpoint_location, state, form=form, storage_options=storage_options)
+
+
+def _let_go(spark: SparkSession, part: dict[str, Any]) -> None:
+    try:
+        in_a_task(spark, "end", part)
+    except Exception as error:
+        # It ends by itself, and what matters is what went on before.
+        _LOGGER.warning("the hold of %s is left to expire: %s", part["holder"], error)
+
+
+def _check(states: Sequence[ArrowState], form: str) -> None:
+    if form not in (NATIVE, CANONICAL):
+        raise UsageError(f"form must be {NATIVE!r} or {CANONICAL!r}, not {form!r}")
+    if not states or not all(isinstance(it, ArrowState) for it in states):
+        raise UsageError(f"state must be the ArrowState of the query's operator, or a list of them, not {states!r}")
+    names = [it.options.operator for it in states]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"two ArrowState are of operator {name!r}")
+
+
+def _matched(
+    stores: Sequence[StoreOfState], states: Sequence[ArrowState], location: str
+) -> list[tuple[StoreOfState, StateOptions]]:
+    """Each operator of the query with the options that tell where its files are."""
+    by_name = {it.options.operator: it.options for it in states}
+    there = {it.operator for it in stores}
+    if not stores:
+        raise MissingCheckpointError(
+            f"{location} has no state of spark_state_ext: give Spark's checkpointLocation of a query that has run"
+        )
+    if there != by_name.keys():
+        raise UsageError(
+            f"the query at {location} has the operators {', '.join(sorted(there))}, and state is given of "
+            f"{', '.join(sorted(by_name))}: give the ArrowState of each of the query's operators"
+        )
+    return [(it, by_name[it.operator]) for it in stores]
+
+
+def _path(path: str | os.PathLike[str]) -> str:
+    found = os.fspath(path)
+    refuse_relative(found, "the path of a savepoint")
+    return found.rstrip("/") or found

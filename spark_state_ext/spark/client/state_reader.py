@@ -1,0 +1,179 @@
+"""The pointers in a Spark checkpoint, read with Spark's own reader of state (Spark 4.0 and newer), over Connect too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyspark.errors import PySparkException
+
+from arrow_schemas.pointer import Pointer
+from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
+from spark_state_ext.spark.compat import SPARK_VERSION
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = ["POINTER", "CommittedBatch", "StateReader", "StoreOfState"]
+
+POINTER = "value.groupState.pointer"
+
+
+@dataclass(frozen=True)
+class StoreOfState:
+    """One of a query's stores that holds pointers of ours.
+
+    Parameters
+    ----------
+    operator_id
+        Spark's number of the stateful operator.
+    store_name
+        Name of its store.
+    operator
+        Name of our operator.
+    query_folder
+        Folder of its state, as pointers name it.
+    """
+
+    operator_id: int
+    store_name: str
+    operator: str
+    query_folder: str
+
+
+@dataclass(frozen=True)
+class CommittedBatch:
+    """A batch of a query.
+
+    Parameters
+    ----------
+    query_id
+        Spark's id of the query.
+    batch
+        Its number.
+    later
+        Later batches that are committed.
+    offsets
+        Spark's log of where its input ended.
+    """
+
+    query_id: str
+    batch: int
+    later: tuple[int, ...]
+    offsets: str
+
+
+class StateReader:
+    """Reads one checkpoint location.
+
+    Parameters
+    ----------
+    spark
+        A session, classic or Connect.
+    location
+        The checkpoint location, as Spark knows it.
+
+    Raises
+    ------
+    UsageError
+        On PySpark 3.5, which has no reader of state.
+    """
+
+    def __init__(self, spark: SparkSession, location: str) -> None:
+        if SPARK_VERSION < (4, 0):
+            raise UsageError(
+                "PySpark 3.5 has no reader of Spark's state, which a snapshot of a query is taken from. Stop the "
+                "query, and "
+                "take it with PySpark 4.0 or newer: that reads the checkpoint that 3.5 wrote, and the query goes on "
+                "with "
+                "3.5 afterwards."
+            )
+        self._spark = spark
+        self._location = location.rstrip("/")
+
+    def stores(self) -> list[StoreOfState]:
+        """The stores with pointers of ours; none where the query has no operator of ours, or no state yet.
+
+        Raises
+        ------
+        StorageError
+            When Spark cannot read its state.
+        """
+        found = []
+        with self._translated():
+            metadata = self._spark.read.format("state-metadata").load(self._location)
+            stores = {(row.operatorId, row.stateStoreName) for row in metadata.collect()}
+            for operator_id, store_name in sorted(stores):
+                state = self._state(operator_id, store_name)
+                if "groupState.pointer" not in _fields(state.schema["value"].dataType):
+                    continue  # another operator of the query, which is none of ours
+                first = state.select(POINTER).where(f"{POINTER} IS NOT NULL").head()
+                if first is not None:
+                    pointer = Pointer.decode(bytes(first.pointer))
+                    found.append(StoreOfState(operator_id, store_name, pointer.operator, pointer.query_folder))
+        return found
+
+    def batch(self, batch: int | None = None) -> CommittedBatch:
+        """A committed batch whose state can be read; the last one by default.
+
+        Raises
+        ------
+        MissingCheckpointError
+            When there is none, or Spark has dropped it.
+        StorageError
+            When Spark cannot read its checkpoint.
+        """
+        with self._translated():
+            rows = self._spark.read.format("state-metadata").load(self._location).collect()
+            if not rows:
+                raise MissingCheckpointError(
+                    f"{self._location} has no state of a query: give Spark's checkpointLocation of one that has run"
+                )
+            oldest, newest = max(row.minBatchId for row in rows), min(row.maxBatchId for row in rows)
+            wanted = newest if batch is None else batch
+            if not oldest <= wanted <= newest:
+                raise MissingCheckpointError(
+                    f"batch {wanted} of {self._location} cannot be read: its committed batches are {oldest} to "
+                    f"{newest}. "
+                    "Spark keeps spark.sql.streaming.minBatchesToRetain of them: choose one of these."
+                )
+            query_id = str(json.loads(self._text("metadata"))["id"])
+            offsets = self._text(f"offsets/{wanted}")
+        return CommittedBatch(query_id, wanted, tuple(range(wanted + 1, newest + 1)), offsets)
+
+    def pointers(self, store: StoreOfState, batch: int) -> DataFrame:
+        """A table of the pointers that a batch made, one column ``pointer``; read when it is used.
+
+        Raises
+        ------
+        StorageError
+            When Spark cannot read its state.
+        """
+        with self._translated():
+            state = self._state(store.operator_id, store.store_name, batch)
+            return state.select(POINTER).where(f"{POINTER} IS NOT NULL")
+
+    def _state(self, operator_id: int, store_name: str, batch: int | None = None) -> DataFrame:
+        reader = self._spark.read.format("statestore").option("operatorId", operator_id).option("storeName", store_name)
+        if batch is not None:
+            reader = reader.option("batchId", batch)
+        return reader.load(self._location)
+
+    def _text(self, name: str) -> str:
+        rows = self._spark.read.text(f"{self._location}/{name}", wholetext=True).collect()
+        return str(rows[0].value) if rows else ""
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except PySparkException as error:
+            raise StorageError(f"Spark cannot read the state of {self._location}: {error}") from error
+
+
+def _fields(value: Any) -> set[str]:
+    """Names of the fields of a state's value, and of fields in these."""
+    return {f"{field.name}.{part.name}" for field in value for part in getattr(field.dataType, "fields", [])}

@@ -1,0 +1,198 @@
+"""Savepoints made of tables, and tables made of savepoints: `write_savepoint` and `read_savepoint`."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.types import LongType, StructField, StructType
+
+from arrow_schemas.operator import OperatorFile
+from arrow_schemas.savepoint import CANONICAL
+from arrow_schemas.spark_types import key_fields, state_fields
+from spark_state_ext.engine.limits import check_sizes
+from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.engine.start_from import Savepoint
+from spark_state_ext.errors import UnsupportedPlanError, UsageError
+from spark_state_ext.spark.client.columns import packable, refuse_equal_names, struct_of
+from spark_state_ext.spark.client.savepoints import TakenSavepoint
+from spark_state_ext.spark.client.shim import task_entry
+from spark_state_ext.spark.client.tasks import ANSWER, in_a_task
+from spark_state_ext.version import __version__
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = ["TIMEOUT_COLUMN", "read_savepoint", "write_savepoint"]
+
+# A column of the table that says when a key times out, milliseconds since 1970.
+TIMEOUT_COLUMN = "timeout_ms"
+_MEMORY_BYTES_MAX = 256 << 20
+
+
+def write_savepoint(
+    df: DataFrame,
+    path: str | os.PathLike[str],
+    *,
+    keys: Sequence[str],
+    state_schema: StructType | str,
+    buckets: int = 16,
+    operator: str = "state",
+    watermark_ms: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> TakenSavepoint:
+    """Make a savepoint of a table, for queries to start from: the initial state `applyInPandasWithState` never had.
+
+    Parameters
+    ----------
+    df
+        A batch DataFrame with a row for each key: the key columns, the state columns, and perhaps ``timeout_ms``, when
+        the key times out, milliseconds since 1970.
+    path
+        The savepoint's folder, which does not exist yet: any fsspec URL, or an absolute path, that all executors reach.
+    keys
+        Names of the key columns, in the order in which the query groups by them.
+    state_schema
+        The state columns, as the query declares them. They are found in `df` by name.
+    buckets
+        Number of buckets of the query.
+    operator
+        Name of the query's operator.
+    watermark_ms
+        Rows of the query up to this event time are late, milliseconds since 1970; None: none is.
+    storage_options
+        Options for the path's fsspec file system.
+
+    Returns
+    -------
+    TakenSavepoint
+        What is in it.
+
+    Raises
+    ------
+    UsageError
+        When an argument cannot work, or there is something at the path.
+    UnsupportedTypeError
+        When a key or state column has a type that cannot be stored.
+    StateValueError
+        When a key is there twice, as an error of the Spark job.
+    StorageError
+        When a store fails. What was written is no savepoint.
+
+    Examples
+    --------
+    >>> write_savepoint(  # doctest: +SKIP
+    ...     spark.read.parquet("/totals"), "/savepoints/first", keys=["user"], state_schema="n long", buckets=16
+    ... )
+    """
+    if df.isStreaming:
+        raise UnsupportedPlanError("a savepoint is made of a batch DataFrame, and this one is streaming")
+    spark = df.sparkSession
+    file = _operator_file(df, keys, state_schema, buckets, operator)
+    savepoint = os.fspath(path).rstrip("/")
+    # Refuses what no executor could use.
+    Savepoint(savepoint, storage_options=storage_options or {})
+    state = [field["name"] for field in json.loads(file.state_schema)["fields"]]
+    has_timeout = TIMEOUT_COLUMN in df.columns and TIMEOUT_COLUMN not in [*keys, *state]
+    chosen = df.select(*map(_quoted, [*keys, *state, *([TIMEOUT_COLUMN] if has_timeout else [])]))
+    told: dict[str, Any] = {
+        "package_version": __version__,
+        "operator_file": file.encode().decode(),
+        "savepoint": savepoint,
+        "savepoint_options": dict(storage_options or {}),
+        "form": CANONICAL,
+        "id": uuid.uuid4().hex,
+        "made_ms": int(time.time() * 1000),
+        "has_timeout": has_timeout,
+        "watermark_ms": watermark_ms,
+        "memory_bytes_max": _MEMORY_BYTES_MAX,
+        "first_partition_sends_all": 0,
+        "query_id": "",
+        "batch": -1,
+        "offsets": None,
+        "parts": [],
+    }
+    in_a_task(spark, "refuse", told)
+    fields = StructType([chosen.schema[at] for at in range(len(keys))])
+    hashed = packable(chosen, chosen.schema, fields, tuple(range(len(keys))), [])
+    packed = hashed.mapInArrow(task_entry("pack_rows", told, "tables"), "label int, payload binary")
+    spread = packed.repartition(min(buckets, _partitions(spark)), "label")
+    rows = spread.mapInArrow(task_entry("write_buckets", told, "tables"), "saved string, pointer binary").collect()
+    frame = spark.createDataFrame([(row.saved, bytes(row.pointer)) for row in rows], "saved string, pointer binary")
+    frame.coalesce(1).mapInArrow(task_entry("finish", told), ANSWER).collect()
+    sizes = [one["size_bytes"] for row in rows for one in json.loads(row.saved)["files"]]
+    return TakenSavepoint(
+        savepoint, told["id"], CANONICAL, -1, watermark_ms, len(sizes), sum(sizes), 0, len(sizes), sum(sizes)
+    )
+
+
+def read_savepoint(spark: SparkSession, savepoint: Savepoint | str | os.PathLike[str]) -> DataFrame:
+    """The rows of a savepoint as a table: key columns, state columns, and ``timeout_ms``.
+
+    Parameters
+    ----------
+    spark
+        A session.
+    savepoint
+        The savepoint, or its path; with `Savepoint.operator` where it has several operators.
+
+    Returns
+    -------
+    DataFrame
+        A row for each key that has a state or a timeout; it is read when the table is used.
+
+    Raises
+    ------
+    UsageError
+        When the savepoint has several operators, and none is named.
+    MissingCheckpointError, CorruptFileError, VersionSkewError
+        When there is no savepoint that can be read.
+    """
+    given = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
+    told: dict[str, Any] = {
+        "package_version": __version__,
+        "savepoint": given.path,
+        "savepoint_options": dict(given.storage_options),
+        "operator": given.operator,
+    }
+    found = in_a_task(spark, "describe", told)
+    told["operator"] = found["operator"]
+    columns = StructType.fromJson(found["key_schema"]).fields + StructType.fromJson(found["state_schema"]).fields
+    nullable = [StructField(it.name, it.dataType, True) for it in columns]
+    numbers = spark.range(found["buckets"]).repartition(min(found["buckets"], _partitions(spark)), "id")
+    return numbers.mapInArrow(
+        task_entry("read_rows", told, "tables"), StructType([*nullable, StructField(TIMEOUT_COLUMN, LongType())])
+    )
+
+
+def _operator_file(
+    df: DataFrame, keys: Sequence[str], state_schema: StructType | str, buckets: int, operator: str
+) -> OperatorFile:
+    if isinstance(keys, str) or not keys:
+        raise UsageError(f"keys must be a list of column names, not {keys!r}")
+    state = struct_of(state_schema, df.sparkSession, "the state schema")
+    if not state.fields:
+        raise UsageError("the state schema has no columns")
+    refuse_equal_names(state, "state", case_sensitive=True)
+    missing = [name for name in [*keys, *state.names] if name not in df.columns]
+    if missing:
+        raise UsageError(f"the table has no column {missing[0]!r}; it has {', '.join(df.columns)}")
+    key = StructType([df.schema[name] for name in keys])
+    key_fields(key.json())
+    state_fields(state.json())
+    # Names of operators are refused as an ArrowState refuses them.
+    options = StateOptions(root="/", operator=operator)
+    check_sizes(buckets, options.memory_bytes_max, 0, 0)
+    return OperatorFile(operator, "", buckets, key.json(), state.json())
+
+
+def _partitions(spark: SparkSession) -> int:
+    return max(1, int(spark.conf.get("spark.sql.shuffle.partitions", "200") or "200"))
+
+
+def _quoted(name: str) -> str:
+    return f"`{name.replace('`', '``')}`"

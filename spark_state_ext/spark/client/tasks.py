@@ -1,0 +1,39 @@
+"""Work that a client has one task do, as it may not reach the folders itself."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.spark.client.shim import task_entry
+from spark_state_ext.version import __version__
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["ANSWER", "in_a_task", "place_of"]
+
+# What a task answers: JSON.
+ANSWER = "answer string"
+
+
+def place_of(options: StateOptions) -> dict[str, Any]:
+    """Where an operator's state is, for tasks."""
+    return {"package_version": __version__, "options": options.to_plain()}
+
+
+def in_a_task(spark: SparkSession, what: str, told: dict[str, Any]) -> Any:
+    """Have one task do something of `spark.executor.saving`; gives its answer.
+
+    Parameters
+    ----------
+    spark
+        A session.
+    what
+        Name of the function.
+    told
+        What it is told.
+    """
+    frame = spark.range(1).coalesce(1).mapInArrow(task_entry(what, told), ANSWER)
+    return json.loads(frame.collect()[0].answer)

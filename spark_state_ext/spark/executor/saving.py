@@ -1,0 +1,257 @@
+"""What tasks do when a savepoint is taken: the hold, the copies of buckets, the manifest. Bodies of `mapInArrow`.
+
+All of it runs in tasks, as a client of Spark Connect may not reach the folders.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow as pa
+
+from arrow_schemas.lineage import Writer
+from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
+from arrow_schemas.pointer import Pointer
+from arrow_schemas.savepoint import SavedBucket, SavedFile, SavepointHeader, SavepointManifest
+from spark_state_ext.engine.folders import scratch_folder
+from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.engine.shared import Shared
+from spark_state_ext.errors import MissingCheckpointError, StateError, UsageError, VersionSkewError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.ownership.holds import HOLD_MS, Hold, HoldRecord
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import LEASE_FORMAT
+from spark_state_ext.savepoints.captured import Captured
+from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
+from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.version import __version__
+from spark_state_ext.worker.worker import Worker
+
+__all__ = ["ANSWER", "SAVED", "begin", "capture", "describe", "end", "finish", "refuse", "save"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# What a task of one row answers: JSON.
+ANSWER = "answer string"
+SAVED = "saved string, pointer binary"
+_ROWS = pa.schema([("saved", pa.string()), ("pointer", pa.binary())])
+
+
+def _answer(value: Any) -> Iterator[pa.RecordBatch]:
+    yield pa.RecordBatch.from_pylist([{"answer": json.dumps(value)}], schema=pa.schema([("answer", pa.string())]))
+
+
+def _query_folder(plain: dict[str, Any]) -> tuple[StateOptions, Folder]:
+    if plain["package_version"] != __version__:
+        raise VersionSkewError(
+            f"the client has spark_state_ext {plain['package_version']} and the executors have {__version__}: "
+            "install the "
+            "same version on both."
+        )
+    options = StateOptions.from_plain(plain["options"])
+    root = Folder(options.root, options.storage_options)
+    return options, root.child(plain["operator"], plain["query_folder"])
+
+
+def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Hold the query folder; before that, see that the savepoint's folder is free.
+
+    Answers with the id of the hold, and the number of the lease's newest record.
+    """
+    for _ in batches:
+        pass
+    _, files = _query_folder(plain)
+    if plain.get("savepoint"):
+        refuse_existing(_savepoint(plain))
+    found = LeaseLog(files).newest(first=True)
+    if found is not None and found.record.format < LEASE_FORMAT and not found.record.released:
+        raise UsageError(
+            f"the query with its state at {files.root} runs, or ran last, with a release that knows no holds, and "
+            "might "
+            "delete what is being copied. Run it once with this release, then try again."
+        )
+    held = Hold.place(files, plain["holder"], plain.get("lasts_ms", HOLD_MS))
+    yield from _answer({"hold": held.record.id, "lease": 0 if found is None else found.number})
+
+
+def end(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Release a hold."""
+    for _ in batches:
+        pass
+    _, files = _query_folder(plain)
+    Hold(files, HoldRecord(plain["hold"], "", 0)).release()
+    yield from _answer(None)
+
+
+def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Copy the buckets whose pointers come in; gives a row for each."""
+    shared = Shared.of(Worker.current())
+    options, files = _query_folder(plain)
+    scratch = scratch_folder(options.local_dir)
+    operator = _operator_in_force(files)
+    hold = Hold(files, HoldRecord(plain["hold"], plain["holder"], plain.get("lasts_ms", HOLD_MS)))
+    writer = Writer(plain["query_id"], "", plain["batch"], socket.gethostname())
+    savepoint = _savepoint(plain)
+    with _renewed(hold):
+        for batch in batches:
+            for value in batch.column(0).to_pylist():
+                pointer = Pointer.decode(bytes(value))
+                replicas = shared.replicas.reading(
+                    options.backends, pointer, scratch, options.commit.commit_timeout_ms / 1000
+                )
+                try:
+                    copy = save_bucket(
+                        pointer,
+                        replicas,
+                        savepoint.child(pointer.operator, str(pointer.bucket)),
+                        plain["form"],
+                        operator.row_schema(),
+                        scratch,
+                        restore_from=options.restore_from,
+                        writer=writer,
+                    )
+                finally:
+                    for replica in replicas:
+                        replica.restore.close()
+                        replica.backup.close()
+                saved = {
+                    "operator": pointer.operator,
+                    "bucket": pointer.bucket,
+                    "files": [asdict(file) for file in copy.saved.files],
+                    "duplicated": copy.duplicated,
+                    "streamed": copy.streamed,
+                    "streamed_bytes": copy.streamed_bytes,
+                }
+                row = {"saved": json.dumps(saved), "pointer": copy.saved.pointer.encode()}
+                yield pa.RecordBatch.from_pylist([row], schema=_ROWS)
+
+
+@contextmanager
+def _renewed(hold: Hold) -> Iterator[None]:
+    """Renew a hold beside what takes long."""
+    over = threading.Event()
+
+    def renew() -> None:
+        while not over.wait(hold.record.lasts_ms / 3000):
+            try:
+                hold.renew()
+            except StateError as error:
+                _LOGGER.warning("the hold of %s could not be renewed: %s", hold.record.holder, error)
+
+    # Before anything is copied: it may have expired while the task waited for its turn.
+    hold.renew()
+    thread = threading.Thread(target=renew, name="spark_state_ext hold", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _operator_in_force(files: Folder) -> OperatorFile:
+    numbers = [number for number in map(parse_operator_file_name, files.names()) if number is not None]
+    if not numbers:
+        raise MissingCheckpointError(
+            f"there is no operator file in {files.root}: look at root and operator of the ArrowState that was given"
+        )
+    name = operator_file_name(max(numbers))
+    return OperatorFile.decode(files.get(name), files.where(name))
+
+
+def finish(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Write the manifest, of the rows that come in; answers with the id of the savepoint."""
+    buckets, operators = [], {}
+    for batch in batches:
+        for row in batch.to_pylist():
+            saved = json.loads(row["saved"])
+            files = tuple(SavedFile(**file) for file in saved["files"])
+            buckets.append(SavedBucket(saved["operator"], saved["bucket"], Pointer.decode(row["pointer"]), files))
+    for one in plain["parts"]:
+        _, query_folder = _query_folder(one)
+        operators[one["operator"]] = _operator_in_force(query_folder)
+    if "operator_file" in plain:
+        made = OperatorFile.decode(plain["operator_file"].encode(), "the operator of the savepoint")
+        operators[made.operator] = made
+    watermarks = [it.pointer.watermark_ms for it in buckets if it.pointer.watermark_ms is not None]
+    header = SavepointHeader(
+        id=plain["id"],
+        form=plain["form"],
+        made_ms=plain["made_ms"],
+        operators=operators,
+        package_version=__version__,
+        query_id=plain["query_id"],
+        batch=plain["batch"],
+        watermark_ms=max(watermarks, default=None),
+        offsets=plain["offsets"],
+    )
+    manifest = SavepointManifest(header, tuple(sorted(buckets, key=lambda it: (it.operator, it.bucket))))
+    write_manifest(_savepoint(plain), manifest)
+    yield from _answer({"id": header.id, "watermark_ms": header.watermark_ms})
+
+
+def refuse(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """See that a savepoint's folder is free."""
+    for _ in batches:
+        pass
+    refuse_existing(_savepoint(plain))
+    yield from _answer(None)
+
+
+def describe(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Answers with an operator of a savepoint, and its schemas."""
+    for _ in batches:
+        pass
+    operators = read_manifest(_savepoint(plain)).header.operators
+    name = plain["operator"] or next(iter(operators))
+    if plain["operator"] is None and len(operators) > 1:
+        raise UsageError(
+            f"the savepoint at {plain['savepoint']} has the operators {', '.join(sorted(operators))}: name one, with "
+            "Savepoint(path, operator=…)"
+        )
+    if name not in operators:
+        raise UsageError(
+            f"the savepoint at {plain['savepoint']} has no operator {name!r}; it has {', '.join(sorted(operators))}"
+        )
+    found = operators[name]
+    shown = found.row_schema().without_expiry()
+    state = json.loads(found.state_schema)
+    state["fields"] = [field for field in state["fields"] if field["name"] in {it.name for it in shown.state}]
+    yield from _answer(
+        {
+            "operator": name,
+            "buckets": found.buckets,
+            "key_schema": json.loads(found.key_schema),
+            "state_schema": state,
+        }
+    )
+
+
+def capture(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Write the pointers that come in down, for the first batch of a query that starts from them."""
+    pointers = [Pointer.decode(bytes(value)) for batch in batches for value in batch.column(0).to_pylist()]
+    _, files = _query_folder(plain)
+    found = LeaseLog(files).newest(first=True)
+    captured = Captured(
+        plain["operator"],
+        plain["batch"],
+        tuple(plain["later"]),
+        plain["hold"],
+        0 if found is None else found.number,
+        {pointer.bucket: pointer for pointer in sorted(pointers, key=lambda it: it.bucket)},
+    )
+    target = plain["target"]
+    notes = Folder(target["root"], target["storage_options"]).child(target["operator"], STARTING_FOLDER)
+    notes.put(plain["file"], captured.encode())
+    yield from _answer({"buckets": len(pointers)})
+
+
+def _savepoint(plain: dict[str, Any]) -> Folder:
+    return Folder(plain["savepoint"], plain["savepoint_options"])

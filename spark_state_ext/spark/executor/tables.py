@@ -1,0 +1,243 @@
+"""What tasks do between tables and savepoints: rows become the snapshots of buckets, and these become rows again.
+
+Bodies of `mapInArrow`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_schemas.columns import flat, shown_row
+from arrow_schemas.equality import group_by_key
+from arrow_schemas.labels import bucket_label, buckets_of, label_bucket
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, Writer
+from arrow_schemas.operator import OperatorFile
+from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
+from arrow_schemas.row import RowSchema, normal_array
+from arrow_schemas.savepoint import SavedFile
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.folders import scratch_folder
+from spark_state_ext.errors import CorruptFileError, StateValueError, VersionSkewError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed import seal
+from spark_state_ext.savepoints.copying import put_whole
+from spark_state_ext.savepoints.manifest_file import read_manifest
+from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, encode
+from spark_state_ext.store import LocalStore
+from spark_state_ext.version import __version__
+from spark_state_ext.worker.spill import HashSorter
+
+__all__ = ["pack_rows", "read_rows", "write_buckets"]
+
+_HELD_BYTES_MAX = 64 << 20
+_PACKED = pa.schema([("label", pa.int32()), ("payload", pa.binary())])
+_ROWS = pa.schema([("saved", pa.string()), ("pointer", pa.binary())])
+
+
+def _operator(plain: dict[str, Any]) -> OperatorFile:
+    if plain["package_version"] != __version__:
+        raise VersionSkewError(
+            f"the client has spark_state_ext {plain['package_version']} and the executors have {__version__}: "
+            "install the "
+            "same version on both."
+        )
+    return OperatorFile.decode(plain["operator_file"].encode(), "the operator of the savepoint")
+
+
+def pack_rows(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Rows of a table, with their hash, as payloads of one bucket each."""
+    buckets = _operator(plain).buckets
+    if plain["first_partition_sends_all"] == _partition():
+        # Every bucket has a row in the manifest, and so is somebody's to write.
+        labels = pa.array([bucket_label(bucket) for bucket in range(buckets)], pa.int32())
+        yield pa.RecordBatch.from_arrays([labels, pa.array([b""] * buckets, pa.binary())], schema=_PACKED)
+    held: list[pa.RecordBatch] = []
+    held_bytes = 0
+    for batch in batches:
+        held.append(batch)
+        held_bytes += batch.get_total_buffer_size()
+        if held_bytes >= _HELD_BYTES_MAX:
+            yield _packed(held, buckets)
+            held, held_bytes = [], 0
+    if held:
+        yield _packed(held, buckets)
+
+
+def _partition() -> int:
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    return 0 if context is None else context.partitionId()
+
+
+def _packed(held: list[pa.RecordBatch], buckets: int) -> pa.RecordBatch:
+    table = pa.Table.from_batches(held)
+    found = buckets_of(table.column(HASH_COLUMN).to_numpy().view(np.uint64), buckets)
+    order = np.argsort(found, kind="stable")
+    table, found = table.take(pa.array(order)).combine_chunks(), found[order]
+    bounds = np.searchsorted(found, np.arange(buckets + 1))
+    labels, payloads = [], []
+    for bucket in np.flatnonzero(np.diff(bounds)).tolist():
+        start, end = int(bounds[bucket]), int(bounds[bucket + 1])
+        for batch in table.slice(start, end - start).to_batches():
+            labels.append(bucket_label(bucket))
+            payloads.append(encode(batch))
+    return pa.RecordBatch.from_arrays([pa.array(labels, pa.int32()), pa.array(payloads, pa.binary())], schema=_PACKED)
+
+
+def write_buckets(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Payloads of a partition's buckets as one snapshot a bucket; gives a row for each bucket."""
+    operator, scratch = _operator(plain), scratch_folder(None)
+    sorters: dict[int, HashSorter] = {}
+    for batch in batches:
+        for label, payload in zip(batch.column(0).to_pylist(), batch.column(1), strict=True):
+            bucket = label_bucket(label)
+            sorter = sorters.setdefault(bucket, HashSorter(scratch, HASH_COLUMN, plain["memory_bytes_max"]))
+            data = payload.as_py()
+            for rows in decode(data, _nothing_spilled) if data else ():
+                sorter.add(rows)
+    savepoint = Folder(plain["savepoint"], plain["savepoint_options"])
+    for bucket, sorter in sorted(sorters.items()):
+        files, pointer = _written(plain, operator, bucket, sorter, savepoint, scratch)
+        saved = {
+            "operator": operator.operator,
+            "bucket": bucket,
+            "files": [asdict(file) for file in files],
+            "duplicated": 0,
+            "streamed": len(files),
+            "streamed_bytes": sum(file.size_bytes for file in files),
+        }
+        yield pa.RecordBatch.from_pylist([{"saved": json.dumps(saved), "pointer": pointer.encode()}], schema=_ROWS)
+
+
+def _nothing_spilled(name: str, offset: int, length: int) -> bytes:
+    raise CorruptFileError(f"a payload names the spill file {name}, and there is none")
+
+
+def _written(
+    plain: dict[str, Any], operator: OperatorFile, bucket: int, sorter: HashSorter, savepoint: Folder, scratch: Path
+) -> tuple[tuple[SavedFile, ...], Pointer]:
+    pointer = Pointer(
+        operator.operator, bucket, operator.buckets, operator.schema_id, -1, plain["watermark_ms"], rows=sorter.rows
+    )
+    if not sorter.rows:
+        return (), pointer
+    # The same in every attempt at the task, so that none leaves a file behind that nobody knows of.
+    text = f"{plain['id']} {operator.operator} {bucket}"
+    ref = CheckpointRef(1, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+    header = LineageHeader(
+        kind=SNAPSHOT,
+        operator=operator.operator,
+        bucket=bucket,
+        ref=ref,
+        parent=None,
+        lineage=(),
+        schema_id=operator.schema_id,
+        writer=Writer("", "", -1, socket.gethostname()),
+        package_version=__version__,
+    )
+    schema = operator.row_schema()
+    timeouts: list[int] = []
+    sealed = seal(header, schema, _runs(plain, schema, sorter, timeouts), scratch)
+    try:
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            path = sealed.path
+            if path is None:
+                path = Path(folder) / sealed.name
+                path.write_bytes(sealed.get_range(0, sealed.size_bytes))
+            file = put_whole(savepoint.child(operator.operator, str(bucket)), ref, SNAPSHOT, path)
+    finally:
+        sealed.let_go()
+    earliest = min(timeouts, default=None)
+    return (file,), replace(pointer, lineage=(LineageEntry(ref, 0, 0),), earliest_timeout_ms=earliest)
+
+
+def _runs(
+    plain: dict[str, Any], schema: RowSchema, sorter: HashSorter, timeouts: list[int]
+) -> Iterator[pa.RecordBatch]:
+    """A bucket's rows in run order; a key that is there twice is an error."""
+    keys, has_timeout = len(schema.keys), plain["has_timeout"]
+    for _, table in sorter.ranges():
+        if table is None:
+            continue
+        columns = [flat(column) for column in table.columns]
+        hashes = columns[-1].to_numpy().view(np.uint64)
+        mine = schema.normalise_keys(columns[:keys])
+        order, starts = group_by_key(hashes, mine)
+        if len(starts) < len(order):
+            counts = np.diff(np.append(starts, len(order)))
+            at = int(order[starts[int(np.argmax(counts > 1))]])
+            raise StateValueError(
+                f"the table has the key {shown_row([field.name for field in schema.keys], columns[:keys], at)} more "
+                "than "
+                "once: a key has one state. Aggregate the table by key first."
+            )
+        n = table.num_rows
+        state = [
+            normal_array(column, field.type) if column.type != field.type else column
+            for column, field in zip(columns[keys:], schema.state, strict=False)
+        ]
+        timeout = columns[keys + len(schema.state)].cast(pa.int64()) if has_timeout else pa.nulls(n, pa.int64())
+        if has_timeout and timeout.null_count < n:
+            timeouts.append(int(pa.compute.min(timeout).as_py()))
+        rows = pa.RecordBatch.from_arrays(
+            [
+                pa.array(hashes, pa.uint64()),
+                *mine,
+                *state,
+                timeout,
+                pa.array(np.ones(n, np.bool_)),
+                pa.array(np.zeros(n, np.bool_)),
+            ],
+            schema=schema.arrow,
+        )
+        yield rows.take(pa.array(order))
+
+
+def read_rows(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The rows of a savepoint's buckets: keys, state and timeout; takes bucket numbers."""
+    savepoint, scratch = Folder(plain["savepoint"], plain["savepoint_options"]), scratch_folder(None)
+    manifest = None
+    for batch in batches:
+        for bucket in batch.column(0).to_pylist():
+            manifest = manifest or read_manifest(savepoint)
+            saved = manifest.bucket(plain["operator"], bucket)
+            schema = manifest.header.operators[plain["operator"]].row_schema()
+            yield from rows_of(savepoint, saved.pointer, schema, scratch)
+
+
+def rows_of(savepoint: Folder, pointer: Pointer, schema: RowSchema, scratch: Path) -> Iterator[pa.RecordBatch]:
+    """The rows of one bucket, as they are shown: without hash and marks, and without a hidden column."""
+    if pointer.ref is None:
+        return
+    shown = schema.without_expiry()
+    fields = [*shown.keys, *shown.state, pa.field("timeout_ms", pa.int64())]
+    with tempfile.TemporaryDirectory(prefix="savepoint-", dir=scratch) as folder:
+        store = LocalStore.at(Path(folder) / "store", schema)
+        try:
+            files = savepoint.child(pointer.operator, str(pointer.bucket))
+            whole = replace(pointer, replication={"savepoint": ReplicationStatus(pointer.ref)})
+            bucket = Bucket(
+                store,
+                sole_replica(files, Path(folder), "savepoint"),
+                whole,
+                Writer("", "", -1, ""),
+                CommitContext(Path(folder)),
+            )
+            for rows in bucket.scan():
+                columns = [*shown.key_columns(rows), *shown.state_columns(rows), rows.column("timeout_ms")]
+                yield pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+        finally:
+            store.close()

@@ -1,0 +1,140 @@
+"""Holds: who copies from a query folder keeps clean-up away from it, for as long as it lives."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, VersionSkewError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.holds import HOLDS_FOLDER, Hold, HoldWatch
+
+LASTS_MS = 30_000
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(str(tmp_path / "query"))
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watch(clock: Clock) -> HoldWatch:
+    return HoldWatch(clock)
+
+
+def _names(folder: Folder) -> list[str]:
+    return folder.child(HOLDS_FOLDER).names()
+
+
+def test_a_hold_lives_until_it_is_released(folder: Folder, watch: HoldWatch) -> None:
+    assert watch.living(folder) == []
+    hold = Hold.place(folder, "a savepoint", LASTS_MS)
+    assert [it.holder for it in watch.living(folder)] == ["a savepoint"]
+    hold.release()
+    hold.release()
+    assert watch.living(folder) == []
+    assert _names(folder) == []
+
+
+def test_a_hold_that_nobody_renews_ends_by_the_watchers_clock(folder: Folder, watch: HoldWatch, clock: Clock) -> None:
+    Hold.place(folder, "somebody who died", LASTS_MS)
+    assert watch.living(folder)
+    clock.now_s += LASTS_MS / 1000
+    assert watch.living(folder)
+    clock.now_s += 1
+    assert watch.living(folder) == []
+    assert _names(folder) == []
+
+
+def test_a_process_that_has_not_watched_for_so_long_respects_it(folder: Folder, watch: HoldWatch, clock: Clock) -> None:
+    Hold.place(folder, "somebody", LASTS_MS)
+    clock.now_s += 10 * LASTS_MS
+    # The first look, however old the hold may be by its own times.
+    assert watch.living(folder)
+
+
+def test_renewing_makes_it_last_as_long_again(folder: Folder, watch: HoldWatch, clock: Clock) -> None:
+    hold = Hold.place(folder, "somebody", LASTS_MS)
+    for _ in range(5):
+        assert watch.living(folder)
+        clock.now_s += LASTS_MS / 1000 - 1
+        hold.renew()
+        # At every moment there is one, and in the end there is only one.
+        assert len(_names(folder)) == 1
+    assert watch.living(folder)
+
+
+def test_several_processes_renew_one_hold(folder: Folder, watch: HoldWatch) -> None:
+    first = Hold.place(folder, "somebody", LASTS_MS)
+    second = Hold(folder, first.record)
+    for _ in range(3):
+        first.renew()
+        second.renew()
+    assert len(watch.living(folder)) == len(_names(folder)) == 1
+
+
+def test_who_renews_too_late_is_told(folder: Folder, watch: HoldWatch, clock: Clock) -> None:
+    hold = Hold.place(folder, "somebody", LASTS_MS)
+    watch.living(folder)
+    clock.now_s += LASTS_MS / 1000 + 1
+    watch.living(folder)
+    with pytest.raises(MissingCheckpointError, match="not renewed for 30 s"):
+        hold.renew()
+
+
+def test_two_holds_end_each_by_itself(folder: Folder, watch: HoldWatch, clock: Clock) -> None:
+    lasting, dying = (Hold.place(folder, name, LASTS_MS) for name in ("lasting", "dying"))
+    assert len(watch.living(folder)) == 2
+    clock.now_s += LASTS_MS / 1000 - 1
+    lasting.renew()
+    watch.living(folder)
+    clock.now_s += 2
+    assert [it.holder for it in watch.living(folder)] == ["lasting"]
+    assert dying.record.id not in "".join(_names(folder))
+
+
+def test_one_that_is_a_day_old_ends_for_processes_that_live_short(tmp_path: Path, folder: Folder) -> None:
+    Hold.place(folder, "somebody who died long ago", LASTS_MS)
+    (file,) = (tmp_path / "query" / HOLDS_FOLDER).iterdir()
+    old_s = time.time() - 90_000
+    os.utime(file, (old_s, old_s))
+    assert HoldWatch().living(folder) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"format": 1, "checksum": "0"}'])
+def test_one_that_cannot_be_read_lets_nothing_be_deleted(tmp_path: Path, folder: Folder, content: bytes) -> None:
+    hold = Hold.place(folder, "somebody", LASTS_MS)
+    (tmp_path / "query" / HOLDS_FOLDER / hold.record.name).write_bytes(content)
+    with pytest.raises(CorruptFileError):
+        HoldWatch().living(folder)
+
+
+def test_one_of_a_newer_release_is_refused(tmp_path: Path, folder: Folder) -> None:
+    hold = Hold.place(folder, "somebody", LASTS_MS)
+    (tmp_path / "query" / HOLDS_FOLDER / hold.record.name).write_bytes(b'{"format": 2}')
+    with pytest.raises(VersionSkewError, match="newer release"):
+        HoldWatch().living(folder)
+
+
+def test_other_names_in_the_folder_are_left_alone(folder: Folder, watch: HoldWatch) -> None:
+    folder.child(HOLDS_FOLDER).put("README", b"mine")
+    assert watch.living(folder) == []
+    assert _names(folder) == ["README"]

@@ -1,0 +1,128 @@
+"""A claim to a query folder: the query that began it is stopped, and nobody else gets it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from lease_support import LEASE_MS, LEASE_S, ME, OTHER, Virtual, newest_in, record_of
+
+from spark_state_ext.errors import ClaimedError, LiveRunError, VersionSkewError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease import Lease, LeaseRegistry
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Claim, LeaseRecord
+from tests.helpers.waiting import eventually
+
+CLAIM = Claim("new-query", "/state/counts/new-query", 1_000)
+NEW = replace(OTHER, query="new query")
+
+
+@pytest.fixture
+def clock() -> Virtual:
+    return Virtual()
+
+
+def _claimed(root: Path, clock: Virtual) -> Lease:
+    lease = Lease(Folder(str(root)), NEW, LEASE_MS, clock.clock, claim=CLAIM, claims=True)
+    lease.hold()
+    return lease
+
+
+def _ended(root: Path) -> None:
+    """The old query has run, and ended."""
+    log = LeaseLog(Folder(str(root)))
+    assert log.append(log.newest(), record_of(ME, released=True))
+
+
+def test_the_old_query_is_stopped_where_it_begins_again(tmp_path: Path, clock: Virtual) -> None:
+    _ended(tmp_path)
+    _claimed(tmp_path, clock)
+    with pytest.raises(ClaimedError, match="belongs to /state/counts/new-query"):
+        Lease(Folder(str(tmp_path)), ME, LEASE_MS, clock.clock).hold()
+    # However long the new one is silent: it is no lease that runs out.
+    clock.now_s += 100 * LEASE_S
+    with pytest.raises(ClaimedError):
+        Lease(Folder(str(tmp_path)), ME, LEASE_MS, clock.clock).hold()
+    assert newest_in(tmp_path).claim == CLAIM
+
+
+def test_the_old_query_is_stopped_where_it_cleans_up_late(tmp_path: Path, clock: Virtual) -> None:
+    old = Lease(Folder(str(tmp_path)), ME, LEASE_MS, clock.clock)
+    old.hold()
+    # Its machine sleeps; the new query watches for a whole lease, and takes it.
+    _claimed(tmp_path, clock)
+    with pytest.raises(ClaimedError):
+        old.check()
+    with pytest.raises(ClaimedError):
+        old.hold()
+
+
+def test_an_old_query_that_lives_is_not_claimed_from(tmp_path: Path, clock: Virtual) -> None:
+    old = Lease(Folder(str(tmp_path)), ME, LEASE_MS, clock.clock)
+    old.hold()
+    log = LeaseLog(Folder(str(tmp_path)))
+    clock.meanwhile = lambda: log.append(log.newest(), record_of(ME, nonce=str(clock.now_s)))
+    with pytest.raises(LiveRunError, match="is being written by"):
+        _claimed(tmp_path, clock)
+    assert newest_in(tmp_path).claim is None
+
+
+def test_a_second_claim_is_refused_with_the_first_ones_owner(tmp_path: Path, clock: Virtual) -> None:
+    _claimed(tmp_path, clock)
+    other = Claim("third", "/state/counts/third", 2_000)
+    with pytest.raises(ClaimedError, match="belongs to /state/counts/new-query"):
+        Lease(Folder(str(tmp_path)), ME, LEASE_MS, clock.clock, claim=other, claims=True).hold()
+
+
+def test_all_tasks_of_the_first_batch_have_one_claim(tmp_path: Path, clock: Virtual) -> None:
+    _claimed(tmp_path, clock)
+    Lease(Folder(str(tmp_path)), NEW, LEASE_MS, clock.clock, claim=replace(CLAIM, claimed_ms=9_000), claims=True).hold()
+    assert newest_in(tmp_path).claim == CLAIM
+
+
+def test_the_new_query_goes_on_by_its_pointers(tmp_path: Path, clock: Virtual) -> None:
+    _claimed(tmp_path, clock)
+    clock.now_s += LEASE_S / 2
+    later = Lease(Folder(str(tmp_path)), replace(NEW, plan="after a restart"), LEASE_MS, clock.clock, claim=CLAIM)
+    later.hold()
+    clock.now_s += LEASE_S / 2
+    before = newest_in(tmp_path)
+    later.hold()
+    eventually(lambda: newest_in(tmp_path) != before)
+    assert newest_in(tmp_path).claim == CLAIM
+
+
+def test_a_query_whose_claim_was_released_is_stopped(tmp_path: Path, clock: Virtual) -> None:
+    _claimed(tmp_path, clock)
+    log = LeaseLog(Folder(str(tmp_path)))
+    found = log.newest()
+    assert found is not None
+    assert log.append(found, replace(found.record, claim=None, released=True, nonce="released"))
+    with pytest.raises(ClaimedError, match="was released"):
+        Lease(Folder(str(tmp_path)), NEW, LEASE_MS, clock.clock, claim=CLAIM).hold()
+
+
+def test_where_somebody_removed_the_lease_the_claim_is_made_anew(tmp_path: Path, clock: Virtual) -> None:
+    Lease(Folder(str(tmp_path)), NEW, LEASE_MS, clock.clock, claim=CLAIM).hold()
+    assert newest_in(tmp_path).claim == CLAIM
+
+
+def test_releases_that_know_no_claims_refuse_the_folder(tmp_path: Path, clock: Virtual) -> None:
+    (tmp_path / "lease.json").write_text(json.dumps({"format": 1, "record": 1}))
+    _claimed(tmp_path, clock)
+    refused = json.loads((tmp_path / "lease.json").read_text())
+    assert refused["format"] == LEASE_FORMAT
+    with pytest.raises(VersionSkewError):
+        LeaseRecord.decode_format_1((tmp_path / "lease.json").read_bytes(), "it")
+    # And the claim counts for this one, whatever stands there.
+    assert newest_in(tmp_path).claim == CLAIM
+
+
+def test_a_process_tells_the_two_queries_apart(tmp_path: Path) -> None:
+    registry, folder = LeaseRegistry(), Folder(str(tmp_path))
+    one = registry.of(folder, ME, LEASE_MS, claim=CLAIM, claims=True)
+    assert registry.of(folder, ME, LEASE_MS, claim=replace(CLAIM, claimed_ms=5)) is one
+    assert registry.of(folder, ME, LEASE_MS) is not one

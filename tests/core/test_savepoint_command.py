@@ -1,0 +1,125 @@
+"""``python -m spark_state_ext savepoint``: what it says of a savepoint, and what it deletes."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from core_support import first_pointer
+
+from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile
+from arrow_schemas.savepoint import NATIVE, SavedBucket, SavedFile, SavepointHeader, SavepointManifest
+from spark_state_ext.__main__ import main
+from spark_state_ext.errors import ClaimedError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, claim_savepoint, consume
+from spark_state_ext.savepoints.manifest_file import write_manifest
+from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
+
+ID = "12" * 16
+SCHEMA = '{"fields": [{"metadata": {}, "name": "n", "nullable": true, "type": "long"}], "type": "struct"}'
+
+
+@pytest.fixture
+def savepoint(tmp_path: Path) -> Folder:
+    """A savepoint of two buckets with a file each."""
+    folder = Folder(str(tmp_path / "savepoint"))
+    buckets = []
+    for bucket in range(2):
+        ref = CheckpointRef(3, f"{bucket:032x}")
+        file = SavedFile(f"{ref}.snapshot.arrow", 4, "blkcrcs=" + "0" * 32)
+        folder.child("counts", str(bucket)).put(file.name, b"rows")
+        pointer = replace(first_pointer(bucket), buckets=2, lineage=(LineageEntry(ref, 4, 1),), rows=5)
+        buckets.append(SavedBucket("counts", bucket, pointer, (file,)))
+    operators = {"counts": OperatorFile("counts", "query", 2, SCHEMA, SCHEMA)}
+    header = SavepointHeader(ID, NATIVE, 1_700_000_000_000, operators, "0.2.0", "query", 7)
+    write_manifest(folder, SavepointManifest(header, tuple(buckets)))
+    return folder
+
+
+def _started(root: Path, name: str, savepoint: Folder, mode: str = "no_claim") -> Folder:
+    query_folder = Folder(str(root)).child("counts", name)
+    note_start(query_folder, StartRecord("savepoint", savepoint.root, ID, 7, mode, "counts"))
+    return query_folder
+
+
+def _status(savepoint: Folder, root: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    root.mkdir(exist_ok=True)
+    assert main(["savepoint", "status", savepoint.root, "--root", str(root)]) == 0
+    return capsys.readouterr().out
+
+
+def test_it_says_what_is_in_it(savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = _status(savepoint, tmp_path / "root", capsys)
+    assert f"id={ID} form=native made=2023-11-14T22:13:20+00:00 release=0.2.0" in said
+    assert "operator=counts buckets=2 rows_max=10 files=2 bytes=8" in said
+    assert "deletable: yes, because no query is known that was started from it" in said
+
+
+def test_it_may_go_once_every_query_is_detached(
+    savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "root"
+    first, second = (_started(root, name, savepoint) for name in ("first", "second"))
+    note_detached(first)
+    said = _status(savepoint, root, capsys)
+    assert "deletable: no, because 1 of 2 queries" in said
+    assert second.root in said
+    assert main(["savepoint", "delete", savepoint.root, "--root", str(root)]) == 1
+    assert "NotClaimableError" in capsys.readouterr().err
+    note_detached(second)
+    assert "deletable: yes, because all 2 queries" in _status(savepoint, root, capsys)
+    assert main(["savepoint", "delete", savepoint.root, "--root", str(root)]) == 0
+    assert not (tmp_path / "savepoint").exists()
+
+
+def test_what_the_manifest_does_not_name_stays(savepoint: Folder, tmp_path: Path) -> None:
+    savepoint.child("counts", "1").put("mine.txt", b"mine")
+    assert main(["savepoint", "delete", savepoint.root]) == 0
+    assert [path.name for path in (tmp_path / "savepoint").rglob("*") if path.is_file()] == ["mine.txt"]
+
+
+def test_a_claim_is_told_kept_and_released(
+    savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = SavepointClaim(ID, "/root/counts/mine", "mine")
+    assert claim_savepoint(savepoint, mine, ()) == claim_savepoint(savepoint, mine, ()) == mine
+    # An attempt at the same first batch under another name.
+    assert claim_savepoint(savepoint, replace(mine, id="again"), {"mine"}) == mine
+    with pytest.raises(ClaimedError, match="is claimed by the query at /root/counts/mine"):
+        claim_savepoint(savepoint, SavepointClaim(ID, "/root/counts/other", "other"), ())
+    assert "deletable: no, because /root/counts/mine has claimed it" in _status(savepoint, tmp_path / "root", capsys)
+    assert main(["savepoint", "release", savepoint.root]) == 0
+    assert claim_of(savepoint) is None
+    assert main(["savepoint", "release", savepoint.root]) == 1
+
+
+class _StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stops_after", range(8))
+def test_deleting_what_was_claimed_goes_on_where_it_stopped(
+    savepoint: Folder, tmp_path: Path, stops_after: int
+) -> None:
+    claim_savepoint(savepoint, SavepointClaim(ID, "/root/counts/mine", "mine"), ())
+    assert consume(savepoint, "another", lambda: None) == 0
+    removed = 0
+    remove = Folder.remove
+
+    def stopping(folder: Folder, name: str) -> None:
+        nonlocal removed
+        if removed == stops_after:
+            raise _StoppedError
+        removed += 1
+        remove(folder, name)
+
+    with pytest.MonkeyPatch.context() as patched, contextlib.suppress(_StoppedError):
+        patched.setattr(Folder, "remove", stopping)
+        consume(savepoint, "mine", lambda: None)
+    if 0 < stops_after < 4:
+        assert main(["savepoint", "release", savepoint.root]) == 1
+    consume(savepoint, "mine", lambda: None)
+    assert [path for path in (tmp_path / "savepoint").rglob("*") if path.is_file()] == []

@@ -1,0 +1,137 @@
+"""A savepoint's manifest: it comes back as it was made, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from core_support import first_pointer
+
+from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer
+from arrow_schemas.savepoint import (
+    MANIFEST_NAME,
+    NATIVE,
+    SavedBucket,
+    SavedFile,
+    SavepointHeader,
+    SavepointManifest,
+    relocatable,
+)
+from spark_state_ext.errors import (
+    CorruptError,
+    CorruptFileError,
+    LineageError,
+    MissingCheckpointError,
+    UsageError,
+    VersionSkewError,
+)
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.manifest_file import (
+    decode_manifest,
+    encode_manifest,
+    read_manifest,
+    refuse_existing,
+    write_manifest,
+)
+
+REF = CheckpointRef(7, "ab" * 16)
+# As it is read from an operator file.
+STATE = '{"fields": [{"metadata": {}, "name": "n", "nullable": true, "type": "long"}], "type": "struct"}'
+KEY = STATE.replace('"n"', '"k"')
+FILE = SavedFile(f"{REF}.snapshot.arrow", 4_000, "blkcrcs=" + "0f" * 16)
+
+
+def _bucket(operator: str, bucket: int) -> SavedBucket:
+    pointer = replace(
+        first_pointer(bucket), operator=operator, buckets=2, lineage=(LineageEntry(REF, 10, 3),), heartbeats=9, batch=4
+    )
+    return SavedBucket(operator, bucket, pointer, (FILE,))
+
+
+@pytest.fixture
+def manifest() -> SavepointManifest:
+    operators = {name: OperatorFile(name, "query", 2, KEY, STATE) for name in ("a", "b")}
+    header = SavepointHeader(
+        "12" * 16, NATIVE, 1_700_000_000_000, operators, "0.1.0", "query", 4, 1_000, 'v1\n{"batchWatermarkMs":0}\n{}'
+    )
+    return SavepointManifest(header, tuple(_bucket(name, bucket) for name in ("a", "b") for bucket in range(2)))
+
+
+def test_it_comes_back(manifest: SavepointManifest, tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "savepoint"))
+    write_manifest(folder, manifest)
+    assert read_manifest(folder) == manifest
+    assert manifest.bucket("b", 1) == _bucket("b", 1)
+
+
+def test_any_arrow_reader_can_open_it(manifest: SavepointManifest) -> None:
+    table = pa.ipc.open_file(pa.BufferReader(encode_manifest(manifest))).read_all()
+    assert table.column_names == ["operator", "bucket", "pointer", "files"]
+    assert table.num_rows == 4
+
+
+def test_no_byte_of_it_can_be_changed_unnoticed(manifest: SavepointManifest) -> None:
+    data = encode_manifest(manifest)
+    for at in range(len(data)):
+        changed = data[:at] + bytes([data[at] ^ 0x20]) + data[at + 1 :]
+        with contextlib.suppress(CorruptError, VersionSkewError):
+            # A byte of the footer that no checksum covers has no effect.
+            assert decode_manifest(changed, "it") == manifest
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 100, -1, -8, -9])
+def test_one_that_was_cut_short_is_refused(manifest: SavepointManifest, length: int) -> None:
+    with pytest.raises(CorruptFileError):
+        decode_manifest(encode_manifest(manifest)[:length], "it")
+
+
+def test_one_of_a_newer_release_is_refused(manifest: SavepointManifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arrow_schemas.savepoint.SAVEPOINT_FORMAT", 2)
+    data = encode_manifest(manifest)
+    monkeypatch.undo()
+    with pytest.raises(VersionSkewError, match=r"up to format 1\. Use spark_state_ext 0\.1\.0"):
+        decode_manifest(data, "it")
+
+
+def test_one_that_lacks_a_bucket_is_none(manifest: SavepointManifest) -> None:
+    with pytest.raises(CorruptFileError, match=r"3 buckets in place of 4; the first that it lacks is \('a', 1\)"):
+        SavepointManifest(manifest.header, (manifest.buckets[0], *manifest.buckets[2:]))
+
+
+def test_a_second_one_in_the_same_folder_is_refused(manifest: SavepointManifest, tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "savepoint"))
+    write_manifest(folder, manifest)
+    with pytest.raises(UsageError, match="there is a savepoint at"):
+        write_manifest(folder, replace(manifest, header=replace(manifest.header, id="34" * 16)))
+    with pytest.raises(UsageError, match="there is a savepoint at"):
+        refuse_existing(folder)
+    assert read_manifest(folder) == manifest
+
+
+def test_a_folder_with_something_else_in_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").touch()
+    with pytest.raises(UsageError, match=r"is not empty \(mine\.txt\)"):
+        refuse_existing(Folder(str(tmp_path)))
+
+
+def test_a_folder_without_one_says_so(tmp_path: Path) -> None:
+    with pytest.raises(MissingCheckpointError, match=f"has no {MANIFEST_NAME}"):
+        read_manifest(Folder(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "digest"),
+    [("x", 1, FILE.digest), (FILE.name, 0, FILE.digest), (FILE.name, 1, "md5=0"), ("../" + FILE.name, 1, FILE.digest)],
+)
+def test_a_file_with_another_name_or_digest_is_none(name: str, size: int, digest: str) -> None:
+    with pytest.raises(CorruptFileError):
+        SavedFile(name, size, digest)
+
+
+def test_files_that_end_elsewhere_than_the_pointer_are_refused() -> None:
+    pointer: Pointer = _bucket("a", 0).pointer
+    with pytest.raises(LineageError):
+        relocatable(pointer, ())

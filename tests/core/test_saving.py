@@ -1,0 +1,172 @@
+"""A bucket's state in a savepoint: whole by itself, whatever the query's own files are like and become."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+from core_support import WRITER
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from life import Life
+
+from arrow_schemas import Pointer
+from arrow_schemas.lineage import SNAPSHOT
+from arrow_schemas.pointer import ReplicationStatus
+from arrow_schemas.savepoint import CANONICAL, NATIVE, SavedBucket
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.copying import How, copied
+from spark_state_ext.savepoints.taking import Copy, save_bucket
+from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scanned
+from tests.helpers.soak import examples
+
+FORMS = [NATIVE, CANONICAL]
+
+
+def saved(life: Life, pointer: Pointer, form: str, name: str = "savepoint") -> Copy:
+    target = Folder(str(life.local / name)).child("3")
+    return save_bucket(pointer, life.replicas(), target, form, SCHEMA, life.local, writer=WRITER)
+
+
+def started(life: Life, it: SavedBucket, name: str = "savepoint") -> Model:
+    """The state that a savepoint gives, by itself, on an empty disk."""
+    folder = Folder(str(life.local / name)).child("3")
+    pointer = replace(it.pointer, replication={"savepoint": ReplicationStatus(it.pointer.ref)})
+    store = LocalStore.at(life.local / f"started-{len(life.stores)}", SCHEMA)
+    life.stores.append(store)
+    replicas = sole_replica(folder, life.local, "savepoint")
+    return Bucket(store, replicas, pointer, WRITER, CommitContext(life.local)).read(scanned)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("batches", [0, 1, 2, 7, 40])
+def test_a_saved_bucket_is_whole_by_itself(life: Life, form: str, batches: int) -> None:
+    for _ in range(batches):
+        life.batch()
+    copy = saved(life, life.pointers[-1], form)
+    life.settle()
+    shutil.rmtree(life.local / "a", ignore_errors=True)
+    assert started(life, copy.saved) == life.models[-1]
+    assert not copy.saved.pointer.inline
+    assert not copy.saved.pointer.replication
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_only_inline_becomes_files(life: Life, form: str) -> None:
+    life.batch()
+    life.settle()
+    life.batch({})
+    life.manager("a").gate.clear()
+    life.batch()
+    life.batch()
+    assert len(life.pointers[-1].inline) == 2
+    copy = saved(life, life.pointers[-1], form)
+    life.manager("a").gate.set()
+    assert started(life, copy.saved) == life.models[-1]
+
+
+def test_a_snapshot_that_never_came_is_done_without(life: Life) -> None:
+    life.history(30)
+    pointer = life.pointers[-1]
+    assert pointer.lineage[0].ref.version > 1
+    gone = life.local / "a" / "3" / f"{pointer.lineage[0].ref}.{SNAPSHOT}.arrow"
+    gone.unlink(missing_ok=True)
+    copy = saved(life, pointer, NATIVE)
+    # It reaches further back than the pointer says.
+    assert copy.saved.pointer.lineage[0].ref.version < pointer.lineage[0].ref.version
+    assert started(life, copy.saved) == life.models[-1]
+
+
+def test_a_native_savepoint_of_a_local_disk_copies_no_bytes(life: Life) -> None:
+    life.history(30)
+    copy = saved(life, life.pointers[-1], NATIVE)
+    assert copy.duplicated == len(copy.saved.files)
+    assert not copy.streamed_bytes
+    for file in copy.saved.files:
+        mine, theirs = (life.local / name / "3" / file.name for name in ("savepoint", "a"))
+        assert os.path.samefile(mine, theirs)
+
+
+def test_saving_twice_makes_the_same(life: Life) -> None:
+    life.history(12)
+    first, second = (saved(life, life.pointers[-1], NATIVE) for _ in range(2))
+    assert first.saved == second.saved
+    assert second.duplicated == 0
+
+
+def test_files_go_through_the_process_where_stores_cannot_duplicate(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", _cross_device)
+    life.history(12)
+    copy = saved(life, life.pointers[-1], NATIVE)
+    assert copy.streamed == len(copy.saved.files)
+    assert not copy.duplicated
+    assert started(life, copy.saved) == life.models[-1]
+
+
+def _cross_device(*args: object, **kwargs: object) -> None:
+    raise OSError(18, "Invalid cross-device link")
+
+
+def test_a_damaged_file_is_not_copied_as_if_it_were_whole(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    life.history(5)
+    copy = saved(life, life.pointers[-1], NATIVE)
+    file = copy.saved.files[-1]
+    path = life.local / "a" / "3" / file.name
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+    monkeypatch.setattr(os, "link", _cross_device)
+    with pytest.raises(CorruptFileError):
+        copied(Folder(str(path.parent)), file, Folder(str(life.local / "other")), life.local)
+    assert not (life.local / "other").exists() or not list((life.local / "other").iterdir())
+
+
+def test_a_file_that_is_gone_is_named(life: Life) -> None:
+    life.history(5)
+    pointer = life.pointers[-1]
+    shutil.rmtree(life.local / "a" / "3")
+    with pytest.raises(MissingCheckpointError, match=str(pointer.lineage[-1].ref.version)):
+        saved(life, pointer, NATIVE)
+
+
+def test_a_file_that_is_there_is_left_alone(life: Life) -> None:
+    life.history(5)
+    copy = saved(life, life.pointers[-1], NATIVE)
+    source, target = (Folder(str(life.local / name)).child("3") for name in ("a", "savepoint"))
+    assert {copied(source, file, target, life.local) for file in copy.saved.files} == {How.THERE}
+
+
+def test_a_saved_pointer_names_no_place(life: Life) -> None:
+    life.history(8)
+    pointer = replace(life.pointers[-1], query_folder="mine", made_by="app", partitioning=("run", 2))
+    it = saved(life, pointer, NATIVE).saved.pointer
+    assert (it.query_folder, it.made_by, it.partitioning, it.markers) == ("", None, None, {})
+    # What clean-up and timeouts go by stays.
+    assert (it.heartbeats, it.calls, it.rows) == (pointer.heartbeats, pointer.calls, pointer.rows)
+
+
+@settings(max_examples=examples(15), deadline=None)
+@given(data=st.data())
+def test_any_batch_of_any_history_can_be_saved(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    life = Life(tmp_path_factory.mktemp("life"))
+    try:
+        for at in range(data.draw(st.integers(1, 15))):
+            keys = data.draw(st.sets(st.sampled_from(KEYS[:6]), max_size=3))
+            life.batch({key: None if data.draw(st.booleans()) else Row(at) for key in keys})
+        for form in FORMS:
+            copy = saved(life, life.pointers[-1], form, form)
+            assert started(life, copy.saved, form) == life.models[-1]
+        life.settle()
+    finally:
+        for store in life.stores:
+            store.close()

@@ -1,0 +1,230 @@
+"""Savepoints on real Spark: taken of a query, and started from."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import COUNTS, Job, count, keyed
+from pyspark.errors import StreamingQueryException
+from streams import finish
+
+from spark_state_ext import (
+    ArrowState,
+    RetainedCheckpoint,
+    Savepoint,
+    read_savepoint,
+    take_savepoint,
+    write_savepoint,
+)
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.manifest_file import read_manifest
+from spark_state_ext.savepoints.records import is_detached, start_of
+from tests.helpers.waiting import eventually
+
+pytestmark = pytest.mark.spark
+
+FIRST = [["a", "b", "c"], ["a", "d"], ["a", "b"], ["a", "e"]]
+NEXT = [["a", "b"], ["c", "f"], ["a", "a"]]
+
+
+class Query:
+    """A job that counts rows by key, and a table of it by key, as a database would have."""
+
+    def __init__(self, session: Any, folder: Path, **options: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        self.job = Job(session, "arrow", folder, count, output=COUNTS, options=options)
+        self.table: dict[str, int] = {}
+
+    @property
+    def state(self) -> ArrowState:
+        return ArrowState(
+            self.job.options.get("root", str(self.job.folder / "root")),
+            "tested",
+            buckets=3,
+            lease_ms=1_000,
+            local_dir=str(self.job.folder / "local"),
+        )
+
+    @property
+    def files(self) -> Folder:
+        """The query folder."""
+        (found,) = (it for it in (self.job.folder / "root" / "tested").iterdir() if it.name.count("-") == 4)
+        return Folder(str(found))
+
+    def run(self, batches: list[list[str]]) -> Query:
+        def upsert(df: Any, batch: int) -> None:
+            self.table.update({row.key: row.n for row in df.collect()})
+
+        self.job.feed(*[keyed(*keys) for keys in batches])
+        with self.job.configured():
+            writer = self.job.planned().writeStream.foreachBatch(upsert)
+            finish(writer.option("checkpointLocation", str(self.job.checkpoint)).trigger(availableNow=True).start())
+        return self
+
+
+def counted(*parts: list[list[str]]) -> dict[str, int]:
+    return dict(Counter(key for part in parts for keys in part for key in keys))
+
+
+@pytest.fixture
+def old(spark: Any, tmp_path: Path) -> Query:
+    """A query that has run and ended."""
+    return Query(spark, tmp_path / "old").run(FIRST)
+
+
+def taken(query: Query, path: Path, form: str = "native", **also: Any) -> Any:
+    return take_savepoint(query.job.session, path, query.job.checkpoint, query.state, form=form, **also)
+
+
+@pytest.mark.parametrize("form", ["native", "canonical"])
+def test_a_query_starts_from_a_savepoint(spark: Any, old: Query, tmp_path: Path, form: str) -> None:
+    found = taken(old, tmp_path / "savepoint", form)
+    assert (found.batch, found.form) == (3, form)
+    manifest = read_manifest(Folder(found.path))
+    assert manifest.header.id == found.id
+    assert len(manifest.buckets) == 3
+    assert manifest.header.offsets is not None
+    assert "logOffset" in manifest.header.offsets
+    # It is whole by itself.
+    shutil.rmtree(tmp_path / "old")
+    (tmp_path / "savepoint").rename(tmp_path / "moved")
+    new = Query(spark, tmp_path / "new", start_from=Savepoint(str(tmp_path / "moved"))).run(NEXT)
+    assert new.table == {key: n for key, n in counted(FIRST, NEXT).items() if key in new.table}
+    assert set(new.table) == {key for keys in NEXT for key in keys}
+    # The savepoint may go, and the argument may stay.
+    eventually(lambda: is_detached(new.files))
+    shutil.rmtree(tmp_path / "moved")
+    new.run([["a", "d"]])
+    assert (new.table["a"], new.table["d"]) == (counted(FIRST, NEXT)["a"] + 1, 2)
+
+
+def test_a_running_query_is_not_touched(spark: Any, tmp_path: Path) -> None:
+    old = Query(spark, tmp_path / "old").run(FIRST[:2])
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "old" / "root").rglob("*.arrow")}
+    found = taken(old, tmp_path / "savepoint")
+    linked = [path for path in (tmp_path / "savepoint").rglob("*.arrow") if path.stat().st_nlink > 1]
+    assert found.batch == 1
+    assert found.duplicated == len(linked)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "old" / "root").rglob("*.arrow")} == before
+    assert old.files.child("holds").names() == []
+    old.run(FIRST[2:])
+    assert old.table == counted(FIRST)
+
+
+def test_any_number_of_queries_start_from_one_savepoint(spark: Any, old: Query, tmp_path: Path) -> None:
+    taken(old, tmp_path / "savepoint")
+    for number in range(2):
+        start = Savepoint(str(tmp_path / "savepoint"))
+        new = Query(spark, tmp_path / str(number), start_from=start).run([["a"] * (number + 1)])
+        assert new.table == {"a": counted(FIRST)["a"] + number + 1}
+    assert len(read_manifest(Folder(str(tmp_path / "savepoint"))).buckets) == 3
+
+
+def test_a_claimed_savepoint_is_deleted_once_it_is_not_needed(spark: Any, old: Query, tmp_path: Path) -> None:
+    taken(old, tmp_path / "savepoint")
+    (tmp_path / "savepoint" / "tested" / "mine.txt").touch()
+    start = Savepoint(str(tmp_path / "savepoint"), mode="claim")
+    new = Query(spark, tmp_path / "new", start_from=start).run(NEXT)
+    assert new.table["a"] == counted(FIRST, NEXT)["a"]
+    # What the manifest does not name stays.
+    eventually(lambda: [path.name for path in (tmp_path / "savepoint").rglob("*") if path.is_file()] == ["mine.txt"])
+    new.run([["a"]])
+    assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
+    with pytest.raises(StreamingQueryException, match="there is no savepoint at"):
+        Query(spark, tmp_path / "third", start_from=start).run(NEXT)
+
+
+def test_a_second_claim_is_refused(spark: Any, old: Query, tmp_path: Path) -> None:
+    taken(old, tmp_path / "savepoint")
+    start = Savepoint(str(tmp_path / "savepoint"), mode="claim")
+    Query(spark, tmp_path / "new", start_from=start, clean_up=False).run(NEXT)
+    with pytest.raises(StreamingQueryException, match=r"ClaimedError: the savepoint at .* is claimed by the query at"):
+        Query(spark, tmp_path / "other", start_from=start).run(NEXT)
+    # Nothing of it was deleted, as clean_up=False says.
+    assert read_manifest(Folder(str(tmp_path / "savepoint"))).buckets
+
+
+def test_a_query_starts_from_what_another_one_left(spark: Any, old: Query, tmp_path: Path) -> None:
+    start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint))
+    new = Query(spark, tmp_path / "new", start_from=start).run(NEXT)
+    assert new.table["a"] == counted(FIRST, NEXT)["a"]
+    eventually(lambda: is_detached(new.files))
+    eventually(lambda: old.files.child("holds").names() == [])
+    # Both go on, each by itself.
+    old.run([["a"]])
+    assert old.table["a"] == counted(FIRST)["a"] + 1
+    shutil.rmtree(tmp_path / "old")
+    new.run([["a"]])
+    assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
+    record = start_of(new.files)
+    assert record is not None
+    assert record.kind == "retained_checkpoint"
+
+
+def test_a_query_starts_from_an_older_batch_of_another_one(spark: Any, old: Query, tmp_path: Path) -> None:
+    start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint), batch=1)
+    new = Query(spark, tmp_path / "new", start_from=start).run(NEXT)
+    assert new.table["a"] == counted(FIRST[:2], NEXT)["a"]
+
+
+def test_a_claimed_checkpoint_is_the_new_querys_own(spark: Any, old: Query, tmp_path: Path) -> None:
+    root = str(tmp_path / "old" / "root")
+    start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
+    new = Query(spark, tmp_path / "new", start_from=start, root=root).run(NEXT)
+    assert new.table["a"] == counted(FIRST, NEXT)["a"]
+    with pytest.raises(StreamingQueryException, match=r"ClaimedError: the state at .* belongs to"):
+        old.run([["a"]])
+    new.run([["a"]])
+    assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
+    with pytest.raises(StreamingQueryException, match="ClaimedError"):
+        Query(spark, tmp_path / "third", start_from=start, root=root).run(NEXT)
+
+
+def test_a_checkpoint_that_later_ones_need_is_claimed_by_force_only(spark: Any, old: Query, tmp_path: Path) -> None:
+    root = str(tmp_path / "old" / "root")
+    start = RetainedCheckpoint(root, str(old.job.checkpoint), batch=1, mode="claim")
+    with pytest.raises(StreamingQueryException, match=r"the later batches 2, 3 build upon its files"):
+        Query(spark, tmp_path / "new", start_from=start, root=root).run(NEXT)
+    old.run([["a"]])
+    forced = replace(start, force=True)
+    new = Query(spark, tmp_path / "forced", start_from=forced, root=root).run(NEXT)
+    assert new.table["a"] == counted(FIRST[:2], NEXT)["a"]
+
+
+def test_an_operator_that_is_not_in_a_savepoint(spark: Any, old: Query, tmp_path: Path) -> None:
+    taken(old, tmp_path / "savepoint")
+    start = Savepoint(str(tmp_path / "savepoint"), operator="other")
+    with pytest.raises(StreamingQueryException, match="has no operator 'other'; it has tested"):
+        Query(spark, tmp_path / "new", start_from=start).run(NEXT)
+    new = Query(spark, tmp_path / "empty", start_from=replace(start, allow_non_restored=True)).run(NEXT)
+    assert new.table == counted(NEXT)
+
+
+def test_a_table_becomes_the_initial_state_and_back(spark: Any, tmp_path: Path) -> None:
+    totals = spark.createDataFrame([("a", 10), ("b", 20), (None, 5), ("", 7)], "key string, n bigint")
+    made = write_savepoint(
+        totals, tmp_path / "savepoint", keys=["key"], state_schema="n bigint", buckets=3, operator="tested"
+    )
+    assert made.batch == -1
+    back = read_savepoint(spark, tmp_path / "savepoint")
+    assert back.columns == ["key", "n", "timeout_ms"]
+    assert sorted(back.select("key", "n").collect(), key=str) == sorted(totals.collect(), key=str)
+    new = Query(spark, tmp_path / "new", start_from=Savepoint(str(tmp_path / "savepoint"))).run([["a", "c"], ["", "a"]])
+    assert new.table == {"a": 12, "c": 1, "": 8}
+
+
+def test_a_table_with_a_key_twice_is_refused(spark: Any, tmp_path: Path) -> None:
+    totals = spark.createDataFrame([("a", 10), ("a", 20)], "key string, n bigint")
+    with pytest.raises(Exception, match=r"the key \{'key': 'a'\} more than once"):
+        write_savepoint(totals, tmp_path / "savepoint", keys=["key"], state_schema="n bigint", buckets=3)
+
+
+def test_the_savepoint_of_a_query_is_its_state(spark: Any, old: Query, tmp_path: Path) -> None:
+    taken(old, tmp_path / "savepoint")
+    rows = read_savepoint(spark, tmp_path / "savepoint").collect()
+    assert {row.key: row.n for row in rows} == counted(FIRST)
