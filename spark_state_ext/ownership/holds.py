@@ -61,7 +61,7 @@ class HoldRecord:
     @property
     def name(self) -> str:
         """Name of its file."""
-        return f"{self.id}-{self.number:08d}.json"
+        return _name(self.id, self.number)
 
     def encode(self) -> bytes:
         """The file's bytes."""
@@ -98,19 +98,19 @@ class HoldRecord:
 
 
 class Hold:
-    """A hold on a query folder, from `place` to `release`. May be renewed by several processes.
+    """A hold on a query folder, from `place` to `release`. Whoever knows its id may renew and release it.
 
     Parameters
     ----------
     query_folder
         The folder.
-    record
-        What it says.
+    hold_id
+        Which hold.
     """
 
-    def __init__(self, query_folder: Folder, record: HoldRecord) -> None:
+    def __init__(self, query_folder: Folder, hold_id: str) -> None:
         self._files = query_folder.child(HOLDS_FOLDER)
-        self.record = record
+        self.id = hold_id
 
     @staticmethod
     def place(query_folder: Folder, holder: str, lasts_ms: int = HOLD_MS) -> Hold:
@@ -130,41 +130,51 @@ class Hold:
         StorageError
             When it could not be written.
         """
-        made = Hold(query_folder, HoldRecord(uuid.uuid4().hex, holder, lasts_ms))
-        made._files.put(made.record.name, made.record.encode())
+        record = HoldRecord(uuid.uuid4().hex, holder, lasts_ms)
+        made = Hold(query_folder, record.id)
+        made._files.put(record.name, record.encode())
         return made
 
-    def renew(self) -> None:
-        """It lasts as long again.
+    def renew(self) -> HoldRecord:
+        """It lasts as long again; gives what it says.
 
         Raises
         ------
         MissingCheckpointError
             When it is not there any more: it was not renewed in time, and files may be gone.
+        CorruptFileError, VersionSkewError
+            When it cannot be read.
         StorageError
             When the store fails.
         """
-        found = _newest(self._files.entries(), self.record.id)
-        if found is None:
-            raise MissingCheckpointError(
-                f"the hold {self.record.id} is gone from {self._files.root}, as it was not renewed for "
-                f"{self.record.lasts_ms / 1000:.0f} s: files that were to be copied may be gone too. Begin again."
-            )
-        self.record = replace(self.record, number=found + 1)
-        self._files.put(self.record.name, self.record.encode())
-        self._files.remove(replace(self.record, number=found).name)
+        while numbers := self._numbers():
+            name = _name(self.id, max(numbers))
+            try:
+                record = HoldRecord.decode(self._files.get(name), max(numbers), self._files.where(name))
+            except MissingCheckpointError:
+                continue  # another process renewed or released it a moment ago
+            renewed = replace(record, number=record.number + 1)
+            self._files.put(renewed.name, renewed.encode())
+            self._files.remove(name)
+            return renewed
+        raise MissingCheckpointError(
+            f"the hold {self.id} is gone from {self._files.root}, as it was not renewed in time: files that were to be "
+            "copied may be gone too. Begin again."
+        )
 
     def release(self) -> None:
         """It is over; nothing happens when it is already."""
-        for entry in self._files.entries():
-            match = _NAME.fullmatch(entry.name)
-            if match is not None and match[1] == self.record.id:
-                self._files.remove(entry.name)
+        for number in self._numbers():
+            self._files.remove(_name(self.id, number))
+
+    def _numbers(self) -> list[int]:
+        """Of its files: one, or two while somebody renews it."""
+        matches = [_NAME.fullmatch(name) for name in self._files.names()]
+        return [int(match[2]) for match in matches if match is not None and match[1] == self.id]
 
 
-def _newest(entries: list[Entry], hold_id: str) -> int | None:
-    numbers = [int(match[2]) for it in entries if (match := _NAME.fullmatch(it.name)) and match[1] == hold_id]
-    return max(numbers, default=None)
+def _name(hold_id: str, number: int) -> str:
+    return f"{hold_id}-{number:08d}.json"
 
 
 class HoldWatch:

@@ -11,7 +11,7 @@ from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoi
 from spark_state_ext.errors import MissingCheckpointError, OwnershipError, StateError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
-from spark_state_ext.ownership.holds import Hold, HoldRecord
+from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.claims import consume
 from spark_state_ext.savepoints.records import is_detached, note_detached, start_of
@@ -99,4 +99,4 @@ def _let_go(job: Job, start: RetainedCheckpoint, file: str) -> None:
         return
     for folder in {pointer.query_folder for pointer in found.pointers.values()}:
         files = Folder(start.root, start.storage_options).child(found.operator, folder)
-        Hold(files, HoldRecord(found.hold_id, "", 0)).release()
+        Hold(files, found.hold_id).release()

@@ -13,7 +13,7 @@ from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoi
 from spark_state_ext.errors import LiveRunError, NotClaimableError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import query_folders_of_batch
-from spark_state_ext.ownership.holds import Hold, HoldRecord
+from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint
@@ -129,7 +129,7 @@ class FirstStep:
         start = self._job.options.start_from
         assert isinstance(start, RetainedCheckpoint), "that is what was captured"
         pointer = beginning.pointer
-        hold = HoldRecord(beginning.captured.hold_id, "", 0)
-        Hold(Folder(start.root, start.storage_options).child(pointer.operator, pointer.query_folder), hold).renew()
+        held = Folder(start.root, start.storage_options).child(pointer.operator, pointer.query_folder)
+        Hold(held, beginning.captured.hold_id).renew()
         places = replicas.reading(start.places, pointer, scratch, self._job.options.commit.commit_timeout_ms / 1000)
         return beginning.detached(self._job, self._query_folder, places, scratch)

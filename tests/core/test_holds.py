@@ -84,11 +84,27 @@ def test_renewing_makes_it_last_as_long_again(folder: Folder, watch: HoldWatch, 
 
 def test_several_processes_renew_one_hold(folder: Folder, watch: HoldWatch) -> None:
     first = Hold.place(folder, "somebody", LASTS_MS)
-    second = Hold(folder, first.record)
+    second = Hold(folder, first.id)
     for _ in range(3):
         first.renew()
         second.renew()
     assert len(watch.living(folder)) == len(_names(folder)) == 1
+
+
+def test_one_that_another_process_renews_meanwhile_is_no_lost_one(
+    folder: Folder, watch: HoldWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Hold.place(folder, "somebody", LASTS_MS)
+    get = Folder.get
+
+    def late(files: Folder, name: str) -> bytes:
+        monkeypatch.setattr(Folder, "get", get)
+        Hold(folder, first.id).renew()
+        return get(files, name)
+
+    monkeypatch.setattr(Folder, "get", late)
+    assert first.renew().number == 2
+    assert len(watch.living(folder)) == 1
 
 
 def test_who_renews_too_late_is_told(folder: Folder, watch: HoldWatch, clock: Clock) -> None:
@@ -96,8 +112,18 @@ def test_who_renews_too_late_is_told(folder: Folder, watch: HoldWatch, clock: Cl
     watch.living(folder)
     clock.now_s += LASTS_MS / 1000 + 1
     watch.living(folder)
-    with pytest.raises(MissingCheckpointError, match="not renewed for 30 s"):
+    with pytest.raises(MissingCheckpointError, match="not renewed in time"):
         hold.renew()
+
+
+def test_who_knows_only_its_id_makes_it_last_as_long_as_it_did(folder: Folder, watch: HoldWatch, clock: Clock) -> None:
+    """As the first calls of a query, which learn of the hold that was made when it was planned."""
+    before = Hold.place(folder, "somebody", LASTS_MS)
+    renewed = Hold(folder, before.id).renew()
+    assert (renewed.holder, renewed.lasts_ms) == ("somebody", LASTS_MS)
+    assert watch.living(folder) == [renewed]
+    clock.now_s += LASTS_MS / 1000
+    assert watch.living(folder) == [renewed]
 
 
 def test_two_holds_end_each_by_itself(folder: Folder, watch: HoldWatch, clock: Clock) -> None:
@@ -108,7 +134,7 @@ def test_two_holds_end_each_by_itself(folder: Folder, watch: HoldWatch, clock: C
     watch.living(folder)
     clock.now_s += 2
     assert [it.holder for it in watch.living(folder)] == ["lasting"]
-    assert dying.record.id not in "".join(_names(folder))
+    assert dying.id not in "".join(_names(folder))
 
 
 def test_one_that_is_a_day_old_ends_for_processes_that_live_short(tmp_path: Path, folder: Folder) -> None:
@@ -121,15 +147,15 @@ def test_one_that_is_a_day_old_ends_for_processes_that_live_short(tmp_path: Path
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"format": 1, "checksum": "0"}'])
 def test_one_that_cannot_be_read_lets_nothing_be_deleted(tmp_path: Path, folder: Folder, content: bytes) -> None:
-    hold = Hold.place(folder, "somebody", LASTS_MS)
-    (tmp_path / "query" / HOLDS_FOLDER / hold.record.name).write_bytes(content)
+    Hold.place(folder, "somebody", LASTS_MS)
+    (tmp_path / "query" / HOLDS_FOLDER / _names(folder)[0]).write_bytes(content)
     with pytest.raises(CorruptFileError):
         HoldWatch().living(folder)
 
 
 def test_one_of_a_newer_release_is_refused(tmp_path: Path, folder: Folder) -> None:
-    hold = Hold.place(folder, "somebody", LASTS_MS)
-    (tmp_path / "query" / HOLDS_FOLDER / hold.record.name).write_bytes(b'{"format": 2}')
+    Hold.place(folder, "somebody", LASTS_MS)
+    (tmp_path / "query" / HOLDS_FOLDER / _names(folder)[0]).write_bytes(b'{"format": 2}')
     with pytest.raises(VersionSkewError, match="newer release"):
         HoldWatch().living(folder)
 

@@ -26,7 +26,7 @@ from spark_state_ext.engine.shared import Shared
 from spark_state_ext.errors import MissingCheckpointError, StateError, UsageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
-from spark_state_ext.ownership.holds import HOLD_MS, Hold, HoldRecord
+from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT
 from spark_state_ext.savepoints.captured import Captured
@@ -78,7 +78,7 @@ def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[
             "delete what is being copied. Run it once with this release, then try again."
         )
     held = Hold.place(files, plain["holder"], plain.get("lasts_ms", HOLD_MS))
-    yield from _answer({"hold": held.record.id, "lease": 0 if found is None else found.number})
+    yield from _answer({"hold": held.id, "lease": 0 if found is None else found.number})
 
 
 def end(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -86,7 +86,7 @@ def end(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa
     for _ in batches:
         pass
     _, files = _query_folder(plain)
-    Hold(files, HoldRecord(plain["hold"], "", 0)).release()
+    Hold(files, plain["hold"]).release()
     yield from _answer(None)
 
 
@@ -96,10 +96,9 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
     options, files = _query_folder(plain)
     scratch = scratch_folder(options.local_dir)
     operator = _operator_in_force(files)
-    hold = Hold(files, HoldRecord(plain["hold"], plain["holder"], plain.get("lasts_ms", HOLD_MS)))
     writer = Writer(plain["query_id"], "", plain["batch"], socket.gethostname())
     savepoint = _savepoint(plain)
-    with _renewed(hold):
+    with _renewed(Hold(files, plain["hold"])):
         for batch in batches:
             for value in batch.column(0).to_pylist():
                 pointer = Pointer.decode(bytes(value))
@@ -137,16 +136,16 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
 def _renewed(hold: Hold) -> Iterator[None]:
     """Renew a hold beside what takes long."""
     over = threading.Event()
+    # Before anything is copied: it may have expired while the task waited for its turn.
+    record = hold.renew()
 
     def renew() -> None:
-        while not over.wait(hold.record.lasts_ms / 3000):
+        while not over.wait(record.lasts_ms / 3000):
             try:
                 hold.renew()
             except StateError as error:
-                _LOGGER.warning("the hold of %s could not be renewed: %s", hold.record.holder, error)
+                _LOGGER.warning("the hold of %s could not be renewed: %s", record.holder, error)
 
-    # Before anything is copied: it may have expired while the task waited for its turn.
-    hold.renew()
     thread = threading.Thread(target=renew, name="spark_state_ext hold", daemon=True)
     thread.start()
     try:
