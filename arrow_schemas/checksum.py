@@ -1,15 +1,92 @@
-"""The checksum of small JSON documents: operator files and leases."""
+"""Small JSON documents with a format number and a checksum: leases, holds, claims, starts; and operator files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["checksum_of"]
+from arrow_schemas.errors import CorruptFileError, StateError, VersionSkewError
+
+__all__ = ["checksum_of", "opened_document", "readable", "refuse_newer", "sealed_document"]
 
 
 def checksum_of(fields: dict[str, Any]) -> str:
     """BLAKE2b, 16 bytes, of the fields as JSON with sorted keys and no white space, as hexadecimal digits."""
     text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def sealed_document(fields: dict[str, Any]) -> bytes:
+    """A document's bytes: its fields, `format` among them, and their checksum."""
+    return json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
+
+
+def opened_document(data: bytes, where: str, known_format: int, mend: str = "") -> dict[str, Any]:
+    """Inverse of `sealed_document`; call it, and use what it gives, within `readable`.
+
+    Parameters
+    ----------
+    data
+        The bytes.
+    where
+        How to call it in messages.
+    known_format
+        The largest format number that this release reads.
+    mend
+        What to do about one that is damaged: a sentence.
+
+    Raises
+    ------
+    CorruptFileError
+        When its checksum is wrong.
+    VersionSkewError
+        When a newer release wrote it.
+    """
+    fields: dict[str, Any] = json.loads(data)
+    refuse_newer(fields["format"], known_format, where)
+    if fields.pop("checksum", None) != checksum_of(fields):
+        raise CorruptFileError(f"{where} fails its checksum{'. ' if mend else ''}{mend}")
+    return fields
+
+
+def refuse_newer(found: int, known_format: int, where: str) -> None:
+    """Refuse a format that this release does not know.
+
+    Raises
+    ------
+    VersionSkewError
+        When it is larger than what is known.
+    """
+    if found > known_format:
+        raise VersionSkewError(
+            f"{where} has format {found}; this release reads up to {known_format}. Use a newer release."
+        )
+
+
+@contextmanager
+def readable(where: str, what: str, mend: str = "") -> Iterator[None]:
+    """Have what a document of another shape raises told as one that is damaged.
+
+    Parameters
+    ----------
+    where
+        How to call it in messages.
+    what
+        What it should be.
+    mend
+        What to do: a sentence.
+
+    Raises
+    ------
+    CorruptFileError
+        When a field is missing or of another type, or it is no JSON at all.
+    """
+    try:
+        yield
+    except StateError:
+        raise
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise CorruptFileError(f"{where} is no {what}: {error!r}{'. ' if mend else ''}{mend}") from error

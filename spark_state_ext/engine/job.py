@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,10 +11,30 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import VersionSkewError
 from spark_state_ext.version import __version__
 
-__all__ = ["ARROW", "PANDAS", "ROWS", "Job"]
+__all__ = ["ARROW", "PANDAS", "ROWS", "Job", "refuse_other_release"]
 
 # Function of (key, frames, state), of (key, rows, state), and of a batch.
 PANDAS, ROWS, ARROW = "pandas", "rows", "arrow"
+
+
+def refuse_other_release(plain: Mapping[str, Any]) -> None:
+    """Refuse what the client of another release of this package has sent, on an executor.
+
+    Parameters
+    ----------
+    plain
+        Builtin values, ``package_version`` among them.
+
+    Raises
+    ------
+    VersionSkewError
+        When client and executor have different versions of this package.
+    """
+    if plain["package_version"] != __version__:
+        raise VersionSkewError(
+            f"the query was planned with spark_state_ext {plain['package_version']} and the executors have "
+            f"{__version__}: install the same version on both."
+        )
 
 
 @dataclass(frozen=True)
@@ -106,12 +127,7 @@ class Job:
         VersionSkewError
             When client and executor have different versions of this package.
         """
-        if plain["package_version"] != __version__:
-            raise VersionSkewError(
-                f"the query was planned with spark_state_ext {plain['package_version']} and the executors have "
-                f"{__version__}: "
-                "install the same version on both."
-            )
+        refuse_other_release(plain)
         return Job(
             **{
                 **plain,

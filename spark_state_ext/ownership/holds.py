@@ -11,7 +11,6 @@ compared.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
@@ -20,8 +19,8 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from arrow_schemas.checksum import checksum_of
-from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, VersionSkewError
+from arrow_schemas.checksum import opened_document, readable, sealed_document
+from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Entry, Folder
 
 __all__ = ["HOLDS_FOLDER", "HOLD_FORMAT", "HOLD_MS", "Hold", "HoldRecord", "HoldWatch"]
@@ -35,6 +34,7 @@ _NAME = re.compile(r"([0-9a-f]{32})-(\d{8})\.json")
 # By the time of the file: for processes that live too short to watch it. No clock is a day wrong.
 _DEAD_AFTER_S = 86_400.0
 _KNOWN_MAX = 1_024
+_MEND = "Remove it when nobody takes a savepoint."
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ class HoldRecord:
 
     def encode(self) -> bytes:
         """The file's bytes."""
-        fields = {"format": HOLD_FORMAT, "id": self.id, "holder": self.holder, "lasts_ms": self.lasts_ms}
-        return json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
+        return sealed_document({"format": HOLD_FORMAT, "id": self.id, "holder": self.holder, "lasts_ms": self.lasts_ms})
 
     @staticmethod
     def decode(data: bytes, number: int, where: str) -> HoldRecord:
@@ -79,22 +78,10 @@ class HoldRecord:
         VersionSkewError
             When a newer release wrote it.
         """
-        try:
-            fields = json.loads(data)
-            if fields["format"] > HOLD_FORMAT:
-                raise VersionSkewError(
-                    f"{where} has format {fields['format']}; this release reads up to {HOLD_FORMAT}. Use a newer "
-                    "release."
-                )
-            if fields.pop("checksum") != checksum_of(fields):
-                raise CorruptFileError(f"{where} fails its checksum. Remove it when nobody takes a savepoint.")
+        with readable(where, "hold", _MEND):
+            fields = opened_document(data, where, HOLD_FORMAT, _MEND)
             return HoldRecord(str(fields["id"]), str(fields["holder"]), int(fields["lasts_ms"]), number)
-        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            if isinstance(error, CorruptFileError):
-                raise
-            raise CorruptFileError(
-                f"{where} is no hold: {error!r}. Remove it when nobody takes a savepoint."
-            ) from error
+        raise AssertionError("unreachable: readable raises what it catches")
 
 
 class Hold:

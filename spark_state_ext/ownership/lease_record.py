@@ -15,8 +15,7 @@ import uuid
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from arrow_schemas.checksum import checksum_of
-from spark_state_ext.errors import CorruptFileError, VersionSkewError
+from arrow_schemas.checksum import opened_document, readable, refuse_newer, sealed_document
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.process import is_running, namespace, start_of
 
@@ -39,6 +38,7 @@ _FORMAT_1, _FORMAT_2 = 1, 2
 _REPEATS = "record"
 _REPLACED_MAX = 100
 _ANCESTORS_MAX = 8
+_MEND = "Remove it when no run is live."
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class LeaseRecord:
             "format_1_too": self.format_1_too,
             "claim": None if self.claim is None else asdict(self.claim),
         }
-        return json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
+        return sealed_document(fields)
 
     @staticmethod
     def decode(data: bytes, where: str) -> LeaseRecord:
@@ -218,11 +218,8 @@ class LeaseRecord:
         VersionSkewError
             When a newer release wrote it.
         """
-        try:
-            fields = json.loads(data)
-            _refuse_newer(fields["format"], where)
-            if fields.pop("checksum", None) != checksum_of(fields):
-                raise CorruptFileError(f"{where} fails its checksum. Remove it when no run is live.")
+        with readable(where, "lease", _MEND):
+            fields = opened_document(data, where, LEASE_FORMAT, _MEND)
             claim = fields["claim"] if fields["format"] > _FORMAT_2 else None
             return LeaseRecord(
                 owner=RunIdentity(**fields["owner"]),
@@ -235,10 +232,7 @@ class LeaseRecord:
                 claim=None if claim is None else Claim(str(claim["id"]), str(claim["by"]), int(claim["claimed_ms"])),
                 format=fields["format"],
             )
-        except CorruptFileError:
-            raise
-        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"{where} is no lease: {error!r}. Remove it when no run is live.") from error
+        raise AssertionError("unreachable: readable raises what it catches")
 
     def encode_format_1(self, number: int) -> bytes:
         """The record as format 1 has it, with its number, by which this release knows it again.
@@ -267,9 +261,9 @@ class LeaseRecord:
         VersionSkewError
             When a newer release wrote it.
         """
-        try:
+        with readable(where, "lease", _MEND):
             fields = json.loads(data)
-            _refuse_newer(fields["format"], where, _FORMAT_1)
+            refuse_newer(fields["format"], _FORMAT_1, where)
             if _REPEATS in fields:
                 return None
             # What it calls a process may be an executor, whose end is not the end of the run.
@@ -282,20 +276,12 @@ class LeaseRecord:
                 replaced,
                 format=_FORMAT_1,
             )
-        except CorruptFileError:
-            raise
-        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"{where} is no lease: {error!r}. Remove it when no run is live.") from error
+        raise AssertionError("unreachable: readable raises what it catches")
 
 
 def refusal() -> bytes:
     """What stands in place of a lease of format 1 where the folder is claimed: its readers refuse the number."""
     return json.dumps({"format": LEASE_FORMAT}).encode()
-
-
-def _refuse_newer(found: int, where: str, known: int = LEASE_FORMAT) -> None:
-    if found > known:
-        raise VersionSkewError(f"{where} has format {found}; this release reads up to {known}. Use a newer release.")
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,15 @@ says that deleting has begun. (A claim to a query folder is a field of its lease
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from arrow_schemas.checksum import checksum_of
+from arrow_schemas.checksum import opened_document, readable, sealed_document
 from spark_state_ext.errors import (
     ClaimedError,
-    CorruptFileError,
     MissingCheckpointError,
     NotClaimableError,
-    VersionSkewError,
 )
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
@@ -51,8 +48,7 @@ class SavepointClaim:
 
     def encode(self) -> bytes:
         """The file's bytes: the same from all of the query's tasks."""
-        fields = {"format": _FORMAT, "savepoint_id": self.savepoint_id, "by": self.by, "id": self.id}
-        return json.dumps({**fields, "checksum": checksum_of(fields)}, sort_keys=True, indent=1).encode() + b"\n"
+        return sealed_document({"format": _FORMAT, "savepoint_id": self.savepoint_id, "by": self.by, "id": self.id})
 
     @staticmethod
     def decode(data: bytes, where: str) -> SavepointClaim:
@@ -65,19 +61,10 @@ class SavepointClaim:
         VersionSkewError
             When a newer release wrote it.
         """
-        try:
-            fields = json.loads(data)
-            if fields["format"] > _FORMAT:
-                raise VersionSkewError(
-                    f"{where} has format {fields['format']}; this release reads up to {_FORMAT}. Use a newer release."
-                )
-            if fields.pop("checksum") != checksum_of(fields):
-                raise CorruptFileError(f"{where} fails its checksum")
+        with readable(where, "claim to a savepoint"):
+            fields = opened_document(data, where, _FORMAT)
             return SavepointClaim(str(fields["savepoint_id"]), str(fields["by"]), str(fields["id"]))
-        except (CorruptFileError, VersionSkewError):
-            raise
-        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"{where} does not tell who claimed the savepoint: {error!r}") from error
+        raise AssertionError("unreachable: readable raises what it catches")
 
 
 def claim_savepoint(savepoint: Folder, claim: SavepointClaim, mine: Collection[str]) -> SavepointClaim:
@@ -160,7 +147,7 @@ def consume(savepoint: Folder, claim_id: str, still_ours: Callable[[], None]) ->
         return 0
     files = savepoint.child(CLAIM_FOLDER)
     still_ours()
-    files.create(_CONSUMED_NAME, json.dumps({"format": _FORMAT}).encode())
+    files.create(_CONSUMED_NAME, sealed_document({"format": _FORMAT}))
     deleted = 0
     try:
         manifest = read_manifest(savepoint)

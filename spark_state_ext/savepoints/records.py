@@ -3,12 +3,10 @@ batch is committed. Both are immutable, and the same from whoever makes them."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from arrow_schemas.checksum import checksum_of
-from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, VersionSkewError
+from arrow_schemas.checksum import opened_document, readable, sealed_document
+from spark_state_ext.errors import LineageError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 
 __all__ = [
@@ -55,8 +53,7 @@ class StartRecord:
 
     def encode(self) -> bytes:
         """The file's bytes."""
-        fields: dict[str, Any] = {"format": START_FORMAT, **asdict(self)}
-        return json.dumps({**fields, "checksum": checksum_of(fields)}, sort_keys=True, indent=1).encode() + b"\n"
+        return sealed_document({"format": START_FORMAT, **asdict(self)})
 
     @staticmethod
     def decode(data: bytes, where: str) -> StartRecord:
@@ -69,15 +66,8 @@ class StartRecord:
         VersionSkewError
             When a newer release wrote it.
         """
-        try:
-            fields = json.loads(data)
-            found = fields.pop("format")
-            if found > START_FORMAT:
-                raise VersionSkewError(
-                    f"{where} has format {found}; this release reads up to {START_FORMAT}. Use a newer release."
-                )
-            if fields.pop("checksum") != checksum_of({"format": found, **fields}):
-                raise CorruptFileError(f"{where} fails its checksum")
+        with readable(where, "record of what a query was started from"):
+            fields = opened_document(data, where, START_FORMAT)
             return StartRecord(
                 kind=str(fields["kind"]),
                 source=str(fields["source"]),
@@ -86,10 +76,7 @@ class StartRecord:
                 mode=str(fields["mode"]),
                 operator=str(fields["operator"]),
             )
-        except (CorruptFileError, VersionSkewError):
-            raise
-        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"{where} does not tell what a query was started from: {error!r}") from error
+        raise AssertionError("unreachable: readable raises what it catches")
 
 
 def note_start(query_folder: Folder, record: StartRecord) -> None:
@@ -132,4 +119,4 @@ def note_detached(query_folder: Folder) -> None:
     Who calls it was handed a pointer of the query: in a batch with data Spark calls every bucket, and commits the
     pointers of all or of none.
     """
-    query_folder.create(DETACHED_NAME, json.dumps({"format": START_FORMAT}).encode())
+    query_folder.create(DETACHED_NAME, sealed_document({"format": START_FORMAT}))

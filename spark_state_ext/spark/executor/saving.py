@@ -21,9 +21,10 @@ from arrow_schemas.operator import OperatorFile, operator_file_name, parse_opera
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedBucket, SavedFile, SavepointHeader, SavepointManifest
 from spark_state_ext.engine.folders import scratch_folder
+from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.shared import Shared
-from spark_state_ext.errors import MissingCheckpointError, StateError, UsageError, VersionSkewError
+from spark_state_ext.errors import MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
@@ -49,12 +50,7 @@ def _answer(value: Any) -> Iterator[pa.RecordBatch]:
 
 
 def _query_folder(plain: dict[str, Any]) -> tuple[StateOptions, Folder]:
-    if plain["package_version"] != __version__:
-        raise VersionSkewError(
-            f"the client has spark_state_ext {plain['package_version']} and the executors have {__version__}: "
-            "install the "
-            "same version on both."
-        )
+    refuse_other_release(plain)
     options = StateOptions.from_plain(plain["options"])
     root = Folder(options.root, options.storage_options)
     return options, root.child(plain["operator"], plain["query_folder"])

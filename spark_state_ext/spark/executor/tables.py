@@ -29,7 +29,8 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.folders import scratch_folder
-from spark_state_ext.errors import CorruptFileError, StateValueError, VersionSkewError
+from spark_state_ext.engine.job import refuse_other_release
+from spark_state_ext.errors import CorruptFileError, StateValueError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import seal
 from spark_state_ext.savepoints.copying import put_whole
@@ -47,12 +48,7 @@ _ROWS = pa.schema([("saved", pa.string()), ("pointer", pa.binary())])
 
 
 def _operator(plain: dict[str, Any]) -> OperatorFile:
-    if plain["package_version"] != __version__:
-        raise VersionSkewError(
-            f"the client has spark_state_ext {plain['package_version']} and the executors have {__version__}: "
-            "install the "
-            "same version on both."
-        )
+    refuse_other_release(plain)
     return OperatorFile.decode(plain["operator_file"].encode(), "the operator of the savepoint")
 
 
