@@ -35,7 +35,7 @@ from spark_state_ext.files.checkpoint import verify_checkpoint
 from spark_state_ext.files.folder import Folder, Readable, taken
 from spark_state_ext.files.known_files import KnownFiles
 from spark_state_ext.files.retention import clean_up, is_crowded
-from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.files.sealed import SealedFile, publish
 from spark_state_ext.worker.retry import retried
 from spark_state_ext.worker.threads import CallerExecutor
 from spark_state_ext.worker.worker import Worker
@@ -141,13 +141,8 @@ class FilesBackup:
         where = self.folder.where(file.name)
         if found is False and not self.folder.replaces:
             raise taken(where) from FileExistsError(errno.EEXIST, "there is another one", where)
-        if file.path is not None:
-            self.folder.put_file(file.name, file.path)
-        elif self.folder.replaces:
-            self.folder.put(file.name, file.get_range(0, file.size_bytes))
-        else:
-            # What another attempt sent since is compared now.
-            self.folder.create(file.name, file.get_range(0, file.size_bytes))
+        # What another attempt sent since is compared now.
+        publish(self.folder, file)
         found = self._compared(file)
         if found is None:
             raise StorageError(f"{where} was written and is not there")

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from pyspark import __version__
-from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import StorageError, UsageError
+from spark_state_ext.spark.client.state_reader import StateReader
 
 __all__ = ["query_folders_of", "session"]
-
-_POINTER = "value.groupState.pointer"
 
 
 def session() -> SparkSession:
@@ -50,21 +47,7 @@ def query_folders_of(spark: SparkSession, location: str) -> frozenset[str]:
     CorruptPointerError, VersionSkewError
         When what looks like a pointer cannot be read.
     """
-    query_folders: set[str] = set()
     try:
-        operators = spark.read.format("state-metadata").load(location).select("operatorId", "stateStoreName").collect()
-        for operator, store in sorted({(row.operatorId, row.stateStoreName) for row in operators}):
-            reader = spark.read.format("statestore").option("operatorId", operator)
-            state = reader.option("storeName", store).load(location)
-            if "groupState.pointer" not in _fields(state.schema["value"].dataType):
-                continue  # another operator of the query, which is none of ours
-            pointers = state.select(_POINTER).where(f"{_POINTER} IS NOT NULL")
-            query_folders.update(Pointer.decode(bytes(row.pointer)).query_folder for row in pointers.toLocalIterator())
-    except PySparkException as error:
-        raise StorageError(f"Spark cannot read the state of {location}: {error}. Leave --spark out.") from error
-    return frozenset(query_folders)
-
-
-def _fields(value: Any) -> set[str]:
-    """Names of the fields of a state's value, and of fields in these."""
-    return {f"{field.name}.{part.name}" for field in value for part in getattr(field.dataType, "fields", [])}
+        return StateReader(spark, location).query_folders()
+    except StorageError as error:
+        raise StorageError(f"{error}. Leave --spark out.") from error

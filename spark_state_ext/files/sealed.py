@@ -21,9 +21,10 @@ from arrow_schemas.lineage import LineageHeader, file_name
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.checkpoint import write_checkpoint
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.worker.spill import SpillBuffer, local_errors
 
-__all__ = ["SealedFile", "SealedFiles", "seal"]
+__all__ = ["SealedFile", "SealedFiles", "publish", "seal"]
 
 # Files that wait for their upload are held in memory up to this size.
 MEMORY_BYTES_MAX = 8 << 20
@@ -192,3 +193,26 @@ def seal(header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBa
             raise
         return SealedFile(name, size, None, owner.path, owner)
     raise AssertionError("unreachable: local_errors raises what it catches")
+
+
+def publish(folder: Folder, file: SealedFile) -> None:
+    """Have a folder publish a sealed file under its name.
+
+    Parameters
+    ----------
+    folder
+        The folder. Where it does not `Folder.replaces`, a file that is there stays.
+    file
+        The file.
+
+    Raises
+    ------
+    StorageError
+        When it could not be written.
+    """
+    if file.path is not None:
+        folder.put_file(file.name, file.path)
+    elif folder.replaces:
+        folder.put(file.name, file.get_range(0, file.size_bytes))
+    else:
+        folder.create(file.name, file.get_range(0, file.size_bytes))

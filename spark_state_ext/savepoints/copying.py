@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from arrow_schemas.lineage import BodyRecord, CheckpointRef, file_name
+from arrow_schemas.lineage import BodyRecord
 from arrow_schemas.savepoint import SavedFile
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError
 from spark_state_ext.files.folder import Duplicable, Folder, Readable
+from spark_state_ext.files.sealed import SealedFile, publish
 from spark_state_ext.files.sealed_body import announced_body, verified
 from spark_state_ext.worker.spill import local_errors
 
 __all__ = ["How", "copied", "digest_text", "put_whole"]
-
-_IN_MEMORY_BYTES_MAX = 8 << 20
 
 
 class How(enum.Enum):
@@ -64,41 +63,32 @@ def copied(files: Readable, file: SavedFile, target: Folder, scratch: Path) -> H
                 f"{files.where(file.name)} is not the file that was announced ({file.size_bytes} bytes, {file.digest})"
             )
         return How.DUPLICATED
-    if file.size_bytes <= _IN_MEMORY_BYTES_MAX:
-        data = files.get(file.name)
-        _check(pa.BufferReader(pa.py_buffer(data)), file, files.where(file.name))
-        with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            path = Path(folder) / file.name
-            with local_errors(scratch):
-                path.write_bytes(data)
-            target.put_file(file.name, path)
-    else:
-        with local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
-            path = Path(folder) / file.name
-            files.get_file(file.name, path)
-            _check(pa.OSFile(str(path), "r"), file, files.where(file.name))
-            target.put_file(file.name, path)
-    if not _is_there(target, file):
-        raise StorageError(f"{target.where(file.name)} was written and reads otherwise: it was torn on its way")
+    with local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
+        path = Path(folder) / file.name
+        files.get_file(file.name, path)
+        _check(pa.OSFile(str(path), "r"), file, files.where(file.name))
+        _put(target, SealedFile(file.name, file.size_bytes, path=path), file)
     return How.STREAMED
 
 
-def put_whole(target: Folder, ref: CheckpointRef, kind: str, path: Path) -> SavedFile:
-    """Publish a checkpoint file that was made on the local disk.
+def put_whole(target: Folder, sealed: SealedFile) -> SavedFile:
+    """Publish a checkpoint file that was made here.
 
     Returns
     -------
     SavedFile
         As a manifest has it.
     """
-    name = file_name(ref, kind)
-    with local_errors(path.parent), pa.OSFile(str(path), "r") as opened:
-        body, _ = verified(opened, str(path))
-        file = SavedFile(name, opened.size(), digest_text(body))
-    target.put_file(name, path)
-    if not _is_there(target, file):
-        raise StorageError(f"{target.where(name)} was written and reads otherwise: it was torn on its way")
+    body = announced_body(sealed.get_range, sealed.size_bytes, sealed.name)
+    file = SavedFile(sealed.name, sealed.size_bytes, digest_text(body))
+    _put(target, sealed, file)
     return file
+
+
+def _put(target: Folder, sealed: SealedFile, file: SavedFile) -> None:
+    publish(target, sealed)
+    if not _is_there(target, file):
+        raise StorageError(f"{target.where(file.name)} was written and reads otherwise: it was torn on its way")
 
 
 def _is_there(target: Folder, file: SavedFile) -> bool:

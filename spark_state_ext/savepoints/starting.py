@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.operator import OperatorFile, operator_file_name
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from arrow_schemas.savepoint import NATIVE, SavedFile, SavepointManifest
 from spark_state_ext.backends import STATE
-from spark_state_ext.backends.registry import FSSPEC, Backend
+from spark_state_ext.backends.registry import FSSPEC
 from spark_state_ext.backends.replication import Replica
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
@@ -106,9 +106,10 @@ class Beginning:
         StorageError
             When a store fails.
         """
-        backend = next((it for it in job.options.backends if it.kind == FSSPEC), None)
-        if backend is None or self.pointer.ref is None:
+        if self.pointer.ref is None:
             return self._renamed(job, query_folder, self.pointer, {}, {})
+        # `StateOptions` refuses a start where there is none.
+        backend = next(it for it in job.options.backends if it.kind == FSSPEC)
         target = Folder(backend.root, backend.storage_options).child(
             job.operator, query_folder, str(self.pointer.bucket)
         )
@@ -155,14 +156,35 @@ def _newest(ref: CheckpointRef, files: Sequence[SavedFile]) -> str:
     return next(name for kind in (DELTA, SNAPSHOT) if (name := file_name(ref, kind)) in names)
 
 
-class Starts:
-    """What a process has read of the snapshots that its queries start from."""
+class _Once(Generic[T]):
+    """What was read of a few snapshots, which do not change: each is read once."""
 
     _MAX = 16
 
     def __init__(self) -> None:
-        self._read: OrderedDict[str, object] = OrderedDict()
+        self._read: OrderedDict[str, T] = OrderedDict()
         self._lock = threading.Lock()
+
+    def of(self, key: str, read: Callable[[], T]) -> T:
+        """What was read before under a key, or is read now."""
+        with self._lock:
+            if key in self._read:
+                return self._read[key]
+        found = read()
+        with self._lock:
+            self._read[key] = found
+            while len(self._read) > self._MAX:
+                self._read.popitem(last=False)
+        return found
+
+
+class Starts:
+    """What a process has read of the snapshots that its queries start from."""
+
+    def __init__(self) -> None:
+        self._manifests: _Once[SavepointManifest] = _Once()
+        self._captured: _Once[Captured] = _Once()
+        self._operator_files: _Once[OperatorFile] = _Once()
 
     def of(self, job: Job, bucket: int) -> Beginning | None:
         """Where a bucket's state comes from; None: it begins without.
@@ -193,7 +215,7 @@ class Starts:
 
     def _in_savepoint(self, job: Job, start: Savepoint, name: str, bucket: int) -> Beginning | None:
         folder = Folder(start.path, start.storage_options)
-        manifest = self._once(f"savepoint {folder.identity} {job.plan_id}", lambda: read_manifest(folder))
+        manifest = self._manifests.of(f"savepoint {folder.identity} {job.plan_id}", lambda: read_manifest(folder))
         header = manifest.header
         if name not in header.operators:
             if start.allow_non_restored:
@@ -215,14 +237,14 @@ class Starts:
             )
         notes = Folder(job.options.root, job.options.storage_options).child(job.operator, STARTING_FOLDER)
         file = job.captured
-        captured = self._once(
+        captured = self._captured.of(
             f"captured {notes.identity} {file}", lambda: Captured.decode(notes.get(file), notes.where(file))
         )
         if bucket not in captured.pointers:
             raise CorruptFileError(f"{notes.where(file)} lacks bucket {bucket}. Plan the query again.")
         pointer = captured.pointers[bucket]
         files = Folder(start.root, start.storage_options).child(name, pointer.query_folder)
-        operator_file = self._once(
+        operator_file = self._operator_files.of(
             f"operator {files.identity} {pointer.schema_id}",
             lambda: OperatorFile.decode(
                 files.get(operator_file_name(pointer.schema_id)), files.where(operator_file_name(pointer.schema_id))
@@ -232,18 +254,6 @@ class Starts:
         record = StartRecord("retained_checkpoint", files.root, "", batch, start.mode, name)
         return Beginning(pointer, operator_file, record, files.child(str(bucket)), None, captured)
 
-    def _once(self, key: str, read: Callable[[], T]) -> T:
-        """What was read before, or is read now: snapshots do not change."""
-        with self._lock:
-            found = self._read.get(key)
-        if found is None:
-            found = read()
-            with self._lock:
-                self._read[key] = found
-                while len(self._read) > self._MAX:
-                    self._read.popitem(last=False)
-        return found  # type: ignore[return-value]  # what is kept under a key is what its reader gave
-
 
 def _not_there(name: str, path: str, manifest: SavepointManifest) -> StateError:
     return OperatorChangedError(
@@ -251,8 +261,3 @@ def _not_there(name: str, path: str, manifest: SavepointManifest) -> StateError:
         "Name the "
         "one whose state is meant with operator=…, or begin without state with allow_non_restored=True."
     )
-
-
-def places_of(start: RetainedCheckpoint) -> Mapping[str, Backend]:
-    """The other query's backends, by name."""
-    return {it.name: it for it in start.places}

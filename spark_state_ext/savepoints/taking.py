@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from arrow_schemas.lineage import SNAPSHOT, LineageHeader, Writer
+from arrow_schemas.lineage import SNAPSHOT, LineageHeader, Writer, file_name
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import RowSchema
 from arrow_schemas.savepoint import CANONICAL, NATIVE, SavedBucket, SavedFile, relocatable
 from spark_state_ext.backends.replication import Replica, taken_over
-from spark_state_ext.commit.context import CommitContext
-from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import seal
 from spark_state_ext.restore.needed import needed_files
 from spark_state_ext.restore.sources import Sources, restore_order
 from spark_state_ext.savepoints.copying import How, copied, digest_text, put_whole
-from spark_state_ext.store import LocalStore
+from spark_state_ext.savepoints.reading import scanned_rows
 from spark_state_ext.version import __version__
 
 __all__ = ["Copy", "save_bucket"]
@@ -94,8 +91,7 @@ def save_bucket(
     files, how = [], []
     for it in needed.files:
         body = it.announced.body
-        name = f"{it.fetch.ref}.{it.fetch.kind}.arrow"
-        file = SavedFile(name, it.announced.size_bytes, digest_text(body))
+        file = SavedFile(file_name(it.fetch.ref, it.fetch.kind), it.announced.size_bytes, digest_text(body))
         how.append((copied(it.files, file, target, scratch), file.size_bytes))
         files.append(file)
     target.sync()
@@ -122,21 +118,11 @@ def _compacted(
     """One snapshot of a bucket's rows, which are restored to a store of their own."""
     assert pointer.ref is not None, "there is a state"
     by = writer or Writer("", "", pointer.batch, "")
-    with tempfile.TemporaryDirectory(prefix="savepoint-", dir=scratch) as folder:
-        store = LocalStore.at(Path(folder) / "store", schema)
-        try:
-            bucket = Bucket(store, replicas, pointer, by, CommitContext(Path(folder)), restore_from=restore_from)
-            try:
-                sealed = seal(_header(pointer, by), schema, bucket.scan(), Path(folder))
-            finally:
-                bucket.close()
-        finally:
-            store.close()
-        path = sealed.path
-        if path is None:
-            path = Path(folder) / sealed.name
-            path.write_bytes(sealed.get_range(0, sealed.size_bytes))
-        file = put_whole(target, pointer.ref, SNAPSHOT, path)
+    with scanned_rows(pointer, replicas, schema, scratch, restore_from) as rows:
+        sealed = seal(_header(pointer, by), schema, rows, scratch)
+    try:
+        file = put_whole(target, sealed)
+    finally:
         sealed.let_go()
     newest = pointer.lineage[-1]
     saved = relocatable(pointer, [LineageEntry(newest.ref, 0, newest.heartbeat)])

@@ -228,3 +228,13 @@ def test_the_savepoint_of_a_query_is_its_state(spark: Any, old: Query, tmp_path:
     taken(old, tmp_path / "savepoint")
     rows = read_savepoint(spark, tmp_path / "savepoint").collect()
     assert {row.key: row.n for row in rows} == counted(FIRST)
+
+
+def test_an_empty_table_becomes_a_savepoint_without_state(spark: Any, tmp_path: Path) -> None:
+    nothing = spark.createDataFrame([], "key string, n bigint")
+    write_savepoint(
+        nothing, tmp_path / "savepoint", keys=["key"], state_schema="n bigint", buckets=3, operator="tested"
+    )
+    assert read_savepoint(spark, tmp_path / "savepoint").collect() == []
+    new = Query(spark, tmp_path / "new", start_from=Savepoint(str(tmp_path / "savepoint"))).run(NEXT)
+    assert new.table == counted(NEXT)

@@ -11,9 +11,10 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import RetainedCheckpoint
 from spark_state_ext.errors import MissingCheckpointError, StateError
 from spark_state_ext.savepoints.captured import captured_name
+from spark_state_ext.savepoints.rows import ANSWER
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state_reader import StateReader
-from spark_state_ext.spark.client.tasks import ANSWER, in_a_task, place_of
+from spark_state_ext.spark.client.tasks import in_a_task, place_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -15,18 +15,18 @@ from arrow_schemas.savepoint import CANONICAL, NATIVE
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import refuse_relative
+from spark_state_ext.savepoints.rows import ANSWER, SAVED, copies_of
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state import ArrowState
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState
-from spark_state_ext.spark.client.tasks import ANSWER, in_a_task, place_of
+from spark_state_ext.spark.client.tasks import in_a_task, place_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["TakenSavepoint", "stop_with_savepoint", "take_savepoint"]
+__all__ = ["TakenSavepoint", "finished", "stop_with_savepoint", "take_savepoint"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-_SAVED = "saved string, pointer binary"
 # Batches may be short, and two retained: the one that was chosen is gone before its pointers are read.
 _ROUNDS_MAX = 5
 
@@ -155,12 +155,11 @@ def _taken(
             rows = _saved(reader, stores, parts, committed)
             break
         except Exception as error:
-            if not left or batch is not None or reader.batch().batch == committed.batch:
+            if not left or batch is not None or reader.has(committed.batch):
                 raise
             _LOGGER.info(
                 "batch %d was dropped while it was read; the last one is read anew: %s", committed.batch, error
             )
-    saved = [json.loads(row.saved) for row in rows]
     told = {
         **common,
         "id": uuid.uuid4().hex,
@@ -170,20 +169,36 @@ def _taken(
         "offsets": committed.offsets,
         "parts": list(parts),
     }
-    frame = spark.createDataFrame([(row.saved, bytes(row.pointer)) for row in rows], _SAVED).coalesce(1)
-    answer = json.loads(frame.mapInArrow(task_entry("finish", told), ANSWER).collect()[0].answer)
-    sizes = [file["size_bytes"] for it in saved for file in it["files"]]
+    return finished(spark, told, rows)
+
+
+def finished(spark: SparkSession, told: Mapping[str, Any], rows: Sequence[Any]) -> TakenSavepoint:
+    """Have a task write the manifest of what was saved.
+
+    Parameters
+    ----------
+    spark
+        A session.
+    told
+        What the manifest says beside its buckets, for the task.
+    rows
+        Rows of `SAVED`.
+    """
+    frame = spark.createDataFrame([(row.saved, bytes(row.pointer)) for row in rows], SAVED).coalesce(1)
+    answer = json.loads(frame.mapInArrow(task_entry("finish", dict(told)), ANSWER).collect()[0].answer)
+    copies = copies_of((row.saved, row.pointer) for row in rows)
+    sizes = [file.size_bytes for copy in copies for file in copy.saved.files]
     return TakenSavepoint(
-        path=common["savepoint"],
-        id=answer["id"],
-        form=common["form"],
-        batch=committed.batch,
+        path=told["savepoint"],
+        id=told["id"],
+        form=told["form"],
+        batch=told["batch"],
         watermark_ms=answer["watermark_ms"],
         files=len(sizes),
         size_bytes=sum(sizes),
-        duplicated=sum(it["duplicated"] for it in saved),
-        streamed=sum(it["streamed"] for it in saved),
-        streamed_bytes=sum(it["streamed_bytes"] for it in saved),
+        duplicated=sum(copy.duplicated for copy in copies),
+        streamed=sum(copy.streamed for copy in copies),
+        streamed_bytes=sum(copy.streamed_bytes for copy in copies),
     )
 
 
@@ -193,7 +208,7 @@ def _saved(
     rows: list[Any] = []
     for store, part in zip(stores, parts, strict=True):
         told = {**part, "query_id": committed.query_id, "batch": committed.batch}
-        rows += reader.pointers(store, committed.batch).mapInArrow(task_entry("save", told), _SAVED).collect()
+        rows += reader.pointers(store, committed.batch).mapInArrow(task_entry("save", told), SAVED).collect()
     return rows
 
 

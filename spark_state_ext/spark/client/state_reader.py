@@ -103,18 +103,40 @@ class StateReader:
             When Spark cannot read its state.
         """
         found = []
+        for operator_id, store_name, pointers in self._tables():
+            with self._translated():
+                first = pointers.head()
+            if first is not None:
+                pointer = Pointer.decode(bytes(first.pointer))
+                found.append(StoreOfState(operator_id, store_name, pointer.operator, pointer.query_folder))
+        return found
+
+    def query_folders(self) -> frozenset[str]:
+        """The query folders that pointers name; none where the query has no operator of ours.
+
+        Raises
+        ------
+        StorageError
+            When Spark cannot read its state.
+        """
+        found: set[str] = set()
+        for _, _, pointers in self._tables():
+            with self._translated():
+                found.update(Pointer.decode(bytes(row.pointer)).query_folder for row in pointers.toLocalIterator())
+        return frozenset(found)
+
+    def _tables(self) -> list[tuple[int, str, DataFrame]]:
+        """Stores that hold pointers of ours, each with a table of those of the last batch."""
         with self._translated():
             metadata = self._spark.read.format("state-metadata").load(self._location)
             stores = {(row.operatorId, row.stateStoreName) for row in metadata.collect()}
-            for operator_id, store_name in sorted(stores):
-                state = self._state(operator_id, store_name)
-                if "groupState.pointer" not in _fields(state.schema["value"].dataType):
-                    continue  # another operator of the query, which is none of ours
-                first = state.select(POINTER).where(f"{POINTER} IS NOT NULL").head()
-                if first is not None:
-                    pointer = Pointer.decode(bytes(first.pointer))
-                    found.append(StoreOfState(operator_id, store_name, pointer.operator, pointer.query_folder))
-        return found
+            tables = [(*store, self._state(*store)) for store in sorted(stores)]
+            # The others are of other operators of the query, which are none of ours.
+            return [
+                (operator_id, store_name, state.select(POINTER).where(f"{POINTER} IS NOT NULL"))
+                for operator_id, store_name, state in tables
+                if "groupState.pointer" in _fields(state.schema["value"].dataType)
+            ]
 
     def batch(self, batch: int | None = None) -> CommittedBatch:
         """A committed batch whose state can be read; the last one by default.
@@ -143,6 +165,19 @@ class StateReader:
             query_id = str(json.loads(self._text("metadata"))["id"])
             offsets = self._text(f"offsets/{wanted}")
         return CommittedBatch(query_id, wanted, tuple(range(wanted + 1, newest + 1)), offsets)
+
+    def has(self, batch: int) -> bool:
+        """Whether a batch's state can still be read.
+
+        Raises
+        ------
+        StorageError
+            When Spark cannot read its checkpoint.
+        """
+        try:
+            return self.batch(batch).batch == batch
+        except MissingCheckpointError:
+            return False
 
     def pointers(self, store: StoreOfState, batch: int) -> DataFrame:
         """A table of the pointers that a batch made, one column ``pointer``; read when it is used.

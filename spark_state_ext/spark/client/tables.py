@@ -18,10 +18,11 @@ from spark_state_ext.engine.limits import check_sizes
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
+from spark_state_ext.savepoints.rows import SAVED
 from spark_state_ext.spark.client.columns import packable, refuse_equal_names, struct_of
-from spark_state_ext.spark.client.savepoints import TakenSavepoint
+from spark_state_ext.spark.client.savepoints import TakenSavepoint, finished
 from spark_state_ext.spark.client.shim import task_entry
-from spark_state_ext.spark.client.tasks import ANSWER, in_a_task
+from spark_state_ext.spark.client.tasks import in_a_task
 from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
@@ -110,7 +111,6 @@ def write_savepoint(
         "has_timeout": has_timeout,
         "watermark_ms": watermark_ms,
         "memory_bytes_max": _MEMORY_BYTES_MAX,
-        "first_partition_sends_all": 0,
         "query_id": "",
         "batch": -1,
         "offsets": None,
@@ -121,13 +121,7 @@ def write_savepoint(
     hashed = packable(chosen, chosen.schema, fields, tuple(range(len(keys))), [])
     packed = hashed.mapInArrow(task_entry("pack_rows", told, "tables"), "label int, payload binary")
     spread = packed.repartition(min(buckets, _partitions(spark)), "label")
-    rows = spread.mapInArrow(task_entry("write_buckets", told, "tables"), "saved string, pointer binary").collect()
-    frame = spark.createDataFrame([(row.saved, bytes(row.pointer)) for row in rows], "saved string, pointer binary")
-    frame.coalesce(1).mapInArrow(task_entry("finish", told), ANSWER).collect()
-    sizes = [one["size_bytes"] for row in rows for one in json.loads(row.saved)["files"]]
-    return TakenSavepoint(
-        savepoint, told["id"], CANONICAL, -1, watermark_ms, len(sizes), sum(sizes), 0, len(sizes), sum(sizes)
-    )
+    return finished(spark, told, spread.mapInArrow(task_entry("write_buckets", told, "tables"), SAVED).collect())
 
 
 def read_savepoint(spark: SparkSession, savepoint: Savepoint | str | os.PathLike[str]) -> DataFrame:

@@ -6,16 +6,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.savepoints.rows import ANSWER
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["ANSWER", "in_a_task", "place_of"]
-
-# What a task answers: JSON.
-ANSWER = "answer string"
+__all__ = ["in_a_task", "place_of"]
 
 
 def place_of(options: StateOptions) -> dict[str, Any]:

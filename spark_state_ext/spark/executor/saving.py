@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -19,7 +19,7 @@ import pyarrow as pa
 from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from arrow_schemas.pointer import Pointer
-from arrow_schemas.savepoint import SavedBucket, SavedFile, SavepointHeader, SavepointManifest
+from arrow_schemas.savepoint import SavedBucket, SavepointHeader, SavepointManifest
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.engine.options import StateOptions
@@ -32,21 +32,14 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
+from spark_state_ext.savepoints.rows import answer, copies_of, saved_row
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.version import __version__
 from spark_state_ext.worker.worker import Worker
 
-__all__ = ["ANSWER", "SAVED", "begin", "capture", "describe", "end", "finish", "refuse", "save"]
+__all__ = ["begin", "capture", "describe", "end", "finish", "refuse", "save"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# What a task of one row answers: JSON.
-ANSWER = "answer string"
-SAVED = "saved string, pointer binary"
-_ROWS = pa.schema([("saved", pa.string()), ("pointer", pa.binary())])
-
-
-def _answer(value: Any) -> Iterator[pa.RecordBatch]:
-    yield pa.RecordBatch.from_pylist([{"answer": json.dumps(value)}], schema=pa.schema([("answer", pa.string())]))
 
 
 def _query_folder(plain: dict[str, Any]) -> tuple[StateOptions, Folder]:
@@ -74,7 +67,7 @@ def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[
             "delete what is being copied. Run it once with this release, then try again."
         )
     held = Hold.place(files, plain["holder"], plain.get("lasts_ms", HOLD_MS))
-    yield from _answer({"hold": held.id, "lease": 0 if found is None else found.number})
+    yield answer({"hold": held.id, "lease": 0 if found is None else found.number})
 
 
 def end(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -83,7 +76,7 @@ def end(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa
         pass
     _, files = _query_folder(plain)
     Hold(files, plain["hold"]).release()
-    yield from _answer(None)
+    yield answer(None)
 
 
 def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -116,16 +109,7 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
                     for replica in replicas:
                         replica.restore.close()
                         replica.backup.close()
-                saved = {
-                    "operator": pointer.operator,
-                    "bucket": pointer.bucket,
-                    "files": [asdict(file) for file in copy.saved.files],
-                    "duplicated": copy.duplicated,
-                    "streamed": copy.streamed,
-                    "streamed_bytes": copy.streamed_bytes,
-                }
-                row = {"saved": json.dumps(saved), "pointer": copy.saved.pointer.encode()}
-                yield pa.RecordBatch.from_pylist([row], schema=_ROWS)
+                yield saved_row(copy)
 
 
 @contextmanager
@@ -163,18 +147,23 @@ def _operator_in_force(files: Folder) -> OperatorFile:
 
 def finish(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Write the manifest, of the rows that come in; answers with the id of the savepoint."""
-    buckets, operators = [], {}
-    for batch in batches:
-        for row in batch.to_pylist():
-            saved = json.loads(row["saved"])
-            files = tuple(SavedFile(**file) for file in saved["files"])
-            buckets.append(SavedBucket(saved["operator"], saved["bucket"], Pointer.decode(row["pointer"]), files))
+    rows = [(row["saved"], row["pointer"]) for batch in batches for row in batch.to_pylist()]
+    buckets = [copy.saved for copy in copies_of(rows)]
+    operators: dict[str, OperatorFile] = {}
     for one in plain["parts"]:
         _, query_folder = _query_folder(one)
         operators[one["operator"]] = _operator_in_force(query_folder)
     if "operator_file" in plain:
         made = OperatorFile.decode(plain["operator_file"].encode(), "the operator of the savepoint")
         operators[made.operator] = made
+        # Of a table, buckets without rows have no state. (A query's all have a pointer, or something is wrong.)
+        there = {it.bucket for it in buckets}
+        empty = Pointer(made.operator, 0, made.buckets, made.schema_id, -1, plain["watermark_ms"])
+        buckets += [
+            SavedBucket(made.operator, bucket, replace(empty, bucket=bucket), ())
+            for bucket in range(made.buckets)
+            if bucket not in there
+        ]
     watermarks = [it.pointer.watermark_ms for it in buckets if it.pointer.watermark_ms is not None]
     header = SavepointHeader(
         id=plain["id"],
@@ -189,7 +178,7 @@ def finish(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator
     )
     manifest = SavepointManifest(header, tuple(sorted(buckets, key=lambda it: (it.operator, it.bucket))))
     write_manifest(_savepoint(plain), manifest)
-    yield from _answer({"id": header.id, "watermark_ms": header.watermark_ms})
+    yield answer({"id": header.id, "watermark_ms": header.watermark_ms})
 
 
 def refuse(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -197,7 +186,7 @@ def refuse(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator
     for _ in batches:
         pass
     refuse_existing(_savepoint(plain))
-    yield from _answer(None)
+    yield answer(None)
 
 
 def describe(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -219,7 +208,7 @@ def describe(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterat
     shown = found.row_schema().without_expiry()
     state = json.loads(found.state_schema)
     state["fields"] = [field for field in state["fields"] if field["name"] in {it.name for it in shown.state}]
-    yield from _answer(
+    yield answer(
         {
             "operator": name,
             "buckets": found.buckets,
@@ -245,7 +234,7 @@ def capture(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterato
     target = plain["target"]
     notes = Folder(target["root"], target["storage_options"]).child(target["operator"], STARTING_FOLDER)
     notes.put(plain["file"], captured.encode())
-    yield from _answer({"buckets": len(pointers)})
+    yield answer({"buckets": len(pointers)})
 
 
 def _savepoint(plain: dict[str, Any]) -> Folder:

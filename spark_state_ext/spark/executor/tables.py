@@ -6,11 +6,8 @@ Bodies of `mapInArrow`.
 from __future__ import annotations
 
 import hashlib
-import json
 import socket
-import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,9 @@ from arrow_schemas.equality import group_by_key
 from arrow_schemas.labels import bucket_label, buckets_of, label_bucket
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, Writer
 from arrow_schemas.operator import OperatorFile
-from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
+from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import RowSchema, normal_array
-from arrow_schemas.savepoint import SavedFile
-from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.commit.context import CommitContext
-from spark_state_ext.engine.bucket import Bucket
+from arrow_schemas.savepoint import SavedBucket
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.errors import CorruptFileError, StateValueError
@@ -35,8 +29,10 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import seal
 from spark_state_ext.savepoints.copying import put_whole
 from spark_state_ext.savepoints.manifest_file import read_manifest
+from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.rows import saved_row
+from spark_state_ext.savepoints.taking import Copy
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, encode
-from spark_state_ext.store import LocalStore
 from spark_state_ext.version import __version__
 from spark_state_ext.worker.spill import HashSorter
 
@@ -44,7 +40,6 @@ __all__ = ["pack_rows", "read_rows", "write_buckets"]
 
 _HELD_BYTES_MAX = 64 << 20
 _PACKED = pa.schema([("label", pa.int32()), ("payload", pa.binary())])
-_ROWS = pa.schema([("saved", pa.string()), ("pointer", pa.binary())])
 
 
 def _operator(plain: dict[str, Any]) -> OperatorFile:
@@ -55,10 +50,6 @@ def _operator(plain: dict[str, Any]) -> OperatorFile:
 def pack_rows(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Rows of a table, with their hash, as payloads of one bucket each."""
     buckets = _operator(plain).buckets
-    if plain["first_partition_sends_all"] == _partition():
-        # Every bucket has a row in the manifest, and so is somebody's to write.
-        labels = pa.array([bucket_label(bucket) for bucket in range(buckets)], pa.int32())
-        yield pa.RecordBatch.from_arrays([labels, pa.array([b""] * buckets, pa.binary())], schema=_PACKED)
     held: list[pa.RecordBatch] = []
     held_bytes = 0
     for batch in batches:
@@ -69,13 +60,6 @@ def pack_rows(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Itera
             held, held_bytes = [], 0
     if held:
         yield _packed(held, buckets)
-
-
-def _partition() -> int:
-    from pyspark import TaskContext
-
-    context = TaskContext.get()
-    return 0 if context is None else context.partitionId()
 
 
 def _packed(held: list[pa.RecordBatch], buckets: int) -> pa.RecordBatch:
@@ -101,21 +85,11 @@ def write_buckets(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> I
         for label, payload in zip(batch.column(0).to_pylist(), batch.column(1), strict=True):
             bucket = label_bucket(label)
             sorter = sorters.setdefault(bucket, HashSorter(scratch, HASH_COLUMN, plain["memory_bytes_max"]))
-            data = payload.as_py()
-            for rows in decode(data, _nothing_spilled) if data else ():
+            for rows in decode(payload.as_py(), _nothing_spilled):
                 sorter.add(rows)
     savepoint = Folder(plain["savepoint"], plain["savepoint_options"])
     for bucket, sorter in sorted(sorters.items()):
-        files, pointer = _written(plain, operator, bucket, sorter, savepoint, scratch)
-        saved = {
-            "operator": operator.operator,
-            "bucket": bucket,
-            "files": [asdict(file) for file in files],
-            "duplicated": 0,
-            "streamed": len(files),
-            "streamed_bytes": sum(file.size_bytes for file in files),
-        }
-        yield pa.RecordBatch.from_pylist([{"saved": json.dumps(saved), "pointer": pointer.encode()}], schema=_ROWS)
+        yield saved_row(_written(plain, operator, bucket, sorter, savepoint, scratch))
 
 
 def _nothing_spilled(name: str, offset: int, length: int) -> bytes:
@@ -124,12 +98,8 @@ def _nothing_spilled(name: str, offset: int, length: int) -> bytes:
 
 def _written(
     plain: dict[str, Any], operator: OperatorFile, bucket: int, sorter: HashSorter, savepoint: Folder, scratch: Path
-) -> tuple[tuple[SavedFile, ...], Pointer]:
-    pointer = Pointer(
-        operator.operator, bucket, operator.buckets, operator.schema_id, -1, plain["watermark_ms"], rows=sorter.rows
-    )
-    if not sorter.rows:
-        return (), pointer
+) -> Copy:
+    rows = sorter.rows
     # The same in every attempt at the task, so that none leaves a file behind that nobody knows of.
     text = f"{plain['id']} {operator.operator} {bucket}"
     ref = CheckpointRef(1, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
@@ -148,16 +118,21 @@ def _written(
     timeouts: list[int] = []
     sealed = seal(header, schema, _runs(plain, schema, sorter, timeouts), scratch)
     try:
-        with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            path = sealed.path
-            if path is None:
-                path = Path(folder) / sealed.name
-                path.write_bytes(sealed.get_range(0, sealed.size_bytes))
-            file = put_whole(savepoint.child(operator.operator, str(bucket)), ref, SNAPSHOT, path)
+        file = put_whole(savepoint.child(operator.operator, str(bucket)), sealed)
     finally:
         sealed.let_go()
-    earliest = min(timeouts, default=None)
-    return (file,), replace(pointer, lineage=(LineageEntry(ref, 0, 0),), earliest_timeout_ms=earliest)
+    pointer = Pointer(
+        operator.operator,
+        bucket,
+        operator.buckets,
+        operator.schema_id,
+        -1,
+        plain["watermark_ms"],
+        lineage=(LineageEntry(ref, 0, 0),),
+        rows=rows,
+        earliest_timeout_ms=min(timeouts, default=None),
+    )
+    return Copy(SavedBucket(operator.operator, bucket, pointer, (file,)), 0, 1, file.size_bytes)
 
 
 def _runs(
@@ -216,24 +191,8 @@ def read_rows(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Itera
 
 def rows_of(savepoint: Folder, pointer: Pointer, schema: RowSchema, scratch: Path) -> Iterator[pa.RecordBatch]:
     """The rows of one bucket, as they are shown: without hash and marks, and without a hidden column."""
-    if pointer.ref is None:
-        return
     shown = schema.without_expiry()
     fields = [*shown.keys, *shown.state, pa.field("timeout_ms", pa.int64())]
-    with tempfile.TemporaryDirectory(prefix="savepoint-", dir=scratch) as folder:
-        store = LocalStore.at(Path(folder) / "store", schema)
-        try:
-            files = savepoint.child(pointer.operator, str(pointer.bucket))
-            whole = replace(pointer, replication={"savepoint": ReplicationStatus(pointer.ref)})
-            bucket = Bucket(
-                store,
-                sole_replica(files, Path(folder), "savepoint"),
-                whole,
-                Writer("", "", -1, ""),
-                CommitContext(Path(folder)),
-            )
-            for rows in bucket.scan():
-                columns = [*shown.key_columns(rows), *shown.state_columns(rows), rows.column("timeout_ms")]
-                yield pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
-        finally:
-            store.close()
+    for rows in saved_rows(savepoint.child(pointer.operator, str(pointer.bucket)), pointer, schema, scratch):
+        columns = [*shown.key_columns(rows), *shown.state_columns(rows), rows.column("timeout_ms")]
+        yield pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
