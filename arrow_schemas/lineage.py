@@ -8,7 +8,6 @@ what is known only then: counts and the checksum of the body. `docs/format.md` g
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import uuid
@@ -18,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from arrow_schemas.errors import CorruptFileError, LineageError, VersionSkewError
+from arrow_schemas.headers import header_metadata, header_text
 
 __all__ = [
     "BODY_KEY",
@@ -48,7 +48,6 @@ FILE_FORMAT_MAX = 2
 BLAKE2B, BLOCKCRC = "blake2b", "blkcrcs"
 DIGESTS = {1: BLAKE2B, 2: BLOCKCRC}
 HEADER_KEY = b"spark_state_ext.header"
-HEADER_CHECKSUM_KEY = b"spark_state_ext.header_checksum"
 BODY_KEY = b"spark_state_ext.body"
 
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -187,8 +186,7 @@ class LineageHeader:
             "writer": writer,
             "package_version": self.package_version,
         }
-        text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
-        return {HEADER_KEY: text, HEADER_CHECKSUM_KEY: _digest(text), BODY_KEY: BODY_PLACEHOLDER}
+        return {**header_metadata(HEADER_KEY, fields), BODY_KEY: BODY_PLACEHOLDER}
 
     @property
     def digest(self) -> str:
@@ -206,11 +204,9 @@ class LineageHeader:
         VersionSkewError
             When a newer release wrote it.
         """
-        text = (metadata or {}).get(HEADER_KEY)
-        if text is None:
-            raise CorruptFileError(f"{where} has no lineage header: it is not a checkpoint file of spark_state_ext")
-        if (metadata or {}).get(HEADER_CHECKSUM_KEY) != _digest(text):
-            raise CorruptFileError(f"the lineage header of {where} fails its checksum")
+        text = header_text(
+            metadata, HEADER_KEY, where, "lineage header", "it is not a checkpoint file of spark_state_ext"
+        )
         try:
             fields = json.loads(text)
             # Of a whole number's type: NaN, which Python's JSON knows, is neither too small nor too large.
@@ -278,10 +274,6 @@ class BodyRecord:
 
 
 BODY_PLACEHOLDER = BodyRecord(0, 0, 0, "0" * 32).encode()
-
-
-def _digest(text: bytes) -> bytes:
-    return hashlib.blake2b(text, digest_size=16).hexdigest().encode()
 
 
 def _writer(fields: Mapping[str, Any]) -> Writer:

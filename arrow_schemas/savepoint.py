@@ -7,7 +7,6 @@ idea of a snapshot that belongs to the user is Flink's (FLIP-193); `docs/format.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from arrow_schemas.errors import CorruptFileError, LineageError, StateError, VersionSkewError
+from arrow_schemas.headers import header_metadata, header_text
 from arrow_schemas.lineage import BODY_KEY, BODY_PLACEHOLDER, CheckpointRef, parse_file_name
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer
@@ -39,7 +39,6 @@ MANIFEST_NAME = "savepoint.arrow"
 NATIVE, CANONICAL = "native", "canonical"
 _FORMS = (NATIVE, CANONICAL)
 _HEADER_KEY = b"spark_state_ext.savepoint"
-_HEADER_CHECKSUM_KEY = b"spark_state_ext.savepoint_checksum"
 _ID = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"(blake2b|blkcrcs)=[0-9a-f]{32}")
 _FILE = pa.struct([("name", pa.string()), ("size_bytes", pa.int64()), ("digest", pa.string())])
@@ -148,8 +147,7 @@ class SavepointHeader:
             "offsets": self.offsets,
             "package_version": self.package_version,
         }
-        text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
-        return {_HEADER_KEY: text, _HEADER_CHECKSUM_KEY: _checksum(text), BODY_KEY: BODY_PLACEHOLDER}
+        return {**header_metadata(_HEADER_KEY, fields), BODY_KEY: BODY_PLACEHOLDER}
 
     @staticmethod
     def decode(metadata: Mapping[bytes, bytes] | None, where: str) -> SavepointHeader:
@@ -162,11 +160,9 @@ class SavepointHeader:
         VersionSkewError
             When a newer release wrote it.
         """
-        text = (metadata or {}).get(_HEADER_KEY)
-        if text is None:
-            raise CorruptFileError(f"{where} is no savepoint of spark_state_ext: it has no header of one")
-        if (metadata or {}).get(_HEADER_CHECKSUM_KEY) != _checksum(text):
-            raise CorruptFileError(f"the header of {where} fails its checksum")
+        text = header_text(
+            metadata, _HEADER_KEY, where, "header of a savepoint", "it is no savepoint of spark_state_ext"
+        )
         try:
             fields = json.loads(text)
             if type(fields["format"]) is not int or fields["format"] < 1:
@@ -331,7 +327,3 @@ def relocatable(pointer: Pointer, lineage: Sequence[LineageEntry]) -> Pointer:
         snapshots_missed=0,
         claim=None,
     )
-
-
-def _checksum(text: bytes) -> bytes:
-    return hashlib.blake2b(text, digest_size=16).hexdigest().encode()

@@ -6,7 +6,6 @@ writes them below the new query's root, as they are.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from arrow_schemas.headers import header_metadata, header_text
 from arrow_schemas.lineage import BLAKE2B, BODY_KEY, BODY_PLACEHOLDER
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import CorruptFileError
@@ -22,7 +22,7 @@ from spark_state_ext.files.sealed_body import open_sealed, write_sealed
 __all__ = ["Captured", "captured_name"]
 
 _FORMAT = 1
-_KEY, _CHECKSUM_KEY = b"spark_state_ext.captured", b"spark_state_ext.captured_checksum"
+_KEY = b"spark_state_ext.captured"
 _ROWS = pa.schema([("bucket", pa.int32()), ("pointer", pa.binary())])
 
 
@@ -68,8 +68,7 @@ class Captured:
             "hold_id": self.hold_id,
             "lease_number": self.lease_number,
         }
-        text = json.dumps(fields, sort_keys=True).encode()
-        metadata = {_KEY: text, _CHECKSUM_KEY: _checksum(text), BODY_KEY: BODY_PLACEHOLDER}
+        metadata = {**header_metadata(_KEY, fields), BODY_KEY: BODY_PLACEHOLDER}
         columns = [
             pa.array(list(self.pointers), pa.int32()),
             pa.array([pointer.encode() for pointer in self.pointers.values()], pa.binary()),
@@ -90,10 +89,10 @@ class Captured:
             When it is damaged.
         """
         body = open_sealed(pa.BufferReader(pa.py_buffer(data)), where)
-        metadata = body.reader.schema.metadata or {}
-        text = metadata.get(_KEY, b"")
-        if metadata.get(_CHECKSUM_KEY) != _checksum(text) or not body.reader.schema.remove_metadata().equals(_ROWS):
-            raise CorruptFileError(f"{where} does not hold the pointers of a query. Plan the query again.")
+        schema, mend = body.reader.schema, "plan the query again"
+        text = header_text(schema.metadata, _KEY, where, "header of a start", mend)
+        if not schema.remove_metadata().equals(_ROWS):
+            raise CorruptFileError(f"{where} does not hold the pointers of a query: {mend}")
         try:
             fields = json.loads(text)
             rows = [row for batch in body.reader for row in batch.to_pylist()]
@@ -109,7 +108,3 @@ class Captured:
             if isinstance(error, CorruptFileError):
                 raise
             raise CorruptFileError(f"{where} cannot be read: {error!r}. Plan the query again.") from error
-
-
-def _checksum(text: bytes) -> bytes:
-    return hashlib.blake2b(text, digest_size=16).hexdigest().encode()

@@ -25,7 +25,6 @@ from arrow_schemas.lineage import (
     BODY_KEY,
     BODY_PLACEHOLDER,
     DELTA,
-    HEADER_CHECKSUM_KEY,
     HEADER_KEY,
     SNAPSHOT,
     BodyRecord,
@@ -138,7 +137,7 @@ def _pointers() -> list[bytes]:
 def _header(data: bytes) -> None:
     """The header's text and its checksum, one after the other."""
     text, _, checksum = data.rpartition(b"\n")
-    header = LineageHeader.decode({HEADER_KEY: text, HEADER_CHECKSUM_KEY: checksum}, "file")
+    header = LineageHeader.decode({HEADER_KEY: text, HEADER_KEY + b"_checksum": checksum}, "file")
     encoded = header.encode()
     assert LineageHeader.decode(encoded, "file").encode() == encoded
 
@@ -211,7 +210,7 @@ def _checkpoint_signed(data: bytes) -> None:
 
 def _checkpoint_header_signed(data: bytes) -> None:
     """Any text as the header of a file that is whole: what `read_checkpoint` makes of it."""
-    metadata = {HEADER_KEY: data, HEADER_CHECKSUM_KEY: _digest(data).encode(), BODY_KEY: BODY_PLACEHOLDER}
+    metadata = {HEADER_KEY: data, HEADER_KEY + b"_checksum": _digest(data).encode(), BODY_KEY: BODY_PLACEHOLDER}
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, _SCHEMA.arrow.with_metadata(metadata)) as writer:
         writer.write_batch(_SCHEMA.empty())
