@@ -20,7 +20,16 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
 
-__all__ = ["CLAIM_FOLDER", "SavepointClaim", "claim_of", "claim_savepoint", "consume", "is_consumed", "release_claim"]
+__all__ = [
+    "CLAIM_FOLDER",
+    "SavepointClaim",
+    "claim_of",
+    "claim_savepoint",
+    "consume",
+    "is_consumed",
+    "refuse_claimed",
+    "release_claim",
+]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 CLAIM_FOLDER = "claim"
@@ -103,11 +112,27 @@ def claim_savepoint(savepoint: Folder, claim: SavepointClaim, mine: Collection[s
     there = claim_of(savepoint)
     if there is not None and (there.id == claim.id or there.id in mine):
         return there
-    raise ClaimedError(
-        f"the savepoint at {savepoint.root} is claimed by the query at {there.by if there else 'another place'}: "
-        "start with "
-        "mode='no_claim', or free it with python -m spark_state_ext savepoint release where that query is gone for "
-        "good."
+    raise _claimed(savepoint, there)
+
+
+def refuse_claimed(savepoint: Folder) -> None:
+    """Refuse a savepoint that another query owns: it may be deleted while files are copied from it.
+
+    Raises
+    ------
+    ClaimedError
+        When a query has claimed it.
+    """
+    there = claim_of(savepoint)
+    if there is not None:
+        raise _claimed(savepoint, there)
+
+
+def _claimed(savepoint: Folder, claim: SavepointClaim | None) -> ClaimedError:
+    return ClaimedError(
+        f"the savepoint at {savepoint.root} is claimed by the query at {claim.by if claim else 'another place'}, which "
+        "deletes it: take another savepoint of that query. Where the query is gone for good, free this one with "
+        "python -m spark_state_ext savepoint release."
     )
 
 

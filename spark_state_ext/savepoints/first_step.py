@@ -16,7 +16,7 @@ from spark_state_ext.files.operator_catalog import query_folders_of_batch
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim
-from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint
+from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint, refuse_claimed
 from spark_state_ext.savepoints.records import note_start
 from spark_state_ext.savepoints.starting import Beginning
 
@@ -59,7 +59,7 @@ class FirstStep:
         Raises
         ------
         ClaimedError
-            When another query has claimed it.
+            When another query has claimed it, whether this one asks for a claim or not.
         NotClaimableError
             When it cannot be claimed.
         LiveRunError
@@ -67,10 +67,13 @@ class FirstStep:
         """
         start = self._job.options.start_from
         by = self._root.child(self._query_folder).root
-        if isinstance(start, Savepoint) and start.mode == CLAIM:
+        if isinstance(start, Savepoint):
             folder = Folder(start.path, start.storage_options)
-            wanted = SavepointClaim(beginning.record.source_id, by, self._query_folder)
-            claim_savepoint(folder, wanted, self._attempts())
+            if start.mode == CLAIM:
+                wanted = SavepointClaim(beginning.record.source_id, by, self._query_folder)
+                claim_savepoint(folder, wanted, self._attempts())
+            else:
+                refuse_claimed(folder)
         if not beginning.adopts:
             return None
         assert isinstance(start, RetainedCheckpoint), "that is what is adopted"

@@ -139,12 +139,16 @@ def test_a_claimed_savepoint_is_deleted_once_it_is_not_needed(spark: Any, old: Q
         Query(spark, tmp_path / "third", start_from=start).run(NEXT)
 
 
-def test_a_second_claim_is_refused(spark: Any, old: Query, tmp_path: Path) -> None:
+def test_what_is_claimed_is_refused_to_others(spark: Any, old: Query, tmp_path: Path) -> None:
     taken(old, tmp_path / "savepoint")
     start = Savepoint(str(tmp_path / "savepoint"), mode="claim")
     Query(spark, tmp_path / "new", start_from=start, clean_up=False).run(NEXT)
-    with pytest.raises(StreamingQueryException, match=r"ClaimedError: the savepoint at .* is claimed by the query at"):
-        Query(spark, tmp_path / "other", start_from=start).run(NEXT)
+    for mode in ("claim", "no_claim"):
+        other = Query(spark, tmp_path / mode, start_from=replace(start, mode=mode))
+        with pytest.raises(
+            StreamingQueryException, match=r"ClaimedError: the savepoint at .* is claimed by the query at"
+        ):
+            other.run(NEXT)
     # Nothing of it was deleted, as clean_up=False says.
     assert read_manifest(Folder(str(tmp_path / "savepoint"))).buckets
 
