@@ -38,13 +38,13 @@ BATCHES: list[list[Row]] = [rows(range(12), 100), rows(range(4, 9), 200), rows([
 
 def watched_totals(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
     """How often each key came, its sum and its newest events; it is forgotten when it was quiet for `QUIET_S`."""
-    n, total, last, tags = state.getOption or (0, 0.0, None, [])
+    n, total, last, tags = state.getOption or (0, 0.0, pd.Timestamp(0).to_pydatetime(), [])
     if state.hasTimedOut:
         state.remove()
     else:
         for pdf in pdfs:
             n, total = n + len(pdf), total + float(pdf["price"].sum())
-            last = max([pdf["at"].max().to_pydatetime(), *([last] if last is not None else [])])
+            last = max(last, pdf["at"].max().to_pydatetime())
             tags = [*tags, *(f"{price:g}" for price in pdf["price"])][-2:]
         state.update((n, total, last, tags))
         state.setTimeoutTimestamp(int(last.replace(tzinfo=timezone.utc).timestamp() * 1000) + QUIET_S * 1000)
@@ -140,7 +140,7 @@ def main(folder: Path) -> None:
         feed(job / "in", BATCHES)
         run(spark, job, state)
         # As where the store has not taken them yet: then they are in the pointers only, and become files of the savepoint.
-        deltas = {}
+        deltas: dict[str, list[tuple[int, Path]]] = {}
         for path in (job / "root").rglob("*.delta.arrow"):
             parsed = parse_file_name(path.name)
             assert parsed is not None, path
