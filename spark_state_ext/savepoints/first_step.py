@@ -6,11 +6,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from arrow_schemas.pointer import Pointer
+from spark_state_ext.backends.registry import FSSPEC
+from spark_state_ext.backends.replication import close_all
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
-from spark_state_ext.errors import LiveRunError, NotClaimableError
+from spark_state_ext.errors import LiveRunError, MissingCheckpointError, NotClaimableError, StateElsewhereError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import query_folders_of_batch
 from spark_state_ext.ownership.holds import Hold
@@ -18,7 +19,7 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint
 from spark_state_ext.savepoints.records import note_start
-from spark_state_ext.savepoints.starting import Beginning
+from spark_state_ext.savepoints.starting import Beginning, Begun, borrowed
 
 __all__ = ["FirstStep"]
 
@@ -106,8 +107,8 @@ class FirstStep:
         """Query folders that attempts at this very batch took."""
         return query_folders_of_batch(self._root, self._batch_ms)
 
-    def pointer(self, beginning: Beginning, claim: Claim | None, replicas: Replicas, scratch: Path) -> Pointer:
-        """The pointer to begin with; what it needs is in the query's folder.
+    def begun(self, beginning: Beginning, claim: Claim | None, replicas: Replicas, scratch: Path) -> Begun:
+        """The pointer to begin with; what it needs is in the query's folder, or is read from where it is.
 
         Parameters
         ----------
@@ -122,7 +123,7 @@ class FirstStep:
         """
         if beginning.adopts:
             assert claim is not None, "what is adopted is claimed"
-            return replace(beginning.pointer, batch=-1, partitioning=None, made_by=None, claim=claim.id)
+            return Begun(replace(beginning.pointer, batch=-1, partitioning=None, made_by=None, claim=claim.id))
         note_start(self._root.child(self._query_folder), beginning.record)
         if beginning.captured is None:
             return beginning.detached(self._job, self._query_folder, (), scratch)
@@ -131,5 +132,27 @@ class FirstStep:
         pointer = beginning.pointer
         held = Folder(start.root, start.storage_options).child(pointer.operator, pointer.query_folder)
         Hold(held, beginning.captured.hold_id).renew()
-        places = replicas.reading(start.places, pointer, scratch, self._job.options.commit.commit_timeout_ms / 1000)
-        return beginning.detached(self._job, self._query_folder, places, scratch)
+        places = list(start.places)
+        if all(backend.kind != FSSPEC for backend in self._job.options.backends):
+            # They are asked beside the query's own backends, of which one may have the same name.
+            places = [replace(it, name=borrowed(it.name)) for it in places]
+        sources = replicas.reading(places, pointer, scratch, self._job.options.commit.commit_timeout_ms / 1000)
+        try:
+            begun = beginning.detached(self._job, self._query_folder, sources, scratch)
+        except MissingCheckpointError as error:
+            close_all(sources)
+            named = {it.name for it in start.places}
+            if not pointer.replication or named & pointer.replication.keys():
+                raise
+            raise StateElsewhereError(
+                f"operator {self._job.operator!r} starts from {start}, whose state is in "
+                f"{', '.join(pointer.replication)}, and start_from names {', '.join(sorted(named))}: name the backends "
+                "that it is in, RetainedCheckpoint(…, backends=[…]). Where files were moved, give their new place the "
+                "old name."
+            ) from error
+        except BaseException:
+            close_all(sources)
+            raise
+        if not begun.sources:
+            close_all(sources)
+        return begun

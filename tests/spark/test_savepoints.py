@@ -15,6 +15,7 @@ from streams import finish
 
 from spark_state_ext import (
     ArrowState,
+    Backend,
     RetainedCheckpoint,
     Savepoint,
     read_savepoint,
@@ -147,6 +148,18 @@ def test_a_second_claim_is_refused(spark: Any, old: Query, tmp_path: Path) -> No
         Query(spark, tmp_path / "other", start_from=start).run(NEXT)
     # Nothing of it was deleted, as clean_up=False says.
     assert read_manifest(Folder(str(tmp_path / "savepoint"))).buckets
+
+
+def test_a_query_without_a_file_system_starts_from_a_savepoint(spark: Any, old: Query, tmp_path: Path) -> None:
+    taken(old, tmp_path / "savepoint")
+    backend = Backend(name="other", kind="sqlite", options={"path": str(tmp_path / "states.sqlite")})
+    start = Savepoint(str(tmp_path / "savepoint"))
+    new = Query(spark, tmp_path / "new", start_from=start, backends=["changelog", backend]).run(NEXT[:1])
+    shutil.rmtree(tmp_path / "savepoint")
+    shutil.rmtree(tmp_path / "new" / "local")
+    new.run(NEXT[1:])
+    assert new.table["a"] == counted(FIRST, NEXT)["a"]
+    assert new.table["c"] == counted(FIRST, NEXT)["c"]
 
 
 def test_a_query_starts_from_what_another_one_left(spark: Any, old: Query, tmp_path: Path) -> None:

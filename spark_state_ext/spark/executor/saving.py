@@ -20,6 +20,7 @@ from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedBucket, SavepointHeader, SavepointManifest
+from spark_state_ext.backends.replication import close_all
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.engine.options import StateOptions
@@ -107,9 +108,7 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
                         writer=writer,
                     )
                 finally:
-                    for replica in replicas:
-                        replica.restore.close()
-                        replica.backup.close()
+                    close_all(replicas)
                 yield saved_row(copy)
 
 
