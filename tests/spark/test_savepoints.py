@@ -22,6 +22,7 @@ from spark_state_ext import (
     take_savepoint,
     write_savepoint,
 )
+from spark_state_ext.__main__ import main
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import is_detached, start_of
@@ -68,6 +69,16 @@ class Query:
         return self
 
 
+def removed(folder: Path) -> None:
+    """Remove a folder in which the driver may write a lease meanwhile."""
+
+    def gone() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+
+    eventually(gone)
+
+
 def counted(*parts: list[list[str]]) -> dict[str, int]:
     return dict(Counter(key for part in parts for keys in part for key in keys))
 
@@ -92,14 +103,14 @@ def test_a_query_starts_from_a_savepoint(spark: Any, old: Query, tmp_path: Path,
     assert manifest.header.offsets is not None
     assert "logOffset" in manifest.header.offsets
     # It is whole by itself.
-    shutil.rmtree(tmp_path / "old")
+    removed(tmp_path / "old")
     (tmp_path / "savepoint").rename(tmp_path / "moved")
     new = Query(spark, tmp_path / "new", start_from=Savepoint(str(tmp_path / "moved"))).run(NEXT)
     assert new.table == {key: n for key, n in counted(FIRST, NEXT).items() if key in new.table}
     assert set(new.table) == {key for keys in NEXT for key in keys}
     # The savepoint may go, and the argument may stay.
     eventually(lambda: is_detached(new.files))
-    shutil.rmtree(tmp_path / "moved")
+    removed(tmp_path / "moved")
     new.run([["a", "d"]])
     assert (new.table["a"], new.table["d"]) == (counted(FIRST, NEXT)["a"] + 1, 2)
 
@@ -155,8 +166,8 @@ def test_a_query_without_a_file_system_starts_from_a_savepoint(spark: Any, old: 
     backend = Backend(name="other", kind="sqlite", options={"path": str(tmp_path / "states.sqlite")})
     start = Savepoint(str(tmp_path / "savepoint"))
     new = Query(spark, tmp_path / "new", start_from=start, backends=["changelog", backend]).run(NEXT[:1])
-    shutil.rmtree(tmp_path / "savepoint")
-    shutil.rmtree(tmp_path / "new" / "local")
+    removed(tmp_path / "savepoint")
+    removed(tmp_path / "new" / "local")
     new.run(NEXT[1:])
     assert new.table["a"] == counted(FIRST, NEXT)["a"]
     assert new.table["c"] == counted(FIRST, NEXT)["c"]
@@ -171,7 +182,7 @@ def test_a_query_starts_from_what_another_one_left(spark: Any, old: Query, tmp_p
     # Both go on, each by itself.
     old.run([["a"]])
     assert old.table["a"] == counted(FIRST)["a"] + 1
-    shutil.rmtree(tmp_path / "old")
+    removed(tmp_path / "old")
     new.run([["a"]])
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
     record = start_of(new.files)
@@ -196,6 +207,43 @@ def test_a_claimed_checkpoint_is_the_new_querys_own(spark: Any, old: Query, tmp_
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
     with pytest.raises(StreamingQueryException, match="ClaimedError"):
         Query(spark, tmp_path / "third", start_from=start, root=root).run(NEXT)
+
+
+def test_a_claim_whose_query_never_got_going_is_released(spark: Any, old: Query, tmp_path: Path) -> None:
+    def failing(key: Any, frames: Any, state: Any) -> Any:
+        raise ValueError("not today")
+
+    root = str(tmp_path / "old" / "root")
+    new = Query(
+        spark,
+        tmp_path / "new",
+        start_from=RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim"),
+        root=root,
+    )
+    new.job.function = failing
+    with pytest.raises(StreamingQueryException, match="not today"):
+        new.run(NEXT)
+    with pytest.raises(StreamingQueryException, match=r"ClaimedError: the state at .* belongs to"):
+        old.run([["a"]])
+    assert main(["savepoint", "release", old.files.root]) == 0
+    old.run([["a"]])
+    assert old.table["a"] == counted(FIRST)["a"] + 2
+    # The new query cannot come back, whatever it is given.
+    new.job.function = count
+    with pytest.raises(StreamingQueryException, match="plan the new one"):
+        new.run(NEXT)
+
+
+def test_a_claim_that_was_built_upon_is_not_released(
+    spark: Any, old: Query, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = str(tmp_path / "old" / "root")
+    start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
+    new = Query(spark, tmp_path / "new", start_from=start, root=root).run(NEXT)
+    assert main(["savepoint", "release", old.files.root, "--force"]) == 1
+    assert "a batch of it is committed, and it may have deleted what the old query needs" in capsys.readouterr().err
+    new.run([["a"]])
+    assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
 
 
 def test_a_checkpoint_that_later_ones_need_is_claimed_by_force_only(spark: Any, old: Query, tmp_path: Path) -> None:

@@ -215,7 +215,13 @@ def open_bucket(
         replicas,
         # Rows are written under the schema in force now, whatever that of the pointer we were given.
         replace(pointer, schema_id=operator.schema_id),
-        Writer(call.task.query_id or query_folder, call.task.run_id or job.plan_id, call.batch, socket.gethostname()),
+        # An adopted folder has another query's name.
+        Writer(
+            claim.id if claim is not None else call.task.query_id or query_folder,
+            call.task.run_id or job.plan_id,
+            call.batch,
+            socket.gethostname(),
+        ),
         CommitContext(
             scratch,
             options=job.options.commit,
