@@ -52,6 +52,7 @@ def save_bucket(
     *,
     restore_from: str | None = None,
     writer: Writer | None = None,
+    verify: bool = False,
 ) -> Copy:
     """Copy what a bucket's state is made of into a folder. May be repeated, and stopped, at any time.
 
@@ -73,6 +74,8 @@ def save_bucket(
         Name of the backend to copy from, where there is a choice.
     writer
         Who is working, for the header of a compacted snapshot.
+    verify
+        Read what is taken as it is to the last byte.
 
     Raises
     ------
@@ -87,7 +90,8 @@ def save_bucket(
         return _compacted(pointer, replicas, target, schema, scratch, restore_from, writer)
     assert form == NATIVE, form
     known = taken_over(pointer, replicas)
-    needed = needed_files(pointer, Sources(restore_order(replicas, known, restore_from), pointer, restore_from))
+    sources = Sources(restore_order(replicas, known, restore_from), pointer, restore_from)
+    needed = needed_files(pointer, sources, scratch if verify else None)
     files, how = [], []
     for it in needed.files:
         body = it.announced.body

@@ -190,6 +190,13 @@ def test_a_query_starts_from_what_another_one_left(spark: Any, old: Query, tmp_p
     assert record.kind == "retained_checkpoint"
 
 
+def test_a_start_that_cannot_be_read_holds_nothing(spark: Any, old: Query, tmp_path: Path) -> None:
+    start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint), batch=99)
+    with pytest.raises(StreamingQueryException, match=r"batch 99 of .* cannot be read"):
+        Query(spark, tmp_path / "new", start_from=start).run(NEXT)
+    assert old.files.child("holds").names() == []
+
+
 def test_a_query_starts_from_an_older_batch_of_another_one(spark: Any, old: Query, tmp_path: Path) -> None:
     start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint), batch=1)
     new = Query(spark, tmp_path / "new", start_from=start).run(NEXT)
@@ -228,10 +235,10 @@ def test_a_claim_whose_query_never_got_going_is_released(spark: Any, old: Query,
     assert main(["savepoint", "release", old.files.root]) == 0
     old.run([["a"]])
     assert old.table["a"] == counted(FIRST)["a"] + 2
-    # The new query cannot come back, whatever it is given.
+    # And the new query may claim it again, once it is mended.
     new.job.function = count
-    with pytest.raises(StreamingQueryException, match="plan the new one"):
-        new.run(NEXT)
+    new.run([])
+    assert new.table["a"] == counted(FIRST, NEXT)["a"] + 2
 
 
 def test_a_claim_that_was_built_upon_is_not_released(

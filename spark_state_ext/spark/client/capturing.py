@@ -14,7 +14,7 @@ from spark_state_ext.savepoints.captured import captured_name
 from spark_state_ext.savepoints.rows import ANSWER
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state_reader import StateReader
-from spark_state_ext.spark.client.tasks import in_a_task, place_of
+from spark_state_ext.spark.client.tasks import in_a_task, let_go, place_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -74,8 +74,13 @@ def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> str |
         },
     }
     told["hold"] = in_a_task(spark, "begin", told)["hold"]
-    committed = reader.batch(start.batch)
-    told |= {"batch": committed.batch, "later": list(committed.later)}
-    pointers = reader.pointers(store, committed.batch).coalesce(1)
-    pointers.mapInArrow(task_entry("capture", told), ANSWER).collect()
+    try:
+        committed = reader.batch(start.batch)
+        told |= {"batch": committed.batch, "later": list(committed.later)}
+        pointers = reader.pointers(store, committed.batch).coalesce(1)
+        pointers.mapInArrow(task_entry("capture", told), ANSWER).collect()
+    except BaseException:
+        # Nobody will start from it, and the other query's clean-up would wait for an hour.
+        let_go(spark, told)
+        raise
     return str(told["file"])

@@ -106,6 +106,7 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
                         scratch,
                         restore_from=options.restore_from,
                         writer=writer,
+                        verify=plain["verify"],
                     )
                 finally:
                     close_all(replicas)
