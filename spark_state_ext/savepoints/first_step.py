@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.registry import FSSPEC
-from spark_state_ext.backends.replication import close_all
+from spark_state_ext.backends.replication import Replica, close_all, is_complete
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
-from spark_state_ext.errors import LiveRunError, MissingCheckpointError, NotClaimableError, StateElsewhereError
+from spark_state_ext.errors import LiveRunError, NotClaimableError, StateElsewhereError
+from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import query_folders_of_batch
 from spark_state_ext.ownership.holds import Hold
@@ -124,8 +127,9 @@ class FirstStep:
         if beginning.adopts:
             assert claim is not None, "what is adopted is claimed"
             return Begun(replace(beginning.pointer, batch=-1, partitioning=None, made_by=None, claim=claim.id))
-        note_start(self._root.child(self._query_folder), beginning.record)
+        query_folder = self._root.child(self._query_folder)
         if beginning.captured is None:
+            note_start(query_folder, beginning.record)
             return beginning.detached(self._job, self._query_folder, (), scratch)
         start = self._job.options.start_from
         assert isinstance(start, RetainedCheckpoint), "that is what was captured"
@@ -138,21 +142,27 @@ class FirstStep:
             places = [replace(it, name=borrowed(it.name)) for it in places]
         sources = replicas.reading(places, pointer, scratch, self._job.options.commit.commit_timeout_ms / 1000)
         try:
+            _refuse_elsewhere(start, pointer, sources)
+            note_start(query_folder, beginning.record)
             begun = beginning.detached(self._job, self._query_folder, sources, scratch)
-        except MissingCheckpointError as error:
-            close_all(sources)
-            named = {it.name for it in start.places}
-            if not pointer.replication or named & pointer.replication.keys():
-                raise
-            raise StateElsewhereError(
-                f"operator {self._job.operator!r} starts from {start}, whose state is in "
-                f"{', '.join(pointer.replication)}, and start_from names {', '.join(sorted(named))}: name the backends "
-                "that it is in, RetainedCheckpoint(…, backends=[…]). Where files were moved, give their new place the "
-                "old name."
-            ) from error
         except BaseException:
             close_all(sources)
             raise
         if not begun.sources:
             close_all(sources)
         return begun
+
+
+def _refuse_elsewhere(start: RetainedCheckpoint, pointer: Pointer, sources: Sequence[Replica]) -> None:
+    """Refuse a start that names none of the backends which hold the state, unless its files were moved to one."""
+    named = [it.name for it in start.places]
+    confirmed = {it.through for it in pointer.replication.values() if is_complete(it)}
+    if not pointer.replication.keys().isdisjoint(named) or confirmed <= {None}:
+        return
+    there = [source.restore.restore() for source in sources]
+    if not any(has_checkpoint(files, ref) for files in there for ref in confirmed if ref is not None):
+        raise StateElsewhereError(
+            f"{start} has its state in {', '.join(pointer.replication)}, and start_from names {', '.join(named)}, "
+            "where it is not: name the backends that it is in, RetainedCheckpoint(…, backends=[…]). Where its files "
+            "were moved, give their new place the old name."
+        )

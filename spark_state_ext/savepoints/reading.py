@@ -121,9 +121,9 @@ def savepoint_tables(savepoint: Savepoint | str | os.PathLike[str]) -> Iterator[
     savepoint
         The savepoint, or its path; with `Savepoint.operator` where it has several operators.
 
-    Yields
-    ------
-    pyarrow.Table
+    Returns
+    -------
+    Iterator of pyarrow.Table
         The key columns, the state columns and ``timeout_ms``, in the order of the keys' hashes.
 
     Raises

@@ -106,13 +106,15 @@ def _context(tmp_path: Path, pointer: Pointer) -> BackendContext:
     )
 
 
-def test_a_start_that_does_not_name_where_the_state_is_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backends", ["a file system", "another one"])
+def test_a_start_that_does_not_name_where_the_state_is_says_so(backends: str, tmp_path: Path) -> None:
     old, pointer, _ = _left_in_sqlite(tmp_path)
     start = RetainedCheckpoint(str(old.root), "/checkpoint")
-    query = Query(tmp_path / "new-query", old.job.operator_file(""), start)
+    chosen = [] if backends == "a file system" else [_sqlite(tmp_path, "second")]
+    query = Query(tmp_path / "new-query", old.job.operator_file(""), start, backends=chosen)
     captured(query, pointer, old.root, "golden")
     with pytest.raises(
-        StateElsewhereError, match=r"whose state is in other, and start_from names .*: name the backends that it is in"
+        StateElsewhereError, match=r"has its state in other, and start_from names .*: name the backends that it is in"
     ):
         query.call(1, None, unchanged)
 

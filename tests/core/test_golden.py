@@ -165,7 +165,7 @@ def test_leases_of_all_formats() -> None:
 def test_records_about_starts() -> None:
     """A hold, a claim to a savepoint, what a query was started from, and that it is detached: format 1 of each."""
     hold, claim, start, detached = (
-        (_GOLDEN / f"{name}-format-1.json").read_bytes() for name in ("hold", "savepoint-claim", "start", "detached")
+        (_GOLDEN / f"{name}-format-1.json").read_bytes() for name in ("hold", "claim", "start", "detached")
     )
     held = HoldRecord.decode(hold, 3, "it")
     assert held == HoldRecord("ab" * 16, "a savepoint at /savepoints/golden", 600_000, 3)

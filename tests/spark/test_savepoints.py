@@ -95,7 +95,7 @@ def taken(query: Query, path: Path, form: str = "native", **also: Any) -> Any:
 
 @pytest.mark.parametrize("form", ["native", "canonical"])
 def test_a_query_starts_from_a_savepoint(spark: Any, old: Query, tmp_path: Path, form: str) -> None:
-    found = taken(old, tmp_path / "savepoint", form)
+    found = taken(old, tmp_path / "savepoint", form, verify=True)
     assert (found.batch, found.form) == (3, form)
     manifest = read_manifest(Folder(found.path))
     assert manifest.header.id == found.id
