@@ -40,7 +40,7 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import InterruptedRestoreError, MissingCheckpointError, StateError
 from spark_state_ext.files.folder import Duplicable, Folder, Readable
 from spark_state_ext.files.sealed import SealedFile
-from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.taking import Reading, save_bucket
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
 from spark_state_ext.testing import WAIT_S
@@ -379,7 +379,9 @@ class _Life:
     def saved(self, target: Folder, form: str) -> dict[int, int]:
         """The state that a savepoint of the last pointer gives, by itself."""
         scratch = self._context.scratch
-        saved = save_bucket(self.pointers[-1], self._replicas(), target, form, SCHEMA, scratch, verify=True).saved
+        saved = save_bucket(
+            self.pointers[-1], self._replicas(), target, form, SCHEMA, scratch, reading=Reading(verify=True)
+        ).saved
         pointer = replace(saved.pointer, replication={"savepoint": ReplicationStatus(saved.pointer.ref)})
         return self._restored(pointer, sole_replica(target, scratch, "savepoint"))
 

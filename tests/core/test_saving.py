@@ -23,7 +23,7 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.copying import How, copied
-from spark_state_ext.savepoints.taking import Copy, save_bucket
+from spark_state_ext.savepoints.taking import Copy, Reading, save_bucket
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scanned
 from tests.helpers.soak import examples
@@ -33,7 +33,9 @@ FORMS = [NATIVE, CANONICAL]
 
 def saved(life: Life, pointer: Pointer, form: str, name: str = "savepoint", verify: bool = False) -> Copy:
     target = Folder(str(life.local / name)).child("3")
-    return save_bucket(pointer, life.replicas(), target, form, SCHEMA, life.local, writer=WRITER, verify=verify)
+    return save_bucket(
+        pointer, life.replicas(), target, form, SCHEMA, life.local, reading=Reading(verify=verify), writer=WRITER
+    )
 
 
 def started(life: Life, it: SavedBucket, name: str = "savepoint") -> Model:

@@ -35,7 +35,7 @@ from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
 from spark_state_ext.savepoints.reading import operator_named
 from spark_state_ext.savepoints.rows import answer, copies_of, saved_row
-from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.taking import Reading, save_bucket
 from spark_state_ext.version import __version__
 from spark_state_ext.worker.worker import Worker
 
@@ -104,9 +104,8 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
                         plain["form"],
                         operator.row_schema(),
                         scratch,
-                        restore_from=options.restore_from,
+                        reading=Reading(options.restore_from, plain["verify"]),
                         writer=writer,
-                        verify=plain["verify"],
                     )
                 finally:
                     close_all(replicas)
