@@ -24,6 +24,8 @@ from spark_state_ext import (
 )
 from spark_state_ext.__main__ import main
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import LeaseRecord
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import is_detached, start_of
 from tests.helpers.waiting import eventually
@@ -87,6 +89,12 @@ def counted(*parts: list[list[str]]) -> dict[str, int]:
 def old(spark: Any, tmp_path: Path) -> Query:
     """A query that has run and ended."""
     return Query(spark, tmp_path / "old").run(FIRST)
+
+
+def _lease(query: Query) -> LeaseRecord:
+    found = LeaseLog(query.files).newest()
+    assert found is not None
+    return found.record
 
 
 def taken(query: Query, path: Path, form: str = "native", **also: Any) -> Any:
@@ -208,6 +216,9 @@ def test_a_claimed_checkpoint_is_the_new_querys_own(spark: Any, old: Query, tmp_
     start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
     new = Query(spark, tmp_path / "new", start_from=start, root=root).run(NEXT)
     assert new.table["a"] == counted(FIRST, NEXT)["a"]
+    # The driver looks after the lease of the folder, which has the other query's name.
+    eventually(lambda: _lease(old).released)
+    assert _lease(old).claim is not None
     with pytest.raises(StreamingQueryException, match=r"ClaimedError: the state at .* belongs to"):
         old.run([["a"]])
     new.run([["a"]])
