@@ -234,7 +234,8 @@ def open_bucket(
             # A run that has lost its state to another one need not read on.
             while_waiting=leases.hold,
         ),
-        restore_from=job.options.restore_from,
+        # The query's own backends have nothing yet where it reads from others.
+        restore_from=None if begun.sources else job.options.restore_from,
         memory=shared.memory,
         sources=begun.sources,
     )
