@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="delete: also where a query may still need it; release: also where the owner has written to the folder",
+        help="delete: also where a query may still need it; release: also where a first batch may be committed",
     )
     parser.add_argument(
         "--storage-options", type=json.loads, default={}, metavar="JSON", help="of fsspec's file systems"

@@ -9,22 +9,20 @@ it builds.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from dataclasses import replace
 
-from arrow_schemas.lineage import CheckpointRef, parse_file_name
+from arrow_schemas.checksum import sealed_document
 from spark_state_ext.errors import LiveRunError, MissingCheckpointError, NotClaimableError
-from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import LEASE_MS_MIN, Clock
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim, Decision, Found, RunIdentity, Watch, decide
-from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["release_query_folder"]
+__all__ = ["CLAIMS_FOLDER", "note_handed_over", "release_query_folder"]
 
+CLAIMS_FOLDER = "claims"
+_FORMAT = 1
 _POLL_S = 0.2
-_PARALLEL_MAX = 8
 
 
 def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Clock | None = None) -> Claim:
@@ -35,7 +33,7 @@ def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Cl
     query_folder
         The folder.
     force
-        Also where the owner has written files there: its first batch may be committed, and is lost then.
+        Also where the owner's first batch may be committed, which is lost then.
     clock
         Where the time comes from.
 
@@ -80,7 +78,7 @@ def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Cl
             clock.sleep_s(_POLL_S)
             continue
         if not force:
-            _refuse_written(query_folder, claim)
+            _refuse_handed_over(query_folder, claim)
         if _freed(log, found, me, clock):
             return claim
 
@@ -92,30 +90,29 @@ def _freed(log: LeaseLog, found: Found, me: RunIdentity, clock: Clock) -> bool:
     return log.append(found, replace(record, claim=None, released=True, format_1_too=found.record.format_1_too))
 
 
-def _refuse_written(query_folder: Folder, claim: Claim) -> None:
-    def is_its(file: tuple[Folder, CheckpointRef, str]) -> bool:
-        folder, ref, kind = file
-        try:
-            return read_header(folder, ref, kind).writer.query_id == claim.id
-        except MissingCheckpointError:
-            return False
+def note_handed_over(query_folder: Folder, claim_id: str) -> None:
+    """Write down that Spark is given a pointer of the query that has claimed a folder, so that it may be committed.
 
-    files = list(_checkpoint_files(query_folder))
-    its = side_by_side("looks", min(_PARALLEL_MAX, len(files)), is_its, files) if files else []
-    if any(its):
-        folder, ref, kind = files[its.index(True)]
+    Every bucket's first call does, before it hands the pointer over.
+
+    Parameters
+    ----------
+    query_folder
+        The folder.
+    claim_id
+        The claim.
+    """
+    query_folder.child(CLAIMS_FOLDER).create(_handed_over_name(claim_id), sealed_document({"format": _FORMAT}))
+
+
+def _handed_over_name(claim_id: str) -> str:
+    return f"{claim_id}.json"
+
+
+def _refuse_handed_over(query_folder: Folder, claim: Claim) -> None:
+    if query_folder.child(CLAIMS_FOLDER).exists(_handed_over_name(claim.id)):
         raise NotClaimableError(
-            f"the claim of {claim} to the state at {query_folder.root} is not released: it has written "
-            f"{folder.where(f'{ref}.{kind}.arrow')} and {sum(its) - 1} other files, so its first batch may be "
-            "committed. Where nobody wants that query any more, --force releases it all the same"
+            f"the claim of {claim} to the state at {query_folder.root} is not released: its first batch was handed to "
+            "Spark, and may be committed. Look at its checkpoint; where nobody wants that query any more, --force "
+            "releases the claim all the same"
         )
-
-
-def _checkpoint_files(query_folder: Folder) -> Iterator[tuple[Folder, CheckpointRef, str]]:
-    for entry in query_folder.entries():
-        if entry.folder and entry.name.isdigit():
-            bucket = query_folder.child(entry.name)
-            for name in bucket.names():
-                parsed = parse_file_name(name)
-                if parsed is not None:
-                    yield bucket, *parsed

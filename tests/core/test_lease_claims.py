@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from core_support import WRITER, committed, first_pointer
 from lease_support import LEASE_MS, LEASE_S, ME, OTHER, Virtual, newest_in, record_of
 
-from arrow_schemas.lineage import DELTA, file_name
 from spark_state_ext.__main__ import main
 from spark_state_ext.errors import (
     ClaimedError,
@@ -23,9 +21,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease, LeaseRegistry
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Claim, LeaseRecord
-from spark_state_ext.ownership.release import release_query_folder
-from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import KEYS, SCHEMA, Row
+from spark_state_ext.ownership.release import note_handed_over, release_query_folder
 from tests.helpers.waiting import eventually
 
 CLAIM = Claim("new-query", "/state/counts/new-query", 1_000)
@@ -236,31 +232,22 @@ def test_a_release_that_comes_first_stops_the_owner_before_it_builds(tmp_path: P
     assert newest_in(tmp_path).claim is None
 
 
-def test_a_claim_whose_owner_has_written_is_released_by_force_only(
+def test_a_claim_whose_first_batch_may_be_committed_is_released_by_force_only(
     tmp_path: Path, clock: Virtual, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _ended(tmp_path)
     _claimed(tmp_path, clock)
-    bucket = Folder(str(tmp_path)).child("3")
-    with_store = LocalStore.at(tmp_path / "local", SCHEMA)
-    pointer = committed(with_store, bucket, first_pointer(), {KEYS[0]: Row(1)}, tmp_path)
-    with_store.close()
-    assert pointer.ref is not None
-    # A file of the old query says nothing; `WRITER` is another one's.
-    assert WRITER.query_id != CLAIM.id
-    written = tmp_path / "3" / file_name(pointer.ref, DELTA)
-    assert written.exists()
-    mine = Claim(WRITER.query_id, "/state/counts/mine", 1_000)
     log = LeaseLog(Folder(str(tmp_path)))
     found = log.newest()
     assert found is not None
-    assert log.append(found, replace(found.record, claim=mine, released=True, nonce="mine"))
+    assert log.append(found, replace(found.record, released=True, nonce="ended"))
+    # Each bucket's call says so.
+    for _ in range(2):
+        note_handed_over(Folder(str(tmp_path)), CLAIM.id)
     assert main(["savepoint", "release", str(tmp_path)]) == 1
-    assert (
-        f"NotClaimableError: the claim of {mine} to the state at {tmp_path} is not released" in capsys.readouterr().err
-    )
+    assert f"NotClaimableError: the claim of {CLAIM} to the state at {tmp_path} is not" in capsys.readouterr().err
     assert main(["savepoint", "release", str(tmp_path), "--force"]) == 0
-    assert capsys.readouterr().out == "released: the claim of /state/counts/mine\n"
+    assert capsys.readouterr().out == "released: the claim of /state/counts/new-query\n"
     assert main(["savepoint", "release", str(tmp_path)]) == 1
     assert "MissingCheckpointError: nobody has claimed the state at" in capsys.readouterr().err
 
