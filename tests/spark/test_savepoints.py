@@ -243,7 +243,8 @@ def test_a_claim_whose_query_never_got_going_is_released(spark: Any, old: Query,
         new.run(NEXT)
     with pytest.raises(StreamingQueryException, match=r"ClaimedError: the state at .* belongs to"):
         old.run([["a"]])
-    assert main(["savepoint", "release", old.files.root]) == 0
+    # Tasks without a row may have handed pointers over before the batch failed, and only Spark knows that it did.
+    assert main(["savepoint", "release", old.files.root, "--force"]) == 0
     old.run([["a"]])
     assert old.table["a"] == counted(FIRST)["a"] + 2
     # And the new query may claim it again, once it is mended.
