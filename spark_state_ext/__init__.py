@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from spark_state_ext.functions.state_batch import StateBatch
     from spark_state_ext.functions.ttl import Ttl
     from spark_state_ext.operators.agg import Agg
+    from spark_state_ext.savepoints.offsets import starting_offsets
+    from spark_state_ext.savepoints.reading import savepoint_tables
     from spark_state_ext.spark.client.chain import Step, chain
     from spark_state_ext.spark.client.operators import aggregate, deduplicate, sessionize, top_k
     from spark_state_ext.spark.client.savepoints import TakenSavepoint, stop_with_savepoint, take_savepoint
@@ -39,7 +41,9 @@ __all__ = [
     "disable",
     "enable",
     "read_savepoint",
+    "savepoint_tables",
     "sessionize",
+    "starting_offsets",
     "stop_with_savepoint",
     "take_savepoint",
     "top_k",
@@ -62,7 +66,9 @@ _LAZY = {
     "disable": "spark_state_ext.spark.client.session",
     "enable": "spark_state_ext.spark.client.session",
     "read_savepoint": "spark_state_ext.spark.client.tables",
+    "savepoint_tables": "spark_state_ext.savepoints.reading",
     "sessionize": "spark_state_ext.spark.client.operators",
+    "starting_offsets": "spark_state_ext.savepoints.offsets",
     "stop_with_savepoint": "spark_state_ext.spark.client.savepoints",
     "take_savepoint": "spark_state_ext.spark.client.savepoints",
     "top_k": "spark_state_ext.spark.client.operators",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import BackupManager, RestoreManager
 
-__all__ = ["Replica", "is_complete", "taken_over", "version_of"]
+__all__ = ["Replica", "close_all", "is_complete", "taken_over", "version_of"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,19 @@ class Replica:
     backup: BackupManager
     restore: RestoreManager
     root: bool = False
+
+
+def close_all(replicas: Iterable[Replica]) -> None:
+    """Close the managers of replicas that nobody keeps, as of another query that was only read.
+
+    Parameters
+    ----------
+    replicas
+        Them.
+    """
+    for replica in replicas:
+        replica.restore.close()
+        replica.backup.close()
 
 
 def is_complete(status: ReplicationStatus | None) -> bool:

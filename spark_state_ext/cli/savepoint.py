@@ -1,8 +1,8 @@
 """What is known of a savepoint, and what may be done with it: ``python -m spark_state_ext savepoint status PATH``.
 
 ``status`` says what is in it, who was started from it, and whether it may be deleted; ``release`` frees a claim whose
-owner died; ``delete`` removes what its manifest names (`docs/operating/savepoints.md`). Savepoints are taken through
-Spark, with `spark_state_ext.take_savepoint`.
+owner died, to a savepoint or to a query folder; ``delete`` removes what its manifest names
+(`docs/operating/savepoints.md`). Savepoints are taken through Spark, with `spark_state_ext.take_savepoint`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from datetime import datetime, timezone
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.errors import NotClaimableError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.claims import release_claim
+from spark_state_ext.ownership.lease_log import LEASE_FOLDER
+from spark_state_ext.ownership.release import release_query_folder
+from spark_state_ext.savepoints.claims import CLAIM_FOLDER, release_claim
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
 from spark_state_ext.savepoints.status import claimed, judged, started_below
@@ -50,9 +52,13 @@ def _status(savepoint: Folder, roots: Sequence[Folder]) -> int:
     return 0
 
 
-def _release(savepoint: Folder) -> int:
-    claim = release_claim(savepoint)
-    print(f"released: the claim of {claim.by}")
+def _release(folder: Folder, force: bool) -> int:
+    names = set(folder.names())
+    if LEASE_FOLDER in names and names.isdisjoint({MANIFEST_NAME, CLAIM_FOLDER}):
+        by = release_query_folder(folder, force=force).by
+    else:
+        by = release_claim(folder).by
+    print(f"released: the claim of {by}")
     return 0
 
 
@@ -80,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="spark_state_ext savepoint", description="What is known of a savepoint, and what may be done with it."
     )
     parser.add_argument("verb", choices=("status", "release", "delete"), help="what to do")
-    parser.add_argument("path", help="the savepoint's folder: an absolute path or a URL")
+    parser.add_argument("path", help="the savepoint's folder, or for release a query folder: an absolute path or a URL")
     parser.add_argument(
         "--root",
         action="append",
@@ -88,7 +94,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ROOT",
         help="root of an ArrowState whose queries may have been started from it; may be given several times",
     )
-    parser.add_argument("--force", action="store_true", help="delete: also where a query may still need it")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="delete: also where a query may still need it; release: also where a first batch may be committed",
+    )
     parser.add_argument(
         "--storage-options", type=json.loads, default={}, metavar="JSON", help="of fsspec's file systems"
     )
@@ -105,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.verb == "status":
             return _status(savepoint, roots)
         if options.verb == "release":
-            return _release(savepoint)
+            return _release(savepoint, options.force)
         return _delete(savepoint, roots, options.force)
     except StateError as error:
         print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)

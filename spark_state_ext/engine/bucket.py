@@ -107,6 +107,8 @@ class Bucket:
         Name of the backend to restore from, when there is a choice.
     memory
         What the process's calls changed: memory is given back when large ones are over.
+    sources
+        Backends from which the state can be read too; nothing is written there, and no pointer names them.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Bucket:
         *,
         restore_from: str | None = None,
         memory: Calls | None = None,
+        sources: Sequence[Replica] = (),
     ) -> None:
         self._store = store
         self._replicas = list(replicas)
@@ -128,10 +131,11 @@ class Bucket:
         self._memory = memory or Calls()
         self.committer = Committer(store, replicas, context)
         self._snapshots = SnapshotWriter(store, context, self.committer.snapshots, self)
-        known = taken_over(pointer, replicas)
+        asked = [*sources, *replicas]
+        known = taken_over(pointer, asked)
         # Longer than a backend that fails is tried again, so that its error is told.
         silent_s = context.options.commit_timeout_ms / 1000 * 1.1
-        self._sources = Sources(restore_order(replicas, known, restore_from), pointer, restore_from, silent_s)
+        self._sources = Sources(restore_order(asked, known, restore_from), pointer, restore_from, silent_s)
         kept_ms = pointer.ages.window_ms if pointer.ages is not None else None
         operators = [pointer.operator, *pointer.origins]
         self._loader = Loader(

@@ -109,11 +109,6 @@ class StateOptions:
             raise UsageError(
                 f"start_from needs pointer_write={V2!r}: older pointers cannot tell what a query was started from"
             )
-        if self.backends and all(backend.kind != FSSPEC for backend in self.backends):
-            raise UsageError(
-                "start_from needs a backend that is a file system: none of "
-                f"{', '.join(backend.name for backend in self.backends)} can be given the files of a snapshot"
-            )
         if isinstance(start, RetainedCheckpoint) and start.mode == CLAIM:
             self._check_adopted(start)
 

@@ -190,12 +190,19 @@ class Folder:
 
         Raises
         ------
+        MissingCheckpointError
+            When the source does not have it.
         StorageError
-            When it could not be done; the source may not be there.
+            When it could not be done.
         """
         with self._translated(f"duplicating {source.where(name)} to {self.root}", writes=True):
             paths = posixpath.join(source._path, name), posixpath.join(self._path, name)
-            return duplicating.duplicated(source._fs, paths[0], self._fs, paths[1], self._make_folder)
+            try:
+                return duplicating.duplicated(source._fs, paths[0], self._fs, paths[1], self._make_folder)
+            except FileNotFoundError as error:
+                if source.exists(name):
+                    raise
+                raise MissingCheckpointError(f"{source.where(name)} does not exist") from error
 
     def duplicate_to(self, target: Folder, name: str) -> bool:
         """As `duplicate` of the target."""

@@ -193,7 +193,12 @@ class Lease:
             with self._holding:
                 if not self._state.asked:
                     self._take()
-            return
+        else:
+            self._renew_in_time()
+        if self._claim is not None and not self._claims and self._state is LeaseState.HELD:
+            self._say_that_it_builds()
+
+    def _renew_in_time(self) -> None:
         now_s = self._clock.monotonic_s()
         if now_s < max(self._renew_at_s, self._not_before_s):
             return
@@ -286,7 +291,10 @@ class Lease:
         else:
             record = found.record.renewed(self._me, now_ms, self._lease_ms)
         # Whoever of the run claimed it first said when.
-        record = replace(record, format_1_too=self._format_1_too, claim=record.claim or self._claim)
+        claim = record.claim or self._claim
+        if claim is not None and not self._claims:
+            claim = replace(claim, built=True)
+        record = replace(record, format_1_too=self._format_1_too, claim=claim)
         if not self._log.append(found, record):
             return False
         made: Found | None = Found(1 if found is None else found.number + 1, record)
@@ -395,6 +403,21 @@ class Lease:
             if found is not None:
                 self._known(found, begun_s)
 
+    def _is_said_to_build(self) -> bool:
+        return self._newest is not None and self._newest.record.claim is not None and self._newest.record.claim.built
+
+    def _say_that_it_builds(self) -> None:
+        """Before the first call that has a committed pointer goes on: from then on nobody may release the claim."""
+        while not self._is_said_to_build():
+            with self._holding:
+                begun_s = self._clock.monotonic_s()
+                found = self._look(_STOP_ONE)
+                claim = None if found is None or found.record.released else found.record.claim
+                if found is not None and claim is not None and claim.built:
+                    self._known(found, begun_s)
+                else:
+                    self._append(found, Decision.RENEW, begun_s)
+
     def set_aside(self) -> None:
         """This process works for another run on the same folder from now on."""
         self._move(LeaseEvent.SET_ASIDE)
@@ -422,7 +445,8 @@ class Lease:
                 f"the state at {self._log.root} belongs to {self._claimed}, which claimed it; {self._me} must not "
                 "write "
                 "it any more. Take the old query out of service. To have both, start one of them from a savepoint with "
-                "mode='no_claim'"
+                "mode='no_claim'. Where the new query is gone for good before a batch of it was committed, free the "
+                f"claim: python -m spark_state_ext savepoint release {self._log.root}"
             )
         if self._released:
             return ClaimedError(

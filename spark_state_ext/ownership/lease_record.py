@@ -12,8 +12,10 @@ import json
 import os
 import socket
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from arrow_schemas.checksum import opened_document, readable, refuse_newer, sealed_document
 from spark_state_ext.worker.boot import boot_id
@@ -135,14 +137,27 @@ class Claim:
         The new query, for people: where it keeps its state, and what it is called there.
     claimed_ms
         When it was claimed: wall-clock time, milliseconds since 1970. For people.
+    built
+        A pointer that names the claim is committed: the new query builds upon the folder, and deletes what it needs no
+        more. From then on the claim cannot be released.
     """
 
     id: str
     by: str
     claimed_ms: int
+    built: bool = False
 
     def __str__(self) -> str:
         return f"{self.by} (claim {self.id})"
+
+    def to_plain(self) -> dict[str, Any]:
+        """As a lease file has it: what was not built upon yet does not say so."""
+        return {"id": self.id, "by": self.by, "claimed_ms": self.claimed_ms, **({"built": True} if self.built else {})}
+
+    @staticmethod
+    def of_plain(plain: Mapping[str, Any]) -> Claim:
+        """Inverse of `to_plain`."""
+        return Claim(str(plain["id"]), str(plain["by"]), int(plain["claimed_ms"]), bool(plain.get("built", False)))
 
 
 @dataclass(frozen=True)
@@ -203,7 +218,7 @@ class LeaseRecord:
             "released": self.released,
             "nonce": self.nonce,
             "format_1_too": self.format_1_too,
-            "claim": None if self.claim is None else asdict(self.claim),
+            "claim": None if self.claim is None else self.claim.to_plain(),
         }
         return sealed_document(fields)
 
@@ -229,7 +244,7 @@ class LeaseRecord:
                 released=bool(fields["released"]),
                 nonce=str(fields["nonce"]),
                 format_1_too=bool(fields["format_1_too"]),
-                claim=None if claim is None else Claim(str(claim["id"]), str(claim["by"]), int(claim["claimed_ms"])),
+                claim=None if claim is None else Claim.of_plain(claim),
                 format=fields["format"],
             )
         raise AssertionError("unreachable: readable raises what it catches")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from arrow_schemas.lineage import DELTA, CheckpointRef
 from arrow_schemas.pointer import LineageEntry, Pointer
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
-from spark_state_ext.files.checkpoint import Announced, announced
+from spark_state_ext.files.checkpoint import Announced, announced, verify_checkpoint
 from spark_state_ext.files.folder import Readable
 from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
 from spark_state_ext.restore.sources import Sources
@@ -55,7 +56,7 @@ class Needed:
     files: tuple[NeededFile, ...]
 
 
-def needed_files(pointer: Pointer, sources: Sources) -> Needed:
+def needed_files(pointer: Pointer, sources: Sources, verified_in: Path | None = None) -> Needed:
     """Find the files of a pointer's state. What is only presumed is looked for, and done without where it is not there.
 
     Parameters
@@ -64,6 +65,9 @@ def needed_files(pointer: Pointer, sources: Sources) -> Needed:
         The pointer.
     sources
         Where its files may be; what is inline in it, too.
+    verified_in
+        Local folder for temporary files, where each file is to be read to the last byte. None: what it announces of
+        itself is read, and its rows are not.
 
     Raises
     ------
@@ -84,7 +88,7 @@ def needed_files(pointer: Pointer, sources: Sources) -> Needed:
         unknown = [fetch for fetch in plan if fetch not in known]
 
         def look(fetch: Fetch) -> NeededFile | Failure:
-            return _looked_at(fetch, sources, operators, pointer.bucket)
+            return _looked_at(fetch, sources, operators, pointer.bucket, verified_in)
 
         found = side_by_side("looks", min(_PARALLEL_MAX, len(unknown)), look, unknown) if unknown else []
         for fetch, it in zip(unknown, found, strict=True):
@@ -105,10 +109,14 @@ def needed_files(pointer: Pointer, sources: Sources) -> Needed:
         return Needed(_lineage_of(pointer, files), files)
 
 
-def _looked_at(fetch: Fetch, sources: Sources, operators: Collection[str], bucket: int) -> NeededFile | Failure:
+def _looked_at(
+    fetch: Fetch, sources: Sources, operators: Collection[str], bucket: int, verified_in: Path | None
+) -> NeededFile | Failure:
     def look(files: Readable) -> NeededFile:
         it = announced(files, fetch.ref, fetch.kind)
         check_owner(it.header, operators, bucket, sources.where(fetch.ref, fetch.kind))
+        if verified_in is not None:
+            verify_checkpoint(files, fetch.ref, fetch.kind, verified_in)
         return NeededFile(fetch, it, files)
 
     try:

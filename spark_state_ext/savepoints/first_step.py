@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from arrow_schemas.pointer import Pointer
+from spark_state_ext.backends.registry import FSSPEC
+from spark_state_ext.backends.replication import Replica, close_all, is_complete
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
-from spark_state_ext.errors import LiveRunError, NotClaimableError
+from spark_state_ext.errors import LiveRunError, NotClaimableError, StateElsewhereError
+from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import query_folders_of_batch
 from spark_state_ext.ownership.holds import Hold
@@ -18,7 +22,7 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint, refuse_claimed
 from spark_state_ext.savepoints.records import note_start
-from spark_state_ext.savepoints.starting import Beginning
+from spark_state_ext.savepoints.starting import Beginning, Begun, borrowed
 
 __all__ = ["FirstStep"]
 
@@ -109,8 +113,8 @@ class FirstStep:
         """Query folders that attempts at this very batch took."""
         return query_folders_of_batch(self._root, self._batch_ms)
 
-    def pointer(self, beginning: Beginning, claim: Claim | None, replicas: Replicas, scratch: Path) -> Pointer:
-        """The pointer to begin with; what it needs is in the query's folder.
+    def begun(self, beginning: Beginning, claim: Claim | None, replicas: Replicas, scratch: Path) -> Begun:
+        """The pointer to begin with; what it needs is in the query's folder, or is read from where it is.
 
         Parameters
         ----------
@@ -125,14 +129,43 @@ class FirstStep:
         """
         if beginning.adopts:
             assert claim is not None, "what is adopted is claimed"
-            return replace(beginning.pointer, batch=-1, partitioning=None, made_by=None, claim=claim.id)
-        note_start(self._root.child(self._query_folder), beginning.record)
+            return Begun(replace(beginning.pointer, batch=-1, partitioning=None, made_by=None, claim=claim.id))
+        query_folder = self._root.child(self._query_folder)
         if beginning.captured is None:
+            note_start(query_folder, beginning.record)
             return beginning.detached(self._job, self._query_folder, (), scratch)
         start = self._job.options.start_from
         assert isinstance(start, RetainedCheckpoint), "that is what was captured"
         pointer = beginning.pointer
         held = Folder(start.root, start.storage_options).child(pointer.operator, pointer.query_folder)
         Hold(held, beginning.captured.hold_id).renew()
-        places = replicas.reading(start.places, pointer, scratch, self._job.options.commit.commit_timeout_ms / 1000)
-        return beginning.detached(self._job, self._query_folder, places, scratch)
+        places = list(start.places)
+        if all(backend.kind != FSSPEC for backend in self._job.options.backends):
+            # They are asked beside the query's own backends, of which one may have the same name.
+            places = [replace(it, name=borrowed(it.name)) for it in places]
+        sources = replicas.reading(places, pointer, scratch, self._job.options.commit.commit_timeout_ms / 1000)
+        try:
+            _refuse_elsewhere(start, pointer, sources)
+            note_start(query_folder, beginning.record)
+            begun = beginning.detached(self._job, self._query_folder, sources, scratch)
+        except BaseException:
+            close_all(sources)
+            raise
+        if not begun.sources:
+            close_all(sources)
+        return begun
+
+
+def _refuse_elsewhere(start: RetainedCheckpoint, pointer: Pointer, sources: Sequence[Replica]) -> None:
+    """Refuse a start that names none of the backends which hold the state, unless its files were moved to one."""
+    named = [it.name for it in start.places]
+    confirmed = {it.through for it in pointer.replication.values() if is_complete(it)}
+    if not pointer.replication.keys().isdisjoint(named) or confirmed <= {None}:
+        return
+    there = [source.restore.restore() for source in sources]
+    if not any(has_checkpoint(files, ref) for files in there for ref in confirmed if ref is not None):
+        raise StateElsewhereError(
+            f"{start} has its state in {', '.join(pointer.replication)}, and start_from names {', '.join(named)}, "
+            "where it is not: name the backends that it is in, RetainedCheckpoint(…, backends=[…]). Where its files "
+            "were moved, give their new place the old name."
+        )

@@ -1,7 +1,8 @@
-"""A bucket's rows, read by themselves: in a local store of their own, which goes when they were read."""
+"""Rows of a savepoint, without Spark: each bucket's in a local store of its own, which goes when they were read."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +14,19 @@ import pyarrow as pa
 from arrow_schemas.lineage import Writer
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from arrow_schemas.row import RowSchema
+from arrow_schemas.savepoint import SavepointManifest
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.folders import scratch_folder
+from spark_state_ext.engine.start_from import Savepoint
+from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.store import LocalStore
 
-__all__ = ["saved_rows", "scanned_rows"]
+__all__ = ["operator_named", "saved_rows", "savepoint_tables", "scanned_rows", "shown_rows"]
 
 _NOBODY = Writer("", "", -1, "")
 
@@ -69,3 +75,81 @@ def saved_rows(files: Folder, pointer: Pointer, schema: RowSchema, scratch: Path
     whole = replace(pointer, replication={files.root: ReplicationStatus(pointer.ref)})
     with scanned_rows(whole, sole_replica(files, scratch, files.root), schema, scratch) as rows:
         yield from rows
+
+
+def shown_rows(savepoint: Folder, pointer: Pointer, schema: RowSchema, scratch: Path) -> Iterator[pa.RecordBatch]:
+    """The rows of a bucket as they are shown: keys, state and ``timeout_ms``, without hash, marks and hidden columns.
+
+    Parameters
+    ----------
+    savepoint
+        The savepoint's folder.
+    pointer, schema, scratch
+        As for `saved_rows`.
+    """
+    shown, fields = schema.without_expiry(), _fields(schema)
+    for rows in saved_rows(savepoint.child(pointer.operator, str(pointer.bucket)), pointer, schema, scratch):
+        columns = [*shown.key_columns(rows), *shown.state_columns(rows), rows.column("timeout_ms")]
+        yield pa.RecordBatch.from_arrays(columns, schema=fields)
+
+
+def operator_named(manifest: SavepointManifest, name: str | None, path: str) -> str:
+    """The operator of a savepoint that is meant.
+
+    Raises
+    ------
+    UsageError
+        When there is none of that name, or there are several and none is named.
+    """
+    operators = manifest.header.operators
+    if name is None and len(operators) > 1:
+        raise UsageError(
+            f"the savepoint at {path} has the operators {', '.join(sorted(operators))}: name one, with "
+            "Savepoint(path, operator=…)"
+        )
+    name = name or next(iter(operators))
+    if name not in operators:
+        raise UsageError(f"the savepoint at {path} has no operator {name!r}; it has {', '.join(sorted(operators))}")
+    return name
+
+
+def savepoint_tables(savepoint: Savepoint | str | os.PathLike[str]) -> Iterator[pa.Table]:
+    """The rows of a savepoint as Arrow tables, without Spark: one for each bucket, read when it is asked for.
+
+    Parameters
+    ----------
+    savepoint
+        The savepoint, or its path; with `Savepoint.operator` where it has several operators.
+
+    Returns
+    -------
+    Iterator of pyarrow.Table
+        The key columns, the state columns and ``timeout_ms``, in the order of the keys' hashes.
+
+    Raises
+    ------
+    UsageError
+        When the savepoint has several operators, and none is named.
+    MissingCheckpointError, CorruptFileError, VersionSkewError
+        When there is no savepoint that can be read.
+    StorageError
+        When the store fails.
+
+    Examples
+    --------
+    >>> sum(table.num_rows for table in savepoint_tables("/savepoints/monday"))  # doctest: +SKIP
+    6
+    """
+    given = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
+    folder = Folder(given.path, given.storage_options)
+    manifest = read_manifest(folder)
+    name = operator_named(manifest, given.operator, given.path)
+    schema, scratch = manifest.header.operators[name].row_schema(), scratch_folder(None)
+    for bucket in manifest.buckets:
+        if bucket.operator == name:
+            yield pa.Table.from_batches(shown_rows(folder, bucket.pointer, schema, scratch), _fields(schema))
+
+
+def _fields(schema: RowSchema) -> pa.Schema:
+    shown = schema.without_expiry()
+    return pa.schema([*shown.keys, *shown.state, pa.field("timeout_ms", pa.int64())])

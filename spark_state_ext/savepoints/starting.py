@@ -19,6 +19,7 @@ from arrow_schemas.operator import OperatorFile, operator_file_name
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from arrow_schemas.savepoint import NATIVE, SavedFile, SavepointManifest
 from spark_state_ext.backends import STATE
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.registry import FSSPEC
 from spark_state_ext.backends.replication import Replica
 from spark_state_ext.engine.job import Job
@@ -32,9 +33,25 @@ from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import StartRecord
 from spark_state_ext.savepoints.taking import save_bucket
 
-__all__ = ["Beginning", "Starts"]
+__all__ = ["Beginning", "Begun", "Starts", "borrowed"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a bucket's first call begins with.
+
+    Parameters
+    ----------
+    pointer
+        The query's own, as if it had been committed.
+    sources
+        Backends that are not the query's, from which this call reads the state: none where its files were duplicated.
+    """
+
+    pointer: Pointer
+    sources: tuple[Replica, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,15 +104,19 @@ class Beginning:
             case_sensitive=job.case_sensitive,
         )
 
-    def detached(self, job: Job, query_folder: str, replicas: Sequence[Replica], scratch: Path) -> Pointer:
+    def detached(self, job: Job, query_folder: str, replicas: Sequence[Replica], scratch: Path) -> Begun:
         """Have the bucket's files in the query's folder, and the pointer to go on from.
+
+        Where no backend of the job is a file system, none can be given files. Then the call reads the state from where
+        it is; as nothing of the job's holds it, the commit sends a full snapshot to each backend before it returns.
 
         Parameters
         ----------
         job, query_folder
             The job, and the folder.
         replicas
-            Backends of the other query, where it is a retained checkpoint.
+            Backends of the other query, where it is a retained checkpoint; as `borrowed` has them, where no backend of
+            the job is a file system.
         scratch
             Local folder for temporary files.
 
@@ -107,9 +128,10 @@ class Beginning:
             When a store fails.
         """
         if self.pointer.ref is None:
-            return self._renamed(job, query_folder, self.pointer, {}, {})
-        # `StateOptions` refuses a start where there is none.
-        backend = next(it for it in job.options.backends if it.kind == FSSPEC)
+            return Begun(self._renamed(job, query_folder, self.pointer, {}, {}))
+        backend = next((it for it in job.options.backends if it.kind == FSSPEC), None)
+        if backend is None:
+            return self._read_in_place(job, query_folder, replicas, scratch)
         target = Folder(backend.root, backend.storage_options).child(
             job.operator, query_folder, str(self.pointer.bucket)
         )
@@ -122,9 +144,23 @@ class Beginning:
                 copied(self.source, file, target, scratch)
             target.sync()
         newest = _newest(self.pointer.ref, files)
-        return self._renamed(
-            job, query_folder, saved, {backend.name: ReplicationStatus(saved.ref)}, {backend.name: {STATE: newest}}
+        return Begun(
+            self._renamed(
+                job, query_folder, saved, {backend.name: ReplicationStatus(saved.ref)}, {backend.name: {STATE: newest}}
+            )
         )
+
+    def _read_in_place(self, job: Job, query_folder: str, replicas: Sequence[Replica], scratch: Path) -> Begun:
+        pointer = self.pointer
+        if self.files is not None:
+            name = borrowed(self.record.source)
+            replicas = sole_replica(self.source, scratch, name)
+            return Begun(
+                self._renamed(job, query_folder, pointer, {name: ReplicationStatus(pointer.ref)}, {}), tuple(replicas)
+            )
+        replication = {borrowed(name): status for name, status in pointer.replication.items()}
+        markers = {borrowed(name): of_one for name, of_one in pointer.markers.items()}
+        return Begun(self._renamed(job, query_folder, pointer, replication, markers), tuple(replicas))
 
     def _renamed(
         self,
@@ -148,6 +184,17 @@ class Beginning:
             made_by=None,
             claim=None,
         )
+
+
+def borrowed(name: str) -> str:
+    """What a pointer calls a backend from which only its first call reads; no backend of the query has this name.
+
+    Parameters
+    ----------
+    name
+        Its name there.
+    """
+    return f"start_from {name}"
 
 
 def _newest(ref: CheckpointRef, files: Sequence[SavedFile]) -> str:

@@ -19,7 +19,23 @@ from spark_state_ext.savepoints.copying import How, copied, digest_text, put_who
 from spark_state_ext.savepoints.reading import scanned_rows
 from spark_state_ext.version import __version__
 
-__all__ = ["Copy", "save_bucket"]
+__all__ = ["Copy", "Reading", "save_bucket"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the query's files are read.
+
+    Parameters
+    ----------
+    restore_from
+        Name of the backend to copy from, where there is a choice.
+    verify
+        What is taken as it is is read to the last byte.
+    """
+
+    restore_from: str | None = None
+    verify: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +66,7 @@ def save_bucket(
     schema: RowSchema,
     scratch: Path,
     *,
-    restore_from: str | None = None,
+    reading: Reading = Reading(),
     writer: Writer | None = None,
 ) -> Copy:
     """Copy what a bucket's state is made of into a folder. May be repeated, and stopped, at any time.
@@ -69,8 +85,8 @@ def save_bucket(
         Row schema of the operator file in force.
     scratch
         Local folder for temporary files.
-    restore_from
-        Name of the backend to copy from, where there is a choice.
+    reading
+        How the query's files are read.
     writer
         Who is working, for the header of a compacted snapshot.
 
@@ -84,10 +100,11 @@ def save_bucket(
     if pointer.ref is None:
         return Copy(SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, ()), ()))
     if form == CANONICAL:
-        return _compacted(pointer, replicas, target, schema, scratch, restore_from, writer)
+        return _compacted(pointer, replicas, target, schema, scratch, reading.restore_from, writer)
     assert form == NATIVE, form
     known = taken_over(pointer, replicas)
-    needed = needed_files(pointer, Sources(restore_order(replicas, known, restore_from), pointer, restore_from))
+    sources = Sources(restore_order(replicas, known, reading.restore_from), pointer, reading.restore_from)
+    needed = needed_files(pointer, sources, scratch if reading.verify else None)
     files, how = [], []
     for it in needed.files:
         body = it.announced.body

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,15 +28,19 @@ import pytest
 
 from arrow_schemas import Pointer, RowSchema, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name, new_checkpoint_id
+from arrow_schemas.pointer import ReplicationStatus
+from arrow_schemas.savepoint import CANONICAL, NATIVE
 from spark_state_ext.backends import STATE, BackendContext, BackendFactory, Checkpoint, CleanUp
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import InterruptedRestoreError, MissingCheckpointError, StateError
-from spark_state_ext.files.folder import Readable
+from spark_state_ext.files.folder import Duplicable, Folder, Readable
 from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.savepoints.taking import Reading, save_bucket
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sorted_run
 from spark_state_ext.testing import WAIT_S
@@ -70,6 +74,11 @@ class BackendContract:
         executor = DaemonPool("contract")
         executor.threads_max = 4
         return BackendContext("mine", options, "counts", uuid.uuid4().hex, 3, executor, tmp_path, WAIT_S)
+
+    @pytest.fixture
+    def elsewhere(self, tmp_path: Path) -> Folder:
+        """A folder of any file system, which files are duplicated to. A backend that can duplicate says which one."""
+        return Folder(str(tmp_path / "elsewhere"))
 
     # -- files ---------------------------------------------------------------------------------------
 
@@ -202,6 +211,27 @@ class BackendContract:
         with pytest.raises(InterruptedRestoreError):
             files.get(file_name(ref, DELTA))
 
+    def test_a_file_is_duplicated_whole_or_not_at_all(
+        self, factory: BackendFactory, context: BackendContext, elsewhere: Folder
+    ) -> None:
+        """`Duplicable` is a capability that a backend may lack: then files go through the executor."""
+        ref, content = _ref(1), b"Arrow \x00\xff" * 1_000
+        files, name = _files(factory, context, ref, _uploaded(factory, context, ref, content)), file_name(ref, DELTA)
+        target = elsewhere.child(uuid.uuid4().hex)
+        if not isinstance(files, Duplicable):
+            assert not hasattr(files, "duplicate_to"), "it has another signature"
+            return
+        done = files.duplicate_to(target, name)
+        assert target.names() == [name] * done
+        if not done:
+            return
+        assert target.get(name) == content
+        assert files.duplicate_to(target, name), "a task that is repeated"
+        with pytest.raises(MissingCheckpointError):
+            files.duplicate_to(target, file_name(_ref(2), DELTA))
+        target.remove(name)
+        assert files.get(name) == content, "each has a file of its own"
+
     # -- resources -----------------------------------------------------------------------------------
 
     def test_resources_are_made_once_and_seen(self, factory: BackendFactory, context: BackendContext) -> None:
@@ -231,6 +261,28 @@ class BackendContract:
             for batch in range(20):
                 life.batch({batch % 5: batch})
             life.check(range(len(life.pointers) - 1 - _RETAINED, len(life.pointers)))
+
+    def test_nothing_is_deleted_while_somebody_copies(self, factory: BackendFactory, context: BackendContext) -> None:
+        """Whoever holds the query folder may be about to copy what any of the pointers needs."""
+        with _Life(factory, context) as life:
+            for batch in range(60):
+                life.batch({batch % 5: batch})
+            before = life.restorable()
+            assert life.clean_up(held=lambda: True) == 0
+            assert life.restorable() == before
+            life.clean_up()
+            life.check(range(len(life.pointers) - 1 - _RETAINED, len(life.pointers)))
+
+    @pytest.mark.parametrize("form", [NATIVE, CANONICAL])
+    def test_a_savepoint_needs_nothing_of_the_backend(
+        self, factory: BackendFactory, context: BackendContext, elsewhere: Folder, form: str
+    ) -> None:
+        with _Life(factory, context) as life:
+            for batch in range(8):
+                life.batch({batch % 5: batch, (batch + 2) % 5: None if batch % 4 == 3 else -batch})
+            target = elsewhere.child(uuid.uuid4().hex)
+            assert life.saved(target, form) == life.models[-1]
+            life.check(range(len(life.pointers)))
 
 
 def _ref(version: int) -> CheckpointRef:
@@ -276,11 +328,11 @@ class _Life:
         backup, restore = self._factory.backup_manager(self._context), self._factory.restore_manager(self._context)
         return [Replica(self._context.name, backup, restore)]
 
-    def _bucket(self, store: LocalStore, pointer: Pointer) -> Bucket:
+    def _bucket(self, store: LocalStore, pointer: Pointer, replicas: list[Replica] | None = None) -> Bucket:
         writer = Writer("query", "run", len(self.pointers), "host")
         options = CommitOptions(inline_bytes_max=6_000)
         context = CommitContext(self._context.scratch, options, batches_retained=_RETAINED, uploads=self._uploads)
-        return Bucket(store, self._replicas(), pointer, writer, context)
+        return Bucket(store, replicas or self._replicas(), pointer, writer, context)
 
     def batch(self, changes: Mapping[int, int | None]) -> None:
         rows = SpillBuffer(self._context.scratch, 1 << 20)
@@ -299,25 +351,48 @@ class _Life:
         after = {**self.models[-1], **{key: value for key, value in changes.items() if value is not None}}
         self.models.append({key: value for key, value in after.items() if changes.get(key, value) is not None})
 
-    def clean_up(self) -> int:
+    def clean_up(self, held: Callable[[], bool] = lambda: False) -> int:
         """As of the last but one pointer, which is committed."""
         pointer = self.pointers[-2]
         head = pointer.replication[self._context.name].through
         assert head is not None, "a backend has confirmed something by now"
         (replica,) = self._replicas()
-        return replica.backup.clean_up(CleanUp(pointer, head, _RETAINED, lambda: None)).result(WAIT_S)
+        return replica.backup.clean_up(CleanUp(pointer, head, _RETAINED, lambda: None, held=held)).result(WAIT_S)
 
     def check(self, which: range) -> None:
         """Pointers give the state of their time, each on an empty disk."""
         for at in which:
-            if self.pointers[at].ref is None:
-                continue
-            self._stores += 1
-            store = LocalStore.at(self._context.scratch / f"fresh-{self._stores}", SCHEMA)
+            if self.pointers[at].ref is not None:
+                assert self._restored(self.pointers[at], self._replicas()) == self.models[at]
+
+    def restorable(self) -> list[int]:
+        """Which pointers can still be restored: not all, where a snapshot took the place of what came before."""
+        found = []
+        for at, pointer in enumerate(self.pointers):
             try:
-                assert self._bucket(store, self.pointers[at]).read(_scanned) == self.models[at]
-            finally:
-                store.close()
+                if pointer.ref is not None and self._restored(pointer, self._replicas()) == self.models[at]:
+                    found.append(at)
+            except MissingCheckpointError:
+                continue
+        return found
+
+    def saved(self, target: Folder, form: str) -> dict[int, int]:
+        """The state that a savepoint of the last pointer gives, by itself."""
+        scratch = self._context.scratch
+        saved = save_bucket(
+            self.pointers[-1], self._replicas(), target, form, SCHEMA, scratch, reading=Reading(verify=True)
+        ).saved
+        pointer = replace(saved.pointer, replication={"savepoint": ReplicationStatus(saved.pointer.ref)})
+        return self._restored(pointer, sole_replica(target, scratch, "savepoint"))
+
+    def _restored(self, pointer: Pointer, replicas: list[Replica]) -> dict[int, int]:
+        """The state at a pointer, on an empty disk."""
+        self._stores += 1
+        store = LocalStore.at(self._context.scratch / f"fresh-{self._stores}", SCHEMA)
+        try:
+            return self._bucket(store, pointer, replicas).read(_scanned)
+        finally:
+            store.close()
 
 
 def _scanned(view: View) -> dict[int, int]:

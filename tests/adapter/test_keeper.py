@@ -15,7 +15,8 @@ from spark_state_ext.errors import LiveRunError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Clock, Lease
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER, LeaseLog
-from spark_state_ext.ownership.lease_record import Found, RunIdentity
+from spark_state_ext.ownership.lease_record import Claim, Found, RunIdentity
+from spark_state_ext.ownership.release import release_query_folder
 from spark_state_ext.spark.client import lease_keeper as keeper_module
 from spark_state_ext.spark.client.lease_keeper import Kept, LeaseKeeper
 from tests.helpers.waiting import eventually
@@ -97,6 +98,33 @@ def test_what_belongs_to_another_application_is_neither_renewed_nor_released(
     assert [record.getMessage() for record in caplog.records] == [
         f"query query: the state at {folder.root}/query is held by {before.record.owner}"
     ], "said once, where the user looks"
+
+
+def test_a_folder_that_a_query_has_claimed_is_looked_after(folder: Folder, kept: Kept) -> None:
+    """It has another query's name; its lease tells whose it is."""
+    claim = Claim("query", f"{folder.root}/query", 0)
+    kept.adopted.add("old")
+    for at in range(3):
+        kept.poll(["query"], float(at), at)
+    assert LeaseLog(folder.child("old")).newest() is None, "it waits for the claim"
+    Lease(folder.child("old"), _ME, 30_000, claim=claim, claims=True).hold()
+    before = _newest(folder, "old")
+    for at in range(3, 6):
+        kept.poll(["query", "another query of the session"], float(at), at)
+    renewed = _newest(folder, "old")
+    assert renewed.number > before.number
+    assert not renewed.record.released
+    kept.poll(["another query of the session"], 6.0, 6)
+    released = _newest(folder, "old")
+    assert released.record.released
+    assert released.record.claim == claim
+    assert not folder.child("query").names()
+    # Once the claim is released, the folder is none of this query's any more.
+    release_query_folder(folder.child("old"))
+    _task(folder, "old", replace(_ME, query="old", plan="another plan"))
+    kept.poll(["query"], 7.0, 7)
+    kept.poll([], 8.0, 8)
+    assert not _newest(folder, "old").record.released
 
 
 def test_queries_whose_tasks_are_not_told_theirs_are_looked_after(folder: Folder, kept: Kept) -> None:

@@ -28,6 +28,11 @@ class FilesContract(BackendContract):
     def factory(self) -> BackendFactory:
         return FilesBackend()
 
+    @pytest.fixture
+    def elsewhere(self, options: Mapping[str, Any]) -> Folder:
+        """In the same store."""
+        return Folder(f"{options['root']}-elsewhere", options.get("storage_options", {}))
+
 
 class TestDisk(FilesContract):
     @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from core_support import WRITER
 
 from arrow_schemas import OperatorFile, Pointer
+from arrow_schemas.checksum import opened_document
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import POINTER_FORMAT
 from spark_state_ext.backends.files import sole_replica
@@ -19,7 +20,10 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.holds import HoldRecord
 from spark_state_ext.ownership.lease_record import Claim, LeaseRecord
+from spark_state_ext.savepoints.claims import SavepointClaim
+from spark_state_ext.savepoints.records import START_FORMAT, StartRecord
 from spark_state_ext.store import LocalStore
 
 _GOLDEN = Path(__file__).parent.parent / "golden"
@@ -141,6 +145,10 @@ def test_leases_of_all_formats() -> None:
     assert before == replace(found, claim=None)
     assert found.claim == Claim("new-query", "/root/golden/new-query", 1_700_000_000_000)
     assert (found.owner.application, found.lease_ms, found.replaced) == ("app-1 10.0.0.1:7001", 10_000, ("a" * 32,))
+    built = (_GOLDEN / "lease-format-3-built.json").read_bytes()
+    used = Claim("new-query", "/root/golden/new-query", 1_700_000_000_000, built=True)
+    assert LeaseRecord.decode(built, "2.json") == replace(found, claim=used)
+    assert LeaseRecord.decode(built, "2.json").encode() == built
     # Written by the wheel in `tests/releases/part-1`.
     old = LeaseRecord.decode_format_1((_GOLDEN / "lease-format-1.json").read_bytes(), "lease.json")
     assert old is not None
@@ -152,3 +160,18 @@ def test_leases_of_all_formats() -> None:
     )
     # What a run of this release repeats there, it knows again.
     assert LeaseRecord.decode_format_1(found.encode_format_1(7), "lease.json") is None
+
+
+def test_records_about_starts() -> None:
+    """A hold, a claim to a savepoint, what a query was started from, and that it is detached: format 1 of each."""
+    hold, claim, start, detached = (
+        (_GOLDEN / f"{name}-format-1.json").read_bytes() for name in ("hold", "claim", "start", "detached")
+    )
+    held = HoldRecord.decode(hold, 3, "it")
+    assert held == HoldRecord("ab" * 16, "a savepoint at /savepoints/golden", 600_000, 3)
+    claimed = SavepointClaim.decode(claim, "it")
+    assert claimed == SavepointClaim("12" * 16, "/root/golden/new-query", "new-query")
+    started = StartRecord.decode(start, "it")
+    assert started == StartRecord("savepoint", "/savepoints/golden", "12" * 16, 7, "no_claim", "gold")
+    assert [held.encode(), claimed.encode(), started.encode()] == [hold, claim, start]
+    assert opened_document(detached, "it", START_FORMAT) == {"format": 1}

@@ -9,11 +9,19 @@ from pathlib import Path
 import pytest
 from lease_support import LEASE_MS, LEASE_S, ME, OTHER, Virtual, newest_in, record_of
 
-from spark_state_ext.errors import ClaimedError, LiveRunError, VersionSkewError
+from spark_state_ext.__main__ import main
+from spark_state_ext.errors import (
+    ClaimedError,
+    LiveRunError,
+    MissingCheckpointError,
+    NotClaimableError,
+    VersionSkewError,
+)
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease, LeaseRegistry
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Claim, LeaseRecord
+from spark_state_ext.ownership.release import note_handed_over, release_query_folder
 from tests.helpers.waiting import eventually
 
 CLAIM = Claim("new-query", "/state/counts/new-query", 1_000)
@@ -92,7 +100,7 @@ def test_the_new_query_goes_on_by_its_pointers(tmp_path: Path, clock: Virtual) -
     before = newest_in(tmp_path)
     later.hold()
     eventually(lambda: newest_in(tmp_path) != before)
-    assert newest_in(tmp_path).claim == CLAIM
+    assert newest_in(tmp_path).claim == replace(CLAIM, built=True)
 
 
 def test_a_query_whose_claim_was_released_is_stopped(tmp_path: Path, clock: Virtual) -> None:
@@ -107,7 +115,7 @@ def test_a_query_whose_claim_was_released_is_stopped(tmp_path: Path, clock: Virt
 
 def test_where_somebody_removed_the_lease_the_claim_is_made_anew(tmp_path: Path, clock: Virtual) -> None:
     Lease(Folder(str(tmp_path)), NEW, LEASE_MS, clock.clock, claim=CLAIM).hold()
-    assert newest_in(tmp_path).claim == CLAIM
+    assert newest_in(tmp_path).claim == replace(CLAIM, built=True)
 
 
 def test_releases_that_know_no_claims_refuse_the_folder(tmp_path: Path, clock: Virtual) -> None:
@@ -126,3 +134,127 @@ def test_a_process_tells_the_two_queries_apart(tmp_path: Path) -> None:
     one = registry.of(folder, ME, LEASE_MS, claim=CLAIM, claims=True)
     assert registry.of(folder, ME, LEASE_MS, claim=replace(CLAIM, claimed_ms=5)) is one
     assert registry.of(folder, ME, LEASE_MS) is not one
+
+
+# -- releasing it ---------------------------------------------------------------------------------
+
+
+def _release(root: Path, clock: Virtual, **also: bool) -> Claim:
+    return release_query_folder(Folder(str(root)), clock=clock.clock, **also)
+
+
+def test_a_claim_whose_owner_died_is_released(tmp_path: Path, clock: Virtual) -> None:
+    _ended(tmp_path)
+    owner = _claimed(tmp_path, clock)
+    assert _release(tmp_path, clock) == CLAIM
+    assert clock.now_s > LEASE_S, "it was watched for a whole lease"
+    # Should it live after all, it stops before it writes or cleans up.
+    clock.now_s += LEASE_S
+    with pytest.raises(ClaimedError, match="was released"):
+        owner.check()
+    with pytest.raises(ClaimedError, match="was released"):
+        owner.hold()
+    # The old query goes on at once, and so may another claim.
+    Lease(Folder(str(tmp_path)), ME, LEASE_MS, clock.clock).hold()
+    assert newest_in(tmp_path).claim is None
+    with pytest.raises(MissingCheckpointError, match="nobody has claimed the state at"):
+        _release(tmp_path, clock)
+
+
+def test_a_claim_whose_owner_ended_in_order_is_released_at_once(tmp_path: Path, clock: Virtual) -> None:
+    _claimed(tmp_path, clock)
+    log = LeaseLog(Folder(str(tmp_path)))
+    found = log.newest()
+    assert found is not None
+    assert log.append(found, replace(found.record, released=True, nonce="ended"))
+    _release(tmp_path, clock)
+    assert clock.now_s == 0
+    other = Claim("third", "/state/counts/third", 2_000)
+    Lease(Folder(str(tmp_path)), ME, LEASE_MS, clock.clock, claim=other, claims=True).hold()
+    assert newest_in(tmp_path).claim == other
+
+
+def test_a_claim_whose_owner_lives_is_not_released(tmp_path: Path, clock: Virtual) -> None:
+    owner = _claimed(tmp_path, clock)
+
+    def renewed() -> None:
+        log = LeaseLog(Folder(str(tmp_path)))
+        found = log.newest()
+        assert found is not None
+        assert log.append(found, replace(found.record, nonce=str(clock.now_s)))
+
+    clock.meanwhile = renewed
+    with pytest.raises(LiveRunError, match="its owner lives"):
+        _release(tmp_path, clock)
+    clock.meanwhile = lambda: None
+    owner.check()
+    assert newest_in(tmp_path).claim == CLAIM
+
+
+def _builds(lease: Lease) -> None:
+    """A later batch, which comes with a pointer that is committed."""
+    lease.told(NEW, claims=False)
+    lease.hold()
+
+
+def test_what_was_built_upon_is_not_released(tmp_path: Path, clock: Virtual) -> None:
+    owner = _claimed(tmp_path, clock)
+    assert not newest_in(tmp_path).claim.built  # type: ignore[union-attr]
+    # At once, though no renewal is due.
+    _builds(owner)
+    assert newest_in(tmp_path).claim == replace(CLAIM, built=True)
+    clock.now_s += 100 * LEASE_S
+    for force in (False, True):
+        with pytest.raises(NotClaimableError, match="a batch of it is committed"):
+            _release(tmp_path, clock, force=force)
+    # It stays so, whoever of the query renews it.
+    later = Lease(Folder(str(tmp_path)), replace(NEW, plan="after a restart"), LEASE_MS, clock.clock, claim=CLAIM)
+    later.hold()
+    assert newest_in(tmp_path).claim == replace(CLAIM, built=True)
+
+
+def test_one_process_says_for_all_that_the_claim_is_built_upon(tmp_path: Path, clock: Virtual) -> None:
+    one = _claimed(tmp_path, clock)
+    other = Lease(Folder(str(tmp_path)), NEW, LEASE_MS, clock.clock, claim=CLAIM, claims=True)
+    other.hold()
+    _builds(one)
+    log = LeaseLog(Folder(str(tmp_path)))
+    before = log.newest()
+    _builds(other)
+    assert log.newest() == before
+
+
+def test_a_release_that_comes_first_stops_the_owner_before_it_builds(tmp_path: Path, clock: Virtual) -> None:
+    owner = _claimed(tmp_path, clock)
+    release_query_folder(Folder(str(tmp_path)), clock=Virtual().clock)
+    with pytest.raises(ClaimedError, match="was released"):
+        _builds(owner)
+    assert newest_in(tmp_path).claim is None
+
+
+def test_a_claim_whose_first_batch_may_be_committed_is_released_by_force_only(
+    tmp_path: Path, clock: Virtual, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _ended(tmp_path)
+    _claimed(tmp_path, clock)
+    log = LeaseLog(Folder(str(tmp_path)))
+    found = log.newest()
+    assert found is not None
+    assert log.append(found, replace(found.record, released=True, nonce="ended"))
+    # Each bucket's call says so.
+    for _ in range(2):
+        note_handed_over(Folder(str(tmp_path)), CLAIM.id)
+    assert main(["savepoint", "release", str(tmp_path)]) == 1
+    assert f"NotClaimableError: the claim of {CLAIM} to the state at {tmp_path} is not" in capsys.readouterr().err
+    assert main(["savepoint", "release", str(tmp_path), "--force"]) == 0
+    assert capsys.readouterr().out == "released: the claim of /state/counts/new-query\n"
+    assert main(["savepoint", "release", str(tmp_path)]) == 1
+    assert "MissingCheckpointError: nobody has claimed the state at" in capsys.readouterr().err
+
+
+def test_whether_a_claim_is_built_upon_is_in_the_record() -> None:
+    for claim in (CLAIM, replace(CLAIM, built=True)):
+        record = record_of(ME, claim=claim)
+        assert LeaseRecord.decode(record.encode(), "it").claim == claim
+    # What another build of this format wrote has no word of it.
+    assert b"built" not in record_of(ME, claim=CLAIM).encode()

@@ -12,10 +12,7 @@ from core_support import first_pointer
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile
 from arrow_schemas.savepoint import NATIVE, SavedBucket, SavedFile, SavepointHeader, SavepointManifest
 from spark_state_ext.__main__ import main
-from spark_state_ext.backends.registry import Backend
-from spark_state_ext.engine.options import StateOptions
-from spark_state_ext.engine.start_from import Savepoint
-from spark_state_ext.errors import ClaimedError, UsageError
+from spark_state_ext.errors import ClaimedError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, claim_savepoint, consume
 from spark_state_ext.savepoints.manifest_file import write_manifest
@@ -126,8 +123,3 @@ def test_deleting_what_was_claimed_goes_on_where_it_stopped(
         assert main(["savepoint", "release", savepoint.root]) == 1
     consume(savepoint, "mine", lambda: None)
     assert [path for path in (tmp_path / "savepoint").rglob("*") if path.is_file()] == []
-
-
-def test_a_job_without_a_file_system_cannot_start_from_one() -> None:
-    with pytest.raises(UsageError, match="start_from needs a backend that is a file system: none of mine"):
-        StateOptions(root="/root", backends=(Backend(name="mine", kind="other"),), start_from=Savepoint("/savepoint"))

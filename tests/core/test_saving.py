@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from core_support import WRITER
@@ -22,7 +23,7 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.copying import How, copied
-from spark_state_ext.savepoints.taking import Copy, save_bucket
+from spark_state_ext.savepoints.taking import Copy, Reading, save_bucket
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scanned
 from tests.helpers.soak import examples
@@ -30,9 +31,11 @@ from tests.helpers.soak import examples
 FORMS = [NATIVE, CANONICAL]
 
 
-def saved(life: Life, pointer: Pointer, form: str, name: str = "savepoint") -> Copy:
+def saved(life: Life, pointer: Pointer, form: str, name: str = "savepoint", verify: bool = False) -> Copy:
     target = Folder(str(life.local / name)).child("3")
-    return save_bucket(pointer, life.replicas(), target, form, SCHEMA, life.local, writer=WRITER)
+    return save_bucket(
+        pointer, life.replicas(), target, form, SCHEMA, life.local, reading=Reading(verify=verify), writer=WRITER
+    )
 
 
 def started(life: Life, it: SavedBucket, name: str = "savepoint") -> Model:
@@ -129,6 +132,43 @@ def test_a_damaged_file_is_not_copied_as_if_it_were_whole(life: Life, monkeypatc
     with pytest.raises(CorruptFileError):
         copied(Folder(str(path.parent)), file, Folder(str(life.local / "other")), life.local)
     assert not (life.local / "other").exists() or not list((life.local / "other").iterdir())
+
+
+def _flip_a_byte(path: Path) -> None:
+    """Another file in its place, with other rows; its header and its footer say what they said."""
+    data = bytearray(path.read_bytes())
+    # Behind the magic and the schema.
+    data[16 + int.from_bytes(data[12:16], "little") + 100] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def test_a_damaged_file_is_found_when_it_is_asked_for(life: Life) -> None:
+    life.history(5)
+    pointer = life.pointers[-1]
+    file = saved(life, pointer, NATIVE, "first").saved.files[-1]
+    _flip_a_byte(life.local / "a" / "3" / file.name)
+    # Linked unread; who starts from it would be told.
+    unread = saved(life, pointer, NATIVE, "second")
+    with pytest.raises(CorruptFileError):
+        started(life, unread.saved, "second")
+    with pytest.raises(CorruptFileError, match=file.name):
+        saved(life, pointer, NATIVE, "third", verify=True)
+
+
+def test_a_damaged_file_is_taken_from_another_backend(tmp_path: Path) -> None:
+    life = Life(tmp_path, names=("a", "b"))
+    try:
+        life.history(5)
+        pointer = life.pointers[-1]
+        file = saved(life, pointer, NATIVE, "first").saved.files[-1]
+        _flip_a_byte(life.local / "a" / "3" / file.name)
+        copy = saved(life, pointer, NATIVE, "second", verify=True)
+        assert os.path.samefile(life.local / "second" / "3" / file.name, life.local / "b" / "3" / file.name)
+        assert started(life, copy.saved, "second") == life.models[-1]
+    finally:
+        for store in life.stores:
+            store.close()
 
 
 def test_a_file_that_is_gone_is_named(life: Life) -> None:

@@ -15,13 +15,17 @@ from streams import finish
 
 from spark_state_ext import (
     ArrowState,
+    Backend,
     RetainedCheckpoint,
     Savepoint,
     read_savepoint,
     take_savepoint,
     write_savepoint,
 )
+from spark_state_ext.__main__ import main
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import LeaseRecord
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import is_detached, start_of
 from tests.helpers.waiting import eventually
@@ -67,6 +71,16 @@ class Query:
         return self
 
 
+def removed(folder: Path) -> None:
+    """Remove a folder in which the driver may write a lease meanwhile."""
+
+    def gone() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+
+    eventually(gone)
+
+
 def counted(*parts: list[list[str]]) -> dict[str, int]:
     return dict(Counter(key for part in parts for keys in part for key in keys))
 
@@ -77,13 +91,19 @@ def old(spark: Any, tmp_path: Path) -> Query:
     return Query(spark, tmp_path / "old").run(FIRST)
 
 
+def _lease(query: Query) -> LeaseRecord:
+    found = LeaseLog(query.files).newest()
+    assert found is not None
+    return found.record
+
+
 def taken(query: Query, path: Path, form: str = "native", **also: Any) -> Any:
     return take_savepoint(query.job.session, path, query.job.checkpoint, query.state, form=form, **also)
 
 
 @pytest.mark.parametrize("form", ["native", "canonical"])
 def test_a_query_starts_from_a_savepoint(spark: Any, old: Query, tmp_path: Path, form: str) -> None:
-    found = taken(old, tmp_path / "savepoint", form)
+    found = taken(old, tmp_path / "savepoint", form, verify=True)
     assert (found.batch, found.form) == (3, form)
     manifest = read_manifest(Folder(found.path))
     assert manifest.header.id == found.id
@@ -91,14 +111,14 @@ def test_a_query_starts_from_a_savepoint(spark: Any, old: Query, tmp_path: Path,
     assert manifest.header.offsets is not None
     assert "logOffset" in manifest.header.offsets
     # It is whole by itself.
-    shutil.rmtree(tmp_path / "old")
+    removed(tmp_path / "old")
     (tmp_path / "savepoint").rename(tmp_path / "moved")
     new = Query(spark, tmp_path / "new", start_from=Savepoint(str(tmp_path / "moved"))).run(NEXT)
     assert new.table == {key: n for key, n in counted(FIRST, NEXT).items() if key in new.table}
     assert set(new.table) == {key for keys in NEXT for key in keys}
     # The savepoint may go, and the argument may stay.
     eventually(lambda: is_detached(new.files))
-    shutil.rmtree(tmp_path / "moved")
+    removed(tmp_path / "moved")
     new.run([["a", "d"]])
     assert (new.table["a"], new.table["d"]) == (counted(FIRST, NEXT)["a"] + 1, 2)
 
@@ -153,6 +173,18 @@ def test_what_is_claimed_is_refused_to_others(spark: Any, old: Query, tmp_path: 
     assert read_manifest(Folder(str(tmp_path / "savepoint"))).buckets
 
 
+def test_a_query_without_a_file_system_starts_from_a_savepoint(spark: Any, old: Query, tmp_path: Path) -> None:
+    taken(old, tmp_path / "savepoint")
+    backend = Backend(name="other", kind="sqlite", options={"path": str(tmp_path / "states.sqlite")})
+    start = Savepoint(str(tmp_path / "savepoint"))
+    new = Query(spark, tmp_path / "new", start_from=start, backends=["changelog", backend]).run(NEXT[:1])
+    removed(tmp_path / "savepoint")
+    removed(tmp_path / "new" / "local")
+    new.run(NEXT[1:])
+    assert new.table["a"] == counted(FIRST, NEXT)["a"]
+    assert new.table["c"] == counted(FIRST, NEXT)["c"]
+
+
 def test_a_query_starts_from_what_another_one_left(spark: Any, old: Query, tmp_path: Path) -> None:
     start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint))
     new = Query(spark, tmp_path / "new", start_from=start).run(NEXT)
@@ -162,12 +194,19 @@ def test_a_query_starts_from_what_another_one_left(spark: Any, old: Query, tmp_p
     # Both go on, each by itself.
     old.run([["a"]])
     assert old.table["a"] == counted(FIRST)["a"] + 1
-    shutil.rmtree(tmp_path / "old")
+    removed(tmp_path / "old")
     new.run([["a"]])
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
     record = start_of(new.files)
     assert record is not None
     assert record.kind == "retained_checkpoint"
+
+
+def test_a_start_that_cannot_be_read_holds_nothing(spark: Any, old: Query, tmp_path: Path) -> None:
+    start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint), batch=99)
+    with pytest.raises(StreamingQueryException, match=r"batch 99 of .* cannot be read"):
+        Query(spark, tmp_path / "new", start_from=start).run(NEXT)
+    assert old.files.child("holds").names() == []
 
 
 def test_a_query_starts_from_an_older_batch_of_another_one(spark: Any, old: Query, tmp_path: Path) -> None:
@@ -181,12 +220,56 @@ def test_a_claimed_checkpoint_is_the_new_querys_own(spark: Any, old: Query, tmp_
     start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
     new = Query(spark, tmp_path / "new", start_from=start, root=root).run(NEXT)
     assert new.table["a"] == counted(FIRST, NEXT)["a"]
+    # The driver looks after the lease of the folder, which has the other query's name.
+    eventually(lambda: _lease(old).released)
+    assert _lease(old).claim is not None
     with pytest.raises(StreamingQueryException, match=r"ClaimedError: the state at .* belongs to"):
         old.run([["a"]])
     new.run([["a"]])
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
     with pytest.raises(StreamingQueryException, match="ClaimedError"):
         Query(spark, tmp_path / "third", start_from=start, root=root).run(NEXT)
+
+
+def test_a_claim_whose_query_never_got_going_is_released(spark: Any, old: Query, tmp_path: Path) -> None:
+    def failing(key: Any, frames: Any, state: Any) -> Any:
+        raise ValueError("not today")
+
+    root = str(tmp_path / "old" / "root")
+    new = Query(
+        spark,
+        tmp_path / "new",
+        start_from=RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim"),
+        root=root,
+    )
+    new.job.function = failing
+    with pytest.raises(StreamingQueryException, match="not today"):
+        new.run(NEXT)
+    with pytest.raises(StreamingQueryException, match=r"ClaimedError: the state at .* belongs to"):
+        old.run([["a"]])
+    # Tasks without a row may have handed pointers over before the batch failed, and only Spark knows that it did.
+    assert main(["savepoint", "release", old.files.root, "--force"]) == 0
+    old.run([["a"]])
+    assert old.table["a"] == counted(FIRST)["a"] + 2
+    # And the new query may claim it again, once it is mended.
+    new.job.function = count
+    new.run([])
+    assert new.table["a"] == counted(FIRST, NEXT)["a"] + 2
+
+
+def test_a_claim_that_was_built_upon_is_not_released(
+    spark: Any, old: Query, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = str(tmp_path / "old" / "root")
+    start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
+    new = Query(spark, tmp_path / "new", start_from=start, root=root).run(NEXT[:1])
+    assert main(["savepoint", "release", old.files.root]) == 1
+    assert "its first batch was handed to Spark, and may be committed" in capsys.readouterr().err
+    new.run(NEXT[1:])
+    assert main(["savepoint", "release", old.files.root, "--force"]) == 1
+    assert "a batch of it is committed, and it may have deleted what the old query needs" in capsys.readouterr().err
+    new.run([["a"]])
+    assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
 
 
 def test_a_checkpoint_that_later_ones_need_is_claimed_by_force_only(spark: Any, old: Query, tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.options import StateOptions
-from spark_state_ext.engine.start_from import RetainedCheckpoint
+from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint
 from spark_state_ext.errors import MissingCheckpointError, StateError
 from spark_state_ext.savepoints.captured import captured_name
 from spark_state_ext.savepoints.rows import ANSWER
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state_reader import StateReader
-from spark_state_ext.spark.client.tasks import in_a_task, place_of
+from spark_state_ext.spark.client.tasks import in_a_task, let_go, place_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -25,8 +25,8 @@ __all__ = ["captured"]
 _CAPTURED_HOLD_MS = 3_600_000
 
 
-def captured(spark: SparkSession, job: Job) -> Job:
-    """The job with what it may start from, where that is a retained checkpoint.
+def captured(spark: SparkSession, job: Job) -> tuple[Job, str | None]:
+    """The job with what it may start from, where that is a retained checkpoint, and the query folder that it claims.
 
     What cannot be read now is raised by the call that needs it, as a query that has state needs nothing.
 
@@ -39,24 +39,25 @@ def captured(spark: SparkSession, job: Job) -> Job:
     """
     start = job.options.start_from
     if not isinstance(start, RetainedCheckpoint):
-        return job
+        return job, None
     try:
-        return replace(job, captured=_captured(spark, job, start))
+        file, query_folder = _captured(spark, job, start)
     except StateError as error:
-        return replace(job, not_captured=str(error))
+        return replace(job, not_captured=str(error)), None
     except Exception as error:
         # Spark's errors have no class that all releases share.
-        return replace(job, not_captured=f"Spark cannot read it: {error}")
+        return replace(job, not_captured=f"Spark cannot read it: {error}"), None
+    return replace(job, captured=file), query_folder if start.mode == CLAIM else None
 
 
-def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> str | None:
+def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple[str | None, str | None]:
     reader = StateReader(spark, start.checkpoint_location)
     name = start.operator or job.operator
     stores = reader.stores()
     store = next((it for it in stores if it.operator == name), None)
     if store is None:
         if start.allow_non_restored:
-            return None
+            return None, None
         there = ", ".join(it.operator for it in stores) or "none of this package"
         raise MissingCheckpointError(f"{start.checkpoint_location} has no operator {name!r}; it has {there}")
     options = StateOptions(root=start.root, operator=name, storage_options=start.storage_options, backends=start.places)
@@ -74,8 +75,13 @@ def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> str |
         },
     }
     told["hold"] = in_a_task(spark, "begin", told)["hold"]
-    committed = reader.batch(start.batch)
-    told |= {"batch": committed.batch, "later": list(committed.later)}
-    pointers = reader.pointers(store, committed.batch).coalesce(1)
-    pointers.mapInArrow(task_entry("capture", told), ANSWER).collect()
-    return str(told["file"])
+    try:
+        committed = reader.batch(start.batch)
+        told |= {"batch": committed.batch, "later": list(committed.later)}
+        pointers = reader.pointers(store, committed.batch).coalesce(1)
+        pointers.mapInArrow(task_entry("capture", told), ANSWER).collect()
+    except BaseException:
+        # Nobody will start from it, and the other query's clean-up would wait for an hour.
+        let_go(spark, told)
+        raise
+    return str(told["file"]), store.query_folder

@@ -54,12 +54,17 @@ class Kept:
         How long a lease lasts without renewal.
     plans
         Those that were planned here.
+    adopted
+        Folders of other queries that queries planned here claim: their leases tell whose they are.
     """
 
     folder: Folder
     application: str
     lease_ms: int
     plans: set[str] = field(default_factory=set)
+    adopted: set[str] = field(default_factory=set)
+    # By query: the folder that it has claimed.
+    _claimed: dict[str, str] = field(default_factory=dict)
     # By query folder: the record that was found last.
     _seen: dict[str, Found | None] = field(default_factory=dict)
     _active: set[str] = field(default_factory=set)
@@ -164,8 +169,25 @@ class Kept:
             error,
         )
 
+    def _log_of(self, query_folder: str) -> LeaseLog:
+        """The lease of a query: in the folder of its name, or in the one that it has claimed."""
+        for name in self.adopted.difference(self._claimed.values()):
+            claim = self._claim_on(name)
+            if claim is not None:
+                self._claimed[claim] = name
+        name = self._claimed.get(query_folder, query_folder)
+        if name != query_folder and self._claim_on(name) != query_folder:
+            # It was released.
+            del self._claimed[query_folder]
+            name = query_folder
+        return LeaseLog(self.folder.child(name))
+
+    def _claim_on(self, name: str) -> str | None:
+        found = LeaseLog(self.folder.child(name)).newest()
+        return None if found is None or found.record.claim is None else found.record.claim.id
+
     def _renew(self, query_folder: str, now_ms: int) -> None:
-        log = LeaseLog(self.folder.child(query_folder))
+        log = self._log_of(query_folder)
         found, before = log.newest(), self._seen.get(query_folder)
         self._seen[query_folder] = found
         if found is None:
@@ -179,7 +201,7 @@ class Kept:
                 self._seen[query_folder] = Found(found.number + 1, record)
 
     def _release(self, query_folder: str, now_ms: int) -> None:
-        log = LeaseLog(self.folder.child(query_folder))
+        log = self._log_of(query_folder)
         found = log.newest()
         if found is not None and found.record.owner.application == self.application and not found.record.released:
             log.append(found, replace(found.record, renewed_ms=now_ms, released=True, nonce=uuid.uuid4().hex))
@@ -234,7 +256,15 @@ class LeaseKeeper:
         self._stopped = threading.Event()
         self._stops_at_exit = False
 
-    def keep(self, session: Any, folders: Sequence[Folder], application: str, plan: str, lease_ms: int) -> None:
+    def keep(
+        self,
+        session: Any,
+        folders: Sequence[Folder],
+        application: str,
+        plan: str,
+        lease_ms: int,
+        adopted: str | None = None,
+    ) -> None:
         """Look after the leases of queries that are started from a plan.
 
         Parameters
@@ -245,6 +275,8 @@ class LeaseKeeper:
             Where leases are: the folder ``<root>/<operator>`` of each backend that has one.
         application, plan, lease_ms
             As in the plan.
+        adopted
+            Name of the query folder that a query of the plan claims, where it does.
         """
         with self._lock:
             if not self._stops_at_exit:
@@ -259,6 +291,7 @@ class LeaseKeeper:
                 kept = it.kept.setdefault(folder.identity, Kept(folder, application, lease_ms))
                 kept.lease_ms = lease_ms
                 kept.plans.add(plan)
+                kept.adopted.update([adopted] if adopted else [])
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._loop, name="spark_state_ext leases", daemon=True)
                 self._thread.start()

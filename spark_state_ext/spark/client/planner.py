@@ -148,11 +148,11 @@ def planned(options: StateOptions, asked: Request) -> DataFrame:
     spark = asked.df.sparkSession
     case_sensitive = spark.conf.get("spark.sql.caseSensitive", "false") == "true"
     columns = _columns(options, asked, case_sensitive)
-    job = captured(spark, _job(options, asked, columns, spark, case_sensitive))
+    job, adopted = captured(spark, _job(options, asked, columns, spark, case_sensitive))
     tell_of_others(options.root, options.storage_options, options.operator)
     result = _wired(job.to_plain(), options.operator, asked, columns)
     keeper = Worker.current().own(LeaseKeeper)
-    keeper.keep(spark, _lease_folders(options), job.application_id, job.plan_id, options.lease_ms)
+    keeper.keep(spark, _lease_folders(options), job.application_id, job.plan_id, options.lease_ms, adopted)
     return result
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from arrow_schemas.savepoint import CANONICAL, NATIVE
+from spark_state_ext.engine.limits import check_flags
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import refuse_relative
@@ -19,7 +20,7 @@ from spark_state_ext.savepoints.rows import ANSWER, SAVED, copies_of
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state import ArrowState
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState
-from spark_state_ext.spark.client.tasks import in_a_task, place_of
+from spark_state_ext.spark.client.tasks import in_a_task, let_go, place_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -71,6 +72,7 @@ def take_savepoint(
     *,
     form: str = NATIVE,
     batch: int | None = None,
+    verify: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> TakenSavepoint:
     """Take a savepoint of a query, which may be running, in this application or another, or be stopped.
@@ -92,6 +94,10 @@ def take_savepoint(
         ``"native"``: files as they are. ``"canonical"``: one compacted snapshot for each bucket.
     batch
         The batch whose state is saved, of those that Spark retains; by default the last that is committed.
+    verify
+        Read every file of a native savepoint to the last byte, and take a damaged one from another backend, or what it
+        was made of. By default files are linked as they are; who starts from the savepoint reads them all. (A canonical
+        one is made of what was read.)
     storage_options
         Options for the path's fsspec file system.
 
@@ -118,12 +124,14 @@ def take_savepoint(
     states = [state] if isinstance(state, ArrowState) else list(state)
     path = _path(path)
     _check(states, form)
+    check_flags(verify=verify)
     reader = StateReader(spark, os.fspath(checkpoint_location))
     stores = _matched(reader.stores(), states, os.fspath(checkpoint_location))
     common = {
         "savepoint": path,
         "savepoint_options": dict(storage_options or {}),
         "form": form,
+        "verify": verify,
         "holder": f"a savepoint at {path}",
     }
     parts = [
@@ -137,7 +145,7 @@ def take_savepoint(
     finally:
         for part in parts:
             if "hold" in part:
-                _let_go(spark, part)
+                let_go(spark, part)
 
 
 def _taken(
@@ -219,6 +227,7 @@ def stop_with_savepoint(
     state: ArrowState | Sequence[ArrowState],
     *,
     form: str = NATIVE,
+    verify: bool = False,
     storage_options: Mapping[str, Any] | None = None,
     spark: SparkSession | None = None,
 ) -> TakenSavepoint:
@@ -228,7 +237,7 @@ def stop_with_savepoint(
     ----------
     query
         The running query.
-    path, checkpoint_location, state, form, storage_options
+    path, checkpoint_location, state, form, verify, storage_options
         As for `take_savepoint`.
     spark
         The session; by default the active one.
@@ -248,19 +257,14 @@ def stop_with_savepoint(
 
         spark = Session.active()
     # What can be refused is refused while the query still runs.
+    check_flags(verify=verify)
     _check([state] if isinstance(state, ArrowState) else list(state), form)
     StateReader(spark, os.fspath(checkpoint_location))
     query.stop()
     query.awaitTermination()
-    return take_savepoint(spark, path, checkpoint_location, state, form=form, storage_options=storage_options)
-
-
-def _let_go(spark: SparkSession, part: dict[str, Any]) -> None:
-    try:
-        in_a_task(spark, "end", part)
-    except Exception as error:
-        # It ends by itself, and what matters is what went on before.
-        _LOGGER.warning("the hold of %s is left to expire: %s", part["holder"], error)
+    return take_savepoint(
+        spark, path, checkpoint_location, state, form=form, verify=verify, storage_options=storage_options
+    )
 
 
 def _check(states: Sequence[ArrowState], form: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import TYPE_CHECKING, Any
 
 from spark_state_ext.engine.options import StateOptions
@@ -13,7 +14,9 @@ from spark_state_ext.version import __version__
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["in_a_task", "place_of"]
+__all__ = ["in_a_task", "let_go", "place_of"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
 
 
 def place_of(options: StateOptions) -> dict[str, Any]:
@@ -35,3 +38,20 @@ def in_a_task(spark: SparkSession, what: str, told: dict[str, Any]) -> Any:
     """
     frame = spark.range(1).coalesce(1).mapInArrow(task_entry(what, told), ANSWER)
     return json.loads(frame.collect()[0].answer)
+
+
+def let_go(spark: SparkSession, told: dict[str, Any]) -> None:
+    """Release a hold; where that fails, it is left to expire.
+
+    Parameters
+    ----------
+    spark
+        A session.
+    told
+        What the task was told that placed it, with its id.
+    """
+    try:
+        in_a_task(spark, "end", told)
+    except Exception as error:
+        # It ends by itself, and what matters is what went on before.
+        _LOGGER.warning("the hold of %s is left to expire: %s", told["holder"], error)

@@ -23,6 +23,7 @@ from spark_state_ext.engine.shared import Shared
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.release import note_handed_over
 from spark_state_ext.savepoints.detaching import Detaching
 from spark_state_ext.savepoints.starting import Beginning, Starts
 from spark_state_ext.spark.executor.key_work import KeyWork
@@ -165,6 +166,7 @@ class _BucketCall:
         """The call failed: end what it still has under way, and have the next one begin with other managers."""
         if self._opened is not None:
             self._opened.bucket.close()
+            self._opened.let_go()
             self._shared.replicas.forget(self._job, self._opened.query_folder, self._info.bucket)
 
     # -- the call ----------------------------------------------------------------------------------
@@ -202,6 +204,9 @@ class _BucketCall:
         with timing(self._call, "commit_ms"):
             made = self._committed(opened, clean_ups, rows, task_end, partitioning)
             pointer = self._stamped(made.pointer, opened, work.threshold_ms())
+        opened.let_go()
+        if self._info.stored is None and pointer.claim is not None:
+            note_handed_over(opened.files, pointer.claim)
         if self._info.bucket == 0 and self._info.stored is not None:
             Worker.current().own(Detaching).in_turn(
                 self._job, opened.files, opened.leases.check, self._shared.background

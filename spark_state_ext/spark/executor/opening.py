@@ -14,7 +14,7 @@ from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
-from spark_state_ext.backends.replication import Replica
+from spark_state_ext.backends.replication import Replica, close_all
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.engine.bucket import Bucket
@@ -33,7 +33,7 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_record import Claim
 from spark_state_ext.savepoints.first_step import FirstStep
-from spark_state_ext.savepoints.starting import Beginning
+from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.key_work import Times
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.worker.retry import retried
@@ -131,6 +131,8 @@ class OpenBucket:
         The bucket.
     prepare
         Has backends keep what is there for the operator as a whole, where they do not.
+    sources
+        Backends of another query, or a savepoint's folder, that only this call reads from.
     """
 
     query_folder: str
@@ -142,6 +144,11 @@ class OpenBucket:
     replicas: list[Replica]
     bucket: Bucket
     prepare: Callable[[], None]
+    sources: tuple[Replica, ...] = ()
+
+    def let_go(self) -> None:
+        """The call is over: close what only it has read from."""
+        close_all(self.sources)
 
 
 def open_bucket(
@@ -182,6 +189,9 @@ def open_bucket(
         tried(lambda: shared.replicas.refuse_elsewhere(job, root, stored, scratch))
     claim = None if stored is None or stored.claim is None else Claim(stored.claim, root.child(stored.claim).root, 0)
     if beginning is not None:
+        if beginning.adopts and not names_a_holder(job, beginning.pointer):
+            # Before the claim, too.
+            tried(lambda: shared.replicas.refuse_elsewhere(job, root, beginning.pointer, scratch))
         first_step = FirstStep(job, root, query_folder, call.times.processing_ms)
         claim = tried(lambda: first_step.claim(beginning))
         query_folder = first_step.folder_of(beginning)
@@ -191,11 +201,12 @@ def open_bucket(
     prepare = partial(shared.replicas.prepare, job, root, query_folder, scratch, operator.schema_id)
     tried(prepare)
     if stored is not None:
-        pointer = stored
+        begun = Begun(stored)
     elif beginning is not None:
-        pointer = tried(lambda: first_step.pointer(beginning, claim, shared.replicas, scratch))
+        begun = tried(lambda: first_step.begun(beginning, claim, shared.replicas, scratch))
     else:
-        pointer = _first_pointer(call, operator, query_folder)
+        begun = Begun(_first_pointer(call, operator, query_folder))
+    pointer = begun.pointer
     replicas = shared.replicas.of(job, query_folder, call.bucket, scratch)
     schema = operator.row_schema()
     local = local_folder(job, query_folder, operator.schema_id, call.bucket)
@@ -204,7 +215,13 @@ def open_bucket(
         replicas,
         # Rows are written under the schema in force now, whatever that of the pointer we were given.
         replace(pointer, schema_id=operator.schema_id),
-        Writer(call.task.query_id or query_folder, call.task.run_id or job.plan_id, call.batch, socket.gethostname()),
+        # An adopted folder has another query's name.
+        Writer(
+            claim.id if claim is not None else call.task.query_id or query_folder,
+            call.task.run_id or job.plan_id,
+            call.batch,
+            socket.gethostname(),
+        ),
         CommitContext(
             scratch,
             options=job.options.commit,
@@ -217,11 +234,13 @@ def open_bucket(
             # A run that has lost its state to another one need not read on.
             while_waiting=leases.hold,
         ),
-        restore_from=job.options.restore_from,
+        # The query's own backends have nothing yet where it reads from others.
+        restore_from=None if begun.sources else job.options.restore_from,
         memory=shared.memory,
+        sources=begun.sources,
     )
     files = root.child(query_folder)
-    return OpenBucket(query_folder, files, leases, operator, schema, pointer, replicas, bucket, prepare)
+    return OpenBucket(query_folder, files, leases, operator, schema, pointer, replicas, bucket, prepare, begun.sources)
 
 
 def _first_pointer(call: CallInfo, operator: OperatorFile, query_folder: str) -> Pointer:

@@ -20,6 +20,7 @@ from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedBucket, SavepointHeader, SavepointManifest
+from spark_state_ext.backends.replication import close_all
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.engine.options import StateOptions
@@ -32,8 +33,9 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
+from spark_state_ext.savepoints.reading import operator_named
 from spark_state_ext.savepoints.rows import answer, copies_of, saved_row
-from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.taking import Reading, save_bucket
 from spark_state_ext.version import __version__
 from spark_state_ext.worker.worker import Worker
 
@@ -102,13 +104,11 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
                         plain["form"],
                         operator.row_schema(),
                         scratch,
-                        restore_from=options.restore_from,
+                        reading=Reading(options.restore_from, plain["verify"]),
                         writer=writer,
                     )
                 finally:
-                    for replica in replicas:
-                        replica.restore.close()
-                        replica.backup.close()
+                    close_all(replicas)
                 yield saved_row(copy)
 
 
@@ -193,18 +193,9 @@ def describe(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterat
     """Answers with an operator of a savepoint, and its schemas."""
     for _ in batches:
         pass
-    operators = read_manifest(_savepoint(plain)).header.operators
-    name = plain["operator"] or next(iter(operators))
-    if plain["operator"] is None and len(operators) > 1:
-        raise UsageError(
-            f"the savepoint at {plain['savepoint']} has the operators {', '.join(sorted(operators))}: name one, with "
-            "Savepoint(path, operator=…)"
-        )
-    if name not in operators:
-        raise UsageError(
-            f"the savepoint at {plain['savepoint']} has no operator {name!r}; it has {', '.join(sorted(operators))}"
-        )
-    found = operators[name]
+    manifest = read_manifest(_savepoint(plain))
+    name = operator_named(manifest, plain["operator"], plain["savepoint"])
+    found = manifest.header.operators[name]
     shown = found.row_schema().without_expiry()
     state = json.loads(found.state_schema)
     state["fields"] = [field for field in state["fields"] if field["name"] in {it.name for it in shown.state}]

@@ -29,7 +29,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import seal
 from spark_state_ext.savepoints.copying import put_whole
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.reading import shown_rows
 from spark_state_ext.savepoints.rows import saved_row
 from spark_state_ext.savepoints.taking import Copy
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, encode
@@ -186,13 +186,4 @@ def read_rows(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Itera
             manifest = manifest or read_manifest(savepoint)
             saved = manifest.bucket(plain["operator"], bucket)
             schema = manifest.header.operators[plain["operator"]].row_schema()
-            yield from rows_of(savepoint, saved.pointer, schema, scratch)
-
-
-def rows_of(savepoint: Folder, pointer: Pointer, schema: RowSchema, scratch: Path) -> Iterator[pa.RecordBatch]:
-    """The rows of one bucket, as they are shown: without hash and marks, and without a hidden column."""
-    shown = schema.without_expiry()
-    fields = [*shown.keys, *shown.state, pa.field("timeout_ms", pa.int64())]
-    for rows in saved_rows(savepoint.child(pointer.operator, str(pointer.bucket)), pointer, schema, scratch):
-        columns = [*shown.key_columns(rows), *shown.state_columns(rows), rows.column("timeout_ms")]
-        yield pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+            yield from shown_rows(savepoint, saved.pointer, schema, scratch)

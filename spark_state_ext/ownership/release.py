@@ -1,0 +1,118 @@
+"""Freeing the claim to a query folder, whose owner died before it built upon it; its lease says so afterwards.
+
+The old query has its folder back then, and another one may claim it. Whether the owner lives is found out as for any
+lease: by watching it. And what it may still do when it lives on after all, it does not do: before it writes or cleans
+up, it looks whether its claim is there, and before it goes on from a committed pointer, it has said in the lease that
+it builds.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import replace
+
+from arrow_schemas.checksum import sealed_document
+from spark_state_ext.errors import LiveRunError, MissingCheckpointError, NotClaimableError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease import LEASE_MS_MIN, Clock
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import Claim, Decision, Found, RunIdentity, Watch, decide
+
+__all__ = ["CLAIMS_FOLDER", "note_handed_over", "release_query_folder"]
+
+CLAIMS_FOLDER = "claims"
+_FORMAT = 1
+_POLL_S = 0.2
+
+
+def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Clock | None = None) -> Claim:
+    """Free the claim to a query folder. It waits for a lease where it cannot tell whether the owner lives.
+
+    Parameters
+    ----------
+    query_folder
+        The folder.
+    force
+        Also where the owner's first batch may be committed, which is lost then.
+    clock
+        Where the time comes from.
+
+    Returns
+    -------
+    Claim
+        The one that is no more.
+
+    Raises
+    ------
+    MissingCheckpointError
+        When nobody has claimed it.
+    NotClaimableError
+        When its owner has built upon it: what the old query needs may be deleted.
+    LiveRunError
+        When its owner lives.
+    StorageError
+        When the store fails.
+    """
+    log, clock = LeaseLog(query_folder), clock or Clock()
+    me = RunIdentity.here("savepoint release", uuid.uuid4().hex)
+    watch: Watch | None = None
+    while True:
+        found = log.newest()
+        claim = None if found is None else found.record.claim
+        if found is None or claim is None:
+            raise MissingCheckpointError(f"nobody has claimed the state at {query_folder.root}")
+        if claim.built:
+            raise NotClaimableError(
+                f"the claim of {claim} to the state at {query_folder.root} cannot be released: a batch of it is "
+                "committed, and it may have deleted what the old query needs"
+            )
+        now_s = clock.monotonic_s()
+        decision = decide(found, me, watch, now_s, LEASE_MS_MIN, found.record.owner.is_over(), claim.id)
+        if decision is Decision.LIVE:
+            raise LiveRunError(
+                f"the claim of {claim} to the state at {query_folder.root} cannot be released: its owner lives, "
+                f"{found.record.owner}. Stop it first"
+            )
+        if decision is Decision.WATCH:
+            watch = watch or Watch(found, now_s)
+            clock.sleep_s(_POLL_S)
+            continue
+        if not force:
+            _refuse_handed_over(query_folder, claim)
+        if _freed(log, found, me, clock):
+            return claim
+
+
+def _freed(log: LeaseLog, found: Found, me: RunIdentity, clock: Clock) -> bool:
+    """Whether the record without the claim is the one that counts."""
+    # Whoever held it is replaced, so that no run of it goes on.
+    record = found.record.taken_over(me, int(clock.wall_s() * 1000), found.record.lease_ms)
+    return log.append(found, replace(record, claim=None, released=True, format_1_too=found.record.format_1_too))
+
+
+def note_handed_over(query_folder: Folder, claim_id: str) -> None:
+    """Write down that Spark is given a pointer of the query that has claimed a folder, so that it may be committed.
+
+    Every bucket's first call does, before it hands the pointer over.
+
+    Parameters
+    ----------
+    query_folder
+        The folder.
+    claim_id
+        The claim.
+    """
+    query_folder.child(CLAIMS_FOLDER).create(_handed_over_name(claim_id), sealed_document({"format": _FORMAT}))
+
+
+def _handed_over_name(claim_id: str) -> str:
+    return f"{claim_id}.json"
+
+
+def _refuse_handed_over(query_folder: Folder, claim: Claim) -> None:
+    if query_folder.child(CLAIMS_FOLDER).exists(_handed_over_name(claim.id)):
+        raise NotClaimableError(
+            f"the claim of {claim} to the state at {query_folder.root} is not released: its first batch was handed to "
+            "Spark, and may be committed. Look at its checkpoint; where nobody wants that query any more, --force "
+            "releases the claim all the same"
+        )

@@ -1,0 +1,134 @@
+"""A query of today that starts from a snapshot, without Spark: each call is another process, on an empty disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from recorded_work import job
+
+from arrow_schemas import OperatorFile, Pointer
+from spark_state_ext import Backend
+from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.engine.shared import Shared
+from spark_state_ext.engine.start_from import StartFrom
+from spark_state_ext.engine.task import TaskInfo
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.holds import Hold
+from spark_state_ext.savepoints.captured import Captured
+from spark_state_ext.savepoints.starting import Starts
+from spark_state_ext.spark.executor.key_work import Times
+from spark_state_ext.spark.executor.opening import CallFolders, CallInfo, OpenBucket, open_bucket
+from spark_state_ext.worker.spill import SpillBuffer
+from tests.helpers.waiting import WAIT_S
+
+__all__ = ["GOLDEN", "Query", "captured", "golden_root", "rewritten", "rows", "unchanged"]
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+_FIRST_MS = 1_800_000_000_000
+T = TypeVar("T")
+
+
+class Query:
+    """One query.
+
+    Parameters
+    ----------
+    local
+        Folder of its disks, and of its root where it has none of its own.
+    operator
+        Its operator.
+    start
+        What it starts from.
+    root
+        Its root.
+    backends
+        Its backends; by default the root.
+    """
+
+    def __init__(
+        self,
+        local: Path,
+        operator: OperatorFile,
+        start: StartFrom | None,
+        root: Path | None = None,
+        backends: Sequence[Backend] = (),
+    ) -> None:
+        self.root, self.name, self._local, self._batch = root or local / "root", local.name, local, 0
+        local.mkdir(exist_ok=True)
+        options = StateOptions(
+            root=str(self.root),
+            operator=operator.operator,
+            buckets=operator.buckets,
+            local_dir=str(local),
+            lease_ms=1_000,
+            backends=tuple(backends) or (Backend(str(self.root)),),
+            # Nothing is left under way when a batch is over.
+            commit=CommitOptions(commit_delay_ms_max=0),
+            start_from=start,
+        )
+        self.job: Job = replace(
+            job("pandas", "EventTimeTimeout", None, 1 << 20),
+            options=options,
+            key_schema=operator.key_schema,
+            state_schema=operator.state_schema,
+            application_id="an application",
+        )
+
+    def call(self, bucket: int, stored: Pointer | None, work: Callable[[OpenBucket], T]) -> T:
+        """One call of a bucket, in the next batch."""
+        self._batch += 1
+        here = replace(self.job, options=replace(self.job.options, local_dir=str(self._local / f"disk-{self._batch}")))
+        shared, times = Shared(), Times(_FIRST_MS + (0 if stored is None else self._batch), 0, True)
+        info = CallInfo(here, bucket, TaskInfo(self.name, "run", self._batch), times, stored)
+        beginning = Starts().of(here, bucket) if stored is None else None
+        opened = open_bucket(shared, info, CallFolders.of(here), b"", beginning)
+        try:
+            return work(opened)
+        finally:
+            opened.let_go()
+            assert shared.background.wait(WAIT_S)
+            opened.bucket.close()
+            opened.bucket.store.close()
+
+
+def rows(opened: OpenBucket) -> str:
+    """The rows of a bucket, as JSON."""
+    found = [row for batch in opened.bucket.scan() for row in batch.to_pylist()]
+    return json.dumps(json.loads(json.dumps(found, default=str)))
+
+
+def rewritten(opened: OpenBucket) -> Pointer:
+    """A pointer of the query, after each row is written once more."""
+    buffer = SpillBuffer(opened.bucket.store.folder.parent, 1 << 20)
+    for batch in opened.bucket.scan():
+        buffer.append(batch)
+    return opened.bucket.commit(buffer).pointer
+
+
+def unchanged(opened: OpenBucket) -> Pointer:
+    """A pointer of the query, after a batch that changes nothing in the bucket."""
+    return opened.bucket.commit(SpillBuffer(opened.bucket.store.folder.parent, 1 << 20)).pointer
+
+
+def captured(query: Query, pointer: Pointer, old_root: Path, operator: str) -> None:
+    """Have a query's plan say what Spark read of the retained checkpoint that it starts from."""
+    held = Hold.place(Folder(str(old_root)).child(operator, pointer.query_folder), "a test")
+    notes = Folder(str(query.root)).child(query.job.operator, "starting")
+    notes.put("a.start.arrow", Captured(operator, pointer.batch, (), held.id, 0, {pointer.bucket: pointer}).encode())
+    query.job = replace(query.job, captured="a.start.arrow")
+
+
+def golden_root(golden: Path, root: Path) -> tuple[Pointer, OperatorFile]:
+    """Golden files as a root has them, with the pointer that Spark's checkpoint held."""
+    pointer = Pointer.decode((golden / "pointer.bin").read_bytes())
+    folder = root / pointer.operator / pointer.query_folder
+    shutil.copytree(golden / "3", folder / "3")
+    shutil.copy(golden / "operator_0.json", folder)
+    return pointer, OperatorFile.decode((golden / "operator_0.json").read_bytes(), "operator_0.json")

@@ -1,0 +1,99 @@
+"""What a new query gives Spark's Kafka source: offsets out of a savepoint, recorded as Spark writes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
+from spark_state_ext import Savepoint, starting_offsets
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, UsageError, VersionSkewError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
+from spark_state_ext.savepoints.offsets import kafka_offsets
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "savepoint-1" / "native"
+METADATA = '{"batchWatermarkMs":208000,"batchTimestampMs":1795581478461,"conf":{"spark.sql.shuffle.partitions":"1"}}'
+KAFKA = '{"orders":{"2":7,"0":42,"1":0},"refunds":{"0":9}}'
+FILES = '{"logOffset":2}'
+SORTED = '{"orders":{"0":42,"1":0,"2":7},"refunds":{"0":9}}'
+
+
+def _log(*sources: str, version: str = "v1") -> str:
+    return "\n".join([version, METADATA, *sources])
+
+
+@pytest.fixture
+def savepoint(tmp_path: Path) -> Path:
+    shutil.copytree(GOLDEN, tmp_path / "savepoint")
+    return tmp_path / "savepoint"
+
+
+def _with_offsets(savepoint: Path, offsets: str | None) -> None:
+    manifest = read_manifest(Folder(str(savepoint)))
+    changed = SavepointManifest(replace(manifest.header, offsets=offsets), manifest.buckets)
+    (savepoint / MANIFEST_NAME).write_bytes(encode_manifest(changed))
+
+
+def test_the_offsets_of_kafka(savepoint: Path) -> None:
+    _with_offsets(savepoint, _log(KAFKA))
+    found = starting_offsets(Savepoint(str(savepoint)))
+    assert found == SORTED
+    assert json.loads(found) == json.loads(KAFKA)
+
+
+def test_of_several_sources_one_is_named(savepoint: Path) -> None:
+    _with_offsets(savepoint, _log(FILES, KAFKA, "-"))
+    assert starting_offsets(savepoint, 1) == SORTED
+    with pytest.raises(UsageError, match=r"the offsets of 3 sources: say which, with source=0 to source=2"):
+        starting_offsets(savepoint)
+    with pytest.raises(
+        UsageError, match=r"source 0 of the savepoint at .* is not Kafka, .* it says \{\"logOffset\":2\}"
+    ):
+        starting_offsets(savepoint, 0)
+    with pytest.raises(UsageError, match=r"source 2 of .* had read nothing"):
+        starting_offsets(savepoint, 2)
+    for source in (3, -1, "orders"):
+        with pytest.raises(UsageError, match=r"has no source .*; it has 0, 1, 2"):
+            starting_offsets(savepoint, source)
+
+
+def test_sources_with_names(savepoint: Path) -> None:
+    """As Spark 4.3 wrote them with `spark.sql.streaming.offsetLog.formatVersion` 2."""
+    _with_offsets(savepoint, _log(f"files:{FILES}", f"orders:{KAFKA}", version="v2"))
+    assert starting_offsets(savepoint, "orders") == starting_offsets(savepoint, 1) == SORTED
+    with pytest.raises(UsageError, match="has no source 'kafka'; it has files, orders"):
+        starting_offsets(savepoint, "kafka")
+
+
+def test_a_file_source_has_no_starting_offsets(savepoint: Path) -> None:
+    with pytest.raises(UsageError, match=r"source 0 of the savepoint at .* is not Kafka"):
+        starting_offsets(savepoint)
+
+
+def test_a_savepoint_of_a_table_has_none(savepoint: Path) -> None:
+    _with_offsets(savepoint, None)
+    with pytest.raises(UsageError, match="has no offsets, as it was made of a table"):
+        starting_offsets(savepoint)
+    with pytest.raises(MissingCheckpointError, match="there is no savepoint at"):
+        starting_offsets(savepoint / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "line", ['{"orders":{"0":"42"}}', '{"orders":{}}', '{"orders":{"a":1}}', "{}", "[1]", "7", "{", "x"]
+)
+def test_what_is_not_of_kafka_is_told(line: str) -> None:
+    with pytest.raises(UsageError, match="is not Kafka"):
+        kafka_offsets(_log(line), None, "it")
+
+
+def test_logs_that_are_none(savepoint: Path) -> None:
+    with pytest.raises(VersionSkewError, match="it has Spark's offsets in format v3"):
+        kafka_offsets(_log(KAFKA, version="v3"), None, "it")
+    for log in ("", "v1", _log(), KAFKA, "vx\n{}\n" + KAFKA):
+        with pytest.raises(CorruptFileError, match="it has no log of offsets"):
+            kafka_offsets(log, None, "it")
