@@ -146,7 +146,30 @@ def connect(connect_session: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The Connect session, with this process's PySpark in Connect mode while the test runs."""
     # pyspark.sql.functions asks this variable which kind of Column to make; a client process has only one kind.
     monkeypatch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
+    _start_again_where_spark_gave_up(monkeypatch)
     return connect_session
+
+
+def _start_again_where_spark_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a query anew whose `foreachBatch` function has no process yet.
+
+    The server waits ten seconds for that, which no setting changes (Spark's `PythonWorkerFactory`); a machine with thirty
+    times its load takes longer. Nothing of ours has run by then.
+    """
+    from pyspark.sql.connect.streaming.readwriter import DataStreamWriter
+
+    start = DataStreamWriter.start
+
+    def started(writer: Any, *args: Any, **options: Any) -> Any:
+        for _ in range(10):
+            try:
+                return start(writer, *args, **options)
+            except Exception as error:
+                if "Python worker failed to connect back" not in str(error):
+                    raise
+        return start(writer, *args, **options)
+
+    monkeypatch.setattr(DataStreamWriter, "start", started)
 
 
 @pytest.fixture(

@@ -34,6 +34,7 @@ SECOND = {"pointer_write": "both", "pointer_read": "v1"}
 THIRD = {"pointer_write": "both", "pointer_read": "v2"}
 LAST = {"pointer_write": "v2", "pointer_read": "v2"}
 BATCHES_A_STEP = examples(2, 3)
+_TRIES = 20
 
 
 class Driver:
@@ -100,6 +101,12 @@ class Job:
             self._add_batch()
         driver = self.new if options else self.old
         found = driver.run({**options, "local_dir": self._local_dir()})
+        for _ in range(_TRIES):
+            if "LiveRunError" not in found.get("error", ""):
+                break
+            # On a busy machine the other driver's last renewal may come after its run, and look like one that lives. No
+            # batch was begun, and whoever operates the job starts it again.
+            found = driver.run({**options, "local_dir": self._local_dir()})
         assert found.keys() == {"rows"}, f"step {self._steps}, {options or 'the old release'}: {found}"
         assert {row[-1] for row in found["rows"]} == {True, False} or self._steps < 2, "keys have timed out too"
         self._rows += found["rows"]
