@@ -10,7 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import async_commit, big_bucket, growth, keyed_count, paired, restore, store, vectorised
+from benchmarks import (
+    async_commit,
+    big_bucket,
+    growth,
+    initial_state,
+    keyed_count,
+    paired,
+    restore,
+    savepoint,
+    store,
+    vectorised,
+)
 from benchmarks.nexmark import bench as nexmark
 from benchmarks.peers import compare as peers
 from benchmarks.report import RESULTS, BenchmarkError, Report
@@ -59,6 +70,16 @@ _BENCHMARKS = {
     ),
     "big_bucket": _Benchmark(
         "gigabytes into one bucket in one batch, and the memory that takes", big_bucket.add_arguments, big_bucket.run
+    ),
+    "initial_state": _Benchmark(
+        "a savepoint made of a table and read back, beside Spark's sorted parquet files of the same rows",
+        initial_state.add_arguments,
+        initial_state.run,
+    ),
+    "savepoint": _Benchmark(
+        "native savepoints of running queries with small and large states, and a query that starts from one",
+        savepoint.add_arguments,
+        savepoint.run,
     ),
     "paired": _Benchmark(
         "two commits of the library on the same benchmarks, in turns", paired.add_arguments, paired.run

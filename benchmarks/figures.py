@@ -196,6 +196,8 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "async_commit": lambda: _table("async_commit"),
     "big_bucket": lambda: _table("big_bucket"),
     "restore": lambda: _table("restore"),
+    "savepoint": lambda: _table("savepoint"),
+    "initial_state": lambda: _table("initial_state"),
     "vectorised": lambda: _table("vectorised"),
     "nexmark": lambda: _table("nexmark"),
     "growth": _growth,

@@ -23,6 +23,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "growth": ("--quick",),
     "peers": ("--quick",),
     "restore": ("--rows", "200000", "--repeats", "3", "--restarts", "1"),
+    "savepoint": ("--quick",),
+    "initial_state": ("--quick",),
 }
 # What the committed result files come from. Takes some hours, a machine that does nothing else, and 60 GB of disk.
 FULL: dict[str, tuple[str, ...]] = {
@@ -33,6 +35,8 @@ FULL: dict[str, tuple[str, ...]] = {
     "growth": (),
     "peers": (),
     "restore": (),
+    "savepoint": (),
+    "initial_state": (),
     "async_commit": (),
     "big_bucket": (),
 }

@@ -28,6 +28,7 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LeaseRecord
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import is_detached, start_of
+from tests.helpers.soak import examples
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.spark
@@ -137,12 +138,30 @@ def test_a_running_query_is_not_touched(spark: Any, tmp_path: Path) -> None:
 
 
 def test_any_number_of_queries_start_from_one_savepoint(spark: Any, old: Query, tmp_path: Path) -> None:
+    """They share nothing but the bytes of files, which nobody writes to."""
     taken(old, tmp_path / "savepoint")
-    for number in range(2):
-        start = Savepoint(str(tmp_path / "savepoint"))
-        new = Query(spark, tmp_path / str(number), start_from=start).run([["a"] * (number + 1)])
-        assert new.table == {"a": counted(FIRST)["a"] + number + 1}
-    assert len(read_manifest(Folder(str(tmp_path / "savepoint"))).buckets) == 3
+
+    def contents() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in (tmp_path / "savepoint").rglob("*") if path.is_file()}
+
+    before = contents()
+    start = Savepoint(str(tmp_path / "savepoint"))
+    queries = [Query(spark, tmp_path / str(number), start_from=start) for number in range(examples(2, 5))]
+    rounds = examples(1, 2)
+    for at in range(rounds):
+        for number, query in enumerate(queries):
+            query.run([["a"] * (number + 1), [f"of {number}"]])
+            own = {"a": counted(FIRST)["a"] + (at + 1) * (number + 1), f"of {number}": at + 1}
+            assert query.table == own
+    assert contents() == before
+    # Each stands alone.
+    shutil.rmtree(tmp_path / "savepoint")
+    shutil.rmtree(tmp_path / "old")
+    for number, query in enumerate(queries):
+        shutil.rmtree(tmp_path / str(number) / "local")
+        query.run([["a"]])
+        assert query.table["a"] == counted(FIRST)["a"] + rounds * (number + 1) + 1
+        shutil.rmtree(tmp_path / str(number))
 
 
 def test_a_claimed_savepoint_is_deleted_once_it_is_not_needed(spark: Any, old: Query, tmp_path: Path) -> None:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Iterable, Iterator
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from arrow_schemas.columns import flat, shown_row
 from arrow_schemas.equality import group_by_key
-from arrow_schemas.labels import bucket_label, buckets_of, label_bucket
+from arrow_schemas.labels import bucket_label, buckets_of
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer
-from arrow_schemas.row import RowSchema, normal_array
+from arrow_schemas.row import TIMEOUT_MS, RowSchema, normal_array
 from arrow_schemas.savepoint import SavedBucket
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.job import refuse_other_release
@@ -33,6 +36,7 @@ from spark_state_ext.savepoints.reading import shown_rows
 from spark_state_ext.savepoints.rows import saved_row
 from spark_state_ext.savepoints.taking import Copy
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, encode
+from spark_state_ext.store.runs import hashes_of
 from spark_state_ext.version import __version__
 from spark_state_ext.worker.spill import HashSorter
 
@@ -80,26 +84,39 @@ def _packed(held: list[pa.RecordBatch], buckets: int) -> pa.RecordBatch:
 def write_buckets(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Payloads of a partition's buckets as one snapshot a bucket; gives a row for each bucket."""
     operator, scratch = _operator(plain), scratch_folder(None)
-    sorters: dict[int, HashSorter] = {}
+    # One for all buckets of the task, each of which is a range of hashes: the budget is the task's.
+    sorter = HashSorter(scratch, HASH_COLUMN, plain["memory_bytes_max"])
     for batch in batches:
-        for label, payload in zip(batch.column(0).to_pylist(), batch.column(1), strict=True):
-            bucket = label_bucket(label)
-            sorter = sorters.setdefault(bucket, HashSorter(scratch, HASH_COLUMN, plain["memory_bytes_max"]))
+        for payload in batch.column(1):
             for rows in decode(payload.as_py(), _nothing_spilled):
                 sorter.add(rows)
     savepoint = Folder(plain["savepoint"], plain["savepoint_options"])
-    for bucket, sorter in sorted(sorters.items()):
-        yield saved_row(_written(plain, operator, bucket, sorter, savepoint, scratch))
+    cut = _cut(_runs(plain, operator.row_schema(), sorter), operator.buckets)
+    for bucket, found in groupby(cut, key=itemgetter(0)):
+        yield saved_row(_written(plain, operator, bucket, (rows for _, rows in found), savepoint, scratch))
 
 
 def _nothing_spilled(name: str, offset: int, length: int) -> bytes:
     raise CorruptFileError(f"a payload names the spill file {name}, and there is none")
 
 
+def _cut(runs: Iterable[pa.RecordBatch], buckets: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Rows that ascend by hash, cut where a bucket ends."""
+    for rows in runs:
+        found = buckets_of(hashes_of(rows), buckets)
+        borders = [0, *(np.flatnonzero(np.diff(found)) + 1).tolist(), len(found)]
+        for start, end in pairwise(borders):
+            yield int(found[start]), rows.slice(start, end - start)
+
+
 def _written(
-    plain: dict[str, Any], operator: OperatorFile, bucket: int, sorter: HashSorter, savepoint: Folder, scratch: Path
+    plain: dict[str, Any],
+    operator: OperatorFile,
+    bucket: int,
+    runs: Iterator[pa.RecordBatch],
+    savepoint: Folder,
+    scratch: Path,
 ) -> Copy:
-    rows = sorter.rows
     # The same in every attempt at the task, so that none leaves a file behind that nobody knows of.
     text = f"{plain['id']} {operator.operator} {bucket}"
     ref = CheckpointRef(1, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
@@ -114,9 +131,8 @@ def _written(
         writer=Writer("", "", -1, socket.gethostname()),
         package_version=__version__,
     )
-    schema = operator.row_schema()
-    timeouts: list[int] = []
-    sealed = seal(header, schema, _runs(plain, schema, sorter, timeouts), scratch)
+    seen = _Seen()
+    sealed = seal(header, operator.row_schema(), seen.passing(runs), scratch)
     try:
         file = put_whole(savepoint.child(operator.operator, str(bucket)), sealed)
     finally:
@@ -129,16 +145,32 @@ def _written(
         -1,
         plain["watermark_ms"],
         lineage=(LineageEntry(ref, 0, 0),),
-        rows=rows,
-        earliest_timeout_ms=min(timeouts, default=None),
+        rows=seen.rows,
+        earliest_timeout_ms=seen.earliest_timeout_ms,
     )
     return Copy(SavedBucket(operator.operator, bucket, pointer, (file,)), 0, 1, file.size_bytes)
 
 
-def _runs(
-    plain: dict[str, Any], schema: RowSchema, sorter: HashSorter, timeouts: list[int]
-) -> Iterator[pa.RecordBatch]:
-    """A bucket's rows in run order; a key that is there twice is an error."""
+class _Seen:
+    """What a bucket's pointer tells of its rows, noted while they are written."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.earliest_timeout_ms: int | None = None
+
+    def passing(self, runs: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The same rows."""
+        for rows in runs:
+            self.rows += rows.num_rows
+            earliest = pc.min(rows.column(TIMEOUT_MS)).as_py()
+            if earliest is not None:
+                known = self.earliest_timeout_ms
+                self.earliest_timeout_ms = earliest if known is None else min(known, earliest)
+            yield rows
+
+
+def _runs(plain: dict[str, Any], schema: RowSchema, sorter: HashSorter) -> Iterator[pa.RecordBatch]:
+    """A task's rows in run order; a key that is there twice is an error."""
     keys, has_timeout = len(schema.keys), plain["has_timeout"]
     for _, table in sorter.ranges():
         if table is None:
@@ -161,8 +193,6 @@ def _runs(
             for column, field in zip(columns[keys:], schema.state, strict=False)
         ]
         timeout = columns[keys + len(schema.state)].cast(pa.int64()) if has_timeout else pa.nulls(n, pa.int64())
-        if has_timeout and timeout.null_count < n:
-            timeouts.append(int(pa.compute.min(timeout).as_py()))
         rows = pa.RecordBatch.from_arrays(
             [
                 pa.array(hashes, pa.uint64()),

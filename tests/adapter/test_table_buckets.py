@@ -1,0 +1,126 @@
+"""Rows of a table become the snapshots of buckets, without Spark: each row in its bucket, within the task's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from arrow_schemas.labels import buckets_of
+from arrow_schemas.operator import OperatorFile
+from spark_state_ext.errors import StateValueError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.rows import copies_of
+from spark_state_ext.savepoints.taking import Copy
+from spark_state_ext.spark.executor import tables
+from spark_state_ext.spark.shuffle.payload import HASH_COLUMN
+from spark_state_ext.version import __version__
+from spark_state_ext.worker.spill import HashSorter
+
+BUCKETS, ROWS = 40, 20_000
+_KEY = '{"type":"struct","fields":[{"name":"key","type":"long","nullable":true,"metadata":{}}]}'
+_STATE = '{"type":"struct","fields":[{"name":"text","type":"string","nullable":true,"metadata":{}}]}'
+OPERATOR = OperatorFile("made", "", BUCKETS, _KEY, _STATE)
+
+
+class Watched(HashSorter):
+    """A sorter that notes the most that all of its kind have held."""
+
+    made: list[Watched] = []  # noqa: RUF012 # emptied by each test
+    most_held_bytes = 0
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        Watched.made.append(self)
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        super().add(batch)
+        held = sum(it._held_bytes for it in Watched.made)
+        Watched.most_held_bytes = max(Watched.most_held_bytes, held)
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", str(tmp_path))
+    monkeypatch.setattr(tables, "HashSorter", Watched)
+    Watched.made, Watched.most_held_bytes = [], 0
+    return {
+        "package_version": __version__,
+        "operator_file": OPERATOR.encode().decode(),
+        "savepoint": str(tmp_path / "savepoint"),
+        "savepoint_options": {},
+        "id": "an id",
+        "has_timeout": True,
+        "watermark_ms": None,
+        "memory_bytes_max": 64 << 20,
+    }
+
+
+def rows_of_a_table(hashes: Any, keys: Any) -> Iterator[pa.RecordBatch]:
+    columns = [
+        pa.array(keys, pa.int64()),
+        pa.array([f"of {key}" for key in keys.tolist()]),
+        pa.array(np.where(keys % 3 == 0, keys, -1), pa.int64(), mask=keys % 3 != 0),
+        pa.array(hashes.view(np.int64)),
+    ]
+    whole = pa.RecordBatch.from_arrays(columns, names=["c0", "c1", "c2", HASH_COLUMN])
+    return (whole.slice(at, 1_000) for at in range(0, whole.num_rows, 1_000))
+
+
+def written(told: dict[str, Any], hashes: Any, keys: Any) -> list[Copy]:
+    packed = tables.pack_rows(told, rows_of_a_table(hashes, keys))
+    made = pa.Table.from_batches(tables.write_buckets(told, packed)).to_pylist()
+    return copies_of((row["saved"], row["pointer"]) for row in made)
+
+
+@pytest.mark.parametrize("memory_bytes", [64 << 10, 64 << 20])
+def test_each_row_is_in_its_bucket(
+    told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_bytes: int
+) -> None:
+    """Whether or not the rows fit into memory."""
+    monkeypatch.setattr(tables, "_HELD_BYTES_MAX", 100_000)
+    told["memory_bytes_max"] = memory_bytes
+    rng = np.random.default_rng(1)
+    keys = rng.permutation(ROWS)
+    # Every thousandth key shares its hash with another one.
+    hashes = (np.where(keys % 1_000 == 0, keys // 2_000, keys)).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    copies = written(told, hashes, keys)
+    assert [it.saved.bucket for it in copies] == list(range(BUCKETS))
+    bucket_of = dict(zip(keys.tolist(), buckets_of(hashes, BUCKETS).tolist(), strict=True))
+    seen: dict[int, str] = {}
+    for copy in copies:
+        pointer = copy.saved.pointer
+        found = [
+            row
+            for batch in tables.rows_of(Folder(told["savepoint"]), pointer, OPERATOR.row_schema(), tmp_path)
+            for row in batch.to_pylist()
+        ]
+        assert {bucket_of[row["key"]] for row in found} == {copy.saved.bucket}
+        assert pointer.rows == len(found)
+        timeouts = [row["timeout_ms"] for row in found if row["timeout_ms"] is not None]
+        assert timeouts == [row["key"] for row in found if row["key"] % 3 == 0]
+        assert pointer.earliest_timeout_ms == min(timeouts)
+        seen.update((row["key"], row["text"]) for row in found)
+    assert seen == {key: f"of {key}" for key in range(ROWS)}
+
+
+def test_memory_is_that_of_a_task_and_not_of_each_bucket(told: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_HELD_BYTES_MAX", 10_000)
+    told["memory_bytes_max"] = 256 << 10
+    keys = np.arange(ROWS)
+    written(told, keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), keys)
+    # A million bytes came.
+    assert sum(it.size_bytes for it in Watched.made) > 500_000
+    assert Watched.most_held_bytes < told["memory_bytes_max"]
+
+
+@pytest.mark.parametrize("memory_bytes", [64 << 10, 64 << 20])
+def test_a_key_that_is_there_twice_is_told(told: dict[str, Any], memory_bytes: int) -> None:
+    told["memory_bytes_max"] = memory_bytes
+    keys = np.append(np.arange(ROWS), 777)
+    with pytest.raises(StateValueError, match=r"the key \{'key': 777\} more than once"):
+        written(told, keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), keys)
