@@ -14,6 +14,7 @@ from arrow_schemas.labels import buckets_of
 from arrow_schemas.operator import OperatorFile
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.reading import shown_rows
 from spark_state_ext.savepoints.rows import copies_of
 from spark_state_ext.savepoints.taking import Copy
 from spark_state_ext.spark.executor import tables
@@ -96,7 +97,7 @@ def test_each_row_is_in_its_bucket(
         pointer = copy.saved.pointer
         found = [
             row
-            for batch in tables.rows_of(Folder(told["savepoint"]), pointer, OPERATOR.row_schema(), tmp_path)
+            for batch in shown_rows(Folder(told["savepoint"]), pointer, OPERATOR.row_schema(), tmp_path)
             for row in batch.to_pylist()
         ]
         assert {bucket_of[row["key"]] for row in found} == {copy.saved.bucket}

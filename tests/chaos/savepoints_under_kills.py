@@ -33,7 +33,7 @@ from spark_state_ext import ArrowState, take_savepoint
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.spark.executor.tables import rows_of
+from spark_state_ext.savepoints.reading import shown_rows
 from tests.helpers.waiting import eventually
 
 __all__ = ["CONF", "Kills", "Seen", "expected", "run"]
@@ -78,7 +78,7 @@ def saved(savepoint: Path, scratch: Path) -> pa.Table:
     manifest = read_manifest(folder)
     (operator,) = manifest.header.operators.values()
     batches = [
-        batch for it in manifest.buckets for batch in rows_of(folder, it.pointer, operator.row_schema(), scratch)
+        batch for it in manifest.buckets for batch in shown_rows(folder, it.pointer, operator.row_schema(), scratch)
     ]
     return pa.Table.from_batches(batches).select(["key", "n", "last"]).sort_by("key")
 

@@ -80,7 +80,7 @@ class Started:
         beginning = starts.of(self.job, BUCKET)
         assert beginning is not None
         for _ in range(1 + self.number % 2):
-            self.pointer = beginning.detached(self.job, self.name, (), self.scratch)
+            self.pointer = beginning.detached(self.job, self.name, (), self.scratch).pointer
 
     def batch(self, at: int) -> None:
         """A batch that no other job has, and a clean-up."""
