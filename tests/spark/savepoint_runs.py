@@ -1,0 +1,76 @@
+"""The matrix of savepoints on real Spark, a line of JSON a case: ``python tests/spark/savepoint_runs.py``.
+
+{no_claim, claim} × {native, canonical, checkpoint} × {disk, s3} × {nothing, moved, deleted, killed, twice}. ``--only`` takes
+parts of names: ``--only claim-native s3-moved``. The exit status is 1 when a result was not equal to the batch computation,
+or something was deleted that must not be, or not deleted that must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+for _folder in (".", "tests/core", "tests/cluster"):
+    sys.path.append(str(Path(__file__).resolve().parents[2] / _folder))
+
+from killed_jobs import PROVIDERS
+from object_store import s3_server
+from savepoint_cases import CASES, COVERING, SHORT, WHOLE, Case, Lengths
+from savepoint_job import session_of
+from savepoint_trial import Trial
+
+
+def _line(spark: Any, provider: str, case: Case, lengths: Lengths, folder: Path, server: Any) -> dict[str, Any]:
+    if case.meaningless:
+        return {"case": case.name, "verdict": "nothing to run", "because": case.meaningless}
+    began_s = time.monotonic()
+    try:
+        line = Trial(spark, provider, case, lengths, folder, server).run()
+    except Exception as error:
+        # One case that fails is a line; the others are run all the same.
+        traceback.print_exc()
+        line = {"case": case.name, "equal": False, "verdict": "WRONG", "wrong": [f"{type(error).__name__}: {error}"]}
+    return line | {"seconds": round(time.monotonic() - began_s, 1)}
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PART", help="cases whose name has one of these parts")
+    parser.add_argument("--covering", action="store_true", help="a few cases that have any two of the parts together")
+    parser.add_argument("--short", action="store_true", help="a few batches each, too few for anything to be cleaned up")
+    parser.add_argument("--cores", type=int, default=2, help="task slots")
+    parser.add_argument("--provider", choices=list(PROVIDERS), default="rocksdb", help="of Spark's own state")
+    parser.add_argument("--folder", type=Path, help="keeps the folders of cases that went wrong; made if absent")
+    given = parser.parse_args()
+    cases = [case for case in (COVERING if given.covering else CASES) if any(part in case.name for part in given.only)]
+    if given.folder is not None:
+        given.folder.mkdir(parents=True, exist_ok=True)
+    good, ran = True, 0
+    with tempfile.TemporaryDirectory(prefix="matrix-", ignore_cleanup_errors=True) as temporary, s3_server() as server:
+        folder = Path(tempfile.mkdtemp(prefix="matrix-", dir=given.folder)) if given.folder else Path(temporary)
+        spark = session_of(given.cores, given.provider)
+        try:
+            for case in cases:
+                lengths = SHORT if given.short else WHOLE
+                line = _line(spark, given.provider, case, lengths, folder.resolve() / case.name, server)
+                print(json.dumps(line), flush=True)
+                good &= line["verdict"] != "WRONG"
+                ran += "seconds" in line
+                if line["verdict"] != "WRONG":
+                    shutil.rmtree(folder / case.name, ignore_errors=True)
+        finally:
+            spark.stop()
+    print(json.dumps({"cases": len(cases), "ran": ran, "verdict": "all as they must be" if good else "WRONG"}))
+    return 0 if good and cases else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

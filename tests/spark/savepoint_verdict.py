@@ -1,0 +1,121 @@
+"""Who may delete what of a snapshot, judged by the ledger of a case (`docs/ownership.md`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from savepoint_cases import KILLED, Case
+from savepoint_job import Query
+from savepoint_ledger import CREATE, Entry, Ledger, summed
+
+from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.claims import CLAIM_FOLDER
+
+__all__ = ["Source", "found_wrong"]
+
+BY_THE_USER = "the user deletes the source"
+NEW_JOBS = ("job 2", "snapshot 2", "job 3")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a job was started from.
+
+    Parameters
+    ----------
+    path
+        Its folder, without a protocol: of a savepoint, or of the operator of the query that left its checkpoint.
+    manifest
+        Of a savepoint.
+    """
+
+    path: str
+    manifest: SavepointManifest | None = None
+
+    def files_in(self, top: Folder) -> list[str]:
+        """Which files of it there are."""
+        below = self.path[len(top._path) :].strip("/")
+        return [entry.name for entry in top.tree() if entry.name.startswith(f"{below}/")]
+
+
+def found_wrong(
+    case: Case, ledger: Ledger, source: Source, second: Query, there: set[str]
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """What was created or deleted against the rules, and who did what with the source.
+
+    Parameters
+    ----------
+    case
+        The case.
+    ledger
+        Its ledger.
+    source
+        What the second job was started from.
+    second
+        That job.
+    there
+        All files that are there in the end, which the ledger must know.
+    """
+    deletes, creates = ledger.deletes(source.path), ledger.creates(source.path)
+    wrong = list(_unlike(case, ledger, there))
+    if case.adopts:
+        wrong += _adopted(deletes, creates, second)
+    elif case.mode == "claim":
+        wrong += _consumed(deletes, source, second)
+    elif source.manifest is not None:
+        wrong += [_told(it) for it in deletes if it.phase != BY_THE_USER]
+        wrong += [_told(it) for it in creates if it.phase.startswith(("job", "snapshot 2"))]
+    else:
+        theirs = [it for it in (*deletes, *creates) if it.phase.startswith(NEW_JOBS)]
+        wrong += [_told(it) for it in theirs if it.role != "hold"]
+    return wrong, summed([*creates, *deletes])
+
+
+def _unlike(case: Case, ledger: Ledger, there: set[str]) -> Iterable[str]:
+    """Where the ledger and the stores differ: then it has missed something, and proves nothing."""
+    last = {it.pid: it for it in ledger.entries() if it.phase == "job 2 until it is killed"}
+    # A disk's ledger notes what is about to be done; who is killed then does not do it.
+    undone = {path for it in last.values() for path in (it.path, it.to)} if case.perturbation == KILLED else set()
+    for path in sorted((ledger.files_left() ^ there) - undone):
+        if not path.rpartition("/")[2].startswith(".tmp-"):
+            yield f"the ledger and the store differ about {path}"
+
+
+def _consumed(deletes: Sequence[Entry], source: Source, second: Query) -> Iterable[str]:
+    """A claimed savepoint goes once its query is detached: what the manifest names, in the order that can be resumed."""
+    assert source.manifest is not None, "a savepoint has one"
+    if second.committed_s is None:
+        yield "it is not known when the first batch of job 2 was committed"
+        return
+    for it in deletes:
+        if it.role != "claim consumption" or it.at_s < second.committed_s or not it.phase.startswith("job 2"):
+            yield _told(it)
+    files = [
+        f"{source.path}/{bucket.operator}/{bucket.bucket}/{file.name}"
+        for bucket in source.manifest.buckets
+        for file in bucket.files
+    ]
+    claim = [f"{source.path}/{CLAIM_FOLDER}/{name}" for name in ("consumed.json", "claim.json")]
+    gone = [it.path for it in deletes]
+    if sorted(gone[: len(files)]) != sorted(files) or gone[len(files) :] != [f"{source.path}/{MANIFEST_NAME}", *claim]:
+        yield f"other files were deleted, or in another order, than manifest and claim say: {gone}"
+
+
+def _adopted(deletes: Sequence[Entry], creates: Sequence[Entry], second: Query) -> Iterable[str]:
+    """In a folder that is adopted the new query cleans up as its owner, and the old one does nothing any more."""
+    for it in deletes:
+        owners = it.role in ("lease", "hold", "spill", "clean-up", "engine.housekeeping")
+        early = it.role == "clean-up" and it.phase.startswith(NEW_JOBS) and it.at_s < (second.committed_s or 0.0)
+        if not owners or early:
+            yield _told(it)
+    for it in (*deletes, *creates):
+        if it.phase.startswith("job 1 after") and (it.made or it.path).endswith(".arrow"):
+            yield _told(it)
+
+
+def _told(entry: Entry) -> str:
+    what = "created" if entry.what == CREATE else "deleted"
+    return f"{entry.role} has {what} {entry.made or entry.path} in phase {entry.phase!r}, by {' < '.join(entry.by)}"
