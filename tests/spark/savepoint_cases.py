@@ -78,7 +78,9 @@ class Case:
             return ""
         if self.adopts:
             return "the old query's folder is the new one's own: there is no source that could be deleted"
-        return "the new job deletes what it claimed by itself, once detached: there is nothing left for the user to delete"
+        return (
+            "the new job deletes what it claimed by itself, once detached: there is nothing left for the user to delete"
+        )
 
 
 CASES = tuple(Case(*parts) for parts in itertools.product(MODES, FORMS, STORES, PERTURBATIONS))

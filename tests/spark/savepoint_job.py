@@ -48,14 +48,16 @@ def file_of(number: int, whole: bool) -> pa.Table:
 def batch_computation(files: Iterable[pa.Table]) -> dict[int, tuple[int, int]]:
     """What the job must have counted and summed, in one go over all files."""
     found = pa.concat_tables(files).group_by("key").aggregate([("value", "count"), ("value", "sum")]).to_pydict()
-    return {key: (n, total) for key, n, total in zip(found["key"], found["value_count"], found["value_sum"], strict=True)}
+    return {
+        key: (n, total) for key, n, total in zip(found["key"], found["value_count"], found["value_sum"], strict=True)
+    }
 
 
 def session_of(cores: int, provider: str) -> Any:
     """A session whose workers find the ledger."""
     here = Path(__file__).resolve().parent
     known = os.environ.get("PYTHONPATH", "")
-    wanted = [str(here.parents[1]), str(here), str(here.parent / "core")]
+    wanted = [str(here.parents[1]), str(here)]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*wanted, *filter(None, known.split(os.pathsep))]))
     # As conftest has it for the suite: JVMs of tests start fast.
     os.environ.setdefault("SPARK_SUBMIT_OPTS", " ".join(JVM_OPTIONS))

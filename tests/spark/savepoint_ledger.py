@@ -39,8 +39,9 @@ _ROLES = (
     ("spark.executor.saving.", "taking"),
     ("savepoints.manifest_file.", "taking"),
     ("savepoints.", "start"),
+    ("files.sealed.publish", "upload"),
 )
-_PASSED_OVER = ("files.folder.", "files.publishing.", "files.duplicating.")
+_PASSED_OVER = ("files.folder.", "files.publishing.", "files.duplicating.", "worker.")
 # Below which folders of this machine, and where that is written down.
 _watched: dict[str, str] = {}
 _hooked = threading.Lock()
@@ -182,7 +183,13 @@ def disk_options(ledger: Ledger) -> dict[str, Any]:
 
 def s3_options(ledger: Ledger, options: dict[str, Any]) -> dict[str, Any]:
     """Storage options of a folder in S3."""
-    return {**options, "implementation": S3, "log": str(ledger.path), "below": ledger.below, "use_listings_cache": False}
+    return {
+        **options,
+        "implementation": S3,
+        "log": str(ledger.path),
+        "below": ledger.below,
+        "use_listings_cache": False,
+    }
 
 
 class WatchedDisk(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
@@ -305,7 +312,7 @@ def _write(log: str, what: str, path: str, to: str = "") -> None:
         "what": what,
         "path": path,
         "to": to,
-        "by": by[:8],
+        "by": by[:10],
     }
     with open(log, "a") as file:
         # One write of a short line: lines of several processes do not mix.

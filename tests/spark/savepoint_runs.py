@@ -1,5 +1,6 @@
-"""The matrix of savepoints on real Spark, a line of JSON a case: ``python tests/spark/savepoint_runs.py``.
+"""The matrix of savepoints on real Spark, a line of JSON a case.
 
+``PYTHONPATH=.:tests/core:tests/cluster python tests/spark/savepoint_runs.py`` goes through
 {no_claim, claim} × {native, canonical, checkpoint} × {disk, s3} × {nothing, moved, deleted, killed, twice}. ``--only`` takes
 parts of names: ``--only claim-native s3-moved``. The exit status is 1 when a result was not equal to the batch computation,
 or something was deleted that must not be, or not deleted that must.
@@ -16,9 +17,6 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
-
-for _folder in (".", "tests/core", "tests/cluster"):
-    sys.path.append(str(Path(__file__).resolve().parents[2] / _folder))
 
 from killed_jobs import PROVIDERS
 from object_store import s3_server
@@ -43,9 +41,13 @@ def _line(spark: Any, provider: str, case: Case, lengths: Lengths, folder: Path,
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="PART", help="cases whose name has one of these parts")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="PART", help="cases whose name has one of these parts"
+    )
     parser.add_argument("--covering", action="store_true", help="a few cases that have any two of the parts together")
-    parser.add_argument("--short", action="store_true", help="a few batches each, too few for anything to be cleaned up")
+    parser.add_argument(
+        "--short", action="store_true", help="a few batches each, too few for anything to be cleaned up"
+    )
     parser.add_argument("--cores", type=int, default=2, help="task slots")
     parser.add_argument("--provider", choices=list(PROVIDERS), default="rocksdb", help="of Spark's own state")
     parser.add_argument("--folder", type=Path, help="keeps the folders of cases that went wrong; made if absent")

@@ -14,7 +14,7 @@ from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.claims import CLAIM_FOLDER
 
-__all__ = ["Source", "found_wrong"]
+__all__ = ["Source", "found_wrong", "unlike"]
 
 BY_THE_USER = "the user deletes the source"
 NEW_JOBS = ("job 2", "snapshot 2", "job 3")
@@ -41,9 +41,7 @@ class Source:
         return [entry.name for entry in top.tree() if entry.name.startswith(f"{below}/")]
 
 
-def found_wrong(
-    case: Case, ledger: Ledger, source: Source, second: Query, there: set[str]
-) -> tuple[list[str], list[dict[str, Any]]]:
+def found_wrong(case: Case, ledger: Ledger, source: Source, second: Query) -> tuple[list[str], list[dict[str, Any]]]:
     """What was created or deleted against the rules, and who did what with the source.
 
     Parameters
@@ -56,11 +54,9 @@ def found_wrong(
         What the second job was started from.
     second
         That job.
-    there
-        All files that are there in the end, which the ledger must know.
     """
     deletes, creates = ledger.deletes(source.path), ledger.creates(source.path)
-    wrong = list(_unlike(case, ledger, there))
+    wrong: list[str] = []
     if case.adopts:
         wrong += _adopted(deletes, creates, second)
     elif case.mode == "claim":
@@ -69,19 +65,44 @@ def found_wrong(
         wrong += [_told(it) for it in deletes if it.phase != BY_THE_USER]
         wrong += [_told(it) for it in creates if it.phase.startswith(("job", "snapshot 2"))]
     else:
-        theirs = [it for it in (*deletes, *creates) if it.phase.startswith(NEW_JOBS)]
-        wrong += [_told(it) for it in theirs if it.role != "hold"]
+        wrong += _left_alone(deletes, creates)
     return wrong, summed([*creates, *deletes])
 
 
-def _unlike(case: Case, ledger: Ledger, there: set[str]) -> Iterable[str]:
-    """Where the ledger and the stores differ: then it has missed something, and proves nothing."""
+def unlike(case: Case, ledger: Ledger, there: set[str]) -> list[str]:
+    """Where the ledger and the stores differ: then it has missed something, and proves nothing.
+
+    Parameters
+    ----------
+    case, ledger
+        The case, and its ledger.
+    there
+        All files that are there in the end.
+    """
     last = {it.pid: it for it in ledger.entries() if it.phase == "job 2 until it is killed"}
     # A disk's ledger notes what is about to be done; who is killed then does not do it.
     undone = {path for it in last.values() for path in (it.path, it.to)} if case.perturbation == KILLED else set()
-    for path in sorted((ledger.files_left() ^ there) - undone):
-        if not path.rpartition("/")[2].startswith(".tmp-"):
-            yield f"the ledger and the store differ about {path}"
+    differ = sorted((ledger.files_left() ^ there) - undone)
+    return [
+        f"the ledger and the store differ about {path}"
+        for path in differ
+        if not path.rpartition("/")[2].startswith(".tmp-")
+    ]
+
+
+def _left_alone(deletes: Sequence[Entry], creates: Sequence[Entry]) -> Iterable[str]:
+    """Of the query that left its checkpoint a new one holds the folder, and deletes nothing there but its holds.
+
+    The old query's own lease, uploads and clean-ups go on in its own time.
+    """
+    alone = True
+    for it in sorted((*deletes, *creates), key=lambda it: it.at_s):
+        alone &= it.phase != "job 1 goes on"
+        gone = not it.made or it.made.rpartition("/")[0] != it.path.rpartition("/")[0]
+        if not it.phase.startswith(NEW_JOBS) or it.role in ("hold", "lease"):
+            continue
+        if (gone and (alone or it.role != "clean-up")) or it.role in ("start", "claim", "detaching"):
+            yield _told(it)
 
 
 def _consumed(deletes: Sequence[Entry], source: Source, second: Query) -> Iterable[str]:
