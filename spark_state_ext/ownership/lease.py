@@ -110,6 +110,8 @@ class Lease:
         The query's claim to the folder, where another query began it.
     claims
         The claim may be made now: the query has no state yet.
+    instead_of
+        Id of the claim whose place it may take then: the other query's, where that had claimed the folder before.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Lease:
         format_1_too: bool = False,
         claim: Claim | None = None,
         claims: bool = False,
+        instead_of: str | None = None,
     ) -> None:
         if lease_ms < LEASE_MS_MIN:
             raise UsageError(f"lease_ms must be at least {LEASE_MS_MIN}, not {lease_ms}")
@@ -132,6 +135,7 @@ class Lease:
         self._format_1_too = format_1_too
         self._claim = claim
         self._claims = claims
+        self._instead_of = instead_of
         self._third_s = lease_ms / 3000
         self._clock = clock or Clock()
         self._state = LeaseState.NEW
@@ -258,10 +262,14 @@ class Lease:
                 return
 
     def _expected(self, found: Found | None) -> str | None:
-        """The claim that the newest record must have for this run to go on: its own, or none where it makes it now."""
-        if self._claims and found is not None and found.record.claim is None:
-            return None
+        """The claim that the newest record must have for this run to go on: its own, or where it makes it now the one
+        that the other query went by, if any."""
+        if found is not None and self._takes_place_in(found.record):
+            return self._instead_of
         return _id_of(self._claim)
+
+    def _takes_place_in(self, record: LeaseRecord) -> bool:
+        return self._claims and _id_of(record.claim) == self._instead_of
 
     def _is_renewed_since(self, found: Found | None) -> bool:
         """Whether another process of this run was faster, as when many workers begin at once."""
@@ -291,7 +299,7 @@ class Lease:
         else:
             record = found.record.renewed(self._me, now_ms, self._lease_ms)
         # Whoever of the run claimed it first said when.
-        claim = record.claim or self._claim
+        claim = self._claim if self._takes_place_in(record) else record.claim or self._claim
         if claim is not None and not self._claims:
             claim = replace(claim, built=True)
         record = replace(record, format_1_too=self._format_1_too, claim=claim)
@@ -479,18 +487,27 @@ class LeaseRegistry:
         format_1_too: bool = False,
         claim: Claim | None = None,
         claims: bool = False,
+        instead_of: str | None = None,
     ) -> Lease:
         """The lease object of a folder.
 
         Parameters
         ----------
-        files, me, lease_ms, format_1_too, claim, claims
+        files, me, lease_ms, format_1_too, claim, claims, instead_of
             As for `Lease`.
         """
         with self._lock:
             held = self._held.get(files.identity)
             if held is None or not held.is_of(me, claim):
-                made = Lease(files, me, lease_ms, format_1_too=format_1_too, claim=claim, claims=claims)
+                made = Lease(
+                    files,
+                    me,
+                    lease_ms,
+                    format_1_too=format_1_too,
+                    claim=claim,
+                    claims=claims,
+                    instead_of=instead_of,
+                )
                 if held is not None:
                     held.set_aside()
                 held = self._held[files.identity] = made

@@ -85,6 +85,33 @@ def test_a_second_claim_is_refused_with_the_first_ones_owner(tmp_path: Path, clo
         Lease(Folder(str(tmp_path)), ME, LEASE_MS, clock.clock, claim=other, claims=True).hold()
 
 
+def test_who_claimed_it_may_be_claimed_from(tmp_path: Path, clock: Virtual) -> None:
+    _claimed(tmp_path, clock)
+    log = LeaseLog(Folder(str(tmp_path)))
+    found = log.newest()
+    assert found is not None
+    assert log.append(found, replace(found.record, released=True))
+    third = Claim("third", "/state/counts/third", 2_000)
+    me = replace(OTHER, query="third query", plan="third plan")
+
+    def claimed(instead_of: str | None) -> None:
+        made = Lease(Folder(str(tmp_path)), me, LEASE_MS, clock.clock, claim=third, claims=True, instead_of=instead_of)
+        made.hold()
+
+    # By pointers of the first query, which are the new one's no longer, nobody gets it.
+    with pytest.raises(ClaimedError, match="belongs to /state/counts/new-query"):
+        claimed(None)
+    claimed(CLAIM.id)
+    assert newest_in(tmp_path).claim == third
+    claimed(CLAIM.id)
+    # From now on the one before is another query.
+    with pytest.raises(ClaimedError, match="belongs to /state/counts/third"):
+        Lease(Folder(str(tmp_path)), NEW, LEASE_MS, clock.clock, claim=CLAIM).hold()
+    with pytest.raises(ClaimedError, match="belongs to /state/counts/third"):
+        other = Claim("fourth", "/state/counts/fourth", 3_000)
+        Lease(Folder(str(tmp_path)), ME, LEASE_MS, clock.clock, claim=other, claims=True, instead_of=CLAIM.id).hold()
+
+
 def test_all_tasks_of_the_first_batch_have_one_claim(tmp_path: Path, clock: Virtual) -> None:
     _claimed(tmp_path, clock)
     Lease(Folder(str(tmp_path)), NEW, LEASE_MS, clock.clock, claim=replace(CLAIM, claimed_ms=9_000), claims=True).hold()
