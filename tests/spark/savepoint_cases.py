@@ -5,7 +5,19 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-__all__ = ["CASES", "COVERING", "Case", "Lengths"]
+__all__ = [
+    "CASES",
+    "COVERING",
+    "DELETED",
+    "KILLED",
+    "MOVED",
+    "NOTHING",
+    "SHORT",
+    "TWICE",
+    "WHOLE",
+    "Case",
+    "Lengths",
+]
 
 MODES = ("no_claim", "claim")
 FORMS = ("native", "canonical", "checkpoint")
@@ -84,7 +96,7 @@ class Case:
 
 
 CASES = tuple(Case(*parts) for parts in itertools.product(MODES, FORMS, STORES, PERTURBATIONS))
-# Any two of mode, form, store and perturbation that mean something come together in one of these.
+# Any two of mode, form and store come together in one of these; and all that happens does in both modes.
 COVERING = tuple(
     Case(*parts)
     for parts in (

@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="PART", help="cases whose name has one of these parts"
     )
-    parser.add_argument("--covering", action="store_true", help="a few cases that have any two of the parts together")
+    parser.add_argument("--covering", action="store_true", help="a few cases in which any two parts come together")
     parser.add_argument(
         "--short", action="store_true", help="a few batches each, too few for anything to be cleaned up"
     )

@@ -1,0 +1,54 @@
+"""The matrix of savepoints: a covering choice of its cases in the suite, all of them in the soak."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from savepoint_cases import CASES, COVERING, NOTHING, Case
+
+from tests.helpers.soak import SOAK
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    "parts", list(itertools.combinations(("mode", "form", "store"), 2)) + [("mode", "perturbation")]
+)
+def test_what_is_chosen_covers(parts: tuple[str, str]) -> None:
+    """Any two of mode, form and store come together; and all that happens does in both modes."""
+
+    def pairs(cases: Sequence[Case]) -> set[tuple[str, ...]]:
+        meant = [case for case in cases if not case.meaningless]
+        return {tuple(getattr(case, part) for part in parts) for case in meant}
+
+    assert {pair for pair in pairs(CASES) if NOTHING not in pair} == pairs(COVERING)
+
+
+@pytest.mark.spark
+@pytest.mark.slow
+@pytest.mark.timeout(14_400)
+def test_the_matrix(tmp_path: Path) -> None:
+    # In a process of its own: its state is watched from the start of the session.
+    program = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(Path(__file__).with_name("savepoint_runs.py")),
+        "--folder",
+        str(tmp_path),
+    ]
+    program += [] if SOAK else ["--covering", "--short", "--provider", "hdfs"]
+    paths = [str(ROOT), str(ROOT / "tests" / "core"), str(ROOT / "tests" / "cluster")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0, (lines, done.stderr[-4_000:])
+    assert lines[-1]["ran"] == len([case for case in (CASES if SOAK else COVERING) if not case.meaningless])
+    assert all(line["equal"] for line in lines[:-1] if "seconds" in line)
