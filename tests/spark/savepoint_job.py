@@ -134,7 +134,7 @@ class Query:
             OPERATOR,
             buckets=self.buckets,
             storage_options=self.storage_options,
-            lease_ms=2_000,
+            lease_ms=1_000,
             local_dir=str(self.folder / "local"),
             start_from=self.start_from,
             **self.options,

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -174,11 +175,13 @@ class Trial:
             eventually(lambda: self._is_over(query.root))
 
     def _is_over(self, root: str) -> bool:
-        """Whether all runs below a root have said so, and hold nothing: the driver does it a moment later."""
+        """Whether all runs below a root have ended, as the driver says a moment later; of one that was short it may not."""
         operator = Folder(root, self.options).child(OPERATOR)
         for folder in (operator.child(it.name) for it in operator.entries() if it.name.count("-") == 4):
             found = LeaseLog(folder).newest(first=True)
-            if found is not None and not found.record.released:
+            if found is None or found.record.released:
+                continue
+            if time.time() * 1000 < found.record.renewed_ms + 2 * found.record.lease_ms:
                 return False
         return True
 
@@ -186,8 +189,10 @@ class Trial:
         """The job that starts from the snapshot, with all that happens to it and to its source."""
         case, lengths = self.case, self.lengths
         # Whoever claims a folder goes on in it; its backend keeps the name under which pointers know it.
-        root = snapshot.start.root if isinstance(snapshot.start, RetainedCheckpoint) and case.adopts else ""
-        options = {"backends": ["changelog", *snapshot.start.places]} if root and case.perturbation == MOVED else {}
+        start, root, options = snapshot.start, "", {}
+        if isinstance(start, RetainedCheckpoint) and case.adopts:
+            root = start.root
+            options = {"backends": ["changelog", *start.places]} if case.perturbation == MOVED else {}
         second = self._new("job 2", snapshot.start, root, **options)
         if case.perturbation == KILLED:
             with self._phase("job 2 until it is killed"):

@@ -18,9 +18,7 @@ from tests.helpers.soak import SOAK
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    "parts", list(itertools.combinations(("mode", "form", "store"), 2)) + [("mode", "perturbation")]
-)
+@pytest.mark.parametrize("parts", [*itertools.combinations(("mode", "form", "store"), 2), ("mode", "perturbation")])
 def test_what_is_chosen_covers(parts: tuple[str, str]) -> None:
     """Any two of mode, form and store come together; and all that happens does in both modes."""
 
