@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import COUNTS, Job, count, keyed
+from jobs import COUNTS, Job, count, emitted, keyed
 from pyspark.errors import StreamingQueryException
 from streams import finish
 
@@ -19,6 +19,7 @@ from spark_state_ext import (
     RetainedCheckpoint,
     Savepoint,
     read_savepoint,
+    stop_with_savepoint,
     take_savepoint,
     write_savepoint,
 )
@@ -344,3 +345,35 @@ def test_an_empty_table_becomes_a_savepoint_without_state(spark: Any, tmp_path: 
     assert read_savepoint(spark, tmp_path / "savepoint").collect() == []
     new = Query(spark, tmp_path / "new", start_from=Savepoint(str(tmp_path / "savepoint"))).run(NEXT)
     assert new.table == counted(NEXT)
+
+
+@pytest.mark.connect
+def test_savepoints_through_connect(connect: Any, tmp_path: Path) -> None:
+    """The client names paths; tasks of the server's application read and write what is there."""
+
+    def job(name: str, **options: Any) -> Job:
+        (tmp_path / name).mkdir()
+        return Job(connect, "arrow", tmp_path / name, count, output=COUNTS, options=options)
+
+    old = job("old")
+    old.run(keyed("a", "b"), keyed("a"))
+    state = ArrowState(tmp_path / "old" / "root", "tested", buckets=3, local_dir=tmp_path / "local")
+    for form in ("native", "canonical"):
+        path = tmp_path / form
+        found = take_savepoint(connect, path, old.checkpoint, state, form=form)
+        assert (found.batch, found.form) == (1, form)
+        assert {row.key: row.n for row in read_savepoint(connect, path).collect()} == {"a": 2, "b": 1}
+        new = job(f"from-{form}", start_from=Savepoint(str(path), mode="claim" if form == "canonical" else "no_claim"))
+        assert new.run(keyed("a", "c"), keyed("b")) == {0: [("a", 3), ("c", 1)], 1: [("b", 2)]}
+    eventually(lambda: not (tmp_path / "canonical").exists())
+    assert (tmp_path / "native" / "savepoint.arrow").exists()
+    left = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.checkpoint))
+    assert job("from-what-is-left", start_from=left).run(keyed("a", "c")) == {0: [("a", 3), ("c", 1)]}
+    stopped = job("stopped")
+    stopped.feed(keyed("a"))
+    with stopped.running() as query:
+        eventually(lambda: emitted(stopped.sink) and (stopped.checkpoint / "commits" / "0").exists())
+        state = ArrowState(tmp_path / "stopped" / "root", "tested", buckets=3, local_dir=tmp_path / "local")
+        found = stop_with_savepoint(query, tmp_path / "stopped-savepoint", stopped.checkpoint, state, spark=connect)
+        assert not query.isActive
+    assert {row.key: row.n for row in read_savepoint(connect, found.path).collect()} == {"a": 1}
