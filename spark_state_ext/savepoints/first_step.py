@@ -13,13 +13,20 @@ from spark_state_ext.backends.replication import Replica, close_all, is_complete
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
-from spark_state_ext.errors import LiveRunError, NotClaimableError, StateElsewhereError
+from spark_state_ext.errors import (
+    ClaimedError,
+    LiveRunError,
+    NotClaimableError,
+    OwnershipError,
+    StateElsewhereError,
+)
 from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import query_folders_of_batch
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim
+from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint, refuse_claimed
 from spark_state_ext.savepoints.records import note_start
 from spark_state_ext.savepoints.starting import Beginning, Begun, borrowed
@@ -82,7 +89,17 @@ class FirstStep:
             return None
         assert isinstance(start, RetainedCheckpoint), "that is what is adopted"
         assert beginning.captured is not None, "and it was captured"
-        folder = self._root.child(beginning.pointer.query_folder)
+        try:
+            return self._adopted(start, beginning.pointer, beginning.captured, by)
+        except OwnershipError:
+            # Else the owner's clean-up would wait for a query that never begins.
+            held = self._root.child(beginning.pointer.query_folder)
+            Hold(held, beginning.captured.hold_id).release()
+            raise
+
+    def _adopted(self, start: RetainedCheckpoint, pointer: Pointer, captured: Captured, by: str) -> Claim:
+        """The claim to another query's folder, where this one may have it."""
+        folder = self._root.child(pointer.query_folder)
         if not folder.creates_exclusively:
             raise NotClaimableError(
                 f"the state at {folder.root} cannot be claimed: its store does not let exactly one of several make "
@@ -93,7 +110,12 @@ class FirstStep:
         there = None if found is None else found.record.claim
         if there is not None and (there.id == self._query_folder or there.id in self._attempts()):
             return there
-        captured = beginning.captured
+        if there is not None and there.id != pointer.claim:
+            raise ClaimedError(
+                f"the state at {folder.root} belongs to {there}, which claimed it since the checkpoint "
+                f"{start.checkpoint_location} was written. Start from a checkpoint of that query, or from a savepoint "
+                "with mode='no_claim'"
+            )
         if captured.later and not start.force:
             raise NotClaimableError(
                 f"batch {captured.batch} of {start.checkpoint_location} cannot be claimed: the later batches "
