@@ -14,7 +14,7 @@ from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.claims import consume
-from spark_state_ext.savepoints.records import is_detached, note_detached, start_of
+from spark_state_ext.savepoints.records import held_for, is_detached, note_detached, note_let_go, start_of
 from spark_state_ext.worker.background import Background
 
 __all__ = ["Detaching"]
@@ -82,8 +82,13 @@ def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> No
         still_ours()
         note_detached(query_folder)
         _LOGGER.info("%s needs nothing of %s any more", query_folder.root, record.source)
-    if isinstance(start, RetainedCheckpoint) and job.captured is not None:
-        _let_go(job, start, job.captured)
+    if isinstance(start, RetainedCheckpoint):
+        if job.captured is not None:
+            _let_go(job, start, job.captured)
+        # Of plans whose run ended, or was killed, before it was handed a pointer.
+        for file in held_for(query_folder):
+            _let_go(job, start, file)
+            note_let_go(query_folder, file)
     if record is None or record.mode != CLAIM or not isinstance(start, Savepoint) or not job.options.clean_up:
         return
     if start.path == record.source:
@@ -91,7 +96,7 @@ def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> No
 
 
 def _let_go(job: Job, start: RetainedCheckpoint, file: str) -> None:
-    """Release the hold that was made when the query was planned."""
+    """Release the hold that was made when the query was planned, now or before."""
     notes = Folder(job.options.root, job.options.storage_options).child(job.operator, STARTING_FOLDER)
     try:
         found = Captured.decode(notes.get(file), notes.where(file))

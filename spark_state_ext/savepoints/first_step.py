@@ -28,7 +28,7 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint, refuse_claimed
-from spark_state_ext.savepoints.records import note_start
+from spark_state_ext.savepoints.records import note_held, note_start
 from spark_state_ext.savepoints.starting import Beginning, Begun, borrowed
 
 __all__ = ["FirstStep"]
@@ -149,6 +149,8 @@ class FirstStep:
         scratch
             Local folder for temporary files.
         """
+        if self._job.captured is not None and beginning.captured is not None:
+            note_held(self._root.child(self.folder_of(beginning)), self._job.captured)
         if beginning.adopts:
             assert claim is not None, "what is adopted is claimed"
             return Begun(replace(beginning.pointer, batch=-1, partitioning=None, made_by=None, claim=claim.id))

@@ -1,5 +1,6 @@
 """What a query folder tells of its start: `start.json` from before the first bucket begins, `detached.json` once a
-batch is committed. Both are immutable, and the same from whoever makes them."""
+batch is committed, and until then which holds there may be for it. All are immutable, and the same from whoever makes
+them."""
 
 from __future__ import annotations
 
@@ -14,14 +15,18 @@ __all__ = [
     "START_FORMAT",
     "START_NAME",
     "StartRecord",
+    "held_for",
     "is_detached",
     "note_detached",
+    "note_held",
+    "note_let_go",
     "note_start",
     "start_of",
 ]
 
 START_FORMAT = 1
 START_NAME, DETACHED_NAME = "start.json", "detached.json"
+_HELD = "held-"
 
 
 @dataclass(frozen=True)
@@ -120,3 +125,26 @@ def note_detached(query_folder: Folder) -> None:
     pointers of all or of none.
     """
     query_folder.create(DETACHED_NAME, sealed_document({"format": START_FORMAT}))
+
+
+def note_held(query_folder: Folder, captured: str) -> None:
+    """Write down that a plan's hold is of use to this query: later plans of the query know only their own.
+
+    Parameters
+    ----------
+    query_folder
+        Folder of the query's state.
+    captured
+        Name of the file with what the plan captured, which tells the hold.
+    """
+    query_folder.create(f"{_HELD}{captured}", sealed_document({"format": START_FORMAT}))
+
+
+def held_for(query_folder: Folder) -> list[str]:
+    """What plans of the query captured, as in `note_held`."""
+    return [name.removeprefix(_HELD) for name in query_folder.names() if name.startswith(_HELD)]
+
+
+def note_let_go(query_folder: Folder, captured: str) -> None:
+    """The hold is no more."""
+    query_folder.remove(f"{_HELD}{captured}")

@@ -215,8 +215,8 @@ class Trial:
                 eventually(lambda: is_detached(second.query_folder))
             if case.mode == "claim" and not case.adopts:
                 eventually(lambda: not snapshot.source.files_in(self.top))
-            if case.form == "checkpoint" and case.perturbation != KILLED:
-                # What is held while a query is started is so no longer than that; of one that is killed, for an hour.
+            if case.form == "checkpoint":
+                # What is held while a query is started is so no longer than that, whatever became of its first run.
                 eventually(lambda: not any("/holds/" in name for name in snapshot.source.files_in(self.top)))
         if case.perturbation == DELETED:
             with self._phase("the user deletes the source"):
