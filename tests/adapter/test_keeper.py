@@ -127,6 +127,20 @@ def test_a_folder_that_a_query_has_claimed_is_looked_after(folder: Folder, kept:
     assert not _newest(folder, "old").record.released
 
 
+def test_a_folder_that_was_claimed_from_a_query_is_not_its_to_renew(folder: Folder, kept: Kept) -> None:
+    _task(folder, "query")
+    kept.poll(["query"], 0.0, 0)
+    kept.poll([], 1.0, 0)
+    claim = Claim("new query", folder.child("new query").root, 0)
+    Lease(folder.child("query"), replace(_ME, query="new query"), 30_000, claim=claim, claims=True).hold()
+    claimed = _newest(folder, "query")
+    # The old query is started again, in the same application: it is about to be refused, and ends.
+    for at in range(3):
+        kept.poll(["query"], 20.0 + at, 0)
+    kept.poll([], 30.0, 0)
+    assert _newest(folder, "query") == claimed
+
+
 def test_queries_whose_tasks_are_not_told_theirs_are_looked_after(folder: Folder, kept: Kept) -> None:
     _task(folder, _UNTOLD, replace(_ME, query=""))
     others = replace(_ME, query="", plan="planned elsewhere")

@@ -128,12 +128,13 @@ def _consumed(deletes: Sequence[Entry], source: Source, second: Query) -> Iterab
 def _adopted(deletes: Sequence[Entry], creates: Sequence[Entry], second: Query) -> Iterable[str]:
     """In a folder that is adopted the new query cleans up as its owner, and the old one does nothing any more."""
     for it in deletes:
-        owners = it.role in ("lease", "hold", "spill", "clean-up", "engine.housekeeping")
+        owners = it.role in ("lease", "hold", "clean-up") or (it.role == "detaching" and it.name.startswith("held-"))
         early = it.role == "clean-up" and it.phase.startswith(NEW_JOBS) and it.at_s < (second.committed_s or 0.0)
         if not owners or early:
             yield _told(it)
     for it in (*deletes, *creates):
-        if it.phase.startswith("job 1 after") and (it.made or it.path).endswith(".arrow"):
+        # The new query's lease may be released about then, by the driver, which is that of both here.
+        if it.phase.startswith("job 1 after") and not any("lease_keeper._release" in name for name in it.by):
             yield _told(it)
 
 

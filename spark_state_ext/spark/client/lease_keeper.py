@@ -188,7 +188,7 @@ class Kept:
 
     def _renew(self, query_folder: str, now_ms: int) -> None:
         log = self._log_of(query_folder)
-        found, before = log.newest(), self._seen.get(query_folder)
+        found, before = _newest_of(log, query_folder), self._seen.get(query_folder)
         self._seen[query_folder] = found
         if found is None:
             return
@@ -202,7 +202,7 @@ class Kept:
 
     def _release(self, query_folder: str, now_ms: int) -> None:
         log = self._log_of(query_folder)
-        found = log.newest()
+        found = _newest_of(log, query_folder)
         if found is not None and found.record.owner.application == self.application and not found.record.released:
             log.append(found, replace(found.record, renewed_ms=now_ms, released=True, nonce=uuid.uuid4().hex))
         self._seen.pop(query_folder, None)
@@ -227,6 +227,14 @@ class Kept:
         if said not in self._told:
             self._told.add(said)
             _LOGGER.warning(said)
+
+
+def _newest_of(log: LeaseLog, query: str) -> Found | None:
+    """The newest record, where it is a query's; one that was claimed from the query is another one's to renew."""
+    found = log.newest()
+    if found is not None and found.record.claim is not None and found.record.claim.id != query:
+        return None
+    return found
 
 
 @dataclass(eq=False)
