@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -130,6 +131,7 @@ class Trial:
             "taken": self.taken,
             "equal": not any("batch computation" in text for text in self.wrong),
             "source": told,
+            "cleaned_up": self._cleaned_up(),
             "verdict": "as it must be" if not self.wrong else "WRONG",
             **({"wrong": self.wrong} if self.wrong else {}),
         }
@@ -369,6 +371,11 @@ class Trial:
     def _there(self) -> set[str]:
         """All files that are there, without going by the ledger."""
         return {f"{self._bare(self.stores)}/{entry.name}" for entry in self.top.tree()}
+
+    def _cleaned_up(self) -> dict[str, int]:
+        """How many files clean-ups have deleted in each job's root."""
+        cleaned = [it for it in self.ledger.deletes(self.ledger.below) if it.role == "clean-up"]
+        return dict(Counter(it.path[len(self.ledger.below) + 1 :].partition("/")[0] for it in cleaned))
 
     def _bare(self, path: str) -> str:
         return path.partition("://")[2] or path
