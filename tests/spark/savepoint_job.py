@@ -104,6 +104,10 @@ class Query:
         What it has emitted last for each key.
     committed_s
         When its first batch was committed, seconds since 1970; None: it is not known to be.
+    batches
+        How many it has run.
+    moved_to
+        Where Spark's checkpoint was moved to.
     """
 
     folder: Path
@@ -117,6 +121,7 @@ class Query:
     table: dict[int, tuple[int, int]] = field(default_factory=dict)
     committed_s: float | None = None
     batches: int = 0
+    moved_to: Path | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +129,7 @@ class Query:
     @property
     def checkpoint(self) -> Path:
         """Spark's checkpoint location."""
-        return self.folder / "checkpoint"
+        return (self.moved_to or self.folder) / "checkpoint"
 
     @property
     def state(self) -> ArrowState:

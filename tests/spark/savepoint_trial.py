@@ -326,8 +326,8 @@ class Trial:
             )
         self._move(first.root, f"{self.stores}/moved")
         backend = Backend(f"{self.stores}/moved", name=first.root, storage_options=self.options)
-        checkpoint, first.folder = first.checkpoint, self.folder / "moved"
-        first.folder.mkdir()
+        checkpoint, first.moved_to = first.checkpoint, self.folder / "moved"
+        first.moved_to.mkdir()
         checkpoint.rename(first.checkpoint)
         first.root, first.options = f"{self.stores}/moved", {"backends": ["changelog", backend]}
         moved = replace(start, root=first.root, checkpoint_location=str(first.checkpoint), backends=[backend])
