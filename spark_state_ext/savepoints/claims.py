@@ -7,6 +7,7 @@ says that deleting has begun. (A claim to a query folder is a field of its lease
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ _LOGGER = logging.getLogger("spark_state_ext")
 CLAIM_FOLDER = "claim"
 _CLAIM_NAME, _CONSUMED_NAME = "claim.json", "consumed.json"
 _FORMAT = 1
+# How often it is looked whether the claim is there still.
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -171,8 +174,36 @@ def consume(savepoint: Folder, claim_id: str, still_ours: Callable[[], None]) ->
     if claim is None or claim.id != claim_id:
         return 0
     files = savepoint.child(CLAIM_FOLDER)
+    looked_s = time.monotonic()
+
+    def still_there(now: bool = False) -> None:
+        # Several processes may be at it, as each finds out by itself. Who is late must not go on where another one has
+        # finished: somebody may have put another savepoint there since.
+        nonlocal looked_s
+        still_ours()
+        if now or time.monotonic() >= looked_s + _LOOK_S:
+            looked_s = time.monotonic()
+            if claim_of(savepoint) != claim:
+                raise _FinishedError
+
     still_ours()
     files.create(_CONSUMED_NAME, sealed_document({"format": _FORMAT}))
+    try:
+        return _consumed(savepoint, claim, still_there)
+    except _FinishedError:
+        if claim_of(savepoint) is None:
+            # This one's mark may have come after the other one had removed its own.
+            files.remove(_CONSUMED_NAME)
+            _remove_empty(savepoint)
+        return 0
+
+
+class _FinishedError(Exception):
+    """Another process has deleted it all."""
+
+
+def _consumed(savepoint: Folder, claim: SavepointClaim, still_there: Callable[[bool], None]) -> int:
+    files = savepoint.child(CLAIM_FOLDER)
     deleted = 0
     try:
         manifest = read_manifest(savepoint)
@@ -182,14 +213,19 @@ def consume(savepoint: Folder, claim_id: str, still_ours: Callable[[], None]) ->
         if manifest.header.id != claim.savepoint_id:
             # Somebody has put another savepoint there.
             return 0
-        deleted = delete_files(savepoint, manifest, still_ours)
+        deleted = delete_files(savepoint, manifest, still_there)
+    still_there(True)
     # The claim last, so that whoever is stopped here knows on the next day that it is his to finish.
     files.remove(_CONSUMED_NAME)
     files.remove(_CLAIM_NAME)
-    savepoint.remove_if_empty(CLAIM_FOLDER)
-    savepoint.remove_if_empty()
+    _remove_empty(savepoint)
     _LOGGER.info("the savepoint at %s, which this query had claimed, is deleted: %d files", savepoint.root, deleted)
     return deleted
+
+
+def _remove_empty(savepoint: Folder) -> None:
+    savepoint.remove_if_empty(CLAIM_FOLDER)
+    savepoint.remove_if_empty()
 
 
 def release_claim(savepoint: Folder) -> SavepointClaim:

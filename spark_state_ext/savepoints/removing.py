@@ -10,7 +10,9 @@ from spark_state_ext.files.folder import Folder
 __all__ = ["delete_files"]
 
 
-def delete_files(savepoint: Folder, manifest: SavepointManifest, still_ours: Callable[[], None] = lambda: None) -> int:
+def delete_files(
+    savepoint: Folder, manifest: SavepointManifest, still_ours: Callable[[bool], None] = lambda last: None
+) -> int:
     """Delete files of buckets first, and the manifest last, so that who is stopped knows what is left to do.
 
     Parameters
@@ -20,7 +22,7 @@ def delete_files(savepoint: Folder, manifest: SavepointManifest, still_ours: Cal
     manifest
         What is in it.
     still_ours
-        Called before each file; what it raises ends it.
+        Called before each file, and told whether it is the manifest; what it raises ends it.
 
     Returns
     -------
@@ -31,12 +33,13 @@ def delete_files(savepoint: Folder, manifest: SavepointManifest, still_ours: Cal
     for bucket in manifest.buckets:
         folder = savepoint.child(bucket.operator, str(bucket.bucket))
         for file in bucket.files:
-            still_ours()
+            still_ours(False)
             folder.remove(file.name)
             deleted += 1
         savepoint.remove_if_empty(bucket.operator, str(bucket.bucket))
     for name in manifest.header.operators:
         savepoint.remove_if_empty(name)
+    still_ours(True)
     savepoint.remove(MANIFEST_NAME)
     savepoint.remove_if_empty()
     return deleted

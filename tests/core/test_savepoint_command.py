@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from arrow_schemas.savepoint import NATIVE, SavedBucket, SavedFile, SavepointHea
 from spark_state_ext.__main__ import main
 from spark_state_ext.errors import ClaimedError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints import claims
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, claim_savepoint, consume
 from spark_state_ext.savepoints.manifest_file import write_manifest
 from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
@@ -123,3 +125,31 @@ def test_deleting_what_was_claimed_goes_on_where_it_stopped(
         assert main(["savepoint", "release", savepoint.root]) == 1
     consume(savepoint, "mine", lambda: None)
     assert [path for path in (tmp_path / "savepoint").rglob("*") if path.is_file()] == []
+
+
+def test_who_is_late_to_delete_a_claimed_savepoint_leaves_what_came_after_it(
+    savepoint: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of a query's processes may delete it. One sleeps; when it goes on, another savepoint is there."""
+    # It sleeps for longer than it goes without looking.
+    monkeypatch.setattr(claims, "_LOOK_S", 0.0)
+    claim_savepoint(savepoint, SavepointClaim(ID, "/root/counts/mine", "mine"), ())
+    backup, slept = tmp_path / "backup", []
+    shutil.copytree(savepoint.root, backup, ignore=shutil.ignore_patterns("claim"))
+
+    def sleeps() -> None:
+        # Once before its mark, and once after that.
+        slept.append(True)
+        if len(slept) == wakes:
+            assert consume(savepoint, "mine", lambda: None) == 2
+            assert not Path(savepoint.root).exists()
+            shutil.copytree(backup, savepoint.root)
+
+    for wakes in (1, 2, 3, 4):
+        slept.clear()
+        claim_savepoint(savepoint, SavepointClaim(ID, "/root/counts/mine", "mine"), ())
+        consume(savepoint, "mine", sleeps)
+        assert len(slept) >= wakes
+        assert [it.name for it in savepoint.tree()] == [it.name for it in Folder(str(backup)).tree()]
+        shutil.rmtree(savepoint.root)
+        shutil.copytree(backup, savepoint.root)
