@@ -272,7 +272,6 @@ class Leases:
         registry: LeaseRegistry,
         claim: Claim | None = None,
         claims: bool = False,
-        instead_of: str | None = None,
     ) -> Leases:
         """Those of a task's run.
 
@@ -284,7 +283,7 @@ class Leases:
             The operator's folder at the job's root, where `query_folder` lies.
         registry
             The process's leases.
-        claim, claims, instead_of
+        claim, claims
             As for `Lease`.
         """
         folders = [root.child(query_folder)]
@@ -295,15 +294,7 @@ class Leases:
         lease_ms, format_1_too = job.options.lease_ms, job.options.commit.format_1_too
         return Leases(
             tuple(
-                registry.of(
-                    folder,
-                    me,
-                    lease_ms,
-                    format_1_too=format_1_too,
-                    claim=claim,
-                    claims=claims,
-                    instead_of=instead_of,
-                )
+                registry.of(folder, me, lease_ms, format_1_too=format_1_too, claim=claim, claims=claims)
                 for folder in folders
             )
         )

@@ -31,6 +31,7 @@ from spark_state_ext.ownership.lease_record import (
     Watch,
     decide,
     knows_claim,
+    takes_place,
 )
 from spark_state_ext.ownership.lease_states import (
     LEASE,
@@ -110,8 +111,6 @@ class Lease:
         The query's claim to the folder, where another query began it.
     claims
         The claim may be made now: the query has no state yet.
-    instead_of
-        Id of the claim whose place it may take then: the other query's, where that had claimed the folder before.
     """
 
     def __init__(
@@ -124,7 +123,6 @@ class Lease:
         format_1_too: bool = False,
         claim: Claim | None = None,
         claims: bool = False,
-        instead_of: str | None = None,
     ) -> None:
         if lease_ms < LEASE_MS_MIN:
             raise UsageError(f"lease_ms must be at least {LEASE_MS_MIN}, not {lease_ms}")
@@ -135,7 +133,6 @@ class Lease:
         self._format_1_too = format_1_too
         self._claim = claim
         self._claims = claims
-        self._instead_of = instead_of
         self._third_s = lease_ms / 3000
         self._clock = clock or Clock()
         self._state = LeaseState.NEW
@@ -262,14 +259,9 @@ class Lease:
                 return
 
     def _expected(self, found: Found | None) -> str | None:
-        """The claim that the newest record must have for this run to go on: its own, or where it makes it now the one
-        that the other query went by, if any."""
-        if found is not None and self._takes_place_in(found.record):
-            return self._instead_of
-        return _id_of(self._claim)
-
-    def _takes_place_in(self, record: LeaseRecord) -> bool:
-        return self._claims and _id_of(record.claim) == self._instead_of
+        """The claim that the record must have: the run's own, or where it makes that now the other query's, if any."""
+        anew = self._claims and found is not None and takes_place(self._claim, found.record)
+        return _id_of(found.record.claim if found is not None and anew else self._claim)
 
     def _is_renewed_since(self, found: Found | None) -> bool:
         """Whether another process of this run was faster, as when many workers begin at once."""
@@ -299,7 +291,7 @@ class Lease:
         else:
             record = found.record.renewed(self._me, now_ms, self._lease_ms)
         # Whoever of the run claimed it first said when.
-        claim = self._claim if self._takes_place_in(record) else record.claim or self._claim
+        claim = self._claim if self._claims and takes_place(self._claim, record) else record.claim or self._claim
         if claim is not None and not self._claims:
             claim = replace(claim, built=True)
         record = replace(record, format_1_too=self._format_1_too, claim=claim)
@@ -487,27 +479,18 @@ class LeaseRegistry:
         format_1_too: bool = False,
         claim: Claim | None = None,
         claims: bool = False,
-        instead_of: str | None = None,
     ) -> Lease:
         """The lease object of a folder.
 
         Parameters
         ----------
-        files, me, lease_ms, format_1_too, claim, claims, instead_of
+        files, me, lease_ms, format_1_too, claim, claims
             As for `Lease`.
         """
         with self._lock:
             held = self._held.get(files.identity)
             if held is None or not held.is_of(me, claim):
-                made = Lease(
-                    files,
-                    me,
-                    lease_ms,
-                    format_1_too=format_1_too,
-                    claim=claim,
-                    claims=claims,
-                    instead_of=instead_of,
-                )
+                made = Lease(files, me, lease_ms, format_1_too=format_1_too, claim=claim, claims=claims)
                 if held is not None:
                     held.set_aside()
                 held = self._held[files.identity] = made

@@ -31,6 +31,7 @@ __all__ = [
     "Watch",
     "decide",
     "knows_claim",
+    "takes_place",
     "refusal",
 ]
 
@@ -140,12 +141,15 @@ class Claim:
     built
         A pointer that names the claim is committed: the new query builds upon the folder, and deletes what it needs no
         more. From then on the claim cannot be released.
+    instead_of
+        Id of the claim whose place it may take: the other query's, where that had claimed the folder itself. Not kept.
     """
 
     id: str
     by: str
     claimed_ms: int
     built: bool = False
+    instead_of: str | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.by} (claim {self.id})"
@@ -353,6 +357,19 @@ def knows_claim(record: LeaseRecord, claim: str | None) -> bool:
         As for `decide`.
     """
     return (None if record.claim is None else record.claim.id) == claim
+
+
+def takes_place(claim: Claim | None, record: LeaseRecord) -> bool:
+    """Whether a claim that may be made now may take the place of a record's, or of none.
+
+    Parameters
+    ----------
+    claim
+        The claim; None: the run makes none.
+    record
+        The newest one.
+    """
+    return knows_claim(record, None if claim is None else claim.instead_of)
 
 
 def decide(

@@ -129,7 +129,8 @@ class FirstStep:
                 "another: "
                 "stop the old query first, then plan the new one, and start it"
             )
-        return Claim(self._query_folder, by, int(time.time() * 1000))
+        # The other query may have claimed the folder itself: who claims it from that one goes by its pointers.
+        return Claim(self._query_folder, by, int(time.time() * 1000), instead_of=pointer.claim)
 
     def _attempts(self) -> set[str]:
         """Query folders that attempts at this very batch took."""

@@ -95,7 +95,8 @@ def test_who_claimed_it_may_be_claimed_from(tmp_path: Path, clock: Virtual) -> N
     me = replace(OTHER, query="third query", plan="third plan")
 
     def claimed(instead_of: str | None) -> None:
-        made = Lease(Folder(str(tmp_path)), me, LEASE_MS, clock.clock, claim=third, claims=True, instead_of=instead_of)
+        claim = replace(third, instead_of=instead_of)
+        made = Lease(Folder(str(tmp_path)), me, LEASE_MS, clock.clock, claim=claim, claims=True)
         made.hold()
 
     # By pointers of the first query, which are the new one's no longer, nobody gets it.
@@ -108,8 +109,8 @@ def test_who_claimed_it_may_be_claimed_from(tmp_path: Path, clock: Virtual) -> N
     with pytest.raises(ClaimedError, match="belongs to /state/counts/third"):
         Lease(Folder(str(tmp_path)), NEW, LEASE_MS, clock.clock, claim=CLAIM).hold()
     with pytest.raises(ClaimedError, match="belongs to /state/counts/third"):
-        other = Claim("fourth", "/state/counts/fourth", 3_000)
-        Lease(Folder(str(tmp_path)), ME, LEASE_MS, clock.clock, claim=other, claims=True, instead_of=CLAIM.id).hold()
+        other = Claim("fourth", "/state/counts/fourth", 3_000, instead_of=CLAIM.id)
+        Lease(Folder(str(tmp_path)), ME, LEASE_MS, clock.clock, claim=other, claims=True).hold()
 
 
 def test_all_tasks_of_the_first_batch_have_one_claim(tmp_path: Path, clock: Virtual) -> None:

@@ -188,7 +188,6 @@ def open_bucket(
         # Before anything is written there.
         tried(lambda: shared.replicas.refuse_elsewhere(job, root, stored, scratch))
     claim = None if stored is None or stored.claim is None else Claim(stored.claim, root.child(stored.claim).root, 0)
-    instead_of = None
     if beginning is not None:
         if beginning.adopts and not names_a_holder(job, beginning.pointer):
             # Before the claim, too.
@@ -196,9 +195,7 @@ def open_bucket(
         first_step = FirstStep(job, root, query_folder, call.times.processing_ms)
         claim = tried(lambda: first_step.claim(beginning))
         query_folder = first_step.folder_of(beginning)
-        # The other query may have claimed the folder itself: who claims it from that one goes by its pointers.
-        instead_of = beginning.pointer.claim if beginning.adopts else None
-    leases = Leases.of(job, call.task, root, query_folder, shared.leases, claim, stored is None, instead_of)
+    leases = Leases.of(job, call.task, root, query_folder, shared.leases, claim, stored is None)
     tried(leases.hold)
     operator: OperatorFile = tried(lambda: _admitted(shared, call, root, query_folder, beginning))
     prepare = partial(shared.replicas.prepare, job, root, query_folder, scratch, operator.schema_id)
