@@ -30,9 +30,8 @@ def state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Fi
 
     def refuse(column: str, why: str) -> SchemaChangedError:
         return SchemaChangedError(
-            f"the state of operator {operator!r} changed: column {column!r} {why}. Allowed are new nullable "
-            "columns and "
-            "wider numbers; go back to the old state schema, or start from a new checkpoint location."
+            f"the state of operator {operator!r} changed: column {column!r} {why}. Allowed are new nullable columns "
+            "and wider numbers; go back to the old state schema, or start from a new checkpoint location."
         )
 
     old = {field.name: field for field in stored}

@@ -136,9 +136,8 @@ class OperatorFile:
             checksum = fields.pop("checksum")
             if fields["format"] > OPERATOR_FORMAT or fields["hash"] != HASH_NAME:
                 raise VersionSkewError(
-                    f"{where} has format {fields['format']} and hash {fields['hash']!r}; this release reads up "
-                    "to format "
-                    f"{OPERATOR_FORMAT} and {HASH_NAME!r}. Use a newer release."
+                    f"{where} has format {fields['format']} and hash {fields['hash']!r}; this release reads up to "
+                    f"format {OPERATOR_FORMAT} and {HASH_NAME!r}. Use a newer release."
                 )
             if checksum != checksum_of(fields):
                 raise CorruptFileError(f"{where} fails its checksum")
@@ -184,8 +183,7 @@ class OperatorFile:
         if self.buckets != wanted.buckets:
             raise BucketCountChangedError(
                 f"operator {self.operator!r} has its state in {self.buckets} buckets and the job asks for "
-                f"{wanted.buckets}: "
-                f"set buckets={self.buckets}, or start from a new checkpoint location."
+                f"{wanted.buckets}: set buckets={self.buckets}, or start from a new checkpoint location."
             )
         kept = self._without_columns_beside(wanted) if leave_behind else self
         stored, asked = kept.row_schema(), wanted.row_schema()

@@ -277,9 +277,8 @@ class Pointer:
         """
         if len(data) < _HEAD.size + _CRC.size or not data.startswith(_MAGIC):
             raise CorruptPointerError(
-                f"{len(data)} bytes in Spark's state are no pointer of spark_state_ext: the Spark checkpoint "
-                "belongs to "
-                "another operator. Use a new checkpoint location."
+                f"{len(data)} bytes in Spark's state are no pointer of spark_state_ext: the Spark checkpoint belongs "
+                "to another operator. Use a new checkpoint location."
             )
         _, version, length = _HEAD.unpack_from(data)
         if version > POINTER_FORMAT:

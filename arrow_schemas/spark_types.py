@@ -154,9 +154,9 @@ def _flat_type(spark: str, path: str, role: str, collation: str | None) -> pa.Da
     if spark.startswith("string collate") or (spark == "string" and collation is not None):
         if role == "key" and spark not in ("string collate UTF8_BINARY",):
             raise UnsupportedTypeError(
-                f"key column {path!r} is a string with the collation {collation or spark[15:]!r}: values that "
-                "Spark calls "
-                "equal differ in their bytes. Group by collate(lower(column), 'UTF8_BINARY') or another plain string."
+                f"key column {path!r} is a string with the collation {collation or spark[15:]!r}: values that Spark "
+                "calls equal differ in their bytes. Group by collate(lower(column), 'UTF8_BINARY') or another plain "
+                "string."
             )
         return pa.string()
     if spark in _FLAT:

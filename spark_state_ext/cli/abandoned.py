@@ -226,9 +226,8 @@ def remove(root: Folder, found: Found) -> None:
     now = _found(root, found.operator, found.query_folder)
     if now != found:
         raise LiveRunError(
-            f"{root.root}/{found.operator}/{found.query_folder} has changed while this command ran, so "
-            "somebody uses it: "
-            "nothing of it was removed. Find out which query that is, and give its checkpoint, too."
+            f"{root.root}/{found.operator}/{found.query_folder} has changed while this command ran, so somebody uses "
+            "it: nothing of it was removed. Find out which query that is, and give its checkpoint, too."
         )
     folder = root.child(found.operator, found.query_folder)
     entries = folder.entries()

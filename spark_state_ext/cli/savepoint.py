@@ -36,8 +36,7 @@ def _print(manifest: SavepointManifest) -> None:
         files = [file for it in mine for file in it.files]
         print(
             f"operator={name} buckets={operator.buckets} rows_max={sum(it.pointer.rows for it in mine)} "
-            f"files={len(files)} "
-            f"bytes={sum(file.size_bytes for file in files)}"
+            f"files={len(files)} bytes={sum(file.size_bytes for file in files)}"
         )
 
 
@@ -75,9 +74,8 @@ def _delete(savepoint: Folder, roots: Sequence[Folder], force: bool) -> int:
         print(f"deleted={delete_files(savepoint, manifest)}")
         return 0
     raise UsageError(
-        f"{savepoint.root} has no {MANIFEST_NAME}, so what belongs to it is not known: remove the folder by hand "
-        "where a "
-        "savepoint failed there"
+        f"{savepoint.root} has no {MANIFEST_NAME}, so what belongs to it is not known: remove the folder by hand where "
+        "a savepoint failed there"
     )
 
 

@@ -181,11 +181,9 @@ def _look_beside(operator_files: Folder, wanted: OperatorFile, strict: bool, bat
     if not others:
         return
     text = (
-        f"operator {wanted.operator!r} begins without state under {operator_files.root}, where other queries "
-        "have theirs: "
-        f"{shown_ids(others)}. A query finds its state through its Spark "
-        "checkpoint: "
-        "to go on with old state, start it with the old checkpointLocation."
+        f"operator {wanted.operator!r} begins without state under {operator_files.root}, where other queries have "
+        f"theirs: {shown_ids(others)}. A query finds its state through its Spark checkpoint: to go on with old state, "
+        "start it with the old checkpointLocation."
     )
     if strict:
         raise ExistingStateError(text + " (strict=True refuses to begin anew here; use another operator name or root.)")

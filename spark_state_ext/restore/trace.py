@@ -46,8 +46,7 @@ def check_owner(header: LineageHeader, operators: Collection[str], bucket: int, 
         names = " or ".join(repr(name) for name in operators)
         raise LineageError(
             f"{where} belongs to bucket {header.bucket} of operator {header.operator!r}; bucket {bucket} of {names} "
-            "was "
-            "expected"
+            "was expected"
         )
 
 

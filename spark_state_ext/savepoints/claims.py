@@ -105,9 +105,8 @@ def claim_savepoint(savepoint: Folder, claim: SavepointClaim, mine: Collection[s
     """
     if not savepoint.creates_exclusively:
         raise NotClaimableError(
-            f"the savepoint at {savepoint.root} cannot be claimed: its store does not let exactly one of several "
-            "make a "
-            "file, so two queries might own it. Start with mode='no_claim', and delete it yourself."
+            f"the savepoint at {savepoint.root} cannot be claimed: its store does not let exactly one of several make "
+            "a file, so two queries might own it. Start with mode='no_claim', and delete it yourself."
         )
     files = savepoint.child(CLAIM_FOLDER)
     if files.create(_CLAIM_NAME, claim.encode()):

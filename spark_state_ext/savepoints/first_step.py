@@ -102,9 +102,8 @@ class FirstStep:
         folder = self._root.child(pointer.query_folder)
         if not folder.creates_exclusively:
             raise NotClaimableError(
-                f"the state at {folder.root} cannot be claimed: its store does not let exactly one of several make "
-                "a file, "
-                "so two queries might own it. Start with mode='no_claim', and delete it yourself."
+                f"the state at {folder.root} cannot be claimed: its store does not let exactly one of several make a "
+                "file, so two queries might own it. Start with mode='no_claim', and delete it yourself."
             )
         found = LeaseLog(folder).newest(first=True)
         there = None if found is None else found.record.claim
@@ -120,14 +119,12 @@ class FirstStep:
             raise NotClaimableError(
                 f"batch {captured.batch} of {start.checkpoint_location} cannot be claimed: the later batches "
                 f"{', '.join(map(str, captured.later))} build upon its files, which the new query deletes when it "
-                "needs "
-                "them no more. Claim the last batch, or accept that the later ones are lost with force=True."
+                "needs them no more. Claim the last batch, or accept that the later ones are lost with force=True."
             )
         if (0 if found is None else found.number) != captured.lease_number:
             raise LiveRunError(
                 f"the state at {folder.root} was written since its checkpoint was read, and the last batch may be "
-                "another: "
-                "stop the old query first, then plan the new one, and start it"
+                "another: stop the old query first, then plan the new one, and start it"
             )
         # The other query may have claimed the folder itself: who claims it from that one goes by its pointers.
         return Claim(self._query_folder, by, int(time.time() * 1000), instead_of=pointer.claim)

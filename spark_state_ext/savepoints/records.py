@@ -98,9 +98,8 @@ def note_start(query_folder: Folder, record: StartRecord) -> None:
         there = start_of(query_folder)
         raise LineageError(
             f"the first batch of the query at {query_folder.root} was begun from "
-            f"{there.source if there else 'nothing'} "
-            f"before, and now from {record.source}: start the query again from where it was, or with a new "
-            "checkpointLocation"
+            f"{there.source if there else 'nothing'} before, and now from {record.source}: start the query again from "
+            "where it was, or with a new checkpointLocation"
         )
 
 

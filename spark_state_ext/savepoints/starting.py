@@ -305,6 +305,5 @@ class Starts:
 def _not_there(name: str, path: str, manifest: SavepointManifest) -> StateError:
     return OperatorChangedError(
         f"the savepoint at {path} has no operator {name!r}; it has {', '.join(sorted(manifest.header.operators))}. "
-        "Name the "
-        "one whose state is meant with operator=…, or begin without state with allow_non_restored=True."
+        "Name the one whose state is meant with operator=…, or begin without state with allow_non_restored=True."
     )

@@ -71,17 +71,15 @@ def judged(
     if claim is not None:
         return Verdict(
             False,
-            f"{claim.by} has claimed it, and deletes it itself when it needs it no more. Where that query is gone "
-            "for good, "
-            "python -m spark_state_ext savepoint release frees it",
+            f"{claim.by} has claimed it, and deletes it itself when it needs it no more. Where that query is gone for "
+            "good, python -m spark_state_ext savepoint release frees it",
         )
     waiting = [it for it in started if not it.detached]
     if waiting:
         return Verdict(
             False,
-            f"{len(waiting)} of {len(started)} queries that were started from it have not committed a batch yet, "
-            "the first "
-            f"at {waiting[0].query_folder}",
+            f"{len(waiting)} of {len(started)} queries that were started from it have not committed a batch yet, the "
+            f"first at {waiting[0].query_folder}",
         )
     if started:
         return Verdict(

@@ -103,9 +103,8 @@ def _loader() -> Callable[[str], Any]:
                 "ExecutorPackageError", (ImportError,), {"__module__": "spark_state_ext.errors"}
             )
             raise executor_package_error(
-                f"the executors' Python {sys.executable} (version "
-                f"{sys.version.split()[0]}) {what}, or point PYSPARK_PYTHON or spark.pyspark.python at the Python that "
-                "has it."
+                f"the executors' Python {sys.executable} (version {sys.version.split()[0]}) {what}, or point "
+                "PYSPARK_PYTHON or spark.pyspark.python at the Python that has it."
             ) from None
 
     return load

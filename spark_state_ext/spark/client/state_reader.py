@@ -86,10 +86,8 @@ class StateReader:
         if SPARK_VERSION < (4, 0):
             raise UsageError(
                 "PySpark 3.5 has no reader of Spark's state, which a snapshot of a query is taken from. Stop the "
-                "query, and "
-                "take it with PySpark 4.0 or newer: that reads the checkpoint that 3.5 wrote, and the query goes on "
-                "with "
-                "3.5 afterwards."
+                "query, and take it with PySpark 4.0 or newer: that reads the checkpoint that 3.5 wrote, and the "
+                "query goes on with 3.5 afterwards."
             )
         self._spark = spark
         self._location = location.rstrip("/")
@@ -159,8 +157,7 @@ class StateReader:
             if not oldest <= wanted <= newest:
                 raise MissingCheckpointError(
                     f"batch {wanted} of {self._location} cannot be read: its committed batches are {oldest} to "
-                    f"{newest}. "
-                    "Spark keeps spark.sql.streaming.minBatchesToRetain of them: choose one of these."
+                    f"{newest}. Spark keeps spark.sql.streaming.minBatchesToRetain of them: choose one of these."
                 )
             query_id = str(json.loads(self._text("metadata"))["id"])
             offsets = self._text(f"offsets/{wanted}")

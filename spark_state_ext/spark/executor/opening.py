@@ -281,9 +281,8 @@ def _admitted(
         in_force = ask(again=True)
     if pointer is not None and pointer.schema_id > in_force.schema_id:
         raise MissingCheckpointError(
-            f"the state of operator {job.operator!r} was written under operator_{pointer.schema_id}.json, "
-            "which is gone "
-            f"from {root.child(query_folder).root}: bring the file back."
+            f"the state of operator {job.operator!r} was written under operator_{pointer.schema_id}.json, which is "
+            f"gone from {root.child(query_folder).root}: bring the file back."
         )
     return in_force
 
@@ -293,8 +292,7 @@ def _refuse_another_jobs(call: CallInfo, pointer: Pointer) -> None:
     if pointer.buckets != job.options.buckets:
         raise BucketCountChangedError(
             f"operator {job.operator!r} has its state in {pointer.buckets} buckets and the job asks for "
-            f"{job.options.buckets}: "
-            f"set buckets={pointer.buckets}, or start from a new checkpoint location."
+            f"{job.options.buckets}: set buckets={pointer.buckets}, or start from a new checkpoint location."
         )
     if pointer.operator != job.operator:
         raise OperatorChangedError(

@@ -65,8 +65,7 @@ def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[
     if found is not None and found.record.format < LEASE_FORMAT and not found.record.released:
         raise UsageError(
             f"the query with its state at {files.root} runs, or ran last, with a release that knows no holds, and "
-            "might "
-            "delete what is being copied. Run it once with this release, then try again."
+            "might delete what is being copied. Run it once with this release, then try again."
         )
     held = Hold.place(files, plain["holder"], plain.get("lasts_ms", HOLD_MS))
     yield answer({"hold": held.id, "lease": 0 if found is None else found.number})

@@ -184,8 +184,7 @@ def _runs(plain: dict[str, Any], schema: RowSchema, sorter: HashSorter) -> Itera
             at = int(order[starts[int(np.argmax(counts > 1))]])
             raise StateValueError(
                 f"the table has the key {shown_row([field.name for field in schema.keys], columns[:keys], at)} more "
-                "than "
-                "once: a key has one state. Aggregate the table by key first."
+                "than once: a key has one state. Aggregate the table by key first."
             )
         n = table.num_rows
         state = [
