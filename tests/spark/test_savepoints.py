@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import COUNTS, Job, count, emitted, keyed
+from jobs import COUNTS, SPARK, Job, count, emitted, keyed
 from pyspark.errors import StreamingQueryException
 from streams import finish
 
@@ -24,6 +24,7 @@ from spark_state_ext import (
     write_savepoint,
 )
 from spark_state_ext.__main__ import main
+from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LeaseRecord
@@ -33,6 +34,10 @@ from tests.helpers.soak import examples
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.spark
+# Of tests that need neither a savepoint of a query nor its retained checkpoint the rest runs on 3.5 too.
+reads_state = pytest.mark.skipif(
+    SPARK < (4, 0), reason="PySpark 3.5 has no reader of state, and savepoints of queries say so"
+)
 
 FIRST = [["a", "b", "c"], ["a", "d"], ["a", "b"], ["a", "e"]]
 NEXT = [["a", "b"], ["c", "f"], ["a", "a"]]
@@ -103,6 +108,7 @@ def taken(query: Query, path: Path, form: str = "native", **also: Any) -> Any:
     return take_savepoint(query.job.session, path, query.job.checkpoint, query.state, form=form, **also)
 
 
+@reads_state
 @pytest.mark.parametrize("form", ["native", "canonical"])
 def test_a_query_starts_from_a_savepoint(spark: Any, old: Query, tmp_path: Path, form: str) -> None:
     found = taken(old, tmp_path / "savepoint", form, verify=True)
@@ -125,6 +131,7 @@ def test_a_query_starts_from_a_savepoint(spark: Any, old: Query, tmp_path: Path,
     assert (new.table["a"], new.table["d"]) == (counted(FIRST, NEXT)["a"] + 1, 2)
 
 
+@reads_state
 def test_a_running_query_is_not_touched(spark: Any, tmp_path: Path) -> None:
     old = Query(spark, tmp_path / "old").run(FIRST[:2])
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "old" / "root").rglob("*.arrow")}
@@ -138,6 +145,7 @@ def test_a_running_query_is_not_touched(spark: Any, tmp_path: Path) -> None:
     assert old.table == counted(FIRST)
 
 
+@reads_state
 def test_any_number_of_queries_start_from_one_savepoint(spark: Any, old: Query, tmp_path: Path) -> None:
     """They share nothing but the bytes of files, which nobody writes to."""
     taken(old, tmp_path / "savepoint")
@@ -165,6 +173,7 @@ def test_any_number_of_queries_start_from_one_savepoint(spark: Any, old: Query, 
         shutil.rmtree(tmp_path / str(number))
 
 
+@reads_state
 def test_a_claimed_savepoint_is_deleted_once_it_is_not_needed(spark: Any, old: Query, tmp_path: Path) -> None:
     taken(old, tmp_path / "savepoint")
     (tmp_path / "savepoint" / "tested" / "mine.txt").touch()
@@ -179,6 +188,7 @@ def test_a_claimed_savepoint_is_deleted_once_it_is_not_needed(spark: Any, old: Q
         Query(spark, tmp_path / "third", start_from=start).run(NEXT)
 
 
+@reads_state
 def test_what_is_claimed_is_refused_to_others(spark: Any, old: Query, tmp_path: Path) -> None:
     taken(old, tmp_path / "savepoint")
     start = Savepoint(str(tmp_path / "savepoint"), mode="claim")
@@ -193,6 +203,7 @@ def test_what_is_claimed_is_refused_to_others(spark: Any, old: Query, tmp_path: 
     assert read_manifest(Folder(str(tmp_path / "savepoint"))).buckets
 
 
+@reads_state
 def test_a_query_without_a_file_system_starts_from_a_savepoint(spark: Any, old: Query, tmp_path: Path) -> None:
     taken(old, tmp_path / "savepoint")
     backend = Backend(name="other", kind="sqlite", options={"path": str(tmp_path / "states.sqlite")})
@@ -205,6 +216,7 @@ def test_a_query_without_a_file_system_starts_from_a_savepoint(spark: Any, old: 
     assert new.table["c"] == counted(FIRST, NEXT)["c"]
 
 
+@reads_state
 def test_a_query_starts_from_what_another_one_left(spark: Any, old: Query, tmp_path: Path) -> None:
     start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint))
     new = Query(spark, tmp_path / "new", start_from=start).run(NEXT)
@@ -222,6 +234,7 @@ def test_a_query_starts_from_what_another_one_left(spark: Any, old: Query, tmp_p
     assert record.kind == "retained_checkpoint"
 
 
+@reads_state
 def test_a_start_that_cannot_be_read_holds_nothing(spark: Any, old: Query, tmp_path: Path) -> None:
     start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint), batch=99)
     with pytest.raises(StreamingQueryException, match=r"batch 99 of .* cannot be read"):
@@ -229,12 +242,14 @@ def test_a_start_that_cannot_be_read_holds_nothing(spark: Any, old: Query, tmp_p
     assert old.files.child("holds").names() == []
 
 
+@reads_state
 def test_a_query_starts_from_an_older_batch_of_another_one(spark: Any, old: Query, tmp_path: Path) -> None:
     start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint), batch=1)
     new = Query(spark, tmp_path / "new", start_from=start).run(NEXT)
     assert new.table["a"] == counted(FIRST[:2], NEXT)["a"]
 
 
+@reads_state
 def test_a_claimed_checkpoint_is_the_new_querys_own(spark: Any, old: Query, tmp_path: Path) -> None:
     root = str(tmp_path / "old" / "root")
     start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
@@ -251,6 +266,7 @@ def test_a_claimed_checkpoint_is_the_new_querys_own(spark: Any, old: Query, tmp_
         Query(spark, tmp_path / "third", start_from=start, root=root).run(NEXT)
 
 
+@reads_state
 def test_a_claim_whose_query_never_got_going_is_released(spark: Any, old: Query, tmp_path: Path) -> None:
     def failing(key: Any, frames: Any, state: Any) -> Any:
         raise ValueError("not today")
@@ -277,6 +293,7 @@ def test_a_claim_whose_query_never_got_going_is_released(spark: Any, old: Query,
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 2
 
 
+@reads_state
 def test_a_claim_that_was_built_upon_is_not_released(
     spark: Any, old: Query, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,6 +309,7 @@ def test_a_claim_that_was_built_upon_is_not_released(
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
 
 
+@reads_state
 def test_a_checkpoint_that_later_ones_need_is_claimed_by_force_only(spark: Any, old: Query, tmp_path: Path) -> None:
     root = str(tmp_path / "old" / "root")
     start = RetainedCheckpoint(root, str(old.job.checkpoint), batch=1, mode="claim")
@@ -303,6 +321,7 @@ def test_a_checkpoint_that_later_ones_need_is_claimed_by_force_only(spark: Any, 
     assert new.table["a"] == counted(FIRST[:2], NEXT)["a"]
 
 
+@reads_state
 def test_an_operator_that_is_not_in_a_savepoint(spark: Any, old: Query, tmp_path: Path) -> None:
     taken(old, tmp_path / "savepoint")
     start = Savepoint(str(tmp_path / "savepoint"), operator="other")
@@ -331,6 +350,7 @@ def test_a_table_with_a_key_twice_is_refused(spark: Any, tmp_path: Path) -> None
         write_savepoint(totals, tmp_path / "savepoint", keys=["key"], state_schema="n bigint", buckets=3)
 
 
+@reads_state
 def test_the_savepoint_of_a_query_is_its_state(spark: Any, old: Query, tmp_path: Path) -> None:
     taken(old, tmp_path / "savepoint")
     rows = read_savepoint(spark, tmp_path / "savepoint").collect()
@@ -377,3 +397,11 @@ def test_savepoints_through_connect(connect: Any, tmp_path: Path) -> None:
         found = stop_with_savepoint(query, tmp_path / "stopped-savepoint", stopped.checkpoint, state, spark=connect)
         assert not query.isActive
     assert {row.key: row.n for row in read_savepoint(connect, found.path).collect()} == {"a": 1}
+
+
+@pytest.mark.skipif(SPARK >= (4, 0), reason="newer releases have a reader of state")
+def test_pyspark_3_5_names_the_way(spark: Any, tmp_path: Path) -> None:
+    query = Query(spark, tmp_path / "old").run(FIRST)
+    with pytest.raises(UsageError, match=r"Stop the query, and take it with PySpark 4\.0 or newer"):
+        take_savepoint(spark, str(tmp_path / "savepoint"), str(query.job.checkpoint), query.state)
+    assert not (tmp_path / "savepoint").exists()
