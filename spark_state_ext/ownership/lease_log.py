@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from spark_state_ext.errors import MissingCheckpointError, StorageError
+from spark_state_ext.errors import MissingCheckpointError, StorageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_record import Found, LeaseRecord, refusal
 
@@ -63,7 +63,14 @@ class LeaseLog:
             # Releases that write format 1 know no claims, and so none of them may hold it.
             return found
         if first or found is None or found.record.format_1_too:
-            old = self._of_format_1()
+            try:
+                old = self._of_format_1()
+            except VersionSkewError:
+                # So it is where somebody has claimed the folder since the look before.
+                found = self._newest_record()
+                if found is None or found.record.claim is None:
+                    raise
+                return found
             if old is not None:
                 return Found(0 if found is None else found.number, old)
         return found

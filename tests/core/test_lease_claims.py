@@ -20,7 +20,7 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease, LeaseRegistry
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Claim, LeaseRecord
+from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Claim, Found, LeaseRecord
 from spark_state_ext.ownership.release import note_handed_over, release_query_folder
 from tests.helpers.waiting import eventually
 
@@ -155,6 +155,25 @@ def test_releases_that_know_no_claims_refuse_the_folder(tmp_path: Path, clock: V
         LeaseRecord.decode_format_1((tmp_path / "lease.json").read_bytes(), "it")
     # And the claim counts for this one, whatever stands there.
     assert newest_in(tmp_path).claim == CLAIM
+
+
+def test_a_claim_that_is_made_between_two_looks(
+    tmp_path: Path, clock: Virtual, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks reads the records first and what is of format 1 then, which a claim replaces."""
+    _ended(tmp_path)
+    real = LeaseLog._newest_record
+
+    def looks(log: LeaseLog) -> Found | None:
+        found = real(log)
+        monkeypatch.setattr(LeaseLog, "_newest_record", real)
+        _claimed(tmp_path, clock)
+        return found
+
+    monkeypatch.setattr(LeaseLog, "_newest_record", looks)
+    found = LeaseLog(Folder(str(tmp_path))).newest(first=True)
+    assert found is not None
+    assert found.record.claim == CLAIM
 
 
 def test_a_process_tells_the_two_queries_apart(tmp_path: Path) -> None:

@@ -112,7 +112,10 @@ def _consumed(deletes: Sequence[Entry], source: Source, second: Query) -> Iterab
         yield "it is not known when the first batch of job 2 was committed"
         return
     # Several processes of the job may be at it; in S3 deleting what is gone already is no error.
-    deletes = list({it.path: it for it in reversed(deletes)}.values())[::-1]
+    once: dict[str, Entry] = {}
+    for it in deletes:
+        once.setdefault(it.path, it)
+    deletes = list(once.values())
     for it in deletes:
         if it.role != "claim consumption" or it.at_s < second.committed_s or not it.phase.startswith("job 2"):
             yield _told(it)
