@@ -391,4 +391,7 @@ class Trial:
         try:
             yield
         except Exception as error:
-            raise RuntimeError(f"{self.case.name}, {name}: {error}") from error
+            # Spark's text has whole stack traces; the package's own error is in the midst of it.
+            text = str(error)
+            at = max(text.find("spark_state_ext.errors."), 0)
+            raise RuntimeError(f"phase {name!r}: {text[at : at + 1_000]}") from error
