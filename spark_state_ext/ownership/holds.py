@@ -141,7 +141,8 @@ class Hold:
             except MissingCheckpointError:
                 continue  # another process renewed or released it a moment ago
             renewed = replace(record, number=record.number + 1)
-            self._files.put(renewed.name, renewed.encode())
+            # Another process may renew it at the same moment, to the same bytes: then that file stays.
+            self._files.create(renewed.name, renewed.encode())
             self._files.remove(name)
             return renewed
         raise MissingCheckpointError(

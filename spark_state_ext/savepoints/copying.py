@@ -9,14 +9,17 @@ from pathlib import Path
 import pyarrow as pa
 
 from arrow_schemas.lineage import BodyRecord
-from arrow_schemas.savepoint import SavedFile
+from arrow_schemas.savepoint import SavedFile, SavepointManifest
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError
 from spark_state_ext.files.folder import Duplicable, Folder, Readable
 from spark_state_ext.files.sealed import SealedFile, publish
 from spark_state_ext.files.sealed_body import announced_body, verified
 from spark_state_ext.worker.spill import local_errors
+from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["How", "copied", "digest_text", "put_whole"]
+__all__ = ["How", "copied", "digest_text", "put_whole", "refuse_incomplete"]
+
+_PARALLEL_MAX = 16
 
 
 class How(enum.Enum):
@@ -72,17 +75,47 @@ def copied(files: Readable, file: SavedFile, target: Folder, scratch: Path) -> H
 
 
 def put_whole(target: Folder, sealed: SealedFile) -> SavedFile:
-    """Publish a checkpoint file that was made here.
+    """Publish a checkpoint file that was made here, unless another attempt at the same task has.
 
     Returns
     -------
     SavedFile
-        As a manifest has it.
+        The one that is there, as a manifest has it.
     """
+    there = _announced_in(target, sealed.name)
+    if there is not None:
+        return there
     body = announced_body(sealed.get_range, sealed.size_bytes, sealed.name)
     file = SavedFile(sealed.name, sealed.size_bytes, digest_text(body))
     _put(target, sealed, file)
     return file
+
+
+def refuse_incomplete(savepoint: Folder, manifest: SavepointManifest) -> None:
+    """Refuse a manifest whose files are not there, or are others: nobody could start from them.
+
+    Raises
+    ------
+    CorruptFileError
+        When one is missing, or is not what the manifest says.
+    StorageError
+        When the store fails.
+    """
+    named = [
+        (savepoint.child(bucket.operator, str(bucket.bucket)), file)
+        for bucket in manifest.buckets
+        for file in bucket.files
+    ]
+    if not named:
+        return
+    found = side_by_side("look", min(_PARALLEL_MAX, len(named)), lambda it: _is_there(*it), named)
+    for (folder, file), there in zip(named, found, strict=True):
+        if not there:
+            raise CorruptFileError(
+                f"{folder.where(file.name)} is not the file that a task has written there ({file.size_bytes} bytes, "
+                f"{file.digest}), so there is no savepoint at {savepoint.root}: see that the path is one that all "
+                "executors share and that nobody else writes to, then take it again at another path"
+            )
 
 
 def _put(target: Folder, sealed: SealedFile, file: SavedFile) -> None:
@@ -93,15 +126,17 @@ def _put(target: Folder, sealed: SealedFile, file: SavedFile) -> None:
 
 def _is_there(target: Folder, file: SavedFile) -> bool:
     """Whether a folder has a file, by its size and by what its end tells of its body."""
+    return _announced_in(target, file.name) == file
+
+
+def _announced_in(target: Folder, name: str) -> SavedFile | None:
+    """What a file says of itself; None where there is none that is whole."""
     try:
-        if target.size(file.name) != file.size_bytes:
-            return False
-        body = announced_body(
-            lambda start, end: target.get_range(file.name, start, end), file.size_bytes, target.where(file.name)
-        )
+        size = target.size(name)
+        body = announced_body(lambda start, end: target.get_range(name, start, end), size, target.where(name))
     except (MissingCheckpointError, CorruptFileError):
-        return False
-    return digest_text(body) == file.digest
+        return None
+    return SavedFile(name, size, digest_text(body))
 
 
 def _check(opened: pa.NativeFile, file: SavedFile, where: str) -> None:

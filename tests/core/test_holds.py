@@ -107,6 +107,33 @@ def test_one_that_another_process_renews_meanwhile_is_no_lost_one(
     assert len(watch.living(folder)) == 1
 
 
+def test_two_that_renew_at_once_leave_no_moment_without_a_hold(
+    folder: Folder, watch: HoldWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Hold.place(folder, "somebody", LASTS_MS)
+    # A share, whose rename does not take the place of a file.
+    share = Folder(folder.root)
+    monkeypatch.setattr(Folder, "replaces", False)
+    remove, create, seen = Folder.remove, Folder.create, list[int]()
+
+    def removing(files: Folder, name: str) -> None:
+        remove(files, name)
+        seen.append(len(_names(folder)))
+
+    def late(files: Folder, name: str, data: bytes) -> bool:
+        monkeypatch.setattr(Folder, "create", create)
+        # The other one makes the same number, and removes the one before.
+        Hold(share, first.id).renew()
+        return create(files, name, data)
+
+    monkeypatch.setattr(Folder, "create", late)
+    monkeypatch.setattr(Folder, "remove", removing)
+    assert first.renew().number == 1
+    assert seen
+    assert all(seen)
+    assert len(watch.living(folder)) == 1
+
+
 def test_who_renews_too_late_is_told(folder: Folder, watch: HoldWatch, clock: Clock) -> None:
     hold = Hold.place(folder, "somebody", LASTS_MS)
     watch.living(folder)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from core_support import WRITER
+from core_support import WRITER, first_pointer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from life import Life
 
-from arrow_schemas import Pointer
+from arrow_schemas import OperatorFile, Pointer
 from arrow_schemas.lineage import SNAPSHOT
 from arrow_schemas.pointer import ReplicationStatus
-from arrow_schemas.savepoint import CANONICAL, NATIVE, SavedBucket
+from arrow_schemas.savepoint import CANONICAL, NATIVE, SavedBucket, SavepointHeader, SavepointManifest
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.copying import How, copied
+from spark_state_ext.savepoints.copying import How, copied, refuse_incomplete
 from spark_state_ext.savepoints.taking import Copy, Reading, save_bucket
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scanned
@@ -210,3 +211,53 @@ def test_any_batch_of_any_history_can_be_saved(tmp_path_factory: pytest.TempPath
     finally:
         for store in life.stores:
             store.close()
+
+
+def test_two_attempts_make_one_file(life: Life) -> None:
+    """One on another host comes late, and leaves what the first has announced."""
+    life.history(12)
+    target = Folder(str(life.local / "savepoint")).child("3")
+    copies = [
+        save_bucket(
+            life.pointers[-1],
+            life.replicas(),
+            target,
+            CANONICAL,
+            SCHEMA,
+            life.local,
+            writer=replace(WRITER, host=host),
+        )
+        for host in ("one", "another with a longer name")
+    ]
+    assert copies[0].saved == copies[1].saved
+    assert started(life, copies[0].saved) == life.models[-1]
+
+
+@pytest.mark.parametrize("becomes", ["missing", "another"])
+def test_no_manifest_names_a_file_that_is_not_there(life: Life, becomes: str) -> None:
+    life.history(12)
+    bucket = saved(life, life.pointers[-1], CANONICAL).saved
+    (life.local / "savepoint" / "3").rename(life.local / "moved")
+    (life.local / "savepoint" / bucket.operator).mkdir()
+    place = life.local / "savepoint" / bucket.operator / "3"
+    (life.local / "moved").rename(place)
+    operators = {bucket.operator: OperatorFile(bucket.operator, "query", 8, _schema("k"), _schema("n"))}
+    header = SavepointHeader("1" * 32, CANONICAL, 0, operators, "0", "query", 1)
+    savepoint = Folder(str(life.local / "savepoint"))
+    others = (
+        SavedBucket(bucket.operator, n, replace(first_pointer(n), operator=bucket.operator), ()) for n in range(8)
+    )
+    manifest = SavepointManifest(header, tuple(bucket if it.bucket == 3 else it for it in others))
+    refuse_incomplete(savepoint, manifest)
+    (file,) = bucket.files
+    if becomes == "missing":
+        (place / file.name).unlink()
+    else:
+        (place / file.name).write_bytes((place / file.name).read_bytes() + b"more")
+    with pytest.raises(CorruptFileError, match="so there is no savepoint at"):
+        refuse_incomplete(savepoint, manifest)
+
+
+def _schema(name: str) -> str:
+    field = {"name": name, "type": "long", "nullable": True, "metadata": {}}
+    return json.dumps({"type": "struct", "fields": [field]})

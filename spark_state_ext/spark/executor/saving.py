@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT
 from spark_state_ext.savepoints.captured import Captured
+from spark_state_ext.savepoints.copying import refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
 from spark_state_ext.savepoints.reading import operator_named
 from spark_state_ext.savepoints.rows import answer, copies_of, saved_row
@@ -86,7 +86,8 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
     options, files = _query_folder(plain)
     scratch = scratch_folder(options.local_dir)
     operator = _operator_in_force(files)
-    writer = Writer(plain["query_id"], "", plain["batch"], socket.gethostname())
+    # Without a host: attempts on two hosts make the same file.
+    writer = Writer(plain["query_id"], "", plain["batch"], "")
     savepoint = _savepoint(plain)
     with _renewed(Hold(files, plain["hold"])):
         for batch in batches:
@@ -176,6 +177,7 @@ def finish(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator
         offsets=plain["offsets"],
     )
     manifest = SavepointManifest(header, tuple(sorted(buckets, key=lambda it: (it.operator, it.bucket))))
+    refuse_incomplete(_savepoint(plain), manifest)
     write_manifest(_savepoint(plain), manifest)
     yield answer({"id": header.id, "watermark_ms": header.watermark_ms})
 

@@ -6,7 +6,6 @@ Bodies of `mapInArrow`.
 from __future__ import annotations
 
 import hashlib
-import socket
 from collections.abc import Iterable, Iterator
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -128,7 +127,8 @@ def _written(
         parent=None,
         lineage=(),
         schema_id=operator.schema_id,
-        writer=Writer("", "", -1, socket.gethostname()),
+        # Without a host: attempts on two hosts make the same file.
+        writer=Writer("", "", -1, ""),
         package_version=__version__,
     )
     seen = _Seen()
