@@ -46,7 +46,8 @@ class Captured:
     hold_id
         The hold that keeps their files.
     lease_number
-        Number of the newest record of the folder's lease, after the pointers were read; 0 where it has none.
+        For a claim, number of the newest record of the folder's lease from before the pointers were read, when it was
+        free; 0 where it has none.
     pointers
         By bucket.
     """

@@ -18,6 +18,7 @@ from spark_state_ext.errors import (
     VersionSkewError,
 )
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.free import refuse_live, wait_until_free
 from spark_state_ext.ownership.lease import Lease, LeaseRegistry
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Claim, Found, LeaseRecord
@@ -76,6 +77,46 @@ def test_an_old_query_that_lives_is_not_claimed_from(tmp_path: Path, clock: Virt
     with pytest.raises(LiveRunError, match="is being written by"):
         _claimed(tmp_path, clock)
     assert newest_in(tmp_path).claim is None
+
+
+def test_pointers_are_read_for_a_claim_once_the_lease_is_free(tmp_path: Path, clock: Virtual) -> None:
+    folder, log = Folder(str(tmp_path)), LeaseLog(Folder(str(tmp_path)))
+    assert wait_until_free(folder, clock.clock) == 0
+    Lease(folder, ME, LEASE_MS, clock.clock).hold()
+    begun_s = clock.now_s
+    # Between two renewals it commits batch after batch, and its record stays the same: only time tells.
+    assert wait_until_free(folder, clock.clock) == 1
+    assert clock.now_s > begun_s + LEASE_S
+    refuse_live(folder, 1, {None})
+    assert log.append(log.newest(), record_of(ME, released=True))
+    # Somebody wrote meanwhile, so the pointers may be those of the batch before.
+    with pytest.raises(LiveRunError, match="Stop the old query first"):
+        refuse_live(folder, 1, {None})
+    begun_s = clock.now_s
+    assert wait_until_free(folder, clock.clock) == 2
+    assert clock.now_s == begun_s
+
+
+def test_a_query_that_runs_is_not_captured_for_a_claim(tmp_path: Path, clock: Virtual) -> None:
+    folder, log = Folder(str(tmp_path)), LeaseLog(Folder(str(tmp_path)))
+    Lease(folder, ME, LEASE_MS, clock.clock).hold()
+    clock.meanwhile = lambda: log.append(log.newest(), record_of(ME, nonce=str(clock.now_s)))
+    with pytest.raises(LiveRunError, match="Stop the old query first"):
+        wait_until_free(folder, clock.clock)
+
+
+def test_one_that_claimed_its_folder_must_have_ended_to_be_claimed_from(tmp_path: Path, clock: Virtual) -> None:
+    folder, log = Folder(str(tmp_path)), LeaseLog(Folder(str(tmp_path)))
+    _claimed(tmp_path, clock)
+    found = log.newest()
+    assert found is not None
+    # A restart of it plans with the old query's pointers, and waits for nobody.
+    assert wait_until_free(folder, clock.clock) == found.number
+    refuse_live(folder, found.number, {None})
+    with pytest.raises(LiveRunError):
+        refuse_live(folder, found.number, {CLAIM.id})
+    assert log.append(found, replace(found.record, released=True))
+    refuse_live(folder, found.number + 1, {CLAIM.id})
 
 
 def test_a_second_claim_is_refused_with_the_first_ones_owner(tmp_path: Path, clock: Virtual) -> None:

@@ -67,6 +67,7 @@ def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple
         "query_folder": store.query_folder,
         "holder": f"the start of operator {job.operator!r} below {job.options.root}",
         "lasts_ms": _CAPTURED_HOLD_MS,
+        "claims": start.mode == CLAIM,
         "file": captured_name(int(time.time() * 1000), job.plan_id),
         "target": {
             "root": job.options.root,
@@ -74,7 +75,7 @@ def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple
             "operator": job.operator,
         },
     }
-    told["hold"] = in_a_task(spark, "begin", told)["hold"]
+    told |= in_a_task(spark, "begin", told)
     try:
         committed = reader.batch(start.batch)
         told |= {"batch": committed.batch, "later": list(committed.later)}

@@ -27,6 +27,7 @@ from spark_state_ext.engine.shared import Shared
 from spark_state_ext.errors import MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.ownership.free import refuse_live, wait_until_free
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT
@@ -67,8 +68,10 @@ def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[
             f"the query with its state at {files.root} runs, or ran last, with a release that knows no holds, and "
             "might delete what is being copied. Run it once with this release, then try again."
         )
+    # What is read of the query afterwards is the last there is.
+    lease = wait_until_free(files) if plain.get("claims") else 0
     held = Hold.place(files, plain["holder"], plain.get("lasts_ms", HOLD_MS))
-    yield answer({"hold": held.id, "lease": 0 if found is None else found.number})
+    yield answer({"hold": held.id, "lease": lease})
 
 
 def end(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -214,13 +217,14 @@ def capture(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterato
     """Write the pointers that come in down, for the first batch of a query that starts from them."""
     pointers = [Pointer.decode(bytes(value)) for batch in batches for value in batch.column(0).to_pylist()]
     _, files = _query_folder(plain)
-    found = LeaseLog(files).newest(first=True)
+    if plain["claims"]:
+        refuse_live(files, plain["lease"], {pointer.claim for pointer in pointers})
     captured = Captured(
         plain["operator"],
         plain["batch"],
         tuple(plain["later"]),
         plain["hold"],
-        0 if found is None else found.number,
+        plain["lease"],
         {pointer.bucket: pointer for pointer in sorted(pointers, key=lambda it: it.bucket)},
     )
     target = plain["target"]
