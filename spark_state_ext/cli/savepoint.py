@@ -47,7 +47,7 @@ def _status(savepoint: Folder, roots: Sequence[Folder]) -> int:
     for it in started:
         print(f"started={it.query_folder} mode={it.record.mode} detached={'yes' if it.detached else 'no'}")
     claim, consumed = claimed(savepoint)
-    print(judged(started, claim, consumed, [root.root for root in roots]))
+    print(judged(started, claim, consumed, [root.root for root in roots], manifest.header.operators))
     return 0
 
 
@@ -66,7 +66,7 @@ def _delete(savepoint: Folder, roots: Sequence[Folder], force: bool) -> int:
     if MANIFEST_NAME in savepoint.names():
         manifest = read_manifest(savepoint)
         started = [it for root in roots for it in started_below(root, savepoint.root, manifest.header.id)]
-        verdict = judged(started, claim, consumed, [root.root for root in roots])
+        verdict = judged(started, claim, consumed, [root.root for root in roots], manifest.header.operators)
         if not verdict.deletable and not force:
             raise NotClaimableError(
                 f"{savepoint.root} is not deleted: {verdict.because} (--force deletes it all the same)"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.errors import (
     ClaimedError,
     MissingCheckpointError,
@@ -152,7 +153,7 @@ def is_consumed(savepoint: Folder) -> bool:
     return savepoint.child(CLAIM_FOLDER).exists(_CONSUMED_NAME)
 
 
-def consume(savepoint: Folder, claim_id: str, still_ours: Callable[[], None]) -> int:
+def consume(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], operator: str | None = None) -> int:
     """Delete a claimed savepoint: what its manifest names, and nothing else. May be stopped and repeated at any time.
 
     Parameters
@@ -163,6 +164,9 @@ def consume(savepoint: Folder, claim_id: str, still_ours: Callable[[], None]) ->
         Id of the claim; where another one is there, or none, nothing is deleted.
     still_ours
         Raises when another run has taken the query's state over.
+    operator
+        The operator that needs nothing of it any more. Files of others stay, and with them the manifest and the claim,
+        until each has said so. None: all of them.
 
     Returns
     -------
@@ -188,7 +192,7 @@ def consume(savepoint: Folder, claim_id: str, still_ours: Callable[[], None]) ->
     still_ours()
     files.create(_CONSUMED_NAME, sealed_document({"format": _FORMAT}))
     try:
-        return _consumed(savepoint, claim, still_there)
+        return _consumed(savepoint, claim, still_there, operator)
     except _FinishedError:
         if claim_of(savepoint) is None:
             # This one's mark may have come after the other one had removed its own.
@@ -201,7 +205,9 @@ class _FinishedError(Exception):
     """Another process has deleted it all."""
 
 
-def _consumed(savepoint: Folder, claim: SavepointClaim, still_there: Callable[[bool], None]) -> int:
+def _consumed(
+    savepoint: Folder, claim: SavepointClaim, still_there: Callable[[bool], None], operator: str | None
+) -> int:
     files = savepoint.child(CLAIM_FOLDER)
     deleted = 0
     try:
@@ -212,7 +218,10 @@ def _consumed(savepoint: Folder, claim: SavepointClaim, still_there: Callable[[b
         if manifest.header.id != claim.savepoint_id:
             # Somebody has put another savepoint there.
             return 0
-        deleted = delete_files(savepoint, manifest, still_there)
+        deleted = delete_files(savepoint, manifest, still_there, operator)
+        if savepoint.exists(MANIFEST_NAME):
+            _LOGGER.info("files of other operators stay at %s until these need them no more", savepoint.root)
+            return deleted
     still_there(True)
     # The claim last, so that whoever is stopped here knows on the next day that it is his to finish.
     files.remove(_CONSUMED_NAME)

@@ -92,7 +92,8 @@ def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> No
     if record is None or record.mode != CLAIM or not isinstance(start, Savepoint) or not job.options.clean_up:
         return
     if start.path == record.source:
-        consume(Folder(start.path, start.storage_options), query_folder.name, still_ours)
+        claim_id = record.claim or query_folder.name
+        consume(Folder(start.path, start.storage_options), claim_id, still_ours, record.operator)
 
 
 def _let_go(job: Job, start: RetainedCheckpoint, file: str) -> None:

@@ -54,6 +54,8 @@ class FirstStep:
         self._root = root
         self._query_folder = query_folder
         self._batch_ms = batch_ms
+        # Of the savepoint's claim.
+        self._claim_id = ""
 
     def folder_of(self, beginning: Beginning) -> str:
         """The query folder in which the state is from now on: the other query's where that is claimed."""
@@ -82,7 +84,7 @@ class FirstStep:
             folder = Folder(start.path, start.storage_options)
             if start.mode == CLAIM:
                 wanted = SavepointClaim(beginning.record.source_id, by, self._query_folder)
-                claim_savepoint(folder, wanted, self._attempts())
+                self._claim_id = claim_savepoint(folder, wanted, self._attempts()).id
             else:
                 refuse_claimed(folder)
         if not beginning.adopts:
@@ -154,7 +156,7 @@ class FirstStep:
             return Begun(replace(beginning.pointer, batch=-1, partitioning=None, made_by=None, claim=claim.id))
         query_folder = self._root.child(self._query_folder)
         if beginning.captured is None:
-            note_start(query_folder, beginning.record)
+            note_start(query_folder, replace(beginning.record, claim=self._claim_id))
             return beginning.detached(self._job, self._query_folder, (), scratch)
         start = self._job.options.start_from
         assert isinstance(start, RetainedCheckpoint), "that is what was captured"

@@ -47,6 +47,9 @@ class StartRecord:
         ``"no_claim"`` or ``"claim"``.
     operator
         Name of the operator there.
+    claim
+        Id of the claim to the savepoint; empty where there is none. It is the folder's name, unless another attempt at
+        the first batch, with another folder, was the one that made it.
     """
 
     kind: str
@@ -55,10 +58,14 @@ class StartRecord:
     batch: int
     mode: str
     operator: str
+    claim: str = ""
 
     def encode(self) -> bytes:
         """The file's bytes."""
-        return sealed_document({"format": START_FORMAT, **asdict(self)})
+        fields = asdict(self)
+        if not self.claim:
+            del fields["claim"]
+        return sealed_document({"format": START_FORMAT, **fields})
 
     @staticmethod
     def decode(data: bytes, where: str) -> StartRecord:
@@ -80,6 +87,7 @@ class StartRecord:
                 batch=int(fields["batch"]),
                 mode=str(fields["mode"]),
                 operator=str(fields["operator"]),
+                claim=str(fields.get("claim", "")),
             )
         raise AssertionError("unreachable: readable raises what it catches")
 

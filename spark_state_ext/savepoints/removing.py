@@ -11,7 +11,10 @@ __all__ = ["delete_files"]
 
 
 def delete_files(
-    savepoint: Folder, manifest: SavepointManifest, still_ours: Callable[[bool], None] = lambda last: None
+    savepoint: Folder,
+    manifest: SavepointManifest,
+    still_ours: Callable[[bool], None] = lambda last: None,
+    operator: str | None = None,
 ) -> int:
     """Delete files of buckets first, and the manifest last, so that who is stopped knows what is left to do.
 
@@ -23,6 +26,8 @@ def delete_files(
         What is in it.
     still_ours
         Called before each file, and told whether it is the manifest; what it raises ends it.
+    operator
+        Delete files of this operator alone; the manifest stays as long as another one has files. None: of all.
 
     Returns
     -------
@@ -30,7 +35,10 @@ def delete_files(
         How many checkpoint files there were.
     """
     deleted = 0
+    others = [it for it in manifest.buckets if operator not in (None, it.operator)]
     for bucket in manifest.buckets:
+        if operator not in (None, bucket.operator):
+            continue
         folder = savepoint.child(bucket.operator, str(bucket.bucket))
         for file in bucket.files:
             still_ours(False)
@@ -39,6 +47,10 @@ def delete_files(
         savepoint.remove_if_empty(bucket.operator, str(bucket.bucket))
     for name in manifest.header.operators:
         savepoint.remove_if_empty(name)
+    for bucket in others:
+        folder = savepoint.child(bucket.operator, str(bucket.bucket))
+        if any(folder.exists(file.name) for file in bucket.files):
+            return deleted
     still_ours(True)
     savepoint.remove(MANIFEST_NAME)
     savepoint.remove_if_empty()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from spark_state_ext.errors import MissingCheckpointError
@@ -53,7 +53,11 @@ class Verdict:
 
 
 def judged(
-    started: Sequence[Started], claim: SavepointClaim | None, consumed: bool, looked_in: Sequence[str]
+    started: Sequence[Started],
+    claim: SavepointClaim | None,
+    consumed: bool,
+    looked_in: Sequence[str],
+    operators: Collection[str] = (),
 ) -> Verdict:
     """Decide.
 
@@ -65,6 +69,8 @@ def judged(
         Who has claimed it, and whether that one has begun to delete it.
     looked_in
         The roots that were looked in.
+    operators
+        Names of the operators in it.
     """
     if claim is not None and consumed:
         return Verdict(False, f"{claim.by} owns it and is deleting it: let it finish")
@@ -81,12 +87,24 @@ def judged(
             f"{len(waiting)} of {len(started)} queries that were started from it have not committed a batch yet, the "
             f"first at {waiting[0].query_folder}",
         )
+    never = sorted(set(operators) - {it.record.operator for it in started}) if started else []
+    if never:
+        return Verdict(
+            False,
+            f"of its operators {', '.join(never)} was not started yet, or has had no batch with data: its state would "
+            "be lost. Where nobody wants that, --force deletes it",
+        )
     if started:
         return Verdict(
             True, f"all {len(started)} queries that were started from it have committed a batch of their own"
         )
-    where = f"below {', '.join(looked_in)}" if looked_in else "as no --root was named to look in"
-    return Verdict(True, f"no query is known that was started from it ({where})")
+    if not looked_in:
+        return Verdict(
+            False,
+            "it is not known whether a query that was started from it needs it still: name the roots of those that "
+            "may have been, with --root",
+        )
+    return Verdict(True, f"no query is known that was started from it (below {', '.join(looked_in)})")
 
 
 def claimed(savepoint: Folder) -> tuple[SavepointClaim | None, bool]:

@@ -79,7 +79,8 @@ def test_it_may_go_once_every_query_is_detached(
 
 def test_what_the_manifest_does_not_name_stays(savepoint: Folder, tmp_path: Path) -> None:
     savepoint.child("counts", "1").put("mine.txt", b"mine")
-    assert main(["savepoint", "delete", savepoint.root]) == 0
+    assert main(["savepoint", "delete", savepoint.root]) == 1, "it is not known who needs it"
+    assert main(["savepoint", "delete", savepoint.root, "--root", str(tmp_path)]) == 0
     assert [path.name for path in (tmp_path / "savepoint").rglob("*") if path.is_file()] == ["mine.txt"]
 
 
@@ -96,6 +97,31 @@ def test_a_claim_is_told_kept_and_released(
     assert main(["savepoint", "release", savepoint.root]) == 0
     assert claim_of(savepoint) is None
     assert main(["savepoint", "release", savepoint.root]) == 1
+
+
+def test_files_of_an_operator_that_was_not_started_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, root = Folder(str(tmp_path / "savepoint")), tmp_path / "root"
+    buckets, names = [], ("counts", "sessions")
+    for name in names:
+        ref = CheckpointRef(3, "0" * 32)
+        file = SavedFile(f"{ref}.snapshot.arrow", 4, "blkcrcs=" + "0" * 32)
+        folder.child(name, "0").put(file.name, b"rows")
+        pointer = replace(first_pointer(0), operator=name, buckets=1, lineage=(LineageEntry(ref, 4, 1),), rows=5)
+        buckets.append(SavedBucket(name, 0, pointer, (file,)))
+    operators = {name: OperatorFile(name, "query", 1, SCHEMA, SCHEMA) for name in names}
+    write_manifest(
+        folder, SavepointManifest(SavepointHeader(ID, NATIVE, 0, operators, "0.2.0", "query", 7), tuple(buckets))
+    )
+    note_detached(_started(root, "mine", folder))
+    assert "deletable: no, because of its operators sessions was not started yet" in _status(folder, root, capsys)
+    # The claim: each operator lets go of its own.
+    claim_savepoint(folder, SavepointClaim(ID, "/root/counts/mine", "mine"), ())
+    assert consume(folder, "mine", lambda: None, "counts") == 1
+    assert folder.child("sessions", "0").names() == [buckets[1].files[0].name]
+    assert not folder.child("counts", "0").names()
+    assert claim_of(folder) is not None
+    assert consume(folder, "mine", lambda: None, "sessions") == 1
+    assert not (tmp_path / "savepoint").exists()
 
 
 class _StoppedError(Exception):

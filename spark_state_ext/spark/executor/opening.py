@@ -192,6 +192,8 @@ def open_bucket(
         if beginning.adopts and not names_a_holder(job, beginning.pointer):
             # Before the claim, too.
             tried(lambda: shared.replicas.refuse_elsewhere(job, root, beginning.pointer, scratch))
+        # A job that the state cannot serve claims nothing.
+        beginning.begins(job, query_folder)
         first_step = FirstStep(job, root, query_folder, call.times.processing_ms)
         claim = tried(lambda: first_step.claim(beginning))
         query_folder = first_step.folder_of(beginning)
