@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import COUNTS, SPARK, Job, count, emitted, keyed
-from pyspark.errors import StreamingQueryException
+from pyspark.errors import PySparkException, StreamingQueryException
 from streams import finish
 
 from spark_state_ext import (
@@ -355,6 +355,35 @@ def test_the_savepoint_of_a_query_is_its_state(spark: Any, old: Query, tmp_path:
     taken(old, tmp_path / "savepoint")
     rows = read_savepoint(spark, tmp_path / "savepoint").collect()
     assert {row.key: row.n for row in rows} == counted(FIRST)
+
+
+def test_values_of_another_type_are_not_guessed(spark: Any, tmp_path: Path) -> None:
+    rows = spark.sql(
+        "select 'a' key, '1' text, 1 number, 1.5D real, true flag, date'2020-01-01' day, "
+        "timestamp_ntz'2020-01-01 12:00:00' local, timestamp'2020-01-01 12:00:00' moment"
+    )
+    refused = [("text", "long"), ("number", "string"), ("real", "long"), ("flag", "long")]
+    refused += [("day", "timestamp"), ("local", "timestamp"), ("moment", "date")]
+    for column, declared in refused:
+        with pytest.raises(UsageError, match=f"column '{column}' of the table is"):
+            write_savepoint(rows, str(tmp_path / column), keys=["key"], state_schema=f"{column} {declared}", buckets=1)
+        assert not (tmp_path / column).exists()
+    with pytest.raises(UsageError, match="give a whole number"):
+        write_savepoint(
+            rows.withColumnRenamed("moment", "timeout_ms"),
+            str(tmp_path / "timeout"),
+            keys=["key"],
+            state_schema="number int",
+            buckets=1,
+        )
+    wider = write_savepoint(rows, str(tmp_path / "wider"), keys=["key"], state_schema="number long", buckets=1)
+    assert [tuple(row) for row in read_savepoint(spark, wider.path).collect()] == [("a", 1, None)]
+
+
+def test_what_may_not_be_null_is_not(spark: Any, tmp_path: Path) -> None:
+    rows = spark.sql("select 'a' key, cast(null as long) n")
+    with pytest.raises(PySparkException, match="NOT NULL"):
+        write_savepoint(rows, str(tmp_path / "null"), keys=["key"], state_schema="n long not null", buckets=1)
 
 
 def test_an_empty_table_becomes_a_savepoint_without_state(spark: Any, tmp_path: Path) -> None:

@@ -9,15 +9,17 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pyspark.sql.types import LongType, StructField, StructType
+from pyspark.sql import functions as F
+from pyspark.sql.types import IntegralType, LongType, StructField, StructType
 
+from arrow_schemas.evolution import state_change
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.savepoint import CANONICAL
 from arrow_schemas.spark_types import key_fields, state_fields
 from spark_state_ext.engine.limits import check_sizes
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
-from spark_state_ext.errors import UnsupportedPlanError, UsageError
+from spark_state_ext.errors import SchemaChangedError, UnsupportedPlanError, UsageError
 from spark_state_ext.savepoints.rows import SAVED
 from spark_state_ext.spark.client.columns import packable, refuse_equal_names, struct_of
 from spark_state_ext.spark.client.savepoints import TakenSavepoint, finished
@@ -58,7 +60,8 @@ def write_savepoint(
     keys
         Names of the key columns, in the order in which the query groups by them.
     state_schema
-        The state columns, as the query declares them. They are found in `df` by name.
+        The state columns, as the query declares them. They are found in `df` by name, and are of the same type or of a
+        narrower one.
     buckets
         Number of buckets of the query.
     operator
@@ -76,11 +79,11 @@ def write_savepoint(
     Raises
     ------
     UsageError
-        When an argument cannot work, or there is something at the path.
+        When an argument cannot work, a column is of another type than is declared, or there is something at the path.
     UnsupportedTypeError
         When a key or state column has a type that cannot be stored.
     StateValueError
-        When a key is there twice, as an error of the Spark job.
+        When a key is there twice, or a column that may not be NULL is, as an error of the Spark job.
     StorageError
         When a store fails. What was written is no savepoint.
 
@@ -97,9 +100,13 @@ def write_savepoint(
     savepoint = os.fspath(path).rstrip("/")
     # Refuses what no executor could use.
     Savepoint(savepoint, storage_options=storage_options or {})
-    state = [field["name"] for field in json.loads(file.state_schema)["fields"]]
-    has_timeout = TIMEOUT_COLUMN in df.columns and TIMEOUT_COLUMN not in [*keys, *state]
-    chosen = df.select(*map(_quoted, [*keys, *state, *([TIMEOUT_COLUMN] if has_timeout else [])]))
+    state = StructType.fromJson(json.loads(file.state_schema))
+    has_timeout = TIMEOUT_COLUMN in df.columns and TIMEOUT_COLUMN not in [*keys, *state.names]
+    columns = [F.col(_quoted(name)) for name in keys]
+    # Spark casts, by its own rules, what is declared wider.
+    columns += [F.col(_quoted(field.name)).cast(field.dataType).alias(field.name) for field in state.fields]
+    columns += [F.col(TIMEOUT_COLUMN).cast("long").alias(TIMEOUT_COLUMN)] if has_timeout else []
+    chosen = df.select(*columns)
     told: dict[str, Any] = {
         "package_version": __version__,
         "operator_file": file.encode().decode(),
@@ -181,7 +188,29 @@ def _operator_file(
     # Names of operators are refused as an ArrowState refuses them.
     options = StateOptions(root="/", operator=operator)
     check_sizes(buckets, options.memory_bytes_max, 0, 0)
+    _refuse_other_types(df, state, operator)
     return OperatorFile(operator, "", buckets, key.json(), state.json())
+
+
+def _refuse_other_types(df: DataFrame, state: StructType, operator: str) -> None:
+    """Values are stored as they are, or in a wider type: nothing is guessed of them."""
+    for field in state.fields:
+        given = df.schema[field.name]
+        told = [state_fields(StructType([it]).json()) for it in (StructField(field.name, given.dataType), field)]
+        try:
+            state_change(operator, told[0], (told[1][0].with_nullable(True),))
+        except SchemaChangedError as error:
+            raise UsageError(
+                f"column {field.name!r} of the table is {given.dataType.simpleString()}, and the state schema declares "
+                f"{field.dataType.simpleString()}: cast the column to that, so that it is you who says how"
+            ) from error
+    if TIMEOUT_COLUMN in df.columns and TIMEOUT_COLUMN not in state.names:
+        given = df.schema[TIMEOUT_COLUMN]
+        if not isinstance(given.dataType, IntegralType):
+            raise UsageError(
+                f"column {TIMEOUT_COLUMN!r} of the table is {given.dataType.simpleString()}, and says when a key times "
+                "out in milliseconds since 1970: give a whole number, of a timestamp unix_millis(column)"
+            )
 
 
 def _partitions(spark: SparkSession) -> int:

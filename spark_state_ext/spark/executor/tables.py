@@ -191,6 +191,12 @@ def _runs(plain: dict[str, Any], schema: RowSchema, sorter: HashSorter) -> Itera
             normal_array(column, field.type) if column.type != field.type else column
             for column, field in zip(columns[keys:], schema.state, strict=False)
         ]
+        for column, field in zip(state, schema.state, strict=False):
+            if not field.nullable and column.null_count:
+                raise StateValueError(
+                    f"column {field.name!r} of the table is NULL in {column.null_count} rows, and the state schema "
+                    "declares it NOT NULL: fill it, or declare it nullable"
+                )
         timeout = columns[keys + len(schema.state)].cast(pa.int64()) if has_timeout else pa.nulls(n, pa.int64())
         rows = pa.RecordBatch.from_arrays(
             [
