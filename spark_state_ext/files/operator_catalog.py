@@ -9,6 +9,7 @@ import threading
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from spark_state_ext.errors import ExistingStateError, StorageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.left_behind import LEFT_BEHIND_NAME, refuse_left_behind
 
 __all__ = [
     "SPILL_FOLDER",
@@ -26,7 +27,7 @@ _LOGGER = logging.getLogger("spark_state_ext")
 # Beside the queries' folders: notes about first batches, and rows in transit of tasks that are not told their query.
 STARTING_FOLDER, SPILL_FOLDER = "starting", "spill"
 # What a query's folder may have before its state begins; the last was the lease of formats 1 to 3.
-_BEFORE_STATE = frozenset({SPILL_FOLDER, "lease", "lease.json", "holds", "start.json"})
+_BEFORE_STATE = frozenset({SPILL_FOLDER, "lease", "lease.json", "holds", "start.json", LEFT_BEHIND_NAME})
 _QUERY_FOLDER = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _NEW_QUERY_FOLDER = re.compile(r"t\d{1,15}-[0-9a-f]{32}")
 # Each round ends with the file of one job written, and a job writes one.
@@ -127,6 +128,7 @@ def _admitted_by(
         in_force = newest.succeeded_by(wanted, case_sensitive=case_sensitive, leave_behind=leave_behind)
         if in_force is newest:
             return newest
+        refuse_left_behind(files, wanted.operator, [field.name for field in in_force.row_schema().state])
     else:
         in_force = wanted
         _look_beside(operator_files, wanted, strict, batch_ms)

@@ -22,6 +22,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.left_behind import note_left_behind
 from spark_state_ext.files.operator_catalog import query_folders_of_batch
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
@@ -149,6 +150,7 @@ class FirstStep:
         scratch
             Local folder for temporary files.
         """
+        note_left_behind(self._root.child(self.folder_of(beginning)), beginning.left_behind(self._job))
         if self._job.captured is not None and beginning.captured is not None:
             note_held(self._root.child(self.folder_of(beginning)), self._job.captured)
         if beginning.adopts:

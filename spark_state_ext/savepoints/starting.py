@@ -90,6 +90,13 @@ class Beginning:
         """Whether state columns that the job does not have are left behind."""
         return job.options.start_from is not None and job.options.start_from.allow_non_restored
 
+    def left_behind(self, job: Job) -> list[str]:
+        """Names of the state columns that the job leaves behind."""
+        names = {field.name for field in job.operator_file("").row_schema().state}
+        return [
+            field.name for field in self.operator_file.row_schema().without_expiry().state if field.name not in names
+        ]
+
     def begins(self, job: Job, query_folder: str) -> OperatorFile:
         """The first operator file of the query.
 

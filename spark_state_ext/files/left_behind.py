@@ -1,0 +1,66 @@
+"""State columns that a query left behind when it began with another one's state: its older files have them still.
+
+A column of that name must not be added later, as rows that nobody has written since would show what was left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from arrow_schemas.checksum import opened_document, readable, sealed_document
+from spark_state_ext.errors import MissingCheckpointError, SchemaChangedError
+from spark_state_ext.files.folder import Folder
+
+__all__ = ["LEFT_BEHIND_NAME", "note_left_behind", "refuse_left_behind"]
+
+LEFT_BEHIND_NAME = "left_behind.json"
+_FORMAT = 1
+
+
+def note_left_behind(query_folder: Folder, columns: Collection[str]) -> None:
+    """Write down which columns a query leaves behind; every bucket's first call writes the same.
+
+    Raises
+    ------
+    StorageError
+        When the store fails.
+    """
+    if columns:
+        query_folder.create(LEFT_BEHIND_NAME, sealed_document({"format": _FORMAT, "columns": sorted(columns)}))
+
+
+def refuse_left_behind(query_folder: Folder, operator: str, columns: Collection[str]) -> None:
+    """Refuse state columns of names that were left behind.
+
+    Parameters
+    ----------
+    query_folder
+        The query's folder.
+    operator
+        Name of the operator.
+    columns
+        State columns that the job asks for.
+
+    Raises
+    ------
+    SchemaChangedError
+        When one of them was left behind.
+    CorruptFileError, VersionSkewError
+        When it cannot be read which these are.
+    StorageError
+        When the store fails.
+    """
+    where = query_folder.where(LEFT_BEHIND_NAME)
+    try:
+        data = query_folder.get(LEFT_BEHIND_NAME)
+    except MissingCheckpointError:
+        return
+    with readable(where, "list of columns that were left behind"):
+        left = {str(name) for name in opened_document(data, where, _FORMAT)["columns"]}
+    again = [name for name in columns if name in left]
+    if again:
+        raise SchemaChangedError(
+            f"the state of operator {operator!r} cannot get a column {again[0]!r}: the query left one of that name "
+            "behind when it began (allow_non_restored=True), and old rows would show its values. Give the column "
+            "another name."
+        )
