@@ -110,12 +110,15 @@ def claim_savepoint(savepoint: Folder, claim: SavepointClaim, mine: Collection[s
             "a file, so two queries might own it. Start with mode='no_claim', and delete it yourself."
         )
     files = savepoint.child(CLAIM_FOLDER)
-    if files.create(_CLAIM_NAME, claim.encode()):
-        return claim
-    there = claim_of(savepoint)
-    if there is not None and (there.id == claim.id or there.id in mine):
-        return there
-    raise _claimed(savepoint, there)
+    there = claim if files.create(_CLAIM_NAME, claim.encode()) else claim_of(savepoint)
+    if there is None or not (there.id == claim.id or there.id in mine):
+        raise _claimed(savepoint, there)
+    if is_consumed(savepoint):
+        # After the claim was made: whoever begins to delete marks that first, and looks whose claim is there then.
+        raise ClaimedError(
+            f"the savepoint at {savepoint.root} is being deleted by a query that had claimed it: take another one"
+        )
+    return there
 
 
 def refuse_claimed(savepoint: Folder) -> None:
@@ -191,6 +194,11 @@ def consume(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], op
 
     still_ours()
     files.create(_CONSUMED_NAME, sealed_document({"format": _FORMAT}))
+    if claim_of(savepoint) != claim:
+        # It was released before the mark was there. Whoever has claimed it since goes on once the mark is gone.
+        files.remove(_CONSUMED_NAME)
+        _remove_empty(savepoint)
+        return 0
     try:
         return _consumed(savepoint, claim, still_there, operator)
     except _FinishedError:
@@ -249,10 +257,15 @@ def release_claim(savepoint: Folder) -> SavepointClaim:
     claim = claim_of(savepoint)
     if claim is None:
         raise MissingCheckpointError(f"nobody has claimed the savepoint at {savepoint.root}")
+    refused = NotClaimableError(
+        f"the claim of {claim.by} to the savepoint at {savepoint.root} cannot be released: it has begun to delete it"
+    )
     if is_consumed(savepoint):
-        raise NotClaimableError(
-            f"the claim of {claim.by} to the savepoint at {savepoint.root} cannot be released: it has begun to "
-            "delete it"
-        )
-    savepoint.child(CLAIM_FOLDER).remove(_CLAIM_NAME)
+        raise refused
+    files = savepoint.child(CLAIM_FOLDER)
+    files.remove(_CLAIM_NAME)
+    if is_consumed(savepoint):
+        # It began in between: it looked whose the claim is after its mark, and this looks for the mark after the claim.
+        files.create(_CLAIM_NAME, claim.encode())
+        raise refused
     return claim

@@ -11,12 +11,20 @@ import pytest
 from core_support import first_pointer
 
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile
+from arrow_schemas.checksum import sealed_document
 from arrow_schemas.savepoint import NATIVE, SavedBucket, SavedFile, SavepointHeader, SavepointManifest
 from spark_state_ext.__main__ import main
-from spark_state_ext.errors import ClaimedError
+from spark_state_ext.errors import ClaimedError, NotClaimableError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints import claims
-from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, claim_savepoint, consume
+from spark_state_ext.savepoints.claims import (
+    SavepointClaim,
+    claim_of,
+    claim_savepoint,
+    consume,
+    is_consumed,
+    release_claim,
+)
 from spark_state_ext.savepoints.manifest_file import write_manifest
 from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
 
@@ -179,3 +187,62 @@ def test_who_is_late_to_delete_a_claimed_savepoint_leaves_what_came_after_it(
         assert [it.name for it in savepoint.tree()] == [it.name for it in Folder(str(backup)).tree()]
         shutil.rmtree(savepoint.root)
         shutil.copytree(backup, savepoint.root)
+
+
+@pytest.mark.parametrize("stops_at", ["mark", "deleting"])
+def test_a_claim_that_is_released_while_its_owner_begins_to_delete_is_his_or_the_next_ones(
+    savepoint: Folder, stops_at: str
+) -> None:
+    """Who releases sees the owner's mark, or the owner sees that it was released: never are files deleted of another."""
+    mine, other = (SavepointClaim(ID, f"/root/counts/{name}", name) for name in ("mine", "other"))
+    claim_savepoint(savepoint, mine, ())
+    made, waits = Folder.create, [True]
+
+    def meanwhile(folder: Folder, name: str, data: bytes) -> bool:
+        # Just before the owner's mark is there.
+        if name == "consumed.json" and stops_at == "mark" and waits.pop():
+            release_claim(savepoint)
+            claim_savepoint(savepoint, other, ())
+        return made(folder, name, data)
+
+    def still_ours() -> None:
+        if stops_at == "deleting" and is_consumed(savepoint) and waits:
+            waits.clear()
+            with pytest.raises(NotClaimableError, match="has begun to delete it"):
+                release_claim(savepoint)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Folder, "create", meanwhile)
+        deleted = consume(savepoint, "mine", still_ours)
+    assert not waits
+    if stops_at == "deleting":
+        assert deleted == 2
+        return
+    assert deleted == 0
+    # It is the other's, who may start from all of it, and delete it in his turn.
+    assert claim_savepoint(savepoint, other, ()) == other
+    assert consume(savepoint, "other", lambda: None) == 2
+
+
+def test_an_owner_who_marks_while_his_claim_is_released_keeps_it(savepoint: Folder) -> None:
+    mine = SavepointClaim(ID, "/root/counts/mine", "mine")
+    claim_savepoint(savepoint, mine, ())
+    remove = Folder.remove
+
+    def meanwhile(folder: Folder, name: str) -> None:
+        if name == "claim.json":
+            # The release has looked for his mark, and has not found it.
+            assert folder.create("consumed.json", sealed_document({"format": 1}))
+        remove(folder, name)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Folder, "remove", meanwhile)
+        with pytest.raises(NotClaimableError, match="has begun to delete it"):
+            release_claim(savepoint)
+    assert claim_of(savepoint) == mine
+
+
+def test_nobody_starts_from_a_savepoint_that_is_being_deleted(savepoint: Folder) -> None:
+    savepoint.child("claim").put("consumed.json", sealed_document({"format": 1}))
+    with pytest.raises(ClaimedError, match="is being deleted"):
+        claim_savepoint(savepoint, SavepointClaim(ID, "/root/counts/mine", "mine"), ())

@@ -1,7 +1,8 @@
 """As many simulated histories as one likes: ``python tests/simulation/run.py --histories 20000 --seed 1``.
 
 A history that fails is shortened by Hypothesis and printed; the same seed and number of processes find it again. Two
-runs with other seeds go through other histories. As many of drivers around one lease come after those of buckets.
+runs with other seeds go through other histories. After those of buckets come as many of drivers around one lease, of
+queries that claim one folder, and of savepoints.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
-from sim_histories import histories, lease_histories  # noqa: E402
+from sim_claims import simulate_claims  # noqa: E402
+from sim_histories import claim_histories, histories, lease_histories, savepoint_histories  # noqa: E402
 from sim_lease import simulate_lease  # noqa: E402
 from sim_parts import History, Step  # noqa: E402
+from sim_savepoints import simulate_savepoints  # noqa: E402
 from sim_world import simulate  # noqa: E402
 
 
@@ -86,12 +89,61 @@ def run_leases(count: int, from_seed: int) -> Counter[str]:
     return seen
 
 
-def _share(count: int, leases: int, from_seed: int, results: multiprocessing.Queue[Counter[str]]) -> None:
+def run_claims(count: int, from_seed: int) -> Counter[str]:
+    """As `run_leases`, with queries that claim the folder."""
+    seen: Counter[str] = Counter()
+
+    @seed(from_seed)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(claim_histories())
+    def check(steps: tuple[Step, ...]) -> None:
+        world = simulate_claims(steps)
+        seen.update(claim_histories=1)
+        seen.update({f"folder_{name.replace(' ', '_')}": times for name, times in world.counted.items()})
+
+    check()
+    return seen
+
+
+def run_savepoints(count: int, from_seed: int) -> Counter[str]:
+    """As `run`, of savepoints and of queries that start from them."""
+    seen: Counter[str] = Counter()
+
+    @seed(from_seed)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(savepoint_histories())
+    def check(history: History) -> None:
+        world = simulate_savepoints(history)
+        seen.update(savepoint_histories=1)
+        seen.update({name.replace(" ", "_").replace("-", "_"): times for name, times in world.yard.counted.items()})
+
+    check()
+    return seen
+
+
+def _share(counts: tuple[int, ...], from_seed: int, results: multiprocessing.Queue[Counter[str]]) -> None:
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     # What was imported stays; going through it again and again takes a twentieth of the time.
     gc.freeze()
-    seen = run(count, from_seed)
-    seen.update(run_leases(leases, from_seed))
+    count, leases, savepoints = counts
+    seen = run(count, from_seed) if count else Counter[str]()
+    if leases:
+        seen.update(run_leases(leases, from_seed))
+        seen.update(run_claims(leases, from_seed))
+    if savepoints:
+        seen.update(run_savepoints(savepoints, from_seed))
     results.put(seen)
 
 
@@ -99,17 +151,21 @@ def main() -> int:
     """Run them in several processes; prints one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--histories", type=int, default=20_000)
-    parser.add_argument("--leases", type=int, help="histories of leases; as many as the others where not given")
+    parser.add_argument(
+        "--leases", type=int, help="histories of leases, and of claims; as many as the others by default"
+    )
+    parser.add_argument("--savepoints", type=int, help="histories of savepoints; as many as the others by default")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     started_s = time.monotonic()
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[Counter[str]] = context.Queue()
-    leases = arguments.histories if arguments.leases is None else arguments.leases
-    share, lease_share = (-(-count // arguments.processes) for count in (arguments.histories, leases))
+    wanted = [arguments.histories, arguments.leases, arguments.savepoints]
+    each = [arguments.histories if count is None else count for count in wanted]
+    shares = tuple(-(-count // arguments.processes) for count in each)
     workers = [
-        context.Process(target=_share, args=(share, lease_share, arguments.seed * 1_000 + i, results))
+        context.Process(target=_share, args=(shares, arguments.seed * 1_000 + i, results))
         for i in range(arguments.processes)
     ]
     for worker in workers:

@@ -6,22 +6,50 @@ from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
+from sim_claims import CLAIM_STEPS
 from sim_lease import LEASE_STEPS
 from sim_parts import Config, History, Step
+from sim_savepoints import SAVEPOINT_STEPS
 from sim_world import STEPS
 
 # Long enough for snapshots to be leaned on, and shorter ones for what goes wrong early.
 STEPS_MAX = 48
 STEP_BYTES = 16
+# How often each is drawn: enough batches for files to be cleaned up, and time for whoever copies.
+_SAVEPOINT_KINDS = {
+    **dict.fromkeys(STEPS, 1),
+    "batch": 4,
+    "twice": 3,
+    "work": 5,
+    "raid": 0,
+    "switch": 1,
+    "take": 5,
+    "aside": 7,
+    "wait": 2,
+    "day": 1,
+    "start": 3,
+    "started": 9,
+    "delete": 1,
+    "release": 1,
+}
 
 
-def histories(kinds: Sequence[str] = STEPS, **fixed: Any) -> st.SearchStrategy[History]:
+def histories(
+    kinds: Sequence[str] = STEPS,
+    numbered: Sequence[str] = STEPS,
+    steps_numbers: Sequence[int] = (8, 16, 32, STEPS_MAX),
+    **fixed: Any,
+) -> st.SearchStrategy[History]:
     """Configurations and up to `STEPS_MAX` steps.
 
     Parameters
     ----------
     kinds
         What the steps are drawn from.
+    numbered
+        All that there are, in the order of their numbers.
+    steps_numbers
+        How many there may be.
     fixed
         Fields of the configuration that are the same in all.
     """
@@ -36,15 +64,30 @@ def histories(kinds: Sequence[str] = STEPS, **fixed: Any) -> st.SearchStrategy[H
     drawn |= {"erase_window_ms": st.sampled_from([0, 0, 0, 40, 160])}
     drawn |= {name: st.just(value) for name, value in fixed.items()}
     step = st.tuples(
-        st.sampled_from([STEPS.index(kind) for kind in kinds]), st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES)
+        st.sampled_from([numbered.index(kind) for kind in kinds]), st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES)
     )
-    lengths = st.sampled_from([8, 16, 32, STEPS_MAX])
+    lengths = st.sampled_from(list(steps_numbers))
     steps = lengths.flatmap(lambda n: st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=n, max_size=n))
     return st.builds(History, st.builds(Config, **drawn), steps.map(tuple))
 
 
+def savepoint_histories(**fixed: Any) -> st.SearchStrategy[History]:
+    """As `histories`, of a query of which savepoints are taken, and of those that start from them."""
+    kinds = [kind for kind, times in _SAVEPOINT_KINDS.items() for _ in range(times)]
+    return histories(kinds, SAVEPOINT_STEPS, (16, 32, STEPS_MAX), **fixed)
+
+
+def claim_histories() -> st.SearchStrategy[tuple[Step, ...]]:
+    """As `lease_histories`, with queries that claim the folder."""
+    return _lease_histories(len(CLAIM_STEPS))
+
+
 def lease_histories() -> st.SearchStrategy[tuple[Step, ...]]:
     """Steps of drivers, processes and a store around one lease."""
-    step = st.tuples(st.integers(0, len(LEASE_STEPS) - 1), st.binary(min_size=3, max_size=3))
+    return _lease_histories(len(LEASE_STEPS))
+
+
+def _lease_histories(kinds: int) -> st.SearchStrategy[tuple[Step, ...]]:
+    step = st.tuples(st.integers(0, kinds - 1), st.binary(min_size=3, max_size=3))
     steps = st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=16, max_size=60)
     return steps.map(tuple)

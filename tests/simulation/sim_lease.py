@@ -16,19 +16,19 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 from sim_parts import Numbers, Step
 
-from spark_state_ext.errors import LiveRunError, StorageError
+from spark_state_ext.errors import OwnershipError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership import lease as lease_module
 from spark_state_ext.ownership.lease import Clock, Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Found, RunIdentity
 
-__all__ = ["LEASE_STEPS", "LeaseWorld", "WrongLeaseError", "simulate_lease"]
+__all__ = ["LEASE_STEPS", "Driver", "LeaseWorld", "Process", "WrongLeaseError", "simulate_lease", "simulated"]
 
 LEASE_MS = 9_000
 LEASE_S = LEASE_MS / 1000
@@ -127,6 +127,9 @@ class Driver:
 class LeaseWorld:
     """Drivers and their processes around one folder."""
 
+    # What the first number of a step is.
+    kinds: ClassVar[tuple[str, ...]] = LEASE_STEPS
+
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
         self.query_folder = Folder(f"memory://{self._name}/home")
@@ -156,7 +159,7 @@ class LeaseWorld:
     def step(self, step: Step) -> None:
         """Take one step."""
         numbers = Numbers(step)
-        getattr(self, f"_{LEASE_STEPS[numbers.below(len(LEASE_STEPS))]}")(numbers)
+        getattr(self, f"_{self.kinds[numbers.below(len(self.kinds))]}")(numbers)
         self._look()
 
     def _tick(self, numbers: Numbers) -> None:
@@ -170,8 +173,8 @@ class LeaseWorld:
         asking = [it for it in self.drivers if it.alive and any(p.ticked_s >= 0 for p in it.processes)]
         self.live_max = max(self.live_max, len(asking))
         try:
-            process.lease.hold()
-        except LiveRunError:
+            self._hold(driver, process)
+        except OwnershipError:
             driver.alive = False
             return False
         except StorageError:
@@ -181,14 +184,24 @@ class LeaseWorld:
             self._look()
         return True
 
+    def _hold(self, driver: Driver, process: Process) -> None:
+        process.lease.hold()
+
     def _check(self, numbers: Numbers) -> None:
-        driver, process = self._one(numbers)
+        self.clean_up(*self._one(numbers))
+
+    def clean_up(self, driver: Driver, process: Process) -> None:
+        """What a task of a process has left to do asks whether it may."""
         if process.inside or process.lease.state is lease_module.LeaseState.NEW:
             return
         try:
             process.lease.check()
-        except (LiveRunError, StorageError):
+        except (OwnershipError, StorageError):
             return
+        self._may_delete(driver)
+
+    def _may_delete(self, driver: Driver) -> None:
+        """A driver's clean-up was told that it may go on."""
         if self.owner is not None and self.owner.identity.is_same_run(driver.identity):
             return  # a later start of the same query: what the one before left to do knows less, and deletes less
         since_s = self.replaced_at_s.get(driver.identity.plan)
@@ -276,7 +289,12 @@ class LeaseWorld:
 
     def is_over(self, identity: RunIdentity) -> bool:
         """What can be seen from any machine here: that a driver's process is gone."""
-        return not self.drivers[identity.pid - 1].alive
+        driver = self._driver_of(identity)
+        return driver is None or not driver.alive
+
+    def _driver_of(self, identity: RunIdentity) -> Driver | None:
+        """None: it was no driver's process."""
+        return self.drivers[identity.pid - 1] if identity.pid else None
 
     def _look(self) -> None:
         """What the records say now."""
@@ -285,7 +303,7 @@ class LeaseWorld:
             return
         if self._found is not None and found.number < self._found.number:
             raise WrongLeaseError(f"record {found.number} counts, after {self._found.number}")
-        owner = self.drivers[found.record.owner.pid - 1]
+        owner = self._driver_of(found.record.owner)
         before, renewed_s = self.owner, self.renewed_s
         self._found, self.renewed_s = found, self.now_s
         if owner is before:
@@ -295,13 +313,13 @@ class LeaseWorld:
             self.take_overs += 1
             if before.alive and self.now_s < renewed_s + LEASE_S:
                 raise WrongLeaseError(
-                    f"{owner.identity.plan} has the lease of {before.identity.plan}, which renewed it "
+                    f"{found.record.owner.plan} has the lease of {before.identity.plan}, which renewed it "
                     f"{self.now_s - renewed_s:.1f} s ago and lives"
                 )
             # A later start in the same application comes after the end of the one before.
-            if before.identity.application != owner.identity.application:
+            if owner is None or before.identity.application != owner.identity.application:
                 self.replaced_at_s.setdefault(before.identity.plan, self.now_s)
-        if owner.identity.plan in self.replaced_at_s and owner.alive:
+        if owner is not None and owner.identity.plan in self.replaced_at_s and owner.alive:
             raise WrongLeaseError(f"{owner.identity.plan} has the lease again, after it was replaced")
 
     def calm(self) -> None:
@@ -347,6 +365,20 @@ def simulate_lease(steps: Iterable[Step], patches: Iterable[tuple[Any, str, Any]
         What is put in the place of something, for a broken variant: object, name, and what makes it of the world.
     """
     world = LeaseWorld()
+    simulated(world, steps, patches)
+    return world
+
+
+def simulated(world: LeaseWorld, steps: Iterable[Step], patches: Iterable[tuple[Any, str, Any]]) -> None:
+    """Run a history in a world to its end; it is closed then.
+
+    Parameters
+    ----------
+    world
+        The world.
+    steps, patches
+        As for `simulate_lease`.
+    """
     try:
         with _in_place(world, patches):
             for step in steps:
@@ -354,4 +386,3 @@ def simulate_lease(steps: Iterable[Step], patches: Iterable[tuple[Any, str, Any]
             world.calm()
     finally:
         world.close()
-    return world

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 from sim_failures import Failures
@@ -123,16 +123,21 @@ class World:
         What stays the same.
     built
         What is under test.
+    name
+        Of its folder in memory, where that is another world's too.
     """
 
-    def __init__(self, config: Config, built: Built = DEFAULT) -> None:
+    # What the first number of a step is.
+    kinds: ClassVar[tuple[str, ...]] = STEPS
+
+    def __init__(self, config: Config, built: Built = DEFAULT, name: str = "") -> None:
         self.config = config
         self._built = built
-        self._name = uuid.uuid4().hex
+        self._name = name or uuid.uuid4().hex
         self.buckets = range(FIRST_BUCKET, FIRST_BUCKET + config.buckets)
         # Two backends, of which one or both are configured.
-        roots = {name: opened(f"{self._name}/{name}", replaces=config.replaces) for name in ("a", "b")}
-        self.folders = {name: {b: root.child(str(b)) for b in self.buckets} for name, root in roots.items()}
+        homes = {name: self._home(opened(f"{self._name}/{name}", replaces=config.replaces)) for name in ("a", "b")}
+        self.folders = {name: {b: home.child(str(b)) for b in self.buckets} for name, home in homes.items()}
         self.files = self.folders["a"][FIRST_BUCKET]
         self.configured = ["a"]
         # What clean-ups have found out.
@@ -148,8 +153,8 @@ class World:
             machines[1] = machines[0]
         self.executors: list[Executor] = []
         self.executors += [Executor(machine, self.executors, config.buckets) for machine in machines]
-        first = {b: Held(Pointer("simulated", b, 8, 0, -1, None)) for b in self.buckets}
-        self.spark = StateFiles(config, first)
+        first = {b: Held(self._first(b)) for b in self.buckets}
+        self.spark = self._state_files(first)
         # The model of every pointer.
         self.models: dict[bytes, Model] = {held.pointer.encode(): {} for held in first.values()}
         # Of no state at all, which nobody can lose: a late attempt at the first batch sends all there is.
@@ -168,6 +173,17 @@ class World:
         # The run, where each begins with a probe for files that are gone.
         self.looking = ""
 
+    def _home(self, root: Folder) -> Folder:
+        """The query's folder in a backend."""
+        return root
+
+    def _first(self, bucket: int) -> Pointer:
+        """What Spark holds of a bucket before the first batch."""
+        return Pointer("simulated", bucket, 8, 0, -1, None)
+
+    def _state_files(self, first: Partition) -> StateFiles:
+        return StateFiles(self.config, first)
+
     @property
     def batch(self) -> int:
         """The newest batch that is committed."""
@@ -175,12 +191,15 @@ class World:
 
     def close(self) -> None:
         """Remove everything."""
-        for executor in self.executors:
-            executor.machine.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._close_machines()
         memory = fsspec.filesystem("memory")
         if memory.exists(f"/{self._name}"):
             memory.rm(f"/{self._name}", recursive=True)
+
+    def _close_machines(self) -> None:
+        for executor in self.executors:
+            executor.machine.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self) -> None:
         """The query starts again."""
@@ -197,7 +216,7 @@ class World:
     def step(self, step: Step) -> None:
         """Take one step."""
         numbers = Numbers(step)
-        kind = STEPS[numbers.below(len(STEPS))]
+        kind = self.kinds[numbers.below(len(self.kinds))]
         getattr(self, f"_{kind.replace(' ', '_')}")(numbers)
 
     def _batch(self, numbers: Numbers) -> None:
@@ -643,7 +662,7 @@ class World:
 
         def work() -> None:
             try:
-                request = CleanUp(pointer, head, self.config.retained, still_ours)
+                request = self._request(executor, CleanUp(pointer, head, self.config.retained, still_ours), numbers)
                 retention.clean_up(files, request, self.folder, NOW_S, entries, self.known)
             except LostFilesError:
                 committer.snapshots.lose(of, pointer.heartbeats)
@@ -656,6 +675,10 @@ class World:
                     self.check(number, of)
 
         executor.submit(f"clean-up {uuid.uuid4()}", work)
+
+    def _request(self, executor: Executor, request: CleanUp, numbers: Numbers) -> CleanUp:
+        """What a clean-up that begins now goes by."""
+        return request
 
     # -- checks ------------------------------------------------------------------------------------
 

@@ -1,0 +1,153 @@
+"""The simulator of savepoints, holds and claims finds nothing in what is built, and everything in what is broken."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from sim_claims import simulate_claims
+from sim_claims_broken import BROKEN_CLAIMS, Patch
+from sim_histories import claim_histories, savepoint_histories
+from sim_lease import WrongLeaseError
+from sim_parts import Built, History, Step, WrongStateError
+from sim_savepoint_scenes import SAVEPOINT_SCENES, SavepointScene, played_savepoints
+from sim_savepoints import simulate_savepoints
+from sim_savepoints_broken import BROKEN_SAVEPOINTS
+
+from tests.helpers.soak import SOAK, examples
+
+SEED = 3
+# Every broken variant of claims is found within these, with this seed.
+CLAIMS_BROKEN_MAX = 1_000
+# Those that histories find where no scene does; and in the long form all.
+SAVEPOINTS_BROKEN_MAX = 300
+# What finds each of them first. Where it no longer does, all the rest is tried: that is slower, and says the same.
+FOUND_BY = {
+    "hold written after the pointers are read": "copied_while_batches_go_on",
+    "clean-up blind to holds": "copied_while_batches_go_on",
+    "holds looked for once": "copied_while_batches_go_on",
+    "a hold over in spite of renewals": "copied_while_batches_go_on",
+    "a renewal that writes nothing": "copied_while_batches_go_on",
+    "a hold that is never over": "silent_for_too_long",
+    "a lost hold unnoticed by its maker": "silent_for_too_long",
+    "an unconfirmed snapshot believed": "uploads_under_way",
+    "inline deltas forgotten": "uploads_under_way",
+    "uncommitted pointers saved": "uploads_under_way",
+    "files that start a query left behind": "begun_twice",
+    "a savepoint deleted that nobody claimed": "begun_twice",
+    "more deleted than the manifest names": "claimed_twice",
+    "detached at the first call": "claimed_twice",
+    "let go at the first call": "claimed_twice",
+    "a claim that the last one has": "claimed_twice",
+    "a claim not checked before deleting": "released_and_claimed_anew",
+    "the manifest deleted first": "died_while_it_deleted",
+    "released after something was deleted": "released_while_it_is_deleted",
+    "released by a look": "released_while_it_is_deleted",
+    "deleted by a look": "released_while_it_is_deleted",
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Holds that end and stores that do not answer are logged, thousands of times."""
+    logger = logging.getLogger("spark_state_ext")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
+
+
+@settings(max_examples=examples(8, 1_000), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(savepoint_histories())
+def test_no_history_gives_a_wrong_savepoint(history: History) -> None:
+    simulate_savepoints(history)
+
+
+@pytest.mark.parametrize("script", SAVEPOINT_SCENES, ids=lambda script: script.__name__)
+def test_no_scene_gives_a_wrong_savepoint(script: Callable[[SavepointScene], None]) -> None:
+    played_savepoints(script, Built())
+
+
+@pytest.mark.parametrize("name", BROKEN_SAVEPOINTS)
+def test_broken_savepoints_are_found(name: str) -> None:
+    built = BROKEN_SAVEPOINTS[name]
+
+    @seed(SEED)
+    @settings(
+        max_examples=SAVEPOINTS_BROKEN_MAX,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(savepoint_histories())
+    def check(history: History) -> None:
+        simulate_savepoints(history, built)
+
+    with pytest.raises(WrongStateError):
+        for script in sorted(SAVEPOINT_SCENES, key=lambda script: script.__name__ != FOUND_BY[name]):
+            played_savepoints(script, built)
+        check()
+
+
+@settings(max_examples=examples(60), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(claim_histories())
+def test_no_history_gives_a_folder_to_two_queries(steps: tuple[Step, ...]) -> None:
+    simulate_claims(steps)
+
+
+@pytest.mark.parametrize("patches", BROKEN_CLAIMS.values(), ids=list(BROKEN_CLAIMS))
+def test_broken_claims_are_found(patches: tuple[Patch, ...]) -> None:
+    @seed(SEED)
+    @settings(max_examples=CLAIMS_BROKEN_MAX, deadline=None, database=None, phases=[Phase.generate])
+    @given(claim_histories())
+    def check(steps: tuple[Step, ...]) -> None:
+        simulate_claims(steps, patches)
+
+    with pytest.raises(WrongLeaseError):
+        check()
+
+
+def test_histories_are_of_the_kind_that_matters() -> None:
+    seen: Counter[str] = Counter()
+
+    @seed(SEED)
+    @settings(max_examples=60, deadline=None, database=None, phases=[Phase.generate])
+    @given(claim_histories())
+    def check(steps: tuple[Step, ...]) -> None:
+        seen.update(simulate_claims(steps).counted)
+
+    check()
+    assert seen["claims"] > 60
+    assert seen["releases"] > 0
+    assert seen["releases refused"] > 0
+
+
+@pytest.mark.skipif(not SOAK, reason="takes minutes: runs in make soak")
+def test_savepoints_are_of_the_kind_that_matters() -> None:
+    seen: Counter[str] = Counter()
+
+    @seed(SEED)
+    @settings(
+        max_examples=300,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(savepoint_histories())
+    def check(history: History) -> None:
+        seen.update(simulate_savepoints(history).yard.counted)
+
+    check()
+    for name in (
+        "savepoints finished",
+        "clean-ups held up",
+        "first steps",
+        "claims",
+        "savepoints deleted by their user",
+    ):
+        assert seen[name] > 20, name
