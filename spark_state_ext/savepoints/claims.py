@@ -113,8 +113,9 @@ def claim_savepoint(savepoint: Folder, claim: SavepointClaim, mine: Collection[s
     there = claim if files.create(_CLAIM_NAME, claim.encode()) else claim_of(savepoint)
     if there is None or not (there.id == claim.id or there.id in mine):
         raise _claimed(savepoint, there)
-    if is_consumed(savepoint):
+    if is_consumed(savepoint) and there.by == claim.by:
         # After the claim was made: whoever begins to delete marks that first, and looks whose claim is there then.
+        # (Where another operator of the query has claimed it, the mark is of that one's own files.)
         raise ClaimedError(
             f"the savepoint at {savepoint.root} is being deleted by a query that had claimed it: take another one"
         )

@@ -150,10 +150,10 @@ def _claimed_by_looking(savepoint: Folder, claim: SavepointClaim, mine: Any) -> 
     return claim
 
 
-def _consumed_by_anybody(savepoint: Folder, claim_id: str, still_ours: Callable[[], None]) -> int:
+def _consumed_by_anybody(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], *rest: Any) -> int:
     """Who lets go of a savepoint does not look whether the claim is still his."""
     there = claims.claim_of(savepoint)
-    return 0 if there is None else _CONSUME(savepoint, there.id, still_ours)
+    return 0 if there is None else _CONSUME(savepoint, there.id, still_ours, *rest)
 
 
 _CONSUME = claims.consume
@@ -175,7 +175,10 @@ _DETACH = detaching.detach
 
 
 def _all_below(
-    savepoint: Folder, manifest: SavepointManifest, still_ours: Callable[[bool], None] = lambda last: None
+    savepoint: Folder,
+    manifest: SavepointManifest,
+    still_ours: Callable[[bool], None] = lambda last: None,
+    operator: str | None = None,
 ) -> int:
     """The savepoint's folder goes with all that is in it."""
     for bucket in manifest.buckets:
@@ -185,11 +188,14 @@ def _all_below(
 
 
 def _manifest_first(
-    savepoint: Folder, manifest: SavepointManifest, still_ours: Callable[[bool], None] = lambda last: None
+    savepoint: Folder,
+    manifest: SavepointManifest,
+    still_ours: Callable[[bool], None] = lambda last: None,
+    operator: str | None = None,
 ) -> int:
     """The manifest goes first: who is stopped then does not know what is left."""
     savepoint.remove("savepoint.arrow")
-    return _DELETE(savepoint, manifest, still_ours)
+    return _DELETE(savepoint, manifest, still_ours, operator)
 
 
 _DELETE = delete_files
@@ -236,13 +242,13 @@ def _released_by_a_look(savepoint: Folder) -> SavepointClaim:
     return claim
 
 
-def _deleted_by_a_look(savepoint: Folder, claim_id: str, still_ours: Callable[[], None]) -> int:
+def _deleted_by_a_look(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], *rest: Any) -> int:
     """Who deletes a savepoint looks whose the claim is, and then marks that he deletes."""
     claim = claims.claim_of(savepoint)
     if claim is None or claim.id != claim_id:
         return 0
     savepoint.child(claims.CLAIM_FOLDER).create("consumed.json", b"{}")
-    return claims._consumed(savepoint, claim, lambda now: None)
+    return claims._consumed(savepoint, claim, lambda now: None, None)
 
 
 def _files_left_where_they_are(files: Any, file: SavedFile, target: Folder, scratch: Any) -> How:
