@@ -6,6 +6,7 @@ What the client and its tasks do is the product's code. Between any two of its s
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from sim_parts import Held, Model, Numbers, WrongStateError
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import StateError
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
-from spark_state_ext.spark.client import capturing, savepoints, tasks
+from spark_state_ext.spark.client import savepoints, tasks
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StoreOfState
 from spark_state_ext.spark.executor import saving
 
@@ -84,7 +85,11 @@ class Taking:
         """A task. Who lost the hold must be told before anything is copied."""
         work = getattr(saving, task.what)
         if task.what != "save":
-            yield from work(task.plain, batches)
+            for row in work(task.plain, batches):
+                if task.what == "begin":
+                    # It lasts from now on, however long it takes until the client hears of it.
+                    self.began(json.loads(row.column(0)[0].as_py())["hold"])
+                yield row
             return
         assert self.hold is not None, "it is placed first"
         lost, self.copies = not self.hold._numbers(), True
@@ -194,16 +199,6 @@ class Task:
     plain: dict[str, Any]
 
 
-def _in_a_task(spark: Session, what: str, told: dict[str, Any]) -> Any:
-    answer = _IN_A_TASK(spark, what, told)  # type: ignore[arg-type]
-    if what == "begin":
-        spark.taking.began(answer["hold"])
-    return answer
-
-
-_IN_A_TASK = tasks.in_a_task
-
-
 def spark_parts(reader: type[SimReader] = SimReader) -> list[tuple[Any, str, Any]]:
     """What is put in the place of Spark's parts while a history runs.
 
@@ -215,9 +210,5 @@ def spark_parts(reader: type[SimReader] = SimReader) -> list[tuple[Any, str, Any
     return [
         (tasks, "task_entry", Task),
         (savepoints, "task_entry", Task),
-        (savepoints, "in_a_task", _in_a_task),
         (savepoints, "StateReader", reader),
-        (capturing, "task_entry", Task),
-        (capturing, "in_a_task", _in_a_task),
-        (capturing, "StateReader", reader),
     ]
