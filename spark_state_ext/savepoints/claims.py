@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from arrow_schemas.checksum import opened_document, readable, sealed_document
-from arrow_schemas.savepoint import MANIFEST_NAME
+from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.errors import (
     ClaimedError,
     MissingCheckpointError,
@@ -180,6 +180,10 @@ def consume(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], op
     claim = claim_of(savepoint)
     if claim is None or claim.id != claim_id:
         return 0
+    manifest = _manifest_of(savepoint)
+    if manifest is not None and manifest.header.id != claim.savepoint_id:
+        # Somebody has put another savepoint there. Without the mark the claim can be released.
+        return 0
     files = savepoint.child(CLAIM_FOLDER)
     looked_s = time.monotonic()
 
@@ -219,13 +223,10 @@ def _consumed(
 ) -> int:
     files = savepoint.child(CLAIM_FOLDER)
     deleted = 0
-    try:
-        manifest = read_manifest(savepoint)
-    except MissingCheckpointError:
-        manifest = None  # stopped after it was deleted
+    manifest = _manifest_of(savepoint)
     if manifest is not None:
         if manifest.header.id != claim.savepoint_id:
-            # Somebody has put another savepoint there.
+            # Somebody has put another savepoint there a moment ago.
             return 0
         deleted = delete_files(savepoint, manifest, still_there, operator)
         if savepoint.exists(MANIFEST_NAME):
@@ -238,6 +239,14 @@ def _consumed(
     _remove_empty(savepoint)
     _LOGGER.info("the savepoint at %s, which this query had claimed, is deleted: %d files", savepoint.root, deleted)
     return deleted
+
+
+def _manifest_of(savepoint: Folder) -> SavepointManifest | None:
+    """What is there; None where who deleted it was stopped afterwards."""
+    try:
+        return read_manifest(savepoint)
+    except MissingCheckpointError:
+        return None
 
 
 def _remove_empty(savepoint: Folder) -> None:

@@ -14,6 +14,9 @@ from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile
 from arrow_schemas.checksum import sealed_document
 from arrow_schemas.savepoint import NATIVE, SavedBucket, SavedFile, SavepointHeader, SavepointManifest
 from spark_state_ext.__main__ import main
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import ClaimedError, NotClaimableError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints import claims
@@ -25,6 +28,7 @@ from spark_state_ext.savepoints.claims import (
     is_consumed,
     release_claim,
 )
+from spark_state_ext.savepoints.detaching import detach
 from spark_state_ext.savepoints.manifest_file import write_manifest
 from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
 
@@ -53,6 +57,31 @@ def _started(root: Path, name: str, savepoint: Folder, mode: str = "no_claim") -
     query_folder = Folder(str(root)).child("counts", name)
     note_start(query_folder, StartRecord("savepoint", savepoint.root, ID, 7, mode, "counts"))
     return query_folder
+
+
+def _job(root: str, savepoint: Folder) -> Job:
+    """One that claims the savepoint."""
+    return Job(
+        options=StateOptions(
+            root=root, operator="counts", buckets=2, start_from=Savepoint(savepoint.root, mode="claim"), clean_up=True
+        ),
+        key_schema=SCHEMA,
+        state_schema=SCHEMA,
+        columns=("n",),
+        key_positions=(0,),
+        timeout_conf="NoTimeout",
+        event_time_position=-1,
+        timezone="UTC",
+        frame_rows_max=10_000,
+        late_by_previous_watermark=True,
+        application_id="",
+        local_mode=False,
+        plan_id="plan",
+        batches_retained=2,
+        api="pandas",
+        input_schema="",
+        output_schema="",
+    )
 
 
 def _status(savepoint: Folder, root: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -222,6 +251,29 @@ def test_a_claim_that_is_released_while_its_owner_begins_to_delete_is_his_or_the
     # It is the other's, who may start from all of it, and delete it in his turn.
     assert claim_savepoint(savepoint, other, ()) == other
     assert consume(savepoint, "other", lambda: None) == 2
+
+
+def test_a_claim_to_a_savepoint_that_was_replaced_deletes_nothing_and_is_released(savepoint: Folder) -> None:
+    claim_savepoint(savepoint, SavepointClaim("34" * 16, "/root/counts/mine", "mine"), ())
+    before = [it.name for it in savepoint.tree()]
+    assert consume(savepoint, "mine", lambda: None) == 0
+    assert not is_consumed(savepoint)
+    assert [it.name for it in savepoint.tree()] == before
+    assert main(["savepoint", "release", savepoint.root]) == 0
+    assert claim_of(savepoint) is None
+
+
+def test_the_claim_of_another_attempt_at_the_first_batch_is_the_one_that_is_consumed(
+    savepoint: Folder, tmp_path: Path
+) -> None:
+    root = str(tmp_path / "root")
+    claim_savepoint(savepoint, SavepointClaim(ID, f"{root}/counts/first", "first"), ())
+    # It failed, and the next one has another folder.
+    made = claim_savepoint(savepoint, SavepointClaim(ID, f"{root}/counts/second", "second"), {"first"})
+    query_folder = Folder(root).child("counts", "second")
+    note_start(query_folder, StartRecord("savepoint", savepoint.root, ID, 7, "claim", "counts", made.id))
+    detach(_job(root, savepoint), query_folder, lambda: None)
+    assert not Path(savepoint.root).exists()
 
 
 def test_an_owner_who_marks_while_his_claim_is_released_keeps_it(savepoint: Folder) -> None:
