@@ -31,6 +31,7 @@ from spark_state_ext.ownership.lease_record import (
     Watch,
     decide,
     knows_claim,
+    refuse_written_since,
     takes_place,
 )
 from spark_state_ext.ownership.lease_states import (
@@ -237,18 +238,18 @@ class Lease:
             found = self._log.newest(first=True)
             over = found is not None and found.record.owner.is_over()
             decision = decide(found, self._me, watch, begun_s, self._lease_ms, over, self._expected(found))
-            if decision is Decision.CLAIMED:
+            if decision in (Decision.CLAIMED, Decision.REPLACED):
                 assert found is not None, "a record says so"
-                raise self._lost_to(found.record, _STOP_ONE)
-            if decision is Decision.REPLACED:
-                assert found is not None, "a record says so"
-                raise self._lost_to(found.record, _STOP_ONE + _COPY_TOO.format(self._log.root))
+                copy_too = _COPY_TOO.format(self._log.root) if decision is Decision.REPLACED else ""
+                raise self._lost_to(found.record, _STOP_ONE + copy_too)
             if decision is Decision.LIVE:
                 assert found is not None, "somebody has renewed it"
                 raise LiveRunError(
                     f"the state at {self._log.root} is being written by {found.record.owner}, and {self._me} must not "
                     "write it too. Stop the other run." + _COPY_TOO.format(self._log.root)
                 )
+            if self._claims:
+                refuse_written_since(self._claim, found, self._log.root)
             if decision is Decision.WATCH:
                 assert found is not None, "there is something to watch"
                 if watch is None:

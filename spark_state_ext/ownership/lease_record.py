@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from arrow_schemas.checksum import opened_document, readable, refuse_newer, sealed_document
+from spark_state_ext.errors import LiveRunError
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.process import is_running, namespace, start_of
 
@@ -33,6 +34,7 @@ __all__ = [
     "knows_claim",
     "takes_place",
     "refusal",
+    "refuse_written_since",
 ]
 
 LEASE_FORMAT = 3
@@ -143,6 +145,8 @@ class Claim:
         more. From then on the claim cannot be released.
     instead_of
         Id of the claim whose place it may take: the other query's, where that had claimed the folder itself. Not kept.
+    after
+        Number of the only record that it may follow: the one from before its pointers were read. Not kept.
     """
 
     id: str
@@ -150,6 +154,7 @@ class Claim:
     claimed_ms: int
     built: bool = False
     instead_of: str | None = field(default=None, compare=False)
+    after: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.by} (claim {self.id})"
@@ -370,6 +375,32 @@ def takes_place(claim: Claim | None, record: LeaseRecord) -> bool:
         The newest one.
     """
     return knows_claim(record, None if claim is None else claim.instead_of)
+
+
+def refuse_written_since(claim: Claim | None, found: Found | None, where: str) -> None:
+    """Refuse a claim that is made now, where somebody has written a record since its pointers were read.
+
+    Parameters
+    ----------
+    claim
+        The claim; None: the run makes none.
+    found
+        The newest record; None where there is none.
+    where
+        The query folder, for the message.
+
+    Raises
+    ------
+    LiveRunError
+        When somebody has.
+    """
+    if claim is None or claim.after is None or (found is not None and not takes_place(claim, found.record)):
+        return
+    if claim.after != (0 if found is None else found.number):
+        raise LiveRunError(
+            f"the state at {where} was written since its checkpoint was read, and the last batch may be another: stop "
+            "the old query first, then plan the new one, and start it"
+        )
 
 
 def decide(

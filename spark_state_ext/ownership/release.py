@@ -14,15 +14,15 @@ from dataclasses import replace
 from arrow_schemas.checksum import sealed_document
 from spark_state_ext.errors import LiveRunError, MissingCheckpointError, NotClaimableError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.ownership.lease import LEASE_MS_MIN, Clock
+from spark_state_ext.ownership.free import until_free
+from spark_state_ext.ownership.lease import Clock
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Claim, Decision, Found, RunIdentity, Watch, decide
+from spark_state_ext.ownership.lease_record import Claim, Found, RunIdentity
 
 __all__ = ["CLAIMS_FOLDER", "note_handed_over", "release_query_folder"]
 
 CLAIMS_FOLDER = "claims"
 _FORMAT = 1
-_POLL_S = 0.2
 
 
 def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Clock | None = None) -> Claim:
@@ -55,7 +55,13 @@ def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Cl
     """
     log, clock = LeaseLog(query_folder), clock or Clock()
     me = RunIdentity.here("savepoint release", uuid.uuid4().hex)
-    watch: Watch | None = None
+
+    def live(found: Found) -> LiveRunError:
+        return LiveRunError(
+            f"the claim of {found.record.claim} to the state at {query_folder.root} cannot be released: its owner "
+            f"lives, {found.record.owner}. Stop it first"
+        )
+
     while True:
         found = log.newest()
         claim = None if found is None else found.record.claim
@@ -66,17 +72,8 @@ def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Cl
                 f"the claim of {claim} to the state at {query_folder.root} cannot be released: a batch of it is "
                 "committed, and it may have deleted what the old query needs"
             )
-        now_s = clock.monotonic_s()
-        decision = decide(found, me, watch, now_s, LEASE_MS_MIN, found.record.owner.is_over(), claim.id)
-        if decision is Decision.LIVE:
-            raise LiveRunError(
-                f"the claim of {claim} to the state at {query_folder.root} cannot be released: its owner lives, "
-                f"{found.record.owner}. Stop it first"
-            )
-        if decision is Decision.WATCH:
-            watch = watch or Watch(found, now_s)
-            clock.sleep_s(_POLL_S)
-            continue
+        if until_free(log, claim.id, live, clock) != found:
+            continue  # somebody wrote meanwhile: what is there is judged anew
         if not force:
             _refuse_handed_over(query_folder, claim)
         if _freed(log, found, me, clock):

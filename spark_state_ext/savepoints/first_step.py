@@ -15,7 +15,6 @@ from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
 from spark_state_ext.errors import (
     ClaimedError,
-    LiveRunError,
     NotClaimableError,
     OwnershipError,
     StateElsewhereError,
@@ -26,7 +25,7 @@ from spark_state_ext.files.left_behind import note_left_behind
 from spark_state_ext.files.operator_catalog import query_folders_of_batch
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Claim
+from spark_state_ext.ownership.lease_record import Claim, refuse_written_since
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint, refuse_claimed
 from spark_state_ext.savepoints.records import note_held, note_start
@@ -124,13 +123,17 @@ class FirstStep:
                 f"{', '.join(map(str, captured.later))} build upon its files, which the new query deletes when it "
                 "needs them no more. Claim the last batch, or accept that the later ones are lost with force=True."
             )
-        if (0 if found is None else found.number) != captured.lease_number:
-            raise LiveRunError(
-                f"the state at {folder.root} was written since its checkpoint was read, and the last batch may be "
-                "another: stop the old query first, then plan the new one, and start it"
-            )
         # The other query may have claimed the folder itself: who claims it from that one goes by its pointers.
-        return Claim(self._query_folder, by, int(time.time() * 1000), instead_of=pointer.claim)
+        made = Claim(
+            self._query_folder,
+            by,
+            int(time.time() * 1000),
+            instead_of=pointer.claim,
+            # The lease looks again, as it may have to wait before it makes the record.
+            after=captured.lease_number,
+        )
+        refuse_written_since(made, found, folder.root)
+        return made
 
     def _attempts(self) -> set[str]:
         """Query folders that attempts at this very batch took."""

@@ -18,7 +18,7 @@ from spark_state_ext.errors import (
     VersionSkewError,
 )
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.ownership.free import refuse_live, wait_until_free
+from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.lease import Lease, LeaseRegistry
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Claim, Found, LeaseRecord
@@ -38,6 +38,12 @@ def _claimed(root: Path, clock: Virtual) -> Lease:
     lease = Lease(Folder(str(root)), NEW, LEASE_MS, clock.clock, claim=CLAIM, claims=True)
     lease.hold()
     return lease
+
+
+def _free(log: LeaseLog, claim: str | None, clock: Virtual) -> int:
+    """Number of the record from which on nobody holds the lease."""
+    found = until_free(log, claim, lambda found: LiveRunError("it lives"), clock.clock)
+    return 0 if found is None else found.number
 
 
 def _ended(root: Path) -> None:
@@ -81,19 +87,18 @@ def test_an_old_query_that_lives_is_not_claimed_from(tmp_path: Path, clock: Virt
 
 def test_pointers_are_read_for_a_claim_once_the_lease_is_free(tmp_path: Path, clock: Virtual) -> None:
     folder, log = Folder(str(tmp_path)), LeaseLog(Folder(str(tmp_path)))
-    assert wait_until_free(folder, clock.clock) == 0
+    assert _free(log, None, clock) == 0
     Lease(folder, ME, LEASE_MS, clock.clock).hold()
     begun_s = clock.now_s
     # Between two renewals it commits batch after batch, and its record stays the same: only time tells.
-    assert wait_until_free(folder, clock.clock) == 1
+    assert _free(log, None, clock) == 1
     assert clock.now_s > begun_s + LEASE_S
-    refuse_live(folder, 1, {None})
     assert log.append(log.newest(), record_of(ME, released=True))
     # Somebody wrote meanwhile, so the pointers may be those of the batch before.
-    with pytest.raises(LiveRunError, match="Stop the old query first"):
-        refuse_live(folder, 1, {None})
+    with pytest.raises(LiveRunError, match="stop the old query first"):
+        Lease(folder, NEW, LEASE_MS, clock.clock, claim=replace(CLAIM, after=1), claims=True).hold()
     begun_s = clock.now_s
-    assert wait_until_free(folder, clock.clock) == 2
+    assert _free(log, None, clock) == 2
     assert clock.now_s == begun_s
 
 
@@ -101,8 +106,21 @@ def test_a_query_that_runs_is_not_captured_for_a_claim(tmp_path: Path, clock: Vi
     folder, log = Folder(str(tmp_path)), LeaseLog(Folder(str(tmp_path)))
     Lease(folder, ME, LEASE_MS, clock.clock).hold()
     clock.meanwhile = lambda: log.append(log.newest(), record_of(ME, nonce=str(clock.now_s)))
-    with pytest.raises(LiveRunError, match="Stop the old query first"):
-        wait_until_free(folder, clock.clock)
+    with pytest.raises(LiveRunError, match="it lives"):
+        _free(log, None, clock)
+
+
+def test_a_release_that_comes_late_is_waited_for(tmp_path: Path, clock: Virtual) -> None:
+    folder, log = Folder(str(tmp_path)), LeaseLog(Folder(str(tmp_path)))
+    Lease(folder, ME, LEASE_MS, clock.clock).hold()
+
+    def released() -> None:
+        clock.meanwhile = lambda: None
+        assert log.append(log.newest(), record_of(ME, released=True))
+
+    clock.meanwhile = released
+    assert _free(log, None, clock) == 2
+    assert clock.now_s < LEASE_S
 
 
 def test_one_that_claimed_its_folder_must_have_ended_to_be_claimed_from(tmp_path: Path, clock: Virtual) -> None:
@@ -111,12 +129,46 @@ def test_one_that_claimed_its_folder_must_have_ended_to_be_claimed_from(tmp_path
     found = log.newest()
     assert found is not None
     # A restart of it plans with the old query's pointers, and waits for nobody.
-    assert wait_until_free(folder, clock.clock) == found.number
-    refuse_live(folder, found.number, {None})
-    with pytest.raises(LiveRunError):
-        refuse_live(folder, found.number, {CLAIM.id})
+    assert _free(log, None, clock) == found.number
+    assert clock.now_s == 0
+    # Who comes with its own pointers waits as for any query: it may commit without a new record.
+    assert _free(log, CLAIM.id, clock) == found.number
+    assert clock.now_s > LEASE_S
     assert log.append(found, replace(found.record, released=True))
-    refuse_live(folder, found.number + 1, {CLAIM.id})
+    third = Claim("third", "/state/counts/third", 2_000, instead_of=CLAIM.id)
+    me = replace(OTHER, query="third query", plan="third plan")
+    with pytest.raises(LiveRunError):
+        Lease(folder, me, LEASE_MS, clock.clock, claim=replace(third, after=found.number), claims=True).hold()
+    after = _free(log, CLAIM.id, clock)
+    assert after == found.number + 1
+    Lease(folder, me, LEASE_MS, clock.clock, claim=replace(third, after=after), claims=True).hold()
+    assert newest_in(tmp_path).claim == third
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_claim_follows_the_record_from_before_its_pointers_were_read(
+    tmp_path: Path, clock: Virtual, released: bool
+) -> None:
+    """The old query's machine sleeps, wakes up while the claim is made, commits a batch, and perhaps ends."""
+    folder, log = Folder(str(tmp_path)), LeaseLog(Folder(str(tmp_path)))
+    Lease(folder, ME, LEASE_MS, clock.clock).hold()
+    after = _free(log, None, clock)
+
+    def written() -> None:
+        clock.meanwhile = lambda: None
+        assert log.append(log.newest(), record_of(ME, released=released))
+
+    clock.meanwhile = written
+    claim = replace(CLAIM, after=after)
+    with pytest.raises(LiveRunError):
+        Lease(folder, NEW, LEASE_MS, clock.clock, claim=claim, claims=True).hold()
+    assert newest_in(tmp_path).claim is None
+    # Planned anew it goes by the batch that was committed meanwhile.
+    claim = replace(CLAIM, after=_free(log, None, clock))
+    Lease(folder, NEW, LEASE_MS, clock.clock, claim=claim, claims=True).hold()
+    # Another task of the first batch read the lease before that: the claim is its own.
+    Lease(folder, NEW, LEASE_MS, clock.clock, claim=claim, claims=True).hold()
+    assert newest_in(tmp_path).claim == CLAIM
 
 
 def test_a_second_claim_is_refused_with_the_first_ones_owner(tmp_path: Path, clock: Virtual) -> None:

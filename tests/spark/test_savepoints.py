@@ -24,12 +24,15 @@ from spark_state_ext import (
     write_savepoint,
 )
 from spark_state_ext.__main__ import main
-from spark_state_ext.errors import UsageError
+from spark_state_ext.errors import StorageError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LeaseRecord
+from spark_state_ext.savepoints.claims import claim_of
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import is_detached, start_of
+from spark_state_ext.spark.client import savepoints as client_savepoints
+from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState
 from tests.helpers.soak import examples
 from tests.helpers.waiting import eventually
 
@@ -264,6 +267,54 @@ def test_a_claimed_checkpoint_is_the_new_querys_own(spark: Any, old: Query, tmp_
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
     with pytest.raises(StreamingQueryException, match="ClaimedError"):
         Query(spark, tmp_path / "third", start_from=start, root=root).run(NEXT)
+
+
+@reads_state
+def test_a_checkpoint_of_a_query_that_runs_is_not_claimed(spark: Any, tmp_path: Path) -> None:
+    old = Query(spark, tmp_path / "old", lease_ms=10_000)
+    root = str(tmp_path / "old" / "root")
+    start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
+    new = Query(spark, tmp_path / "new", start_from=start, root=root)
+
+    def upsert(df: Any, batch: int) -> None:
+        old.table.update({row.key: row.n for row in df.collect()})
+
+    old.job.feed(*[keyed(*keys) for keys in FIRST[:2]])
+    with old.job.configured():
+        writer = old.job.planned().writeStream.foreachBatch(upsert)
+        running = writer.option("checkpointLocation", str(old.job.checkpoint)).start()
+        try:
+            eventually(lambda: old.table == counted(FIRST[:2]))
+            with pytest.raises(StreamingQueryException, match="top the old query first"):
+                new.run(NEXT)
+            # What it commits after the plan of the one that was refused is not lost.
+            old.job.feed(*[keyed(*keys) for keys in FIRST[2:]])
+            # Committed, not only handed to the sink.
+            eventually(lambda: (old.job.checkpoint / "commits" / str(len(FIRST) - 1)).exists())
+        finally:
+            running.stop()
+    new.run([])
+    assert new.table["a"] == counted(FIRST, NEXT)["a"]
+    assert new.table["b"] == counted(FIRST, NEXT)["b"]
+
+
+@reads_state
+def test_a_job_that_the_state_cannot_serve_claims_nothing(spark: Any, old: Query, tmp_path: Path) -> None:
+    root = str(tmp_path / "old" / "root")
+    start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
+    wrong = Query(spark, tmp_path / "wrong", start_from=start, root=root)
+    wrong.job.state = "m bigint"
+    with pytest.raises(StreamingQueryException, match="SchemaChangedError"):
+        wrong.run(NEXT)
+    assert _lease(old).claim is None
+    taken(old, tmp_path / "savepoint")
+    wrong = Query(spark, tmp_path / "other", start_from=Savepoint(str(tmp_path / "savepoint"), mode="claim"))
+    wrong.job.state = "m bigint"
+    with pytest.raises(StreamingQueryException, match="SchemaChangedError"):
+        wrong.run(NEXT)
+    assert claim_of(Folder(str(tmp_path / "savepoint"))) is None
+    old.run([["a"]])
+    assert old.table["a"] == counted(FIRST)["a"] + 1
 
 
 @reads_state

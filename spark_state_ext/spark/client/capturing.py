@@ -68,6 +68,7 @@ def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple
         "holder": f"the start of operator {job.operator!r} below {job.options.root}",
         "lasts_ms": _CAPTURED_HOLD_MS,
         "claims": start.mode == CLAIM,
+        "claim": store.claim,
         "file": captured_name(int(time.time() * 1000), job.plan_id),
         "target": {
             "root": job.options.root,

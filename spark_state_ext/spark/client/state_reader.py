@@ -36,12 +36,15 @@ class StoreOfState:
         Name of our operator.
     query_folder
         Folder of its state, as pointers name it.
+    claim
+        Id of the query's claim to that folder, as pointers name it; None: it began it itself.
     """
 
     operator_id: int
     store_name: str
     operator: str
     query_folder: str
+    claim: str | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,9 @@ class StateReader:
                 first = pointers.head()
             if first is not None:
                 pointer = Pointer.decode(bytes(first.pointer))
-                found.append(StoreOfState(operator_id, store_name, pointer.operator, pointer.query_folder))
+                found.append(
+                    StoreOfState(operator_id, store_name, pointer.operator, pointer.query_folder, pointer.claim)
+                )
         return found
 
     def query_folders(self) -> frozenset[str]:

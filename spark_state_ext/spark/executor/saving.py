@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -24,13 +25,13 @@ from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.shared import Shared
-from spark_state_ext.errors import MissingCheckpointError, StateError, UsageError
+from spark_state_ext.errors import LiveRunError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
-from spark_state_ext.ownership.free import refuse_live, wait_until_free
+from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import LEASE_FORMAT
+from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Found
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.copying import refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
@@ -68,10 +69,20 @@ def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[
             f"the query with its state at {files.root} runs, or ran last, with a release that knows no holds, and "
             "might delete what is being copied. Run it once with this release, then try again."
         )
-    # What is read of the query afterwards is the last there is.
-    lease = wait_until_free(files) if plain.get("claims") else 0
+    free = None
+    if plain.get("claims"):
+        # What is read of the query afterwards is the last there is, unless a later record follows this one.
+        free = until_free(LeaseLog(files), plain["claim"], partial(_lives, files))
     held = Hold.place(files, plain["holder"], plain.get("lasts_ms", HOLD_MS))
-    yield answer({"hold": held.id, "lease": lease})
+    yield answer({"hold": held.id, "lease": 0 if free is None else free.number})
+
+
+def _lives(files: Folder, found: Found) -> LiveRunError:
+    return LiveRunError(
+        f"the state at {files.root} cannot be claimed: {found.record.owner} writes it, and renews its lease. Stop "
+        f"the old query first. Where it was killed, wait for {found.record.lease_ms / 1000:.0f} s, and plan the new "
+        "one again"
+    )
 
 
 def end(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -216,9 +227,6 @@ def describe(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterat
 def capture(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Write the pointers that come in down, for the first batch of a query that starts from them."""
     pointers = [Pointer.decode(bytes(value)) for batch in batches for value in batch.column(0).to_pylist()]
-    _, files = _query_folder(plain)
-    if plain["claims"]:
-        refuse_live(files, plain["lease"], {pointer.claim for pointer in pointers})
     captured = Captured(
         plain["operator"],
         plain["batch"],
