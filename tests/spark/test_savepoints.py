@@ -149,6 +149,43 @@ def test_a_running_query_is_not_touched(spark: Any, tmp_path: Path) -> None:
 
 
 @reads_state
+@pytest.mark.parametrize("gone", ["batch", "pointers"])
+def test_a_batch_that_is_dropped_while_it_is_looked_for_is_not_the_only_one(
+    old: Query, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    """Spark's reader finds no files, as the query has dropped them; the next look finds the batch after it."""
+    failed: list[str] = []
+
+    class Late(StateReader):
+        def _once(self, what: str) -> None:
+            if what not in failed:
+                failed.append(what)
+                raise StorageError("the file does not exist")
+
+        def batch(self, batch: int | None = None) -> CommittedBatch:
+            if gone == "batch":
+                self._once("batch")
+            return super().batch(batch)
+
+        def pointers(self, store: StoreOfState, batch: int) -> Any:
+            if gone == "pointers":
+                self._once("pointers")
+            return super().pointers(store, batch)
+
+        def has(self, batch: int) -> bool:
+            self._once("has")
+            return super().has(batch)
+
+    monkeypatch.setattr(client_savepoints, "StateReader", Late)
+    assert taken(old, tmp_path / "savepoint").batch == 3
+    assert failed == (["batch"] if gone == "batch" else ["pointers", "has"])
+    # A batch that was asked for by its number is not another one.
+    failed.clear()
+    with pytest.raises(StorageError):
+        taken(old, tmp_path / "other", batch=3)
+
+
+@reads_state
 def test_any_number_of_queries_start_from_one_savepoint(spark: Any, old: Query, tmp_path: Path) -> None:
     """They share nothing but the bytes of files, which nobody writes to."""
     taken(old, tmp_path / "savepoint")

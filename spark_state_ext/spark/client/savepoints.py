@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from arrow_schemas.savepoint import CANONICAL, NATIVE
 from spark_state_ext.engine.limits import check_flags
 from spark_state_ext.engine.options import StateOptions
-from spark_state_ext.errors import MissingCheckpointError, UsageError
+from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
 from spark_state_ext.files.folder import refuse_relative
 from spark_state_ext.savepoints.rows import ANSWER, SAVED, copies_of
 from spark_state_ext.spark.client.shim import task_entry
@@ -157,17 +157,7 @@ def _taken(
     batch: int | None,
 ) -> TakenSavepoint:
     """The savepoint, of the last batch that is committed now that the holds are there."""
-    for left in reversed(range(_ROUNDS_MAX)):
-        committed = reader.batch(batch)
-        try:
-            rows = _saved(reader, stores, parts, committed)
-            break
-        except Exception as error:
-            if not left or batch is not None or reader.has(committed.batch):
-                raise
-            _LOGGER.info(
-                "batch %d was dropped while it was read; the last one is read anew: %s", committed.batch, error
-            )
+    committed, rows = _last_saved(reader, stores, parts, batch)
     told = {
         **common,
         "id": uuid.uuid4().hex,
@@ -178,6 +168,32 @@ def _taken(
         "parts": list(parts),
     }
     return finished(spark, told, rows)
+
+
+def _last_saved(
+    reader: StateReader, stores: Sequence[StoreOfState], parts: Sequence[dict[str, Any]], batch: int | None
+) -> tuple[CommittedBatch, list[Any]]:
+    """A batch, and what was saved of it. The last one is looked for anew where it was dropped meanwhile."""
+    for left in reversed(range(_ROUNDS_MAX)):
+        committed = None
+        try:
+            committed = reader.batch(batch)
+            return committed, _saved(reader, stores, parts, committed)
+        except Exception as error:
+            if not left or batch is not None or not _is_dropped(reader, committed, error):
+                raise
+            _LOGGER.info("a batch was dropped while it was read; the last one is read anew: %s", error)
+    raise AssertionError("unreachable: the last round returns or raises")
+
+
+def _is_dropped(reader: StateReader, committed: CommittedBatch | None, error: Exception) -> bool:
+    """Whether Spark may have dropped the batch: its files may also vanish while Spark lists them, and looks for one."""
+    if committed is None:
+        return isinstance(error, StorageError)
+    try:
+        return not reader.has(committed.batch)
+    except StorageError:
+        return True
 
 
 def finished(spark: SparkSession, told: Mapping[str, Any], rows: Sequence[Any]) -> TakenSavepoint:
