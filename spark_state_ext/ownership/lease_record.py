@@ -160,13 +160,13 @@ class Claim:
         return f"{self.by} (claim {self.id})"
 
     def to_plain(self) -> dict[str, Any]:
-        """As a lease file has it: what was not built upon yet does not say so."""
-        return {"id": self.id, "by": self.by, "claimed_ms": self.claimed_ms, **({"built": True} if self.built else {})}
+        """As a lease file has it."""
+        return {"id": self.id, "by": self.by, "claimed_ms": self.claimed_ms, "built": self.built}
 
     @staticmethod
     def of_plain(plain: Mapping[str, Any]) -> Claim:
         """Inverse of `to_plain`."""
-        return Claim(str(plain["id"]), str(plain["by"]), int(plain["claimed_ms"]), bool(plain.get("built", False)))
+        return Claim(str(plain["id"]), str(plain["by"]), int(plain["claimed_ms"]), bool(plain["built"]))
 
 
 @dataclass(frozen=True)

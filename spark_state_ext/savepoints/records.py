@@ -62,10 +62,7 @@ class StartRecord:
 
     def encode(self) -> bytes:
         """The file's bytes."""
-        fields = asdict(self)
-        if not self.claim:
-            del fields["claim"]
-        return sealed_document({"format": START_FORMAT, **fields})
+        return sealed_document({"format": START_FORMAT, **asdict(self)})
 
     @staticmethod
     def decode(data: bytes, where: str) -> StartRecord:
@@ -87,7 +84,7 @@ class StartRecord:
                 batch=int(fields["batch"]),
                 mode=str(fields["mode"]),
                 operator=str(fields["operator"]),
-                claim=str(fields.get("claim", "")),
+                claim=str(fields["claim"]),
             )
         raise AssertionError("unreachable: readable raises what it catches")
 

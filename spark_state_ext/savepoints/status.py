@@ -92,7 +92,7 @@ def judged(
         return Verdict(
             False,
             f"of its operators {', '.join(never)} was not started yet, or has had no batch with data: its state would "
-            "be lost. Where nobody wants that, --force deletes it",
+            "be lost",
         )
     if started:
         return Verdict(

@@ -18,8 +18,10 @@ from arrow_schemas.pointer import POINTER_FORMAT
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.errors import SchemaChangedError
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.left_behind import LEFT_BEHIND_NAME, note_left_behind, refuse_left_behind
 from spark_state_ext.ownership.holds import HoldRecord
 from spark_state_ext.ownership.lease_record import Claim, LeaseRecord
 from spark_state_ext.savepoints.claims import SavepointClaim
@@ -174,4 +176,17 @@ def test_records_about_starts() -> None:
     started = StartRecord.decode(start, "it")
     assert started == StartRecord("savepoint", "/savepoints/golden", "12" * 16, 7, "no_claim", "gold")
     assert [held.encode(), claimed.encode(), started.encode()] == [hold, claim, start]
+    claiming = (_GOLDEN / "start-format-1-claim.json").read_bytes()
+    assert StartRecord.decode(claiming, "it") == replace(started, mode="claim", claim="new-query")
+    assert StartRecord.decode(claiming, "it").encode() == claiming
     assert opened_document(detached, "it", START_FORMAT) == {"format": 1}
+
+
+def test_columns_that_were_left_behind(tmp_path: Path) -> None:
+    shutil.copy(_GOLDEN / "left-behind-format-1.json", tmp_path / LEFT_BEHIND_NAME)
+    refuse_left_behind(Folder(str(tmp_path)), "gold", ["count"])
+    with pytest.raises(SchemaChangedError, match="cannot get a column 'price'"):
+        refuse_left_behind(Folder(str(tmp_path)), "gold", ["count", "price"])
+    written = tmp_path / "written"
+    note_left_behind(Folder(str(written)), {"seen", "price"})
+    assert (written / LEFT_BEHIND_NAME).read_bytes() == (tmp_path / LEFT_BEHIND_NAME).read_bytes()

@@ -396,5 +396,3 @@ def test_whether_a_claim_is_built_upon_is_in_the_record() -> None:
     for claim in (CLAIM, replace(CLAIM, built=True)):
         record = record_of(ME, claim=claim)
         assert LeaseRecord.decode(record.encode(), "it").claim == claim
-    # What another build of this format wrote has no word of it.
-    assert b"built" not in record_of(ME, claim=CLAIM).encode()

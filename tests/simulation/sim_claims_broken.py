@@ -54,7 +54,7 @@ def _taken_by_the_last(_: LeaseWorld) -> Any:
 
 def _built_unsaid(_: LeaseWorld) -> Any:
     """The record does not say that somebody has built upon the claim."""
-    return lambda self: {"id": self.id, "by": self.by, "claimed_ms": self.claimed_ms}
+    return lambda self: {"id": self.id, "by": self.by, "claimed_ms": self.claimed_ms, "built": False}
 
 
 def _released_unwatched(_: LeaseWorld) -> Any:
