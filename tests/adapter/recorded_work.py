@@ -37,6 +37,7 @@ from spark_state_ext.spark.shuffle.payload import HASH_COLUMN
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.metrics import CallMetrics
 from spark_state_ext.worker.spill import HashSorter, SpillBuffer
+from tests.helpers.jobs import job_of
 
 APIS = [ARROW, ROWS, PANDAS]
 EVENT_TIME, PROCESSING_TIME = "EventTimeTimeout", "ProcessingTimeTimeout"
@@ -161,21 +162,13 @@ def job(api: str, conf: str, ttl: Ttl | None, memory_bytes: int) -> Job:
             memory_bytes_max=memory_bytes,
             ttl=ttl,
         )
-    return Job(
-        options=options,
+    return job_of(
+        options,
         key_schema=KEY_TYPE.json(),
         state_schema=STATE_TYPE.json(),
         columns=("k", "at", "value"),
-        key_positions=(0,),
         timeout_conf=conf,
         event_time_position=1,
-        timezone="UTC",
-        frame_rows_max=10_000,
-        late_by_previous_watermark=True,
-        application_id="",
-        local_mode=False,
-        plan_id="plan",
-        batches_retained=100,
         api=api,
         input_schema=INPUT_TYPE.json(),
         output_schema=OUTPUT_TYPE.json(),

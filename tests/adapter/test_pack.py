@@ -17,38 +17,22 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.spark.shuffle import pack as packing
 from spark_state_ext.spark.shuffle.pack import pack
 from spark_state_ext.spark.shuffle.payload import decode
+from tests.helpers.jobs import job_of
 
 BUCKETS = 3
 
 
 def job(root: Path) -> Job:
-    return Job(
-        options=StateOptions(
-            root=str(root / "root"),
-            operator="packed",
-            buckets=BUCKETS,
-            local_dir=str(root / "local"),
-            lease_ms=1_000,
-            memory_bytes_max=1 << 20,
-            backends=(Backend(str(root / "root")),),
-        ),
-        key_schema="",
-        state_schema="",
-        columns=("c0", "c1"),
-        key_positions=(0,),
-        timeout_conf="NoTimeout",
-        event_time_position=-1,
-        timezone="UTC",
-        frame_rows_max=10_000,
-        late_by_previous_watermark=True,
-        application_id="",
-        local_mode=False,
-        plan_id="plan",
-        batches_retained=100,
-        api="pandas",
-        input_schema="",
-        output_schema="",
+    options = StateOptions(
+        root=str(root / "root"),
+        operator="packed",
+        buckets=BUCKETS,
+        local_dir=str(root / "local"),
+        lease_ms=1_000,
+        memory_bytes_max=1 << 20,
+        backends=(Backend(str(root / "root")),),
     )
+    return job_of(options, columns=("c0", "c1"))
 
 
 @pytest.mark.parametrize("inline_bytes", [0, 60_000, 1 << 30])

@@ -36,6 +36,7 @@ from spark_state_ext.savepoints.starting import Starts
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
+from tests.helpers.jobs import job_of
 from tests.helpers.soak import examples
 
 JOBS, BATCHES, RETAINED = examples(20, 1_000), 6, 0
@@ -109,7 +110,7 @@ class Started:
             yield Bucket(store, replicas, self.pointer, WRITER, CommitContext(self.scratch, batches_retained=RETAINED))
 
 
-def job_of(root: Path, savepoint: Path) -> Job:
+def job_from(root: Path, savepoint: Path) -> Job:
     options = StateOptions(
         root=str(root),
         operator=OPERATOR.operator,
@@ -117,24 +118,13 @@ def job_of(root: Path, savepoint: Path) -> Job:
         start_from=Savepoint(str(savepoint)),
         backends=(Backend(str(root)),),
     )
-    return Job(
-        options=options,
+    return job_of(
+        options,
         key_schema=_KEY,
         state_schema=_STATE,
         columns=("name", "x"),
         key_positions=(0, 1),
-        timeout_conf="NoTimeout",
-        event_time_position=-1,
-        timezone="UTC",
-        frame_rows_max=10_000,
-        late_by_previous_watermark=True,
-        application_id="",
-        local_mode=False,
-        plan_id="plan",
         batches_retained=RETAINED,
-        api="pandas",
-        input_schema="",
-        output_schema="",
     )
 
 
@@ -174,7 +164,7 @@ def test_jobs_that_start_from_one_savepoint_share_nothing(
         monkeypatch.setattr(checkpoint, "_INGESTED_BYTES_MIN", 0)
     starts, scratch = Starts(), tmp_path / "scratch"
     scratch.mkdir()
-    job = job_of(tmp_path / "root", savepoint)
+    job = job_from(tmp_path / "root", savepoint)
     jobs = [Started(number, job, scratch, life.models[-1]) for number in range(JOBS)]
     for one in jobs:
         one.start(starts)

@@ -31,6 +31,7 @@ from spark_state_ext.savepoints.claims import (
 from spark_state_ext.savepoints.detaching import detach
 from spark_state_ext.savepoints.manifest_file import write_manifest
 from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
+from tests.helpers.jobs import job_of
 
 ID = "12" * 16
 SCHEMA = '{"fields": [{"metadata": {}, "name": "n", "nullable": true, "type": "long"}], "type": "struct"}'
@@ -61,27 +62,9 @@ def _started(root: Path, name: str, savepoint: Folder, mode: str = "no_claim") -
 
 def _job(root: str, savepoint: Folder) -> Job:
     """One that claims the savepoint."""
-    return Job(
-        options=StateOptions(
-            root=root, operator="counts", buckets=2, start_from=Savepoint(savepoint.root, mode="claim"), clean_up=True
-        ),
-        key_schema=SCHEMA,
-        state_schema=SCHEMA,
-        columns=("n",),
-        key_positions=(0,),
-        timeout_conf="NoTimeout",
-        event_time_position=-1,
-        timezone="UTC",
-        frame_rows_max=10_000,
-        late_by_previous_watermark=True,
-        application_id="",
-        local_mode=False,
-        plan_id="plan",
-        batches_retained=2,
-        api="pandas",
-        input_schema="",
-        output_schema="",
-    )
+    start = Savepoint(savepoint.root, mode="claim")
+    options = StateOptions(root=root, operator="counts", buckets=2, start_from=start, clean_up=True)
+    return job_of(options, key_schema=SCHEMA, state_schema=SCHEMA, columns=("n",))
 
 
 def _status(savepoint: Folder, root: Path, capsys: pytest.CaptureFixture[str]) -> str:

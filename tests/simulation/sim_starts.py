@@ -35,6 +35,7 @@ from spark_state_ext.savepoints.records import is_detached, start_of
 from spark_state_ext.savepoints.starting import Starts
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.worker import Worker
+from tests.helpers.jobs import job_of
 
 __all__ = ["RefusedError", "Started"]
 
@@ -146,19 +147,12 @@ class Started(Query):
                 clean_up=self.clean_up,
                 start_from=Savepoint(self.taken.folder.root, self.mode, storage_options=self.yard.options),
             )
-            self._jobs[key] = Job(
-                options=options,
+            self._jobs[key] = job_of(
+                options,
                 key_schema=KEY_SCHEMA,
                 state_schema=STATE_SCHEMA,
                 columns=("k", "n"),
-                key_positions=(0,),
-                timeout_conf="NoTimeout",
-                event_time_position=-1,
-                timezone="UTC",
-                frame_rows_max=1_000,
-                late_by_previous_watermark=False,
                 application_id=self._folder_name,
-                local_mode=False,
                 plan_id=f"{self._folder_name} {key}",
                 batches_retained=self.config.retained,
                 api=ARROW,
@@ -202,7 +196,7 @@ class Started(Query):
                 self._job(run),
                 self.query_folder,
                 lambda: None,
-                executor,  # type: ignore[arg-type]
+                executor,  # type: ignore[arg-type] # it has what is used of a Worker
             )
         return super()._call(attempt, number, run, fault, numbers)
 
