@@ -21,12 +21,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
-from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from sim_claims import simulate_claims  # noqa: E402
 from sim_histories import claim_histories, histories, lease_histories, savepoint_histories  # noqa: E402
 from sim_lease import simulate_lease  # noqa: E402
 from sim_parts import History, Step  # noqa: E402
 from sim_savepoints import simulate_savepoints  # noqa: E402
+from sim_search import searched  # noqa: E402
 from sim_world import simulate  # noqa: E402
 
 
@@ -34,15 +34,6 @@ def run(count: int, from_seed: int) -> Counter[str]:
     """Simulate `count` histories; raises `WrongStateError` with the shortest history found to be wrong."""
     seen: Counter[str] = Counter()
 
-    @seed(from_seed)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(histories())
     def check(history: History) -> None:
         world = simulate(history)
         seen.update(
@@ -59,7 +50,7 @@ def run(count: int, from_seed: int) -> Counter[str]:
             histories_that_erase_in_time=int(history.config.erase_window_ms > 0),
         )
 
-    check()
+    searched(histories(), check, count, from_seed, shrinks=True)
     return seen
 
 
@@ -67,15 +58,6 @@ def run_leases(count: int, from_seed: int) -> Counter[str]:
     """As `run`, of drivers around one lease; raises `WrongLeaseError`."""
     seen: Counter[str] = Counter()
 
-    @seed(from_seed)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(lease_histories())
     def check(steps: tuple[Step, ...]) -> None:
         world = simulate_lease(steps)
         seen.update(
@@ -85,7 +67,7 @@ def run_leases(count: int, from_seed: int) -> Counter[str]:
             lease_histories_with_one_identity=int(world.collisions > 0),
         )
 
-    check()
+    searched(lease_histories(), check, count, from_seed, shrinks=True)
     return seen
 
 
@@ -93,21 +75,12 @@ def run_claims(count: int, from_seed: int) -> Counter[str]:
     """As `run_leases`, with queries that claim the folder."""
     seen: Counter[str] = Counter()
 
-    @seed(from_seed)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(claim_histories())
     def check(steps: tuple[Step, ...]) -> None:
         world = simulate_claims(steps)
         seen.update(claim_histories=1)
         seen.update({f"folder_{name.replace(' ', '_')}": times for name, times in world.counted.items()})
 
-    check()
+    searched(claim_histories(), check, count, from_seed, shrinks=True)
     return seen
 
 
@@ -115,21 +88,12 @@ def run_savepoints(count: int, from_seed: int) -> Counter[str]:
     """As `run`, of savepoints and of queries that start from them."""
     seen: Counter[str] = Counter()
 
-    @seed(from_seed)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate, Phase.shrink],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(savepoint_histories())
     def check(history: History) -> None:
         world = simulate_savepoints(history)
         seen.update(savepoint_histories=1)
         seen.update({name.replace(" ", "_").replace("-", "_"): times for name, times in world.yard.counted.items()})
 
-    check()
+    searched(savepoint_histories(), check, count, from_seed, shrinks=True)
     return seen
 
 

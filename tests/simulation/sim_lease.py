@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import fsspec
 from sim_parts import Numbers, Step
+from sim_search import replaced
 
 from spark_state_ext.errors import OwnershipError, StorageError
 from spark_state_ext.files.folder import Folder
@@ -336,22 +337,14 @@ class LeaseWorld:
             raise WrongLeaseError(f"a new run does not get the lease within {self.now_s - began_s:.1f} s")
 
 
-@contextmanager
-def _in_place(world: LeaseWorld, patches: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+def _in_place(world: LeaseWorld, patches: Iterable[tuple[Any, str, Any]]) -> AbstractContextManager[None]:
     values = [
         (RunIdentity, "is_over", lambda self: world.is_over(self)),
         # What is done beside is done, or hangs.
         (lease_module, "wait", lambda *_: None),
         *((owner, name, made(world)) for owner, name, made in patches),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
-    try:
-        for owner, name, value in values:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in reversed(before):
-            setattr(owner, name, value)
+    return replaced(values)
 
 
 def simulate_lease(steps: Iterable[Step], patches: Iterable[tuple[Any, str, Any]] = ()) -> LeaseWorld:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import itertools
 import math
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,10 +24,11 @@ from typing import Any, ClassVar
 import fsspec
 from sim_aside import Aside, Trap, trapped, traps
 from sim_parts import Built, Config, History, Model, Numbers, Step, WrongStateError
+from sim_search import replaced
 from sim_starts import RefusedError, Started
 from sim_stores import opened
 from sim_taking import HOLD_S, Session, Taking, spark_parts
-from sim_world import DEFAULT, FIRST_BUCKET, STEPS, small
+from sim_world import DEFAULT, FIRST_BUCKET, STEPS, lived
 from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Query, Taken, Yard, rows_in
 
 from arrow_schemas.operator import OperatorFile, operator_file_name
@@ -137,7 +138,7 @@ class SavepointWorld(Query):
         )
         try:
             savepoints.take_savepoint(
-                Session(taking),  # type: ignore[arg-type]
+                Session(taking),  # type: ignore[arg-type] # what is used of a SparkSession
                 folder.root,
                 "/a/checkpoint",
                 state,
@@ -370,32 +371,16 @@ def _in_turn(_: str, __: int, work: Callable[[Any], Any], items: Sequence[Any]) 
     return [work(item) for item in items]
 
 
-@contextmanager
-def beside(patches: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+def beside(patches: Sequence[tuple[Any, str, Any]]) -> AbstractContextManager[None]:
     """What is put in the place of Spark, and of what is broken."""
     values = [*spark_parts(), *traps(), (needed, "side_by_side", _in_turn)]
     # Who is late looks only where that cannot be avoided.
-    values += [(claims, "_LOOK_S", math.inf), *patches]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
-    try:
-        for owner, name, value in values:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in reversed(before):
-            setattr(owner, name, value)
+    return replaced([*values, (claims, "_LOOK_S", math.inf), *patches])
 
 
 def simulate_savepoints(history: History, built: Built = DEFAULT) -> SavepointWorld:
     """Run a history to its end; raises `WrongStateError` when anything is."""
     world = SavepointWorld(history.config, built)
-    try:
-        with beside(built.patches), small(history.config.ingests, replace(built, patches=())):
-            for step in history.steps:
-                world.step(step)
-            world.check()
-            if history.config.ends_calmly:
-                world.calm()
-    finally:
-        world.close()
+    with beside(built.patches):
+        lived(world, history, replace(built, patches=()))
     return world

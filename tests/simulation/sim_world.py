@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,6 +45,7 @@ from sim_parts import (
     rows_of,
     scanned,
 )
+from sim_search import replaced
 from sim_spark import Made, StateFiles
 from sim_stores import DiedError, Fault, FaultyFolder, dies, fails, opened
 
@@ -790,11 +791,10 @@ def _renewed(pointer: Pointer, name: str) -> bool:
     )
 
 
-@contextmanager
-def small(ingests: bool, built: Built) -> Iterator[None]:
+def small(ingests: bool, built: Built) -> AbstractContextManager[None]:
     """Everything happens sooner, and one thing at a time, so that a history is the same again."""
     ids = random.Random(49374)
-    values = (
+    values = [
         (bucket_module, "new_checkpoint_id", lambda: f"{ids.getrandbits(128):032x}"),
         (cadence, "DELTAS_MIN", 1),
         (cadence, "DELTAS_MAX", 2),
@@ -804,20 +804,19 @@ def small(ingests: bool, built: Built) -> Iterator[None]:
         (loader, "_in_order", _one_by_one),
         (retention, "classify", built.classify),
         *built.patches,
-    )
-    before = [(module, name, getattr(module, name)) for module, name, _ in values]
-    try:
-        for module, name, value in values:
-            setattr(module, name, value)
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
+    ]
+    return replaced(values)
 
 
 def simulate(history: History, built: Built = DEFAULT) -> World:
     """Run a history to its end; raises `WrongStateError` when anything is."""
     world = World(history.config, built)
+    lived(world, history, built)
+    return world
+
+
+def lived(world: World, history: History, built: Built) -> None:
+    """Run a history in a world to its end; it is closed then."""
     try:
         with small(history.config.ingests, built):
             for step in history.steps:
@@ -827,7 +826,6 @@ def simulate(history: History, built: Built = DEFAULT) -> World:
                 world.calm()
     finally:
         world.close()
-    return world
 
 
 @contextmanager
@@ -842,4 +840,4 @@ def _fast_folder() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
-__all__ = ["Config", "History", "World", "WrongStateError", "simulate", "small"]
+__all__ = ["Config", "History", "World", "WrongStateError", "lived", "simulate", "small"]

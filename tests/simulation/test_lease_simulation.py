@@ -6,11 +6,12 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, given, settings
 from sim_histories import lease_histories
 from sim_lease import WrongLeaseError, simulate_lease
 from sim_lease_broken import BROKEN_LEASES, Patch
 from sim_parts import Step
+from sim_search import searched
 
 from tests.helpers.soak import examples
 
@@ -35,26 +36,13 @@ def test_no_history_gives_a_lease_to_two_runs(steps: tuple[Step, ...]) -> None:
 
 
 def test_histories_are_of_the_kind_that_matters() -> None:
-    take_overs = []
-
-    @seed(SEED)
-    @settings(max_examples=50, deadline=None, database=None, phases=[Phase.generate])
-    @given(lease_histories())
-    def check(steps: tuple[Step, ...]) -> None:
-        take_overs.append(simulate_lease(steps).take_overs)
-
-    check()
+    take_overs: list[int] = []
+    searched(lease_histories(), lambda steps: take_overs.append(simulate_lease(steps).take_overs), 50, SEED)
     # One is the new run's of the end.
     assert sum(count > 1 for count in take_overs) > len(take_overs) / 4
 
 
 @pytest.mark.parametrize("patches", BROKEN_LEASES.values(), ids=list(BROKEN_LEASES))
 def test_broken_leases_are_found(patches: tuple[Patch, ...]) -> None:
-    @seed(SEED)
-    @settings(max_examples=HISTORIES, deadline=None, database=None, phases=[Phase.generate])
-    @given(lease_histories())
-    def check(steps: tuple[Step, ...]) -> None:
-        simulate_lease(steps, patches)
-
     with pytest.raises(WrongLeaseError):
-        check()
+        searched(lease_histories(), lambda steps: simulate_lease(steps, patches), HISTORIES, SEED)

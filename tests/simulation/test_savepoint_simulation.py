@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, given, settings
 from sim_claims import simulate_claims
 from sim_claims_broken import BROKEN_CLAIMS, Patch
 from sim_histories import claim_histories, savepoint_histories
@@ -16,8 +16,9 @@ from sim_parts import Built, History, Step, WrongStateError
 from sim_savepoint_scenes import SAVEPOINT_SCENES, SavepointScene, played_savepoints
 from sim_savepoints import simulate_savepoints
 from sim_savepoints_broken import BROKEN_SAVEPOINTS
+from sim_search import searched
 
-from tests.helpers.soak import SOAK, examples
+from tests.helpers.soak import examples
 
 SEED = 3
 # Every broken variant of claims is found within these, with this seed.
@@ -75,22 +76,12 @@ def test_no_scene_gives_a_wrong_savepoint(script: Callable[[SavepointScene], Non
 def test_broken_savepoints_are_found(name: str) -> None:
     built = BROKEN_SAVEPOINTS[name]
 
-    @seed(SEED)
-    @settings(
-        max_examples=SAVEPOINTS_BROKEN_MAX,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(savepoint_histories())
-    def check(history: History) -> None:
-        simulate_savepoints(history, built)
-
     with pytest.raises(WrongStateError):
         for script in sorted(SAVEPOINT_SCENES, key=lambda script: script.__name__ != FOUND_BY[name]):
             played_savepoints(script, built)
-        check()
+        searched(
+            savepoint_histories(), lambda history: simulate_savepoints(history, built), SAVEPOINTS_BROKEN_MAX, SEED
+        )
 
 
 @settings(max_examples=examples(60), deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -101,48 +92,22 @@ def test_no_history_gives_a_folder_to_two_queries(steps: tuple[Step, ...]) -> No
 
 @pytest.mark.parametrize("patches", BROKEN_CLAIMS.values(), ids=list(BROKEN_CLAIMS))
 def test_broken_claims_are_found(patches: tuple[Patch, ...]) -> None:
-    @seed(SEED)
-    @settings(max_examples=CLAIMS_BROKEN_MAX, deadline=None, database=None, phases=[Phase.generate])
-    @given(claim_histories())
-    def check(steps: tuple[Step, ...]) -> None:
-        simulate_claims(steps, patches)
-
     with pytest.raises(WrongLeaseError):
-        check()
+        searched(claim_histories(), lambda steps: simulate_claims(steps, patches), CLAIMS_BROKEN_MAX, SEED)
 
 
 def test_histories_are_of_the_kind_that_matters() -> None:
     seen: Counter[str] = Counter()
-
-    @seed(SEED)
-    @settings(max_examples=60, deadline=None, database=None, phases=[Phase.generate])
-    @given(claim_histories())
-    def check(steps: tuple[Step, ...]) -> None:
-        seen.update(simulate_claims(steps).counted)
-
-    check()
+    searched(claim_histories(), lambda steps: seen.update(simulate_claims(steps).counted), 60, SEED)
     assert seen["claims"] > 60
     assert seen["releases"] > 0
     assert seen["releases refused"] > 0
 
 
-@pytest.mark.skipif(not SOAK, reason="takes minutes: runs in make soak")
+@pytest.mark.soak
 def test_savepoints_are_of_the_kind_that_matters() -> None:
     seen: Counter[str] = Counter()
-
-    @seed(SEED)
-    @settings(
-        max_examples=300,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(savepoint_histories())
-    def check(history: History) -> None:
-        seen.update(simulate_savepoints(history).yard.counted)
-
-    check()
+    searched(savepoint_histories(), lambda history: seen.update(simulate_savepoints(history).yard.counted), 300, SEED)
     for name in (
         "savepoints finished",
         "clean-ups held up",

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from sim_broken import BROKEN
 from sim_broken_uploads import BROKEN_UPLOADS
 from sim_histories import histories
 from sim_parts import Built, Config, History, WrongStateError
 from sim_scenes import SCENES, Scene, played
+from sim_search import searched
 from sim_world import simulate
 
 from tests.helpers.soak import examples
@@ -132,17 +132,8 @@ ALL_BROKEN = BROKEN | BROKEN_UPLOADS
 def test_broken_variants_are_found(name: str) -> None:
     built = ALL_BROKEN[name]
 
-    @seed(SEED)
-    @settings(
-        max_examples=BROKEN_MAX,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(histories())
-    def check(history: History) -> None:
-        simulate(history, built)
+    def check() -> None:
+        searched(histories(), lambda history: simulate(history, built), BROKEN_MAX, SEED)
 
     def scenes() -> None:
         for script in sorted(SCENES, key=lambda script: script.__name__ != FOUND_BY.get(name)):
