@@ -50,7 +50,8 @@ def test_there_are_savepoints_of_the_present_format() -> None:
 
 
 def _expected() -> list[dict[str, Any]]:
-    return json.loads((GOLDEN / "savepoint-1" / "expected.json").read_text("utf-8"))  # type: ignore[no-any-return]
+    rows: list[dict[str, Any]] = json.loads((GOLDEN / "savepoint-1" / "expected.json").read_text("utf-8"))
+    return rows
 
 
 def _shown(table: pa.Table) -> Iterator[dict[str, Any]]:

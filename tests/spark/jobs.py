@@ -34,10 +34,15 @@ __all__ = [
     "emitted",
     "event_rows",
     "keyed",
+    "reads_state",
     "table",
 ]
 
 SPARK = (int(pyspark.__version__.split(".")[0]), int(pyspark.__version__.split(".")[1]))
+# Of tests that need a savepoint of a query, its retained checkpoint, or its pointers as Spark keeps them.
+reads_state = pytest.mark.skipif(
+    SPARK < (4, 0), reason="PySpark 3.5 has no reader of state, and savepoints of queries say so"
+)
 
 # Where a test runs. Spark's own operator on Connect would only test Spark; and most of what a task does is the same under
 # both kinds of session, so that Connect is for plans, for `foreachBatch`, for what travels from client to server, for errors.

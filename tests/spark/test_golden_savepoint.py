@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import SPARK
+from jobs import reads_state
 from test_savepoints import FIRST, NEXT, Query, counted
 
 from spark_state_ext import ArrowState, RetainedCheckpoint, Savepoint
@@ -55,7 +55,7 @@ def test_a_golden_savepoint_starts_a_job(spark: Any, golden: Path, tmp_path: Pat
     assert sorted(gone, key=str) == sorted(quiet, key=str)
 
 
-@pytest.mark.skipif(SPARK < (4, 0), reason="PySpark 3.5 has no reader of state")
+@reads_state
 @pytest.mark.parametrize("mode", ["no_claim", "claim"])
 def test_a_root_of_the_first_format_starts_a_job(spark: Any, tmp_path: Path, mode: str) -> None:
     """What `pointer_write="v1"` writes is byte for byte what the first part of the project wrote."""

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import COUNTS, SPARK, Job, count, keyed
+from jobs import COUNTS, Job, count, keyed, reads_state
 
 from spark_state_ext.cli.abandoned import main
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.skipif(SPARK < (4, 0), reason="Spark 3.5 has no reader of state"),
-]
+pytestmark = [pytest.mark.spark, reads_state]
 
 
 def test_pointers_tell_the_home_of_a_query_whose_id_is_another(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import SPARK, configured
+from jobs import configured, reads_state
 from pyspark.errors import StreamingQueryException
 from savepoint_cases import Case
 from savepoint_job import OPERATOR, RETAINED, Query
@@ -24,10 +24,7 @@ from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import is_detached
 from tests.helpers.waiting import eventually
 
-pytestmark = [
-    pytest.mark.spark,
-    pytest.mark.skipif(SPARK < (4, 0), reason="PySpark 3.5 has no reader of state, and savepoints of queries say so"),
-]
+pytestmark = [pytest.mark.spark, reads_state]
 
 CLAIMED = Case("claim", "native", "disk")
 

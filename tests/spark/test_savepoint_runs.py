@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from jobs import SPARK
+from jobs import reads_state
 from savepoint_cases import CASES, COVERING, NOTHING, Case
 
 from tests.helpers.soak import SOAK
@@ -35,7 +35,7 @@ def test_what_is_chosen_covers(parts: tuple[str, str]) -> None:
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.skipif(SPARK < (4, 0), reason="PySpark 3.5 has no reader of state, and savepoints of queries say so")
+@reads_state
 @pytest.mark.timeout(14_400)
 def test_the_matrix(tmp_path: Path) -> None:
     # In a process of its own: its state is watched from the start of the session.

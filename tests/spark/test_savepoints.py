@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import COUNTS, SPARK, Job, count, emitted, keyed
+from jobs import COUNTS, SPARK, Job, count, emitted, keyed, reads_state
 from pyspark.errors import PySparkException, StreamingQueryException
 from streams import finish
 
@@ -37,10 +37,6 @@ from tests.helpers.soak import examples
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.spark
-# Of tests that need neither a savepoint of a query nor its retained checkpoint the rest runs on 3.5 too.
-reads_state = pytest.mark.skipif(
-    SPARK < (4, 0), reason="PySpark 3.5 has no reader of state, and savepoints of queries say so"
-)
 
 FIRST = [["a", "b", "c"], ["a", "d"], ["a", "b"], ["a", "e"]]
 NEXT = [["a", "b"], ["c", "f"], ["a", "a"]]
