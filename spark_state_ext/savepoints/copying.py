@@ -62,8 +62,10 @@ def copied(files: Readable, file: SavedFile, target: Folder, scratch: Path) -> H
         return How.THERE
     if isinstance(files, Duplicable) and files.duplicate_to(target, file.name):
         if not _is_there(target, file):
+            # What was there under the name before stays.
+            wrong = target if _is_there(files, file) else files
             raise CorruptFileError(
-                f"{files.where(file.name)} is not the file that was announced ({file.size_bytes} bytes, {file.digest})"
+                f"{wrong.where(file.name)} is not the file that was announced ({file.size_bytes} bytes, {file.digest})"
             )
         return How.DUPLICATED
     with local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
@@ -124,16 +126,16 @@ def _put(target: Folder, sealed: SealedFile, file: SavedFile) -> None:
         raise StorageError(f"{target.where(file.name)} was written and reads otherwise: it was torn on its way")
 
 
-def _is_there(target: Folder, file: SavedFile) -> bool:
+def _is_there(files: Readable, file: SavedFile) -> bool:
     """Whether a folder has a file, by its size and by what its end tells of its body."""
-    return _announced_in(target, file.name) == file
+    return _announced_in(files, file.name) == file
 
 
-def _announced_in(target: Folder, name: str) -> SavedFile | None:
+def _announced_in(files: Readable, name: str) -> SavedFile | None:
     """What a file says of itself; None where there is none that is whole."""
     try:
-        size = target.size(name)
-        body = announced_body(lambda start, end: target.get_range(name, start, end), size, target.where(name))
+        size = files.size(name)
+        body = announced_body(lambda start, end: files.get_range(name, start, end), size, files.where(name))
     except (MissingCheckpointError, CorruptFileError):
         return None
     return SavedFile(name, size, digest_text(body))

@@ -84,8 +84,8 @@ def judged(
     if waiting:
         return Verdict(
             False,
-            f"{len(waiting)} of {len(started)} queries that were started from it have not committed a batch yet, the "
-            f"first at {waiting[0].query_folder}",
+            f"{len(waiting)} of {len(started)} queries that were started from it have not told that a batch of theirs "
+            f"is committed, which they do in their second batch with data; the first is at {waiting[0].query_folder}",
         )
     never = sorted(set(operators) - {it.record.operator for it in started}) if started else []
     if never:

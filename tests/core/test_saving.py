@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,20 @@ def test_a_file_that_is_there_is_left_alone(life: Life) -> None:
     copy = saved(life, life.pointers[-1], NATIVE)
     source, target = (Folder(str(life.local / name)).child("3") for name in ("a", "savepoint"))
     assert {copied(source, file, target, life.local) for file in copy.saved.files} == {How.THERE}
+
+
+@pytest.mark.parametrize("wrong", ["source", "target"])
+def test_a_file_that_is_not_what_was_announced_is_named_where_it_is(life: Life, wrong: str) -> None:
+    life.history(5)
+    copy = saved(life, life.pointers[-1], NATIVE)
+    source, target = (Folder(str(life.local / name)).child("3") for name in ("a", "other"))
+    file = copy.saved.files[-1]
+    path = Path({"source": source, "target": target}[wrong].where(file.name))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.write_bytes(b"something else")
+    with pytest.raises(CorruptFileError, match=f"^{re.escape(str(path))} is not the file that was announced"):
+        copied(source, file, target, life.local)
 
 
 def test_a_saved_pointer_names_no_place(life: Life) -> None:
