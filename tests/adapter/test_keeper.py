@@ -127,6 +127,21 @@ def test_a_folder_that_a_query_has_claimed_is_looked_after(folder: Folder, kept:
     assert not _newest(folder, "old").record.released
 
 
+def test_a_folder_that_was_claimed_in_an_earlier_run_is_looked_after(folder: Folder, kept: Kept) -> None:
+    """The program of a restart may say no more where the query began."""
+    claim = Claim("query", f"{folder.root}/query", 0)
+    for name, its in (("old", claim), ("other", Claim("else", f"{folder.root}/else", 0))):
+        Lease(folder.child(name), _ME, 30_000, claim=its, claims=True).hold()
+    before = {name: _newest(folder, name).number for name in ("old", "other")}
+    for at in range(4):
+        kept.poll(["query", "another query of the session"], float(at), at)
+    assert _newest(folder, "old").number > before["old"]
+    assert _newest(folder, "other").number == before["other"]
+    kept.poll([], 6.0, 6)
+    assert _newest(folder, "old").record.released
+    assert not _newest(folder, "other").record.released
+
+
 def test_a_folder_that_was_claimed_from_a_query_is_not_its_to_renew(folder: Folder, kept: Kept) -> None:
     _task(folder, "query")
     kept.poll(["query"], 0.0, 0)

@@ -72,6 +72,8 @@ class Kept:
     _not_before_s: float = -math.inf
     _list_at_s: float = -math.inf
     _untold: list[str] = field(default_factory=list)
+    # Queries that folders which were claimed have been looked through for.
+    _looked_for: set[str] = field(default_factory=set)
     # A store that hangs keeps no other one's leases from being renewed.
     _pool: DaemonPool = field(default_factory=lambda: DaemonPool("leases"))
     _under_way: Future[None] | None = None
@@ -133,10 +135,12 @@ class Kept:
         self._active = {query_folder for query_folder in active if self._seen.get(query_folder) is not None} | (
             ended & failed.keys()
         )
-        untold = bool(active - self._active - failed.keys())
+        unknown = active - self._active - failed.keys()
+        untold = bool(unknown)
         if now_s >= self._list_at_s:
             self._list_at_s = now_s + _SELDOM_S
             self._untold = self._find_untold() if untold else []
+            self._find_claimed(unknown - self._looked_for)
         # Which of the queries these belong to, nobody can tell; so they are not released.
         query_folders = self._untold if untold else []
         failed |= self._each(query_folders, lambda query_folder: self._renew(query_folder, now_ms))
@@ -218,9 +222,23 @@ class Kept:
                 if owner.application == self.application and owner.plan in self.plans:
                     ours.append(name)
 
-        names = [name for name in self.folder.names() if name not in (SPILL_FOLDER, STARTING_FOLDER)]
-        self._each((name for name in names if name.startswith("t")), look)
+        self._each((name for name in self._query_folders() if name.startswith("t")), look)
         return ours
+
+    def _find_claimed(self, queries: set[str]) -> None:
+        """What these have claimed in an earlier run: a restart need not say again where it began."""
+        if not queries:
+            return
+
+        def look(name: str) -> None:
+            if self._claim_on(name) in queries:
+                self.adopted.add(name)
+
+        self._each(self._query_folders(), look)
+        self._looked_for |= queries
+
+    def _query_folders(self) -> list[str]:
+        return [name for name in self.folder.names() if name not in (SPILL_FOLDER, STARTING_FOLDER)]
 
     def _say(self, text: str, *told: object) -> None:
         said = text % told
