@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from spark_state_ext.testing import WAIT_S
 
-__all__ = ["WAIT_S", "eventually"]
+__all__ = ["WAIT_S", "eventually", "removed"]
 
 
 def eventually(holds: Callable[[], object], every_s: float = 0.01) -> None:
@@ -16,3 +18,13 @@ def eventually(holds: Callable[[], object], every_s: float = 0.01) -> None:
     while not holds():
         assert time.monotonic() < deadline_s, f"still not so after {WAIT_S:.0f} s"
         time.sleep(every_s)
+
+
+def removed(folder: Path) -> None:
+    """Remove the folder of a query that has ended, though this process may be about to release its lease there."""
+
+    def is_gone() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not folder.exists()
+
+    eventually(is_gone)

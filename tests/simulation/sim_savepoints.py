@@ -104,6 +104,8 @@ class SavepointWorld(Query):
         """Take one step."""
         self.yard.numbers = Numbers(step[1:])
         super().step(step)
+        for taking in self.yard.takings:
+            taking.misses_some |= not set(self.configured) <= set(taking.named)
         self.look()
 
     # -- taking savepoints -------------------------------------------------------------------------
@@ -118,7 +120,7 @@ class SavepointWorld(Query):
 
     def take(self, numbers: Numbers) -> Aside:
         """Somebody begins to take a savepoint; the numbers say where he stops."""
-        taking = Taking(self, numbers)
+        taking = Taking(self, numbers, named=tuple(self.configured))
         self.yard.takings.append(taking)
         self.yard.counted["savepoints begun"] += 1
         return self.yard.begin(lambda: self._taken(taking))
@@ -134,7 +136,7 @@ class SavepointWorld(Query):
             buckets=self.number_of_buckets,
             local_dir=self.folder,
             storage_options=self.yard.options,
-            backends=self.yard.backends(self.configured),
+            backends=self.yard.backends(taking.named),
         )
         try:
             savepoints.take_savepoint(
@@ -158,10 +160,11 @@ class SavepointWorld(Query):
         self.yard.counted["savepoints that failed"] += 1
         if folder.exists(MANIFEST_NAME):
             raise WrongStateError(f"a savepoint failed, and has a manifest: {error}") from error
-        # What nobody can help: Spark dropped batch after batch, and files that somebody damaged or deleted.
+        # What nobody can help: Spark dropped batch after batch, files that somebody damaged or deleted, and state in a
+        # backend that the query did not have when it was begun.
         dropped = isinstance(error, RuntimeError)
         spoilt = any(self.false.values()) or (bool(self.damaged) and unseen)
-        if taking.in_time and not dropped and not spoilt:
+        if taking.in_time and not dropped and not spoilt and not taking.misses_some:
             raise WrongStateError(
                 f"batch {taking.batch} cannot be saved, though its hold was never silent: {error}"
             ) from error

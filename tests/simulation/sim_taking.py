@@ -57,6 +57,9 @@ class Taking:
     asleep: bool = False
     # It was never silent for longer than its hold lasts.
     in_time: bool = True
+    # Backends that it knows, as the query had them when it began; and whether the query has had others since.
+    named: tuple[str, ...] = ()
+    misses_some: bool = False
     # By the model: the batch that was read, and the state of each bucket then.
     batch: int = -1
     expected: dict[int, Model] = field(default_factory=dict)

@@ -30,7 +30,7 @@ from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from tests.helpers.soak import whole
-from tests.helpers.waiting import WAIT_S, eventually
+from tests.helpers.waiting import WAIT_S, eventually, removed
 
 pytestmark = pytest.mark.spark
 
@@ -285,7 +285,7 @@ def test_a_root_that_was_removed_while_local_stores_are_warm_is_filled_by_the_fi
 ) -> None:
     for _ in range(3):
         run(spark, tmp_path, clean_up=clean_up)
-    shutil.rmtree(tmp_path / "root")
+    removed(tmp_path / "root")
     assert run(spark, tmp_path, clean_up=clean_up) == [("1", 8), ("2", 4)]
     assert list((tmp_path / "root").rglob("*.snapshot.arrow"))
     assert list((tmp_path / "root").rglob("operator_0.json"))

@@ -34,7 +34,7 @@ from spark_state_ext.savepoints.records import is_detached, start_of
 from spark_state_ext.spark.client import savepoints as client_savepoints
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState
 from tests.helpers.soak import examples
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import eventually, removed
 
 pytestmark = pytest.mark.spark
 
@@ -75,16 +75,6 @@ class Query:
             writer = self.job.planned().writeStream.foreachBatch(upsert)
             finish(writer.option("checkpointLocation", str(self.job.checkpoint)).trigger(availableNow=True).start())
         return self
-
-
-def removed(folder: Path) -> None:
-    """Remove a folder in which the driver may write a lease meanwhile."""
-
-    def gone() -> bool:
-        shutil.rmtree(folder, ignore_errors=True)
-        return not folder.exists()
-
-    eventually(gone)
 
 
 def counted(*parts: list[list[str]]) -> dict[str, int]:
@@ -201,12 +191,12 @@ def test_any_number_of_queries_start_from_one_savepoint(spark: Any, old: Query, 
     assert contents() == before
     # Each stands alone.
     shutil.rmtree(tmp_path / "savepoint")
-    shutil.rmtree(tmp_path / "old")
+    removed(tmp_path / "old")
     for number, query in enumerate(queries):
         shutil.rmtree(tmp_path / str(number) / "local")
         query.run([["a"]])
         assert query.table["a"] == counted(FIRST)["a"] + rounds * (number + 1) + 1
-        shutil.rmtree(tmp_path / str(number))
+        removed(tmp_path / str(number))
 
 
 @reads_state
