@@ -143,7 +143,7 @@ class Started(Query):
                 buckets=self.number_of_buckets,
                 local_dir=str(self.folder),
                 storage_options=self.yard.options,
-                backends=tuple(self.yard.backends(["a"])),
+                backends=tuple(self.yard.backends(self.configured)),
                 clean_up=self.clean_up,
                 start_from=Savepoint(self.taken.folder.root, self.mode, storage_options=self.yard.options),
             )
