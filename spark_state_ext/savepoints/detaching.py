@@ -91,9 +91,9 @@ def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> No
             note_let_go(query_folder, file)
     if record is None or record.mode != CLAIM or not isinstance(start, Savepoint) or not job.options.clean_up:
         return
-    if start.path == record.source:
-        claim_id = record.claim or query_folder.name
-        consume(Folder(start.path, start.storage_options), claim_id, still_ours, record.operator)
+    # Nothing happens where this is not the savepoint that the query has claimed.
+    claim_id = record.claim or query_folder.name
+    consume(Folder(start.path, start.storage_options), claim_id, still_ours, record.operator)
 
 
 def _let_go(job: Job, start: RetainedCheckpoint, file: str) -> None:

@@ -4,7 +4,7 @@ them."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from arrow_schemas.checksum import opened_document, readable, sealed_document
 from spark_state_ext.errors import LineageError, MissingCheckpointError
@@ -90,7 +90,7 @@ class StartRecord:
 
 
 def note_start(query_folder: Folder, record: StartRecord) -> None:
-    """Write down what a query folder's state is begun with.
+    """Write down what a query folder's state is begun with. A savepoint may have been moved between two attempts.
 
     Raises
     ------
@@ -101,10 +101,13 @@ def note_start(query_folder: Folder, record: StartRecord) -> None:
     """
     if not query_folder.create(START_NAME, record.encode()):
         there = start_of(query_folder)
+        if there is not None and record.source_id and there == replace(record, source=there.source):
+            return
+        before = "nothing" if there is None else f"{there.source} (mode {there.mode})"
         raise LineageError(
-            f"the first batch of the query at {query_folder.root} was begun from "
-            f"{there.source if there else 'nothing'} before, and now from {record.source}: start the query again from "
-            "where it was, or with a new checkpointLocation"
+            f"the first batch of the query at {query_folder.root} was begun from {before} before, and now from "
+            f"{record.source} (mode {record.mode}): start the query again from where it was, or with a new "
+            "checkpointLocation"
         )
 
 

@@ -17,7 +17,7 @@ from spark_state_ext.__main__ import main
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
-from spark_state_ext.errors import ClaimedError, NotClaimableError
+from spark_state_ext.errors import ClaimedError, LineageError, NotClaimableError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints import claims
 from spark_state_ext.savepoints.claims import (
@@ -257,6 +257,23 @@ def test_the_claim_of_another_attempt_at_the_first_batch_is_the_one_that_is_cons
     note_start(query_folder, StartRecord("savepoint", savepoint.root, ID, 7, "claim", "counts", made.id))
     detach(_job(root, savepoint), query_folder, lambda: None)
     assert not Path(savepoint.root).exists()
+
+
+def test_a_savepoint_that_was_moved_before_the_first_batch_was_committed_is_the_same(
+    savepoint: Folder, tmp_path: Path
+) -> None:
+    query_folder = Folder(str(tmp_path / "root")).child("counts", "mine")
+    claim_savepoint(savepoint, SavepointClaim(ID, query_folder.root, "mine"), ())
+    note_start(query_folder, StartRecord("savepoint", savepoint.root, ID, 7, "claim", "counts", "mine"))
+    moved = tmp_path / "moved"
+    Path(savepoint.root).rename(moved)
+    again = StartRecord("savepoint", str(moved), ID, 7, "claim", "counts", "mine")
+    note_start(query_folder, again)
+    for other in (replace(again, source_id="34" * 16), replace(again, mode="no_claim")):
+        with pytest.raises(LineageError, match="start the query again from where it was"):
+            note_start(query_folder, other)
+    detach(_job(str(tmp_path / "root"), Folder(str(moved))), query_folder, lambda: None)
+    assert not moved.exists()
 
 
 def test_an_owner_who_marks_while_his_claim_is_released_keeps_it(savepoint: Folder) -> None:
