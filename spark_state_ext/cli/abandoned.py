@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from arrow_schemas.operator import OperatorFile, parse_operator_file_name
+from spark_state_ext.cli.roots import operators_below
 from spark_state_ext.cli.spark_checkpoint import METADATA, STATE, query_id
 from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Entry, Folder, refuse_relative
@@ -32,8 +33,6 @@ _DAY_S = 86_400.0
 # However sure it is: a lease is renewed far more often.
 _RECENT_DAYS_MIN = 1.0
 _OLDER_THAN_DAYS = 30.0
-# Operators in a message.
-_NAMED_MAX = 10
 # Records of the present format; and the one file of formats 1 to 3.
 _LEASE = ("lease/", "lease.json")
 # Rows in transit, too.
@@ -137,33 +136,10 @@ def look(root: Folder, operators: Collection[str] = ()) -> list[Found]:
     """
     return [
         _found(root, operator, entry.name)
-        for operator, entries in sorted(_operators(root, operators).items())
+        for operator, entries in sorted(operators_below(root, operators).items())
         for entry in entries
         if entry.folder and entry.name not in (STARTING_FOLDER, SPILL_FOLDER)
     ]
-
-
-def _operators(root: Folder, wanted: Collection[str]) -> dict[str, list[Entry]]:
-    """What lies in the folders of the operators."""
-    here = root.entries()
-    if not here:
-        raise UsageError(f"there is no folder {root.root}, or it is empty: give the root, as ArrowState has it")
-    there = [entry.name for entry in here if entry.folder]
-    missing = sorted(set(wanted).difference(there))
-    # Where one is missing, all are looked at, as the folder of an operator has none.
-    listed = {name: root.child(name).entries() for name in there if missing or not wanted or name in wanted}
-    for where, entries in [(root.root, here), *((root.child(name).root, found) for name, found in listed.items())]:
-        if any(not entry.folder and parse_operator_file_name(entry.name) is not None for entry in entries):
-            raise UsageError(
-                f"give the root, not a folder in it: {where} has an operator file, so {root.root} is the folder of "
-                "an operator or of a query"
-            )
-    if not there:
-        raise UsageError(f"{root.root} has no operators, as it has no folders: give the root, as ArrowState has it")
-    if missing:
-        shown = ", ".join(there[:_NAMED_MAX]) + (", …" if len(there) > _NAMED_MAX else "")
-        raise UsageError(f"{root.root} has no operator {missing[0]!r}; it has: {shown}")
-    return listed
 
 
 def _found(root: Folder, operator: str, query_folder: str) -> Found:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from typing import Any
 
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
+from spark_state_ext.cli.roots import operators_below
 from spark_state_ext.errors import NotClaimableError, StateError, UsageError
-from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 from spark_state_ext.ownership.release import release_query_folder
 from spark_state_ext.savepoints.claims import CLAIM_FOLDER, release_claim
@@ -103,13 +105,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _root(path: str, storage_options: Mapping[str, Any]) -> Folder:
+    """A root in which somebody has state: below a wrong one nobody would be found."""
+    refuse_relative(path, "a root")
+    root = Folder(path.rstrip("/") or path, storage_options)
+    operators_below(root)
+    return root
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 when it could be done, 1 when it was refused or failed, 2 for wrong arguments."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
         savepoint = Folder(options.path.rstrip("/") or options.path, options.storage_options)
-        roots = [Folder(root.rstrip("/") or root, options.storage_options) for root in options.root]
+        roots = [_root(root, options.storage_options) for root in options.root]
         if options.verb == "status":
             return _status(savepoint, roots)
         if options.verb == "release":

@@ -56,6 +56,7 @@ class OperatorCatalog:
         batch_ms: int | None = None,
         case_sensitive: bool = False,
         leave_behind: bool = False,
+        with_state: bool = False,
     ) -> OperatorFile:
         """Compare a job with what is stored and write the operator file it needs. Done once a process and job.
 
@@ -73,6 +74,8 @@ class OperatorCatalog:
             Time of the batch that a query without state begins with: other attempts at it are no other queries.
         case_sensitive, leave_behind
             As in `OperatorFile.succeeded_by`.
+        with_state
+            A query without state of its own begins with another one's: it may lie beside that.
 
         Returns
         -------
@@ -89,7 +92,9 @@ class OperatorCatalog:
         key = (operator_files.identity, wanted.encode())
         with self._lock:
             if again or key not in self._admitted:
-                self._admitted[key] = _admit(operator_files, wanted, strict, batch_ms, case_sensitive, leave_behind)
+                self._admitted[key] = _admit(
+                    operator_files, wanted, strict, batch_ms, case_sensitive, leave_behind, with_state
+                )
             return self._admitted[key]
 
 
@@ -100,9 +105,10 @@ def _admit(
     batch_ms: int | None,
     case_sensitive: bool = False,
     leave_behind: bool = False,
+    with_state: bool = False,
 ) -> OperatorFile:
     for _ in range(_ROUNDS_MAX):
-        in_force = _admitted_by(operator_files, wanted, strict, batch_ms, case_sensitive, leave_behind)
+        in_force = _admitted_by(operator_files, wanted, strict, batch_ms, case_sensitive, leave_behind, with_state)
         if in_force is not None:
             return in_force
     raise StorageError(
@@ -118,6 +124,7 @@ def _admitted_by(
     batch_ms: int | None,
     case_sensitive: bool = False,
     leave_behind: bool = False,
+    with_state: bool = False,
 ) -> OperatorFile | None:
     """The operator file in force; None where another job wrote one of its own at the same time."""
     files = operator_files.child(wanted.query_id)
@@ -131,7 +138,8 @@ def _admitted_by(
         refuse_left_behind(files, wanted.operator, [field.name for field in in_force.row_schema().state])
     else:
         in_force = wanted
-        _look_beside(operator_files, wanted, strict, batch_ms)
+        if not with_state:
+            _look_beside(operator_files, wanted, strict, batch_ms)
     made = files.create(operator_file_name(in_force.schema_id), in_force.encode())
     return in_force if made else None
 

@@ -138,7 +138,7 @@ def refuse_claimed(savepoint: Folder) -> None:
 def _claimed(savepoint: Folder, claim: SavepointClaim | None) -> ClaimedError:
     return ClaimedError(
         f"the savepoint at {savepoint.root} is claimed by the query at {claim.by if claim else 'another place'}, which "
-        "deletes it: take another savepoint of that query. Where the query is gone for good, free this one with "
+        "deletes it: start from another savepoint. Where that query is gone for good, free this one with "
         "python -m spark_state_ext savepoint release."
     )
 
@@ -266,7 +266,7 @@ def release_claim(savepoint: Folder) -> SavepointClaim:
     """
     claim = claim_of(savepoint)
     if claim is None:
-        raise MissingCheckpointError(f"nobody has claimed the savepoint at {savepoint.root}")
+        raise MissingCheckpointError(f"nobody has claimed a savepoint at {savepoint.root}, or there is none")
     refused = NotClaimableError(
         f"the claim of {claim.by} to the savepoint at {savepoint.root} cannot be released: it has begun to delete it"
     )

@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable
 
 from spark_state_ext.engine.job import Job
-from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
+from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint, StartFrom
 from spark_state_ext.errors import MissingCheckpointError, OwnershipError, StateError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.claims import consume
-from spark_state_ext.savepoints.records import held_for, is_detached, note_detached, note_let_go, start_of
+from spark_state_ext.savepoints.records import StartRecord, held_for, is_detached, note_detached, note_let_go, start_of
 from spark_state_ext.worker.background import Background
 
 __all__ = ["Detaching"]
@@ -82,6 +82,7 @@ def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> No
         still_ours()
         note_detached(query_folder)
         _LOGGER.info("%s needs nothing of %s any more", query_folder.root, record.source)
+    _say_unused(query_folder, record, start)
     if isinstance(start, RetainedCheckpoint):
         if job.captured is not None:
             _let_go(job, start, job.captured)
@@ -94,6 +95,21 @@ def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> No
     # Nothing happens where this is not the savepoint that the query has claimed.
     claim_id = record.claim or query_folder.name
     consume(Folder(start.path, start.storage_options), claim_id, still_ours, record.operator)
+
+
+def _say_unused(query_folder: Folder, record: StartRecord | None, start: StartFrom | None) -> None:
+    """Who wants to go back to a savepoint, and starts the query on its old checkpoint, is to be told."""
+    if start is None or (isinstance(start, RetainedCheckpoint) and (start.mode == CLAIM or record is not None)):
+        return  # the folder that it claims is the other query's, whose record is another
+    source = start.path if isinstance(start, Savepoint) else str(start)
+    if record is None or record.source != source:
+        _LOGGER.warning(
+            "start_from=%s is not used: the query at %s has a state of its own, which began %s. To begin from what "
+            "start_from names, start the query with a new checkpointLocation",
+            source,
+            query_folder.root,
+            "empty" if record is None else f"from {record}",
+        )
 
 
 def _let_go(job: Job, start: RetainedCheckpoint, file: str) -> None:

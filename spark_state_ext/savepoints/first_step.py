@@ -15,6 +15,7 @@ from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
 from spark_state_ext.errors import (
     ClaimedError,
+    ExistingStateError,
     NotClaimableError,
     OwnershipError,
     StateElsewhereError,
@@ -22,13 +23,13 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.left_behind import note_left_behind
-from spark_state_ext.files.operator_catalog import query_folders_of_batch
+from spark_state_ext.files.operator_catalog import others_beside, query_folders_of_batch
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim, refuse_written_since
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint, refuse_claimed
-from spark_state_ext.savepoints.records import note_held, note_start
+from spark_state_ext.savepoints.records import StartRecord, note_held, note_start, start_of
 from spark_state_ext.savepoints.starting import Beginning, Begun, borrowed
 
 __all__ = ["FirstStep"]
@@ -71,6 +72,8 @@ class FirstStep:
 
         Raises
         ------
+        ExistingStateError
+            When `strict` and another query below the root was begun from the same.
         ClaimedError
             When another query has claimed it, whether this one asks for a claim or not.
         NotClaimableError
@@ -80,6 +83,8 @@ class FirstStep:
         """
         start = self._job.options.start_from
         by = self._root.child(self._query_folder).root
+        if self._job.options.strict and not beginning.adopts:
+            self._refuse_begun_before(beginning.record)
         if isinstance(start, Savepoint):
             folder = Folder(start.path, start.storage_options)
             if start.mode == CLAIM:
@@ -99,6 +104,21 @@ class FirstStep:
             Hold(held, beginning.captured.hold_id).release()
             raise
 
+    def _refuse_begun_before(self, record: StartRecord) -> None:
+        """A lost checkpoint is to be noticed, also where the program still says where its query once began."""
+        mine = {self._query_folder, *self._attempts()}
+        for name in others_beside(self._root):
+            if name in mine:
+                continue
+            there = start_of(self._root.child(name))
+            if there is not None and there.is_of(record.source, record.source_id):
+                raise ExistingStateError(
+                    f"operator {self._job.operator!r} would begin anew under {self._root.root} from {record}, from "
+                    f"which the query {name} there was begun before: to go on with that query's state, start it with "
+                    "its checkpointLocation. (strict=True refuses to begin anew here; use another operator name or "
+                    "root.)"
+                )
+
     def _adopted(self, start: RetainedCheckpoint, pointer: Pointer, captured: Captured, by: str) -> Claim:
         """The claim to another query's folder, where this one may have it."""
         folder = self._root.child(pointer.query_folder)
@@ -114,8 +134,9 @@ class FirstStep:
         if there is not None and there.id != pointer.claim:
             raise ClaimedError(
                 f"the state at {folder.root} belongs to {there}, which claimed it since the checkpoint "
-                f"{start.checkpoint_location} was written. Start from a checkpoint of that query, or from a savepoint "
-                "with mode='no_claim'"
+                f"{start.checkpoint_location} was written. Go on with that query's checkpointLocation, or start from a "
+                "savepoint of it with mode='no_claim'. Where that query never committed a batch, and is gone for good, "
+                f"free the folder with python -m spark_state_ext savepoint release {folder.root}"
             )
         if captured.later and not start.force:
             raise NotClaimableError(

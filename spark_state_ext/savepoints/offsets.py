@@ -11,7 +11,7 @@ import json
 import os
 from typing import Any
 
-from spark_state_ext.engine.start_from import Savepoint
+from spark_state_ext.engine.start_from import RetainedCheckpoint, Savepoint
 from spark_state_ext.errors import CorruptFileError, UsageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
@@ -40,8 +40,8 @@ def starting_offsets(savepoint: Savepoint | str | os.PathLike[str], source: int 
     Raises
     ------
     UsageError
-        When the savepoint has no offsets, as it was made of a table; when it is not said which source, or there is none
-        of that number or name; or when the source is not Kafka.
+        When the savepoint has no offsets, as it was made of a table, or it is a retained checkpoint; when it is not
+        said which source, or there is none of that number or name; or when the source is not Kafka.
     MissingCheckpointError, CorruptFileError, VersionSkewError
         When there is no savepoint that can be read, or a newer Spark wrote its offsets.
     StorageError
@@ -53,6 +53,11 @@ def starting_offsets(savepoint: Savepoint | str | os.PathLike[str], source: int 
     ...     "startingOffsets", starting_offsets("/savepoints/monday")
     ... )
     """
+    if isinstance(savepoint, RetainedCheckpoint):
+        raise UsageError(
+            f"{savepoint} has no offsets that can be told without Spark, and which batch it is, is known when the "
+            "query is planned: take a savepoint, and start from that"
+        )
     given = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
     header = read_manifest(Folder(given.path, given.storage_options)).header
     if header.offsets is None:

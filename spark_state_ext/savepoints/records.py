@@ -60,6 +60,14 @@ class StartRecord:
     operator: str
     claim: str = ""
 
+    def is_of(self, source: str, source_id: str) -> bool:
+        """Whether it tells of a snapshot: of a savepoint, which may have been moved, by its id; else by its path."""
+        return self.source_id == source_id if source_id else self.source == source
+
+    def __str__(self) -> str:
+        what = f"savepoint {self.source_id} at {self.source}" if self.source_id else self.source
+        return f"batch {self.batch} of operator {self.operator!r} of {what} (mode {self.mode})"
+
     def encode(self) -> bytes:
         """The file's bytes."""
         return sealed_document({"format": START_FORMAT, **asdict(self)})
@@ -103,11 +111,10 @@ def note_start(query_folder: Folder, record: StartRecord) -> None:
         there = start_of(query_folder)
         if there is not None and record.source_id and there == replace(record, source=there.source):
             return
-        before = "nothing" if there is None else f"{there.source} (mode {there.mode})"
         raise LineageError(
-            f"the first batch of the query at {query_folder.root} was begun from {before} before, and now from "
-            f"{record.source} (mode {record.mode}): start the query again from where it was, or with a new "
-            "checkpointLocation"
+            f"the first batch of the query at {query_folder.root} was begun from {there or 'nothing'} before, and now "
+            f"from {record}: start the query again from where it was, or with a new checkpointLocation and from the "
+            "input that belongs to it"
         )
 
 

@@ -7,6 +7,7 @@ pointer of the query is committed, every bucket is detached from it.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ from spark_state_ext.savepoints.records import StartRecord
 from spark_state_ext.savepoints.taking import save_bucket
 
 __all__ = ["Beginning", "Begun", "Starts", "borrowed"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
 
 T = TypeVar("T")
 
@@ -239,6 +242,8 @@ class Starts:
         self._manifests: _Once[SavepointManifest] = _Once()
         self._captured: _Once[Captured] = _Once()
         self._operator_files: _Once[OperatorFile] = _Once()
+        # Plans of which it was said that they begin without state.
+        self._said: set[str] = set()
 
     def of(self, job: Job, bucket: int) -> Beginning | None:
         """Where a bucket's state comes from; None: it begins without.
@@ -267,12 +272,24 @@ class Starts:
             return self._in_savepoint(job, start, name, bucket)
         return self._in_checkpoint(job, start, name, bucket)
 
+    def _say_without(self, job: Job, why: str) -> None:
+        if job.plan_id not in self._said:
+            self._said.add(job.plan_id)
+            _LOGGER.warning(
+                "operator %r begins without state: %s. allow_non_restored=True allows that. Where its state is there "
+                "under another name, say which with operator=…, and begin with a new checkpointLocation",
+                job.operator,
+                why,
+            )
+
     def _in_savepoint(self, job: Job, start: Savepoint, name: str, bucket: int) -> Beginning | None:
         folder = Folder(start.path, start.storage_options)
         manifest = self._manifests.of(f"savepoint {folder.identity} {job.plan_id}", lambda: read_manifest(folder))
         header = manifest.header
         if name not in header.operators:
             if start.allow_non_restored:
+                there = ", ".join(sorted(header.operators))
+                self._say_without(job, f"the savepoint at {start.path} has no operator {name!r}; it has {there}")
                 return None
             raise _not_there(name, start.path, manifest)
         operator_file = header.operators[name]
@@ -285,6 +302,7 @@ class Starts:
     def _in_checkpoint(self, job: Job, start: RetainedCheckpoint, name: str, bucket: int) -> Beginning | None:
         if job.captured is None:
             if start.allow_non_restored and not job.not_captured:
+                self._say_without(job, f"{start} has no operator {name!r}")
                 return None
             raise MissingCheckpointError(
                 f"operator {job.operator!r} cannot start from {start}: {job.not_captured}. Nothing was written."
@@ -294,9 +312,10 @@ class Starts:
         captured = self._captured.of(
             f"captured {notes.identity} {file}", lambda: Captured.decode(notes.get(file), notes.where(file))
         )
-        if bucket not in captured.pointers:
-            raise CorruptFileError(f"{notes.where(file)} lacks bucket {bucket}. Plan the query again.")
-        pointer = captured.pointers[bucket]
+        # Those of all buckets name one folder and one operator file.
+        pointer = captured.pointers.get(bucket) or next(iter(captured.pointers.values()), None)
+        if pointer is None:
+            raise CorruptFileError(f"{notes.where(file)} has no bucket. Plan the query again.")
         files = Folder(start.root, start.storage_options).child(name, pointer.query_folder)
         operator_file = self._operator_files.of(
             f"operator {files.identity} {pointer.schema_id}",
@@ -304,8 +323,11 @@ class Starts:
                 files.get(operator_file_name(pointer.schema_id)), files.where(operator_file_name(pointer.schema_id))
             ),
         )
-        batch = -1 if start.batch is None else start.batch
-        record = StartRecord("retained_checkpoint", files.root, "", batch, start.mode, name)
+        # The number of buckets first: without it there may be no such bucket.
+        operator_file.begins(job.operator_file(""), leave_behind=True, case_sensitive=job.case_sensitive)
+        if bucket not in captured.pointers:
+            raise CorruptFileError(f"{notes.where(file)} lacks bucket {bucket}. Plan the query again.")
+        record = StartRecord("retained_checkpoint", files.root, "", captured.batch, start.mode, name)
         return Beginning(pointer, operator_file, record, files.child(str(bucket)), None, captured)
 
 

@@ -77,22 +77,24 @@ def judged(
     if claim is not None:
         return Verdict(
             False,
-            f"{claim.by} has claimed it, and deletes it itself when it needs it no more. Where that query is gone for "
-            "good, python -m spark_state_ext savepoint release frees it",
+            f"{claim.by} has claimed it, and deletes it itself in its second batch with data, unless it runs with "
+            "clean_up=False or without start_from. Where that query is gone for good, python -m spark_state_ext "
+            "savepoint release frees it",
         )
     waiting = [it for it in started if not it.detached]
     if waiting:
         return Verdict(
             False,
             f"{len(waiting)} of {len(started)} queries that were started from it have not told that a batch of theirs "
-            f"is committed, which they do in their second batch with data; the first is at {waiting[0].query_folder}",
+            f"is committed, which they do in their second batch with data; the first is at {waiting[0].query_folder}. "
+            "Where that query is gone for good, remove that folder",
         )
     never = sorted(set(operators) - {it.record.operator for it in started}) if started else []
     if never:
         return Verdict(
             False,
-            f"of its operators {', '.join(never)} was not started yet, or has had no batch with data: its state would "
-            "be lost",
+            f"of its operators {', '.join(never)} was not started, or has had no batch with data: its state would be "
+            "lost",
         )
     if started:
         return Verdict(
@@ -104,7 +106,11 @@ def judged(
             "it is not known whether a query that was started from it needs it still: name the roots of those that "
             "may have been, with --root",
         )
-    return Verdict(True, f"no query is known that was started from it (below {', '.join(looked_in)})")
+    return Verdict(
+        True,
+        f"no query is known that was started from it (below {', '.join(looked_in)}; one that was started and has had "
+        "no batch with data is not seen)",
+    )
 
 
 def claimed(savepoint: Folder) -> tuple[SavepointClaim | None, bool]:
@@ -133,6 +139,5 @@ def started_below(root: Folder, source: str, source_id: str) -> Iterable[Started
                 record = start_of(query_folder)
             except MissingCheckpointError:
                 continue
-            same = record is not None and (record.source_id == source_id if source_id else record.source == source)
-            if record is not None and same:
+            if record is not None and record.is_of(source, source_id):
                 yield Started(query_folder.root, record, is_detached(query_folder))

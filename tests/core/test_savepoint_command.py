@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from core_support import first_pointer
+from savepoint_folders import ID, SCHEMA, savepoint_at
 
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile
 from arrow_schemas.checksum import sealed_document
+from arrow_schemas.operator import operator_file_name
 from arrow_schemas.savepoint import NATIVE, SavedBucket, SavedFile, SavepointHeader, SavepointManifest
 from spark_state_ext.__main__ import main
 from spark_state_ext.engine.job import Job
@@ -33,25 +35,10 @@ from spark_state_ext.savepoints.manifest_file import write_manifest
 from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
 from tests.helpers.jobs import job_of
 
-ID = "12" * 16
-SCHEMA = '{"fields": [{"metadata": {}, "name": "n", "nullable": true, "type": "long"}], "type": "struct"}'
-
 
 @pytest.fixture
 def savepoint(tmp_path: Path) -> Folder:
-    """A savepoint of two buckets with a file each."""
-    folder = Folder(str(tmp_path / "savepoint"))
-    buckets = []
-    for bucket in range(2):
-        ref = CheckpointRef(3, f"{bucket:032x}")
-        file = SavedFile(f"{ref}.snapshot.arrow", 4, "blkcrcs=" + "0" * 32)
-        folder.child("counts", str(bucket)).put(file.name, b"rows")
-        pointer = replace(first_pointer(bucket), buckets=2, lineage=(LineageEntry(ref, 4, 1),), rows=5)
-        buckets.append(SavedBucket("counts", bucket, pointer, (file,)))
-    operators = {"counts": OperatorFile("counts", "query", 2, SCHEMA, SCHEMA)}
-    header = SavepointHeader(ID, NATIVE, 1_700_000_000_000, operators, "0.2.0", "query", 7)
-    write_manifest(folder, SavepointManifest(header, tuple(buckets)))
-    return folder
+    return savepoint_at(tmp_path / "savepoint")
 
 
 def _started(root: Path, name: str, savepoint: Folder, mode: str = "no_claim") -> Folder:
@@ -68,7 +55,7 @@ def _job(root: str, savepoint: Folder) -> Job:
 
 
 def _status(savepoint: Folder, root: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    root.mkdir(exist_ok=True)
+    (root / "counts").mkdir(parents=True, exist_ok=True)
     assert main(["savepoint", "status", savepoint.root, "--root", str(root)]) == 0
     return capsys.readouterr().out
 
@@ -95,6 +82,19 @@ def test_it_may_go_once_every_query_is_detached(
     assert "deletable: yes, because all 2 queries" in _status(savepoint, root, capsys)
     assert main(["savepoint", "delete", savepoint.root, "--root", str(root)]) == 0
     assert not (tmp_path / "savepoint").exists()
+
+
+@pytest.mark.parametrize("root", ["nowhere", "root/counts", "root/counts/mine", "relative"])
+def test_below_a_root_that_is_none_nobody_would_be_found(
+    savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str], root: str
+) -> None:
+    query_folder = _started(tmp_path / "root", "mine", savepoint)
+    query_folder.put(operator_file_name(0), OperatorFile("counts", "mine", 2, SCHEMA, SCHEMA).encode())
+    path = root if root == "relative" else str(tmp_path / root)
+    for verb in ("status", "delete"):
+        assert main(["savepoint", verb, savepoint.root, "--root", path]) == 1
+        assert "UsageError" in capsys.readouterr().err
+    assert savepoint.names()
 
 
 def test_what_the_manifest_does_not_name_stays(savepoint: Folder, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_files_of_an_operator_that_was_not_started_stay(tmp_path: Path, capsys: 
         folder, SavepointManifest(SavepointHeader(ID, NATIVE, 0, operators, "0.2.0", "query", 7), tuple(buckets))
     )
     note_detached(_started(root, "mine", folder))
-    assert "deletable: no, because of its operators sessions was not started yet" in _status(folder, root, capsys)
+    assert "deletable: no, because of its operators sessions was not started" in _status(folder, root, capsys)
     # The claim: each operator lets go of its own.
     claim_savepoint(folder, SavepointClaim(ID, "/root/counts/mine", "mine"), ())
     assert consume(folder, "mine", lambda: None, "counts") == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
-from spark_state_ext import Savepoint, starting_offsets
+from spark_state_ext import RetainedCheckpoint, Savepoint, starting_offsets
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, UsageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
@@ -44,6 +44,11 @@ def test_the_offsets_of_kafka(savepoint: Path) -> None:
     found = starting_offsets(Savepoint(str(savepoint)))
     assert found == SORTED
     assert json.loads(found) == json.loads(KAFKA)
+
+
+def test_a_retained_checkpoint_has_none() -> None:
+    with pytest.raises(UsageError, match="take a savepoint, and start from that"):
+        starting_offsets(RetainedCheckpoint("/root", "/checkpoint"))  # type: ignore[arg-type] # as a user may
 
 
 def test_of_several_sources_one_is_named(savepoint: Path) -> None:

@@ -257,7 +257,7 @@ def test_a_query_starts_from_what_another_one_left(spark: Any, old: Query, tmp_p
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
     record = start_of(new.files)
     assert record is not None
-    assert record.kind == "retained_checkpoint"
+    assert (record.kind, record.batch) == ("retained_checkpoint", 3)
 
 
 @reads_state
@@ -439,19 +439,27 @@ def test_values_of_another_type_are_not_guessed(spark: Any, tmp_path: Path) -> N
     refused = [("text", "long"), ("number", "string"), ("real", "long"), ("flag", "long")]
     refused += [("day", "timestamp"), ("local", "timestamp"), ("moment", "date")]
     for column, declared in refused:
+        some = rows.select("key", column)
         with pytest.raises(UsageError, match=f"column '{column}' of the table is"):
-            write_savepoint(rows, str(tmp_path / column), keys=["key"], state_schema=f"{column} {declared}", buckets=1)
+            write_savepoint(some, str(tmp_path / column), keys=["key"], state_schema=f"{column} {declared}", buckets=1)
         assert not (tmp_path / column).exists()
     with pytest.raises(UsageError, match="give a whole number"):
         write_savepoint(
-            rows.withColumnRenamed("moment", "timeout_ms"),
+            rows.select("key", "number", rows.moment.alias("timeout_ms")),
             str(tmp_path / "timeout"),
             keys=["key"],
             state_schema="number int",
             buckets=1,
         )
-    wider = write_savepoint(rows, str(tmp_path / "wider"), keys=["key"], state_schema="number long", buckets=1)
+    numbers = rows.select("key", "number")
+    wider = write_savepoint(numbers, str(tmp_path / "wider"), keys=["key"], state_schema="number long", buckets=1)
     assert [tuple(row) for row in read_savepoint(spark, wider.path).collect()] == [("a", 1, None)]
+
+
+def test_a_column_that_means_nothing_is_refused(spark: Any, tmp_path: Path) -> None:
+    rows = spark.sql("select 'a' key, 1 n, 5L timeoutMs")
+    with pytest.raises(UsageError, match="the column 'timeoutMs' of the table is no key, no state column, and not"):
+        write_savepoint(rows, str(tmp_path / "savepoint"), keys=["key"], state_schema="n int", buckets=1)
 
 
 def test_what_may_not_be_null_is_not(spark: Any, tmp_path: Path) -> None:

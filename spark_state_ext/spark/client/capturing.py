@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 __all__ = ["captured"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
 
 # From when a query is planned until its first batch; then calls renew it.
 _CAPTURED_HOLD_MS = 3_600_000
@@ -40,13 +43,23 @@ def captured(spark: SparkSession, job: Job) -> tuple[Job, str | None]:
     start = job.options.start_from
     if not isinstance(start, RetainedCheckpoint):
         return job, None
+    why = ""
     try:
         file, query_folder = _captured(spark, job, start)
     except StateError as error:
-        return replace(job, not_captured=str(error)), None
+        why = str(error)
     except Exception as error:
         # Spark's errors have no class that all releases share.
-        return replace(job, not_captured=f"Spark cannot read it: {error}"), None
+        why = f"Spark cannot read it: {error}"
+    if why:
+        _LOGGER.warning(
+            "operator %r cannot start from %s: %s. A query that has state of its own goes on; one that has none fails "
+            "in its first batch with data",
+            job.operator,
+            start,
+            why,
+        )
+        return replace(job, not_captured=why), None
     return replace(job, captured=file), query_folder if start.mode == CLAIM else None
 
 
@@ -79,6 +92,12 @@ def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple
     told |= in_a_task(spark, "begin", told)
     try:
         committed = reader.batch(start.batch)
+        _LOGGER.info(
+            "if the query has no state of its own, operator %r begins with batch %d of %s",
+            job.operator,
+            committed.batch,
+            start,
+        )
         told |= {"batch": committed.batch, "later": list(committed.later)}
         pointers = reader.pointers(store, committed.batch).coalesce(1)
         pointers.mapInArrow(task_entry("capture", told), ANSWER).collect()

@@ -21,6 +21,7 @@ from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state import ArrowState
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState
 from spark_state_ext.spark.client.tasks import in_a_task, let_go, place_of
+from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -109,11 +110,13 @@ def take_savepoint(
     Raises
     ------
     UsageError
-        When an argument cannot work, there is something at the path, or on PySpark 3.5.
+        When an argument cannot work, or on PySpark 3.5.
     MissingCheckpointError
-        When Spark does not retain the batch, or files of its state are gone.
-    StorageError
-        When a store fails. What was copied is no savepoint.
+        When Spark does not retain the batch.
+    PySparkException
+        What tasks find comes as Spark's own error, with ours in its text: ``UsageError`` when there is something at the
+        path, ``MissingCheckpointError`` when files of the state are gone, ``StorageError`` when a store fails. What was
+        copied then is no savepoint.
 
     Examples
     --------
@@ -121,12 +124,16 @@ def take_savepoint(
     >>> taken.batch  # doctest: +SKIP
     41
     """
-    states = [state] if isinstance(state, ArrowState) else list(state)
     path = _path(path)
-    _check(states, form)
-    check_flags(verify=verify)
-    reader = StateReader(spark, os.fspath(checkpoint_location))
-    stores = _matched(reader.stores(), states, os.fspath(checkpoint_location))
+    reader, stores = _checked(spark, os.fspath(checkpoint_location), state, form=form, verify=verify)
+    others = reader.others([store for store, _ in stores])
+    if others:
+        _LOGGER.warning(
+            "the savepoint at %s will not have the state of the query's other stateful operators, which are Spark's "
+            "own: %s. A query that starts from it begins there without state",
+            path,
+            ", ".join(others),
+        )
     common = {
         "savepoint": path,
         "savepoint_options": dict(storage_options or {}),
@@ -266,21 +273,40 @@ def stop_with_savepoint(
     Raises
     ------
     StateError
-        As `take_savepoint`: then the query is stopped all the same, and `take_savepoint` can be called again.
+        As `take_savepoint`. What can be known before is refused while the query runs on. Else the query is stopped all
+        the same, and `take_savepoint` can be called again.
+    StreamingQueryException
+        When the query has failed: then none is taken, and `take_savepoint` takes that of its last committed batch.
     """
     if spark is None:
         from pyspark.sql import SparkSession as Session
 
         spark = Session.active()
     # What can be refused is refused while the query still runs.
-    check_flags(verify=verify)
-    _check([state] if isinstance(state, ArrowState) else list(state), form)
-    StateReader(spark, os.fspath(checkpoint_location))
+    told = {"package_version": __version__, "savepoint": _path(path), "savepoint_options": dict(storage_options or {})}
+    _checked(spark, os.fspath(checkpoint_location), state, form=form, verify=verify)
+    in_a_task(spark, "refuse", told)
     query.stop()
     query.awaitTermination()
     return take_savepoint(
         spark, path, checkpoint_location, state, form=form, verify=verify, storage_options=storage_options
     )
+
+
+def _checked(
+    spark: SparkSession,
+    checkpoint_location: str,
+    state: ArrowState | Sequence[ArrowState],
+    *,
+    form: str,
+    verify: bool,
+) -> tuple[StateReader, list[tuple[StoreOfState, StateOptions]]]:
+    """A reader of the query's state, and each of its operators with the options that tell where its files are."""
+    states = [state] if isinstance(state, ArrowState) else list(state)
+    _check(states, form)
+    check_flags(verify=verify)
+    reader = StateReader(spark, checkpoint_location)
+    return reader, _matched(reader.stores(), states, checkpoint_location)
 
 
 def _check(states: Sequence[ArrowState], form: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -94,6 +94,8 @@ class StateReader:
             )
         self._spark = spark
         self._location = location.rstrip("/")
+        # By Spark's number: the query's stateful operators.
+        self._names: dict[int, str] = {}
 
     def stores(self) -> list[StoreOfState]:
         """The stores with pointers of ours; none where the query has no operator of ours, or no state yet.
@@ -114,6 +116,11 @@ class StateReader:
                 )
         return found
 
+    def others(self, stores: Collection[StoreOfState]) -> list[str]:
+        """Names of the query's stateful operators that have none of these stores: they are Spark's own."""
+        ours = {it.operator_id for it in stores}
+        return [name for operator_id, name in sorted(self._names.items()) if operator_id not in ours]
+
     def query_folders(self) -> frozenset[str]:
         """The query folders that pointers name; none where the query has no operator of ours.
 
@@ -132,7 +139,9 @@ class StateReader:
         """Stores that hold pointers of ours, each with a table of those of the last batch."""
         with self._translated():
             metadata = self._spark.read.format("state-metadata").load(self._location)
-            stores = {(row.operatorId, row.stateStoreName) for row in metadata.collect()}
+            rows = metadata.collect()
+            self._names = {row.operatorId: str(row.operatorName) for row in rows}
+            stores = {(row.operatorId, row.stateStoreName) for row in rows}
             tables = [(*store, self._state(*store)) for store in sorted(stores)]
             # The others are of other operators of the query, which are none of ours.
             return [

@@ -53,8 +53,8 @@ def write_savepoint(
     Parameters
     ----------
     df
-        A batch DataFrame with a row for each key: the key columns, the state columns, and perhaps ``timeout_ms``, when
-        the key times out, milliseconds since 1970.
+        A batch DataFrame with a row for each key: the key columns, of the types that the query has them in, the state
+        columns, and perhaps ``timeout_ms``, when the key times out, milliseconds since 1970. It has no others.
     path
         The savepoint's folder, which does not exist yet: any fsspec URL, or an absolute path, that all executors reach.
     keys
@@ -79,13 +79,14 @@ def write_savepoint(
     Raises
     ------
     UsageError
-        When an argument cannot work, a column is of another type than is declared, or there is something at the path.
+        When an argument cannot work, a column is of another type than is declared, or the table has a column that is
+        none of these.
     UnsupportedTypeError
         When a key or state column has a type that cannot be stored.
-    StateValueError
-        When a key is there twice, or a column that may not be NULL is, as an error of the Spark job.
-    StorageError
-        When a store fails. What was written is no savepoint.
+    PySparkException
+        What tasks find comes as Spark's own error, with ours in its text: ``UsageError`` when there is something at the
+        path, ``StateValueError`` when a key is there twice, or a column that may not be NULL is, ``StorageError`` when
+        a store fails. What was written then is no savepoint.
 
     Examples
     --------
@@ -148,10 +149,10 @@ def read_savepoint(spark: SparkSession, savepoint: Savepoint | str | os.PathLike
 
     Raises
     ------
-    UsageError
-        When the savepoint has several operators, and none is named.
-    MissingCheckpointError, CorruptFileError, VersionSkewError
-        When there is no savepoint that can be read.
+    PySparkException
+        What tasks find comes as Spark's own error, with ours in its text: ``UsageError`` when the savepoint has several
+        operators, and none is named, ``MissingCheckpointError``, ``CorruptFileError`` or ``VersionSkewError`` when
+        there is none that can be read.
     """
     given = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
     told: dict[str, Any] = {
@@ -182,6 +183,12 @@ def _operator_file(
     missing = [name for name in [*keys, *state.names] if name not in df.columns]
     if missing:
         raise UsageError(f"the table has no column {missing[0]!r}; it has {', '.join(df.columns)}")
+    unknown = [name for name in df.columns if name not in [*keys, *state.names, TIMEOUT_COLUMN]]
+    if unknown:
+        raise UsageError(
+            f"the column {unknown[0]!r} of the table is no key, no state column, and not {TIMEOUT_COLUMN!r}, which "
+            "says when a key times out: drop it, or rename it"
+        )
     key = StructType([df.schema[name] for name in keys])
     key_fields(key.json())
     state_fields(state.json())

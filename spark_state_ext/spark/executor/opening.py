@@ -272,8 +272,9 @@ def _admitted(
         shared.catalog.admit,
         root,
         wanted,
-        # A query that begins with a state does not begin anew.
-        job.options.strict and beginning is None,
+        job.options.strict,
+        # A query that begins with a state does not begin anew; whether it may begin again, its first step has seen.
+        with_state=beginning is not None,
         case_sensitive=job.case_sensitive,
         leave_behind=beginning is not None and beginning.adopts and beginning.leaves_behind(job),
     )

@@ -1,0 +1,72 @@
+"""What users get wrong with savepoints, and what they are told before anything is lost by it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import COUNTS, Job, count, keyed, reads_state
+from pyspark.errors import PySparkException, StreamingQueryException
+from test_savepoints import FIRST, NEXT, Query, old, taken  # noqa: F401 - a fixture
+
+from spark_state_ext import ArrowState, RetainedCheckpoint, stop_with_savepoint
+from spark_state_ext.errors import UsageError
+
+pytestmark = [pytest.mark.spark, reads_state]
+
+
+def test_what_is_wrong_is_refused_before_the_query_is_stopped(spark: Any, tmp_path: Path) -> None:
+    job = Job(spark, "arrow", tmp_path, count, output=COUNTS)
+    job.feed(keyed("a"), keyed("a"))
+    state = Query(spark, tmp_path).state
+    other = ArrowState(str(tmp_path / "root"), "other", buckets=3)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "savepoint.arrow").write_bytes(b"another one")
+    with job.running() as query:
+        query.processAllAvailable()
+
+        def stopped(path: str, its: Any, location: Path = job.checkpoint, **also: Any) -> None:
+            stop_with_savepoint(query, path, location, its, **also)
+
+        with pytest.raises(UsageError, match="is relative"):
+            stopped("relative", state)
+        with pytest.raises(UsageError, match="has the operators tested, and state is given of other"):
+            stopped(str(tmp_path / "savepoint"), other)
+        with pytest.raises(PySparkException, match="UsageError"):
+            stopped(str(tmp_path / "there"), state)
+        with pytest.raises(UsageError, match="form must be"):
+            stopped(str(tmp_path / "savepoint"), state, form="new")
+        assert query.isActive
+        assert stop_with_savepoint(query, str(tmp_path / "savepoint"), job.checkpoint, state).batch == 1
+
+
+def test_the_state_of_sparks_own_operators_is_not_in_it_and_that_is_said(
+    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    query = Query(spark, tmp_path / "query")
+    query.job.before = lambda df: df.dropDuplicates(["key"])
+    query.run(FIRST)
+    with caplog.at_level(logging.WARNING):
+        taken(query, tmp_path / "savepoint")
+    (said,) = [it.getMessage() for it in caplog.records if "stateful operators" in it.getMessage()]
+    assert "are Spark's own: dedupe" in said
+
+
+def test_another_number_of_buckets_is_told_as_such(spark: Any, old: Query, tmp_path: Path) -> None:  # noqa: F811
+    start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint))
+    with pytest.raises(StreamingQueryException, match="BucketCountChangedError"):
+        Query(spark, tmp_path / "new", start_from=start, buckets=7).run(NEXT)
+
+
+def test_what_cannot_be_captured_is_said_when_the_query_is_planned(
+    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = RetainedCheckpoint(str(tmp_path / "root"), str(tmp_path / "mistyped"))
+    job = Job(spark, "arrow", tmp_path / "new", count, output=COUNTS, options={"start_from": start})
+    job.feed(keyed("a"))
+    with caplog.at_level(logging.WARNING):
+        job.planned()
+    (said,) = [it.getMessage() for it in caplog.records if "cannot start from" in it.getMessage()]
+    assert "mistyped" in said
