@@ -238,7 +238,7 @@ def _saved(
 ) -> list[Any]:
     rows: list[Any] = []
     for store, part in zip(stores, parts, strict=True):
-        told = {**part, "query_id": committed.query_id, "batch": committed.batch}
+        told = {**part, "query_id": committed.query_id, "batch": committed.batch, "parts": list(parts)}
         rows += reader.pointers(store, committed.batch).mapInArrow(task_entry("save", told), SAVED).collect()
     return rows
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -103,7 +103,8 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
     # Without a host: attempts on two hosts make the same file.
     writer = Writer(plain["query_id"], "", plain["batch"], "")
     savepoint = _savepoint(plain)
-    with _renewed(Hold(files, plain["hold"])):
+    # Those of the query's other operators too: they wait for their turn.
+    with _renewed([Hold(_query_folder(part)[1], part["hold"]) for part in plain["parts"]]):
         for batch in batches:
             for value in batch.column(0).to_pylist():
                 pointer = Pointer.decode(bytes(value))
@@ -127,18 +128,19 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
 
 
 @contextmanager
-def _renewed(hold: Hold) -> Iterator[None]:
-    """Renew a hold beside what takes long."""
+def _renewed(holds: Sequence[Hold]) -> Iterator[None]:
+    """Renew holds beside what takes long."""
     over = threading.Event()
-    # Before anything is copied: it may have expired while the task waited for its turn.
-    record = hold.renew()
+    # Before anything is copied: one may have expired while the task waited for its turn.
+    records = [hold.renew() for hold in holds]
 
     def renew() -> None:
-        while not over.wait(record.lasts_ms / 3000):
-            try:
-                hold.renew()
-            except StateError as error:
-                _LOGGER.warning("the hold of %s could not be renewed: %s", record.holder, error)
+        while not over.wait(min(record.lasts_ms for record in records) / 3000):
+            for hold, record in zip(holds, records, strict=True):
+                try:
+                    hold.renew()
+                except StateError as error:
+                    _LOGGER.warning("the hold of %s could not be renewed: %s", record.holder, error)
 
     thread = threading.Thread(target=renew, name="spark_state_ext hold", daemon=True)
     thread.start()
