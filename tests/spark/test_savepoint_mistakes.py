@@ -30,7 +30,7 @@ def test_what_is_wrong_is_refused_before_the_query_is_stopped(spark: Any, tmp_pa
         def stopped(path: str, its: Any, location: Path = job.checkpoint, **also: Any) -> None:
             stop_with_savepoint(query, path, location, its, **also)
 
-        with pytest.raises(UsageError, match="is relative"):
+        with pytest.raises(UsageError, match="must be a URL or an absolute path"):
             stopped("relative", state)
         with pytest.raises(UsageError, match="has the operators tested, and state is given of other"):
             stopped(str(tmp_path / "savepoint"), other)
@@ -64,6 +64,7 @@ def test_what_cannot_be_captured_is_said_when_the_query_is_planned(
     spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     start = RetainedCheckpoint(str(tmp_path / "root"), str(tmp_path / "mistyped"))
+    (tmp_path / "new").mkdir()
     job = Job(spark, "arrow", tmp_path / "new", count, output=COUNTS, options={"start_from": start})
     job.feed(keyed("a"))
     with caplog.at_level(logging.WARNING):
