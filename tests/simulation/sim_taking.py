@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -160,6 +160,9 @@ class SimReader:
 
     def stores(self) -> list[StoreOfState]:
         return [StoreOfState(0, "default", "simulated", self.world.query_folder.name)]
+
+    def others(self, _: Collection[StoreOfState]) -> list[str]:
+        return []
 
     def batch(self, batch: int | None = None) -> CommittedBatch:
         wanted = self.world.batch if batch is None else batch
