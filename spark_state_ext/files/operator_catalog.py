@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from collections.abc import Callable
 
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from spark_state_ext.errors import ExistingStateError, StorageError
@@ -90,25 +91,26 @@ class OperatorCatalog:
             When `strict` and another query's state is there.
         """
         key = (operator_files.identity, wanted.encode())
+
+        def look_beside() -> None:
+            if not with_state:
+                _look_beside(operator_files, wanted, strict, batch_ms)
+
         with self._lock:
             if again or key not in self._admitted:
-                self._admitted[key] = _admit(
-                    operator_files, wanted, strict, batch_ms, case_sensitive, leave_behind, with_state
-                )
+                self._admitted[key] = _admit(operator_files, wanted, look_beside, case_sensitive, leave_behind)
             return self._admitted[key]
 
 
 def _admit(
     operator_files: Folder,
     wanted: OperatorFile,
-    strict: bool,
-    batch_ms: int | None,
-    case_sensitive: bool = False,
-    leave_behind: bool = False,
-    with_state: bool = False,
+    look_beside: Callable[[], None],
+    case_sensitive: bool,
+    leave_behind: bool,
 ) -> OperatorFile:
     for _ in range(_ROUNDS_MAX):
-        in_force = _admitted_by(operator_files, wanted, strict, batch_ms, case_sensitive, leave_behind, with_state)
+        in_force = _admitted_by(operator_files, wanted, look_beside, case_sensitive, leave_behind)
         if in_force is not None:
             return in_force
     raise StorageError(
@@ -120,11 +122,9 @@ def _admit(
 def _admitted_by(
     operator_files: Folder,
     wanted: OperatorFile,
-    strict: bool,
-    batch_ms: int | None,
-    case_sensitive: bool = False,
-    leave_behind: bool = False,
-    with_state: bool = False,
+    look_beside: Callable[[], None],
+    case_sensitive: bool,
+    leave_behind: bool,
 ) -> OperatorFile | None:
     """The operator file in force; None where another job wrote one of its own at the same time."""
     files = operator_files.child(wanted.query_id)
@@ -138,8 +138,7 @@ def _admitted_by(
         refuse_left_behind(files, wanted.operator, [field.name for field in in_force.row_schema().state])
     else:
         in_force = wanted
-        if not with_state:
-            _look_beside(operator_files, wanted, strict, batch_ms)
+        look_beside()
     made = files.create(operator_file_name(in_force.schema_id), in_force.encode())
     return in_force if made else None
 
@@ -170,11 +169,25 @@ def query_folders_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
     return {query_folder for name in names if is_query_folder(query_folder := notes.get(name).decode(errors="replace"))}
 
 
-def others_beside(operator_files: Folder, query_id: str = "") -> list[str]:
-    """Ids of the other queries that have state in the folder ``<root>/<operator>``."""
+def others_beside(operator_files: Folder, query_id: str = "", batch_ms: int | None = None) -> list[str]:
+    """Ids of the other queries that have state in the folder ``<root>/<operator>``.
+
+    Parameters
+    ----------
+    operator_files
+        The folder.
+    query_id
+        The query's own.
+    batch_ms
+        Time of its first batch: other attempts at that are no other queries. None: it is not known, or not the first.
+    """
     mine = {query_id, STARTING_FOLDER, SPILL_FOLDER}
-    others = [name for name in operator_files.names() if name not in mine]
-    return sorted(name for name in others if not _BEFORE_STATE.issuperset(operator_files.child(name).names()))
+    names = [name for name in operator_files.names() if name not in mine]
+    others = sorted(name for name in names if not _BEFORE_STATE.issuperset(operator_files.child(name).names()))
+    if not others or batch_ms is None:
+        return others
+    attempts = query_folders_of_batch(operator_files, batch_ms)
+    return [name for name in others if name not in attempts]
 
 
 def shown_ids(ids: list[str]) -> str:
@@ -183,11 +196,7 @@ def shown_ids(ids: list[str]) -> str:
 
 
 def _look_beside(operator_files: Folder, wanted: OperatorFile, strict: bool, batch_ms: int | None) -> None:
-    others = others_beside(operator_files, wanted.query_id)
-    if others and batch_ms is not None:
-        # A first batch that failed is run again.
-        attempts = query_folders_of_batch(operator_files, batch_ms)
-        others = [name for name in others if name not in attempts]
+    others = others_beside(operator_files, wanted.query_id, batch_ms)
     if not others:
         return
     text = (

@@ -106,10 +106,7 @@ class FirstStep:
 
     def _refuse_begun_before(self, record: StartRecord) -> None:
         """A lost checkpoint is to be noticed, also where the program still says where its query once began."""
-        mine = {self._query_folder, *self._attempts()}
-        for name in others_beside(self._root):
-            if name in mine:
-                continue
+        for name in others_beside(self._root, self._query_folder, self._batch_ms):
             there = start_of(self._root.child(name))
             if there is not None and there.is_of(record.source, record.source_id):
                 raise ExistingStateError(

@@ -100,7 +100,7 @@ def test_many_tasks_at_once(tmp_path: Path) -> None:
     files = Folder(str(tmp_path))
 
     def admit() -> None:
-        found.append(operator_catalog._admit(files, _wanted(), False, None))
+        found.append(OperatorCatalog().admit(files, _wanted(), False))
 
     threads = [threading.Thread(target=admit) for _ in range(8)]
     for thread in threads:
