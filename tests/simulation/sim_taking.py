@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -161,13 +161,10 @@ class SimReader:
     def stores(self) -> list[StoreOfState]:
         return [StoreOfState(0, "default", "simulated", self.world.query_folder.name)]
 
-    def others(self, _: Collection[StoreOfState]) -> list[str]:
-        return []
-
     def batch(self, batch: int | None = None) -> CommittedBatch:
         wanted = self.world.batch if batch is None else batch
         self.taking.batch = wanted
-        return CommittedBatch("a query", wanted, tuple(range(wanted + 1, self.world.batch + 1)), "")
+        return CommittedBatch("a query", wanted, tuple(range(wanted + 1, self.world.batch + 1)), "", {0: "simulated"})
 
     def has(self, batch: int) -> bool:
         return batch in self.world.spark.batches

@@ -126,21 +126,29 @@ def take_savepoint(
     """
     path = _path(path)
     reader, stores = _checked(spark, os.fspath(checkpoint_location), state, form=form, verify=verify)
-    others = reader.others([store for store, _ in stores])
-    if others:
-        _LOGGER.warning(
-            "the savepoint at %s will not have the state of the query's other stateful operators, which are Spark's "
-            "own: %s. A query that starts from it begins there without state",
-            path,
-            ", ".join(others),
-        )
-    common = {
+    return _held(spark, reader, stores, _common(path, storage_options, form, verify), batch)
+
+
+def _common(path: str, storage_options: Mapping[str, Any] | None, form: str, verify: bool) -> dict[str, Any]:
+    """What all tasks are told."""
+    return {
+        "package_version": __version__,
         "savepoint": path,
         "savepoint_options": dict(storage_options or {}),
         "form": form,
         "verify": verify,
         "holder": f"a savepoint at {path}",
     }
+
+
+def _held(
+    spark: SparkSession,
+    reader: StateReader,
+    stores: Sequence[tuple[StoreOfState, StateOptions]],
+    common: Mapping[str, Any],
+    batch: int | None,
+) -> TakenSavepoint:
+    """The savepoint, taken while the query's folders are held."""
     parts = [
         {**common, **place_of(options), "operator": store.operator, "query_folder": store.query_folder}
         for store, options in stores
@@ -165,6 +173,15 @@ def _taken(
 ) -> TakenSavepoint:
     """The savepoint, of the last batch that is committed now that the holds are there."""
     committed, rows = _last_saved(reader, stores, parts, batch)
+    ours = {it.operator_id for it in stores}
+    others = [name for number, name in sorted(committed.operators.items()) if number not in ours]
+    if others:
+        _LOGGER.warning(
+            "the savepoint at %s has no state of the query's other stateful operators, which are Spark's own: %s. A "
+            "query that starts from it begins there without state",
+            common["savepoint"],
+            ", ".join(others),
+        )
     told = {
         **common,
         "id": uuid.uuid4().hex,
@@ -283,14 +300,12 @@ def stop_with_savepoint(
 
         spark = Session.active()
     # What can be refused is refused while the query still runs.
-    told = {"package_version": __version__, "savepoint": _path(path), "savepoint_options": dict(storage_options or {})}
-    _checked(spark, os.fspath(checkpoint_location), state, form=form, verify=verify)
-    in_a_task(spark, "refuse", told)
+    common = _common(_path(path), storage_options, form, verify)
+    reader, stores = _checked(spark, os.fspath(checkpoint_location), state, form=form, verify=verify)
+    in_a_task(spark, "refuse", common)
     query.stop()
     query.awaitTermination()
-    return take_savepoint(
-        spark, path, checkpoint_location, state, form=form, verify=verify, storage_options=storage_options
-    )
+    return _held(spark, reader, stores, common, None)
 
 
 def _checked(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -61,12 +61,15 @@ class CommittedBatch:
         Later batches that are committed.
     offsets
         Spark's log of where its input ended.
+    operators
+        Names of the query's stateful operators, ours and Spark's own, by Spark's number.
     """
 
     query_id: str
     batch: int
     later: tuple[int, ...]
     offsets: str
+    operators: Mapping[int, str]
 
 
 class StateReader:
@@ -94,8 +97,6 @@ class StateReader:
             )
         self._spark = spark
         self._location = location.rstrip("/")
-        # By Spark's number: the query's stateful operators.
-        self._names: dict[int, str] = {}
 
     def stores(self) -> list[StoreOfState]:
         """The stores with pointers of ours; none where the query has no operator of ours, or no state yet.
@@ -116,11 +117,6 @@ class StateReader:
                 )
         return found
 
-    def others(self, stores: Collection[StoreOfState]) -> list[str]:
-        """Names of the query's stateful operators that have none of these stores: they are Spark's own."""
-        ours = {it.operator_id for it in stores}
-        return [name for operator_id, name in sorted(self._names.items()) if operator_id not in ours]
-
     def query_folders(self) -> frozenset[str]:
         """The query folders that pointers name; none where the query has no operator of ours.
 
@@ -139,9 +135,7 @@ class StateReader:
         """Stores that hold pointers of ours, each with a table of those of the last batch."""
         with self._translated():
             metadata = self._spark.read.format("state-metadata").load(self._location)
-            rows = metadata.collect()
-            self._names = {row.operatorId: str(row.operatorName) for row in rows}
-            stores = {(row.operatorId, row.stateStoreName) for row in rows}
+            stores = {(row.operatorId, row.stateStoreName) for row in metadata.collect()}
             tables = [(*store, self._state(*store)) for store in sorted(stores)]
             # The others are of other operators of the query, which are none of ours.
             return [
@@ -175,7 +169,8 @@ class StateReader:
                 )
             query_id = str(json.loads(self._text("metadata"))["id"])
             offsets = self._text(f"offsets/{wanted}")
-        return CommittedBatch(query_id, wanted, tuple(range(wanted + 1, newest + 1)), offsets)
+        operators = {int(row.operatorId): str(row.operatorName) for row in rows}
+        return CommittedBatch(query_id, wanted, tuple(range(wanted + 1, newest + 1)), offsets, operators)
 
     def has(self, batch: int) -> bool:
         """Whether a batch's state can still be read.
