@@ -14,6 +14,7 @@ from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.claims import consume
+from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import StartRecord, held_for, is_detached, note_detached, note_let_go, start_of
 from spark_state_ext.worker.background import Background
 
@@ -99,17 +100,29 @@ def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> No
 
 def _say_unused(query_folder: Folder, record: StartRecord | None, start: StartFrom | None) -> None:
     """Who wants to go back to a savepoint, and starts the query on its old checkpoint, is to be told."""
-    if start is None or (isinstance(start, RetainedCheckpoint) and (start.mode == CLAIM or record is not None)):
-        return  # the folder that it claims is the other query's, whose record is another
-    source = start.path if isinstance(start, Savepoint) else str(start)
-    if record is None or record.source != source:
-        _LOGGER.warning(
-            "start_from=%s is not used: the query at %s has a state of its own, which began %s. To begin from what "
-            "start_from names, start the query with a new checkpointLocation",
-            source,
-            query_folder.root,
-            "empty" if record is None else f"from {record}",
-        )
+    if start is None or _may_be_of(record, start):
+        return
+    _LOGGER.warning(
+        "start_from=%s is not used: the query at %s has a state of its own, which began %s. To begin from what "
+        "start_from names, start the query with a new checkpointLocation",
+        start.path if isinstance(start, Savepoint) else start,
+        query_folder.root,
+        "empty" if record is None else f"from {record}",
+    )
+
+
+def _may_be_of(record: StartRecord | None, start: StartFrom) -> bool:
+    """Whether a query may have been begun from this, by what its folder tells."""
+    if isinstance(start, RetainedCheckpoint):
+        # A folder that was claimed is another query's, and so is its record.
+        return start.mode == CLAIM or record is not None
+    if record is None or record.source == start.path:
+        return record is not None
+    try:
+        # It may have been moved.
+        return read_manifest(Folder(start.path, start.storage_options)).header.id == record.source_id
+    except StateError:
+        return False
 
 
 def _let_go(job: Job, start: RetainedCheckpoint, file: str) -> None:

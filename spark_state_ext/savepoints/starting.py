@@ -312,7 +312,7 @@ class Starts:
         captured = self._captured.of(
             f"captured {notes.identity} {file}", lambda: Captured.decode(notes.get(file), notes.where(file))
         )
-        # Those of all buckets name one folder and one operator file.
+        # For a bucket that is not there any other tells how many there are.
         pointer = captured.pointers.get(bucket) or next(iter(captured.pointers.values()), None)
         if pointer is None:
             raise CorruptFileError(f"{notes.where(file)} has no bucket. Plan the query again.")

@@ -74,6 +74,8 @@ def test_a_start_that_is_not_used_is_said(savepoint: Folder, tmp_path: Path, cap
     (other,) = said(begun, Savepoint("/savepoints/last-night"))
     assert other.startswith("start_from=/savepoints/last-night is not used")
     assert "with a new checkpointLocation" in other
+    Path(savepoint.root).rename(tmp_path / "moved")
+    assert said(begun, Savepoint(str(tmp_path / "moved"))) == []
     without = Folder(str(tmp_path / "root")).child("counts", "second")
     (never,) = said(without, Savepoint(savepoint.root))
     assert "which began empty" in never
