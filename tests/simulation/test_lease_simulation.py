@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from sim_histories import lease_histories
@@ -17,16 +14,6 @@ from tests.helpers.soak import examples
 
 HISTORIES = 200
 SEED = 3
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Stores that do not answer are logged, thousands of times."""
-    logger = logging.getLogger("spark_state_ext")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
 
 
 @settings(max_examples=examples(100), deadline=None, database=None, suppress_health_check=list(HealthCheck))

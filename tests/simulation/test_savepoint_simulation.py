@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -49,16 +48,6 @@ FOUND_BY = {
     "released by a look": "released_while_it_is_deleted",
     "deleted by a look": "released_while_it_is_deleted",
 }
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Holds that end and stores that do not answer are logged, thousands of times."""
-    logger = logging.getLogger("spark_state_ext")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
 
 
 @settings(max_examples=examples(8, 1_000), deadline=None, database=None, suppress_health_check=list(HealthCheck))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,16 +77,6 @@ DRAWN = (
 WRONG = (
     "was written as|is lost|cannot read|are left|is in the buckets|fails again and again|fails the next one|hides what"
 )
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Damage and lost snapshots are logged, thousands of times."""
-    logger = logging.getLogger("spark_state_ext")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
 
 
 @pytest.mark.slow

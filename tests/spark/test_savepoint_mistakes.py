@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from jobs import COUNTS, Job, count, keyed, reads_state
 from pyspark.errors import PySparkException, StreamingQueryException
-from test_savepoints import FIRST, NEXT, Query, old, taken  # noqa: F401 - a fixture
+from test_savepoints import FIRST, NEXT, Query, taken
 
 from spark_state_ext import ArrowState, RetainedCheckpoint, stop_with_savepoint
 from spark_state_ext.errors import UsageError
@@ -27,8 +27,8 @@ def test_what_is_wrong_is_refused_before_the_query_is_stopped(spark: Any, tmp_pa
     with job.running() as query:
         query.processAllAvailable()
 
-        def stopped(path: str, its: Any, location: Path = job.checkpoint, **also: Any) -> None:
-            stop_with_savepoint(query, path, location, its, **also)
+        def stopped(path: str, its: Any, **also: Any) -> None:
+            stop_with_savepoint(query, path, job.checkpoint, its, **also)
 
         with pytest.raises(UsageError, match="must be a URL or an absolute path"):
             stopped("relative", state)
@@ -54,7 +54,8 @@ def test_the_state_of_sparks_own_operators_is_not_in_it_and_that_is_said(
     assert "are Spark's own: dedupe" in said
 
 
-def test_another_number_of_buckets_is_told_as_such(spark: Any, old: Query, tmp_path: Path) -> None:  # noqa: F811
+def test_another_number_of_buckets_is_told_as_such(spark: Any, tmp_path: Path) -> None:
+    old = Query(spark, tmp_path / "old").run(FIRST)
     start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint))
     with pytest.raises(StreamingQueryException, match="BucketCountChangedError"):
         Query(spark, tmp_path / "new", start_from=start, buckets=7).run(NEXT)
