@@ -118,22 +118,7 @@ def _needs_spark(found: Found, query_folders: QueryFolders) -> bool:
 
 
 def look(root: Folder, operators: Collection[str] = ()) -> list[Found]:
-    """The folders of queries below a root.
-
-    Parameters
-    ----------
-    root
-        The root.
-    operators
-        Names of operators; by default all.
-
-    Raises
-    ------
-    UsageError
-        When this is no root, or has no such operator.
-    StorageError
-        When something cannot be listed or read.
-    """
+    """The folders of queries below a root; arguments and errors are those of `operators_below`."""
     return [
         _found(root, operator, entry.name)
         for operator, entries in sorted(operators_below(root, operators).items())
