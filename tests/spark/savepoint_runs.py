@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from object_store import s3_server
 from savepoint_cases import CASES, COVERING, SHORT, WHOLE, Case, Lengths
 from savepoint_job import session_of
 from savepoint_trial import Trial
+
+# The server of the tests goes through all objects of earlier cases at each listing, and a case has stores of its own.
+CASES_A_SESSION = 6
 
 
 def _line(spark: Any, provider: str, case: Case, lengths: Lengths, folder: Path, server: Any) -> dict[str, Any]:
@@ -36,6 +40,22 @@ def _line(spark: Any, provider: str, case: Case, lengths: Lengths, folder: Path,
         traceback.print_exc()
         line = {"case": case.name, "equal": False, "verdict": "WRONG", "wrong": [f"{type(error).__name__}: {error}"]}
     return line | {"seconds": round(time.monotonic() - began_s, 1)}
+
+
+def _lines(
+    cases: Sequence[Case], cores: int, provider: str, lengths: Lengths, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Cases that share a session and a server."""
+    with s3_server() as server:
+        spark = session_of(cores, provider)
+        try:
+            for case in cases:
+                line = _line(spark, provider, case, lengths, folder / case.name, server)
+                yield line
+                if line["verdict"] != "WRONG":
+                    shutil.rmtree(folder / case.name, ignore_errors=True)
+        finally:
+            spark.stop()
 
 
 def main() -> int:
@@ -56,21 +76,16 @@ def main() -> int:
         parser.error(f"no case has one of the parts {given.only}")
     if given.folder is not None:
         given.folder.mkdir(parents=True, exist_ok=True)
+    lengths = SHORT if given.short else WHOLE
     good, ran = True, 0
-    with tempfile.TemporaryDirectory(prefix="matrix-", ignore_cleanup_errors=True) as temporary, s3_server() as server:
+    with tempfile.TemporaryDirectory(prefix="matrix-", ignore_cleanup_errors=True) as temporary:
         folder = Path(tempfile.mkdtemp(prefix="matrix-", dir=given.folder)) if given.folder else Path(temporary)
-        spark = session_of(given.cores, given.provider)
-        try:
-            for case in cases:
-                lengths = SHORT if given.short else WHOLE
-                line = _line(spark, given.provider, case, lengths, folder.resolve() / case.name, server)
+        for first in range(0, len(cases), CASES_A_SESSION):
+            few = cases[first : first + CASES_A_SESSION]
+            for line in _lines(few, given.cores, given.provider, lengths, folder.resolve()):
                 print(json.dumps(line), flush=True)
                 good &= line["verdict"] != "WRONG"
                 ran += "seconds" in line
-                if line["verdict"] != "WRONG":
-                    shutil.rmtree(folder / case.name, ignore_errors=True)
-        finally:
-            spark.stop()
     print(json.dumps({"cases": len(cases), "ran": ran, "verdict": "all as they must be" if good else "WRONG"}))
     return 0 if good else 1
 
