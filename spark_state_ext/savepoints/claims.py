@@ -260,7 +260,7 @@ def release_claim(savepoint: Folder) -> SavepointClaim:
     Raises
     ------
     MissingCheckpointError
-        When there is none.
+        When there is none, or its owner has deleted the savepoint meanwhile.
     NotClaimableError
         When its owner has begun to delete the savepoint.
     """
@@ -278,4 +278,10 @@ def release_claim(savepoint: Folder) -> SavepointClaim:
         # It began in between: it looked whose the claim is after its mark, and this looks for the mark after the claim.
         files.create(_CLAIM_NAME, claim.encode())
         raise refused
+    if not savepoint.exists(MANIFEST_NAME):
+        # It began and finished in between, its mark included: there is nothing left that anybody could start from.
+        raise MissingCheckpointError(
+            f"there is no savepoint at {savepoint.root} any more: {claim.by}, which had claimed it, has deleted it, or "
+            "somebody else has. Start from another one."
+        )
     return claim

@@ -19,7 +19,7 @@ from spark_state_ext.__main__ import main
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
-from spark_state_ext.errors import ClaimedError, LineageError, NotClaimableError
+from spark_state_ext.errors import ClaimedError, LineageError, MissingCheckpointError, NotClaimableError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints import claims
 from spark_state_ext.savepoints.claims import (
@@ -292,6 +292,24 @@ def test_an_owner_who_marks_while_his_claim_is_released_keeps_it(savepoint: Fold
         with pytest.raises(NotClaimableError, match="has begun to delete it"):
             release_claim(savepoint)
     assert claim_of(savepoint) == mine
+
+
+def test_a_claim_whose_owner_deletes_all_while_it_is_released_was_not_released(savepoint: Folder) -> None:
+    """Found by the simulator: neither the mark nor the savepoint is there when the release looks again."""
+    claim_savepoint(savepoint, SavepointClaim(ID, "/root/counts/mine", "mine"), ())
+    remove, waits = Folder.remove, [True]
+
+    def meanwhile(folder: Folder, name: str) -> None:
+        if name == "claim.json" and waits:
+            waits.clear()
+            assert consume(savepoint, "mine", lambda: None) == 2
+        remove(folder, name)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Folder, "remove", meanwhile)
+        with pytest.raises(MissingCheckpointError, match=r"there is no savepoint at .* any more: /root/counts/mine"):
+            release_claim(savepoint)
+    assert not Path(savepoint.root).exists()
 
 
 def test_nobody_starts_from_a_savepoint_that_is_being_deleted(savepoint: Folder) -> None:
