@@ -17,7 +17,7 @@ __all__ = ["main"]
 # Of the extra.
 _NEEDED = ("typer", "rich")
 # They may start Spark, which may need pandas.
-_WITH_SPARK = frozenset({"abandoned", "savepoint"})
+_WITH_SPARK = frozenset({"abandoned", "gc", "savepoint"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

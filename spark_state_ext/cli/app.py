@@ -26,6 +26,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "check": ("check", "what is installed, and whether this machine can run it (also without a command)"),
     "metrics": ("metrics", "what each batch did, from the files that executors write"),
     "rollback": ("rollback", "make an older batch the last one of a Spark checkpoint"),
+    "verify": ("verify", "read every byte of state, and say which file is damaged"),
+    "gc": ("gc", "which files the next clean-up would delete, and why it keeps the rest"),
+    "why": ("why", "what a file is, whose it is, and what keeps it"),
+    "lineage": ("lineage", "how the checkpoints of a bucket were built upon each other, as text or as a picture"),
+    "log": ("log", "versions, batches and sizes of a query's checkpoint files, by time"),
+    "export": ("export", "write a savepoint's rows to a Parquet or Arrow file"),
     "abandoned": ("abandoned", "list and remove state that no Spark checkpoint names"),
     "savepoint": ("savepoint", "what is known of a savepoint, and what can be done with it"),
 }
