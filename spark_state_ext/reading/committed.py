@@ -272,11 +272,31 @@ def _heads_of_run(
         refs = files.kinds if files in mixed else files.of_newest_version()
         found[files.bucket] = _newest(ref for ref in refs if files.header(ref).writer.run_id == run_id)
     # From here on the run has made batches anew: what others made of these was given up.
-    first = min(clock.at(files.header(ref)) for files in buckets for ref in found[files.bucket])
+    first = min(clock.at(_first_of_run(files, ref)) for files in buckets for ref in found[files.bucket])
     for files in mixed:
         if not found[files.bucket]:
             found[files.bucket] = _newest(ref for ref in files.kinds if clock.at(files.header(ref)) < first)
     return found
+
+
+def _first_of_run(files: BucketFiles, ref: CheckpointRef) -> LineageHeader:
+    """The first checkpoint that a checkpoint's run made on its lineage, as far back as there are files."""
+    first = files.header(ref)
+    run_id = first.writer.run_id
+    while True:
+        refs = [it for it in first.lineage if it in files]
+        low, high = 0, len(refs)
+        while low < high:
+            middle = (low + high) // 2
+            if files.header(refs[middle]).writer.run_id == run_id:
+                high = middle
+            else:
+                low = middle + 1
+        if low == len(refs):
+            return first
+        first = files.header(refs[low])
+        if low:
+            return first
 
 
 def _newest(refs: Iterable[CheckpointRef]) -> tuple[CheckpointRef, ...]:

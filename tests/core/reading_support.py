@@ -57,6 +57,7 @@ class Job:
     buckets: int = 4
     run_id: str = "run"
     told: bool = True
+    retained: int = 2
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     models: list[Model] = field(default_factory=list)
 
@@ -92,7 +93,9 @@ class Job:
             # The number of calls before, which is another one in each bucket.
             writer = replace(writer, batch=pointer.batch + 1 + bucket)
         replicas = sole_replica(self.folder.child(str(bucket)), self.scratch, "fsspec")
-        it = Bucket(self.stores[bucket], replicas, pointer, writer, CommitContext(self.scratch, batches_retained=2))
+        it = Bucket(
+            self.stores[bucket], replicas, pointer, writer, CommitContext(self.scratch, batches_retained=self.retained)
+        )
         made = it.commit(buffer).pointer
         return replace(made, batch=writer.batch)
 

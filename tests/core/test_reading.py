@@ -131,15 +131,21 @@ def test_attempts_that_failed_are_not_read(job: Job) -> None:
     job.batch({key: Row(7, "kept") for key in EVERYWHERE})
     job.attempt({key: Row(-2, "never") for key in EVERYWHERE})
     with open_state(job.root) as state:
-        assert state.batch == 5
-        assert state_of(state) == job.models[5]
+        # Even an attempt that failed was handed what was committed before it.
+        assert (state.batch, state.begun_batch) == (6, 7)
+        assert state_of(state) == job.models[6]
     job.batch({key: Row(8, "kept") for key in EVERYWHERE})
     with open_state(job.root) as state:
         assert state.batch == 6
         assert state_of(state) == job.models[6]
+    job.batch({key: Row(9, "kept") for key in EVERYWHERE})
+    with open_state(job.root) as state:
+        assert state.batch == 7
+        assert state_of(state) == job.models[7]
 
 
 def test_a_bucket_that_rests_holds_the_others_back(job: Job) -> None:
+    job.retained = 100
     lived(job, 5)
     for at in range(3):
         job.batch({EVERYWHERE[0]: Row(at)})
@@ -152,6 +158,7 @@ def test_a_bucket_that_rests_holds_the_others_back(job: Job) -> None:
 
 
 def test_what_a_query_gave_up_when_it_went_back_is_not_read(job: Job) -> None:
+    job.retained = 100
     lived(job, 10)
     job.run_id = "another run"
     # Back to batch 4, by other code; one bucket rests.
@@ -161,7 +168,7 @@ def test_what_a_query_gave_up_when_it_went_back_is_not_read(job: Job) -> None:
         assert state.batch == 5
         assert state_of(state) == job.models[5]
     with open_state(job.root) as state:
-        # Of the bucket that rests the last thing known is that batch 3 changed it.
+        # Of the bucket that rests, what batch 3 left of it may be an attempt's.
         assert state.batch == 2
         assert state_of(state) == job.models[2]
 
@@ -213,7 +220,8 @@ def test_lineage_tells_of_each_file(job: Job) -> None:
             (bucket, ref.version, ref.id) for bucket, ref in state.checkpoints.items() if ref
         }
         assert set(read["batch"].to_pylist()) == {state.batch}
-        newest = table.filter(pc.field("version") == 14)
+        newest = table.filter(pc.field("version") == 15)
+        assert newest.num_rows == 4
         assert newest["state"].null_count == newest.num_rows
         assert pc.min(table["size_bytes"]).as_py() > 0
 
