@@ -1,16 +1,17 @@
-"""Rows to a file of another format, table by table: it appears under its name when it is whole."""
+"""Rows to a file of another format, batch by batch: it appears under its name when it is whole."""
 
 from __future__ import annotations
 
 import posixpath
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from spark_state_ext.cli.targets import absolute
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
@@ -23,63 +24,44 @@ FORMS = (".parquet", ".arrow")
 
 
 def exported(
-    tables: Iterable[pa.Table],
-    to: str,
-    storage_options: Mapping[str, Any],
-    overwrite: bool,
-    advance: Callable[[], None] = lambda: None,
+    schema: pa.Schema, batches: Iterable[pa.RecordBatch], to: str, storage_options: Mapping[str, Any], overwrite: bool
 ) -> int:
-    """Write tables of one schema to a file, one after the other; how many rows there were.
+    """Write rows to a file, batch by batch; how many there were.
 
     Parameters
     ----------
-    tables
-        The tables, at least one.
+    schema, batches
+        The rows.
     to, storage_options
         The file, and options of its file system.
     overwrite
         Also where it is there.
-    advance
-        Told of each table.
 
     Raises
     ------
     UsageError
         When the file is there, or its name tells no format.
     StateError
-        From `tables`; `StorageError` when it cannot be written.
+        From `batches`; `StorageError` when it cannot be written.
     """
     ending = posixpath.splitext(to)[1]
     if ending not in FORMS:
         raise UsageError(f"the name of the file says in which format: it must end in {' or '.join(FORMS)}, not {to!r}")
-    above, name = posixpath.split(to)
-    target = Folder(above or str(Path.cwd()), storage_options)
+    above, name = posixpath.split(absolute(to))
+    target = Folder(above, storage_options)
     if not overwrite and target.exists(name):
         raise UsageError(f"there is a file {target.where(name)} already: --overwrite replaces it")
     scratch = scratch_folder(None)
     with local_errors(scratch), tempfile.TemporaryDirectory(prefix="export-", dir=scratch) as folder:
         path = Path(folder) / name
-        rows = _written(tables, path, ending, advance)
+        rows = 0
+        with _writer(path, schema, ending) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+                rows += batch.num_rows
         target.put_file(name, path)
         return rows
     raise AssertionError("unreachable: local_errors raises what it catches")
-
-
-def _written(tables: Iterable[pa.Table], path: Path, ending: str, advance: Callable[[], None]) -> int:
-    iterator = iter(tables)
-    first = next(iterator)
-    rows = 0
-    with _writer(path, first.schema, ending) as writer:
-        for table in _chained(first, iterator):
-            writer.write_table(table)
-            rows += table.num_rows
-            advance()
-    return rows
-
-
-def _chained(first: pa.Table, others: Iterable[pa.Table]) -> Iterable[pa.Table]:
-    yield first
-    yield from others
 
 
 def _writer(path: Path, schema: pa.Schema, ending: str) -> AbstractContextManager[Any]:

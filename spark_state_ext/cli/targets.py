@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,11 @@ from arrow_schemas.operator import OperatorFile, operator_file_name, parse_opera
 from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.cli.roots import operators_below
 from spark_state_ext.errors import MissingCheckpointError, UsageError
-from spark_state_ext.files.folder import Entry, Folder, refuse_relative
+from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 
-__all__ = ["QueryFolder", "Target", "bucket_folders", "given_folder", "query_folder_at", "target_of"]
+__all__ = ["QueryFolder", "Target", "absolute", "bucket_folders", "given_folder", "query_folder_at", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,21 @@ class Target:
 
 
 def given_folder(path: str, storage_options: Mapping[str, Any]) -> Folder:
-    """A folder as somebody gave it.
+    """A folder as somebody gave it; a relative path is of this process's folder.
 
     Raises
     ------
     UsageError
-        When its path is relative, or it cannot be opened.
+        When it cannot be opened.
     """
-    refuse_relative(path, "a root, query folder or savepoint")
-    return Folder(path.rstrip("/") or path, storage_options)
+    return Folder(absolute(path), storage_options)
+
+
+def absolute(path: str) -> str:
+    """A path as somebody gave it, from the top."""
+    if "://" not in path:
+        path = os.path.abspath(path)
+    return path.rstrip("/") or path
 
 
 def target_of(folder: Folder) -> Target:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
+import pyarrow as pa
 import typer
 
 from spark_state_ext.cli.exporting import exported
+from spark_state_ext.cli.opening import (
+    AtOption,
+    HoldOption,
+    OperatorOption,
+    QueryFolderOption,
+    StatePath,
+    UnprovenOption,
+    opened,
+)
 from spark_state_ext.cli.output import progress, say
 from spark_state_ext.cli.parameters import StorageOptions, json_object, options_of
-from spark_state_ext.engine.start_from import Savepoint
-from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import operator_named, savepoint_tables
+from spark_state_ext.reading.state import OpenState
 
 __all__ = ["command"]
 
 
 def command(
-    path: Annotated[str, typer.Argument(help="a savepoint: an absolute path or a URL")],
+    path: StatePath,
     to: Annotated[str, typer.Argument(metavar="FILE", help="a path or URL that ends in .parquet or .arrow")],
-    operator: Annotated[str | None, typer.Option(metavar="NAME", help="which one, where there are several")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="also where the file is there")] = False,
+    at: AtOption = None,
+    operator: OperatorOption = None,
+    query_folder: QueryFolderOption = None,
+    unproven: UnprovenOption = False,
+    hold: HoldOption = True,
     storage_options: StorageOptions = "{}",
     to_options: Annotated[
         str, typer.Option(metavar="JSON", callback=json_object, help="as --storage-options, of the file")
@@ -31,11 +43,13 @@ def command(
 
     The file appears when it is whole.
     """
-    options = options_of(storage_options)
-    folder = Folder(path.rstrip("/") or path, options)
-    manifest = read_manifest(folder)
-    name = operator_named(manifest, operator, folder.root)
-    tables = savepoint_tables(Savepoint(folder.root, operator=name, storage_options=options))
-    with progress("exporting", manifest.header.operators[name].buckets) as advance:
-        rows = exported(tables, to, options_of(to_options), overwrite, lambda: advance(1))
-    say(f"rows={rows} file={to}")
+    with opened(path, at, operator, query_folder, unproven, hold, storage_options) as state:
+        with progress("exporting", state.buckets) as advance:
+            rows = exported(state.schema, _batches(state, advance), to, options_of(to_options), overwrite)
+        say(f"rows={rows} {state.unit}={state.batch} file={to}")
+
+
+def _batches(state: OpenState, advance: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
+    for bucket in range(state.buckets):
+        yield from state.scan(buckets=[bucket])
+        advance(1)
