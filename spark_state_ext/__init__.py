@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from spark_state_ext.functions.state_batch import StateBatch
     from spark_state_ext.functions.ttl import Ttl
     from spark_state_ext.operators.agg import Agg
+    from spark_state_ext.reading.opening import open_state
+    from spark_state_ext.reading.state import OpenState
     from spark_state_ext.savepoints.offsets import starting_offsets
     from spark_state_ext.savepoints.reading import savepoint_tables
     from spark_state_ext.spark.client.chain import Step, chain
@@ -28,6 +30,7 @@ __all__ = [
     "Agg",
     "ArrowState",
     "Backend",
+    "OpenState",
     "RetainedCheckpoint",
     "Savepoint",
     "StateBatch",
@@ -40,6 +43,7 @@ __all__ = [
     "deduplicate",
     "disable",
     "enable",
+    "open_state",
     "read_savepoint",
     "savepoint_tables",
     "sessionize",
@@ -54,6 +58,7 @@ _LAZY = {
     "Agg": "spark_state_ext.operators.agg",
     "ArrowState": "spark_state_ext.spark.client.state",
     "Backend": "spark_state_ext.backends.registry",
+    "OpenState": "spark_state_ext.reading.state",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
     "StateBatch": "spark_state_ext.functions.state_batch",
@@ -65,6 +70,7 @@ _LAZY = {
     "deduplicate": "spark_state_ext.spark.client.operators",
     "disable": "spark_state_ext.spark.client.session",
     "enable": "spark_state_ext.spark.client.session",
+    "open_state": "spark_state_ext.reading.opening",
     "read_savepoint": "spark_state_ext.spark.client.tables",
     "savepoint_tables": "spark_state_ext.savepoints.reading",
     "sessionize": "spark_state_ext.spark.client.operators",

@@ -1,37 +1,54 @@
-"""``python -m spark_state_ext``: what is installed here and whether it can run; and the commands for jobs that run."""
+"""``spark-state-ext``, or ``python -m spark_state_ext``: commands for queries and their state.
+
+``check`` works without the packages of the extra ``cli``, as it is what tells which packages there are.
+"""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
+
+from spark_state_ext.cli.exits import REFUSED
 
 __all__ = ["main"]
 
-_COMMANDS = {
-    "check": "what is installed, and whether this machine can run it (also without a command)",
-    "metrics": "what each batch did, from the files that executors write",
-    "rollback": "make an older batch the last one of a Spark checkpoint",
-    "abandoned": "list and remove state that no Spark checkpoint names",
-    "savepoint": "what is known of a savepoint, and whether it may be deleted",
-}
+# Of the extra.
+_NEEDED = ("typer", "rich")
+# They may start Spark, which may need pandas.
+_WITH_SPARK = frozenset({"abandoned", "gc", "savepoint"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status, or 2 where there is none of that name."""
+    """Run a command, and return its exit code (`spark_state_ext.cli.exits`)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    name = given.pop(0) if given else "check"
-    if name in ("-h", "--help"):
-        print("usage: python -m spark_state_ext [COMMAND …]\n")
-        for known, says in _COMMANDS.items():
-            print(f"  {known:10} {says}")
-        print("\npython -m spark_state_ext COMMAND --help tells more.")
-        return 0
-    if name not in _COMMANDS:
-        print(f"spark_state_ext: no command is called {name!r}; there are {', '.join(_COMMANDS)}", file=sys.stderr)
-        return 2
-    command: Callable[[Sequence[str]], int] = importlib.import_module(f"spark_state_ext.cli.{name}").main
-    return command(given)
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if not missing:
+        if arguments is None and not _WITH_SPARK.intersection(given[:1]):
+            sys.meta_path.insert(0, _WithoutPandas())
+        from spark_state_ext.cli.app import main as run
+
+        return run(given)
+    if not given or given[0] == "check":
+        from spark_state_ext.cli.check import main as check
+
+        return check(given[1:])
+    print(
+        f"spark-state-ext: EnvironmentSetupError: this needs {' and '.join(missing)}, which this Python does not have: "
+        "pip install 'spark_state_ext[cli]'. (Without it, python -m spark_state_ext check tells what is installed.)",
+        file=sys.stderr,
+    )
+    return REFUSED
+
+
+class _WithoutPandas:
+    """PyArrow imports pandas with the first array that is made of Python's values, which takes longer than all else
+    that a quick command does. This process is the command's own, and needs none."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("this command goes without pandas", name=name)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from arrow_schemas.lineage import CheckpointRef
 
 __all__ = [
     "BucketCountChangedError",
+    "CannotHoldError",
     "ChangedJobError",
     "ClaimedError",
     "CleanUpFailedError",
@@ -154,6 +155,10 @@ class StorageError(StateError, OSError):
 
 class StoreFullError(StorageError):
     """The disk of the local store is full, or the address space for its map is used up."""
+
+
+class CannotHoldError(StorageError):
+    """A reader cannot keep clean-up away from the files that it reads, as it cannot write to the query folder."""
 
 
 class ClosedEnvironmentError(StorageError):

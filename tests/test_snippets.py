@@ -250,7 +250,7 @@ def test_several_steps(spark: Any, tmp_path: Path) -> None:
 
 # -- commands -------------------------------------------------------------------------------------
 
-_INLINE = re.compile(r"`((?:python3? (?:-m |[\w/]+\.py\b)|pip install |make )[^`\n]*)`")
+_INLINE = re.compile(r"`((?:python3? (?:-m |[\w/]+\.py\b)|pip install |make |spark-state-ext )[^`\n]*)`")
 
 
 def commands(page: Path) -> list[tuple[str, str]]:
@@ -296,9 +296,13 @@ def checked_module(words: list[str]) -> None:
         assert not given, "it takes no arguments"
         return
     told = help_of(module)
-    if module in ("benchmarks", "spark_state_ext") and given:
-        assert re.search(rf"^ +{given[0]}\b|`{given[0]}`", told, re.MULTILINE), given[0]
-        told = help_of(*words[:2]) if any(word.startswith("--") for word in given) else told
+    if module in ("benchmarks", "spark_state_ext") and given and not given[0].startswith("-"):
+        named = [given.pop(0)]
+        assert re.search(rf"^ +{named[0]}\b|`{named[0]}`", told, re.MULTILINE), named[0]
+        if module == "spark_state_ext" and named == ["savepoint"] and given:
+            named.append(given.pop(0))
+            assert re.search(rf"^ +{named[1]}\b", help_of(module, named[0]), re.MULTILINE), named[1]
+        told = help_of(module, *named) if any(word.startswith("--") for word in given) else told
     for word in given:
         if word.startswith("--"):
             assert re.search(rf"(?<![\w-]){word}(?![\w-])", told), word
@@ -338,6 +342,8 @@ def test_commands_are_there(page: Path) -> None:
                 else:
                     # A script of the repository, or one that the page has the reader write.
                     assert (ROOT / given[0]).exists() or f"`{given[0]}`" in page.read_text()
+            elif program == "spark-state-ext":
+                checked_module(["spark_state_ext", *given])
             elif program == "pip":
                 assert given[0] == "install"
                 for word in given[1:]:

@@ -1,3 +1,3 @@
-"""Commands: ``python -m spark_state_ext``."""
+"""Commands: ``spark-state-ext``, or ``python -m spark_state_ext`` (`docs/operating/commands.md`)."""
 
 from __future__ import annotations

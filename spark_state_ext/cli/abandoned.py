@@ -1,6 +1,6 @@
 """Folders of queries that no checkpoint names any more: found, and removed.
 
-``python -m spark_state_ext abandoned ROOT --checkpoint LOCATION …`` (`docs/operating/abandoned-state.md`). A query's
+``spark-state-ext abandoned ROOT --checkpoint LOCATION …`` (`docs/operating/abandoned-state.md`). A query's
 state lies in ``<root>/<operator>/<query folder>``. Its query folder is the query's id, which the Spark checkpoint has
 in the file ``metadata``; but where the query's first tasks were not told their query, it has another name, which only
 the pointers in Spark's own state tell. Spark's reader of state gets at these (``--spark``); without it, nothing is
@@ -9,30 +9,39 @@ taken for abandoned that was written within a long time.
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
-import sys
-import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from typing import Any
 
 from arrow_schemas.operator import OperatorFile, parse_operator_file_name
 from spark_state_ext.cli.roots import operators_below
 from spark_state_ext.cli.spark_checkpoint import METADATA, STATE, query_id
-from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, StateError, UsageError
-from spark_state_ext.files.folder import Entry, Folder, refuse_relative
+from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, UsageError
+from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, is_new_query_folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 
-__all__ = ["Found", "QueryFolders", "judge", "look", "main", "refuse_operators_without_metadata", "remove"]
+__all__ = [
+    "ABANDONED",
+    "OLDER_THAN_DAYS",
+    "RECENT_DAYS_MIN",
+    "Found",
+    "QueryFolders",
+    "judge",
+    "look",
+    "query_folders_by_metadata",
+    "query_folders_of_checkpoints",
+    "reason_of",
+    "refuse_operators_without_metadata",
+    "remove",
+]
 
 ABANDONED, NAMED, RECENT, UNKNOWN = "abandoned", "named", "recent", "unknown"
 _DAY_S = 86_400.0
 # However sure it is: a lease is renewed far more often.
-_RECENT_DAYS_MIN = 1.0
-_OLDER_THAN_DAYS = 30.0
+RECENT_DAYS_MIN = 1.0
+OLDER_THAN_DAYS = 30.0
 # Records of the present format; and the one file of formats 1 to 3.
 _LEASE = ("lease/", "lease.json")
 # Rows in transit, too.
@@ -107,7 +116,7 @@ def judge(found: Found, query_folders: QueryFolders, now_s: float, older_than_s:
     if not found.ours or found.claim is None or _needs_spark(found, query_folders):
         return UNKNOWN
     idle_s = -1.0 if found.newest_s is None else now_s - found.newest_s
-    least_s = _RECENT_DAYS_MIN * _DAY_S if query_folders.complete else max(older_than_s, _RECENT_DAYS_MIN * _DAY_S)
+    least_s = RECENT_DAYS_MIN * _DAY_S if query_folders.complete else max(older_than_s, RECENT_DAYS_MIN * _DAY_S)
     return ABANDONED if idle_s > least_s else RECENT
 
 
@@ -244,100 +253,47 @@ def refuse_operators_without_metadata(checkpoint: Folder) -> None:
             )
 
 
-def _query_folders_with_spark(locations: Sequence[str]) -> frozenset[str]:
+def query_folders_of_checkpoints(
+    locations: Sequence[str], storage_options: Mapping[str, Any], with_spark: bool
+) -> QueryFolders:
+    """Folders that checkpoints name.
+
+    Parameters
+    ----------
+    locations, storage_options
+        The checkpoints, and options of their file system.
+    with_spark
+        Read their state, too, with Spark 4.
+
+    Raises
+    ------
+    StateError
+        When one is no checkpoint, or cannot be read.
+    """
+    checkpoints = [Folder(location, storage_options) for location in locations]
+    found = query_folders_by_metadata(checkpoints)
+    if not with_spark:
+        return found
+    for checkpoint in checkpoints:
+        refuse_operators_without_metadata(checkpoint)
     # PySpark is not needed for the rest.
     from spark_state_ext.cli.query_folders import query_folders_of, session
 
     spark = session()
-    return frozenset().union(*(query_folders_of(spark, location) for location in locations))
+    named = frozenset().union(*(query_folders_of(spark, location) for location in locations))
+    return QueryFolders(found.names | named, complete=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="spark_state_ext abandoned",
-        description="List the folders of queries that no Spark checkpoint names. Without --remove nothing is changed.",
-    )
-    parser.add_argument("root", help="as given to ArrowState: an absolute path or a URL")
-    parser.add_argument(
-        *("--checkpoint", "-c"),
-        action="extend",
-        nargs="+",
-        required=True,
-        metavar="LOCATION",
-        help="every checkpointLocation that is in use, on this root",
-    )
-    parser.add_argument("--operator", action="append", default=[], metavar="NAME", help="look at this one only")
-    parser.add_argument(
-        "--spark", action="store_true", help="read the checkpoints' state with Spark 4, which tells all that they name"
-    )
-    parser.add_argument(
-        "--older-than",
-        type=float,
-        default=_OLDER_THAN_DAYS,
-        metavar="DAYS",
-        help="without --spark: nobody has written there for so long (default: %(default)s; at least 1)",
-    )
-    parser.add_argument("--remove", action="store_true", help="remove what is abandoned")
-    parser.add_argument(
-        "--storage-options", type=json.loads, default={}, metavar="JSON", help="of the root, for fsspec"
-    )
-    parser.add_argument("--checkpoint-options", type=json.loads, default={}, metavar="JSON", help="of the checkpoints")
-    return parser
+def reason_of(found: Found, verdict: str, query_folders: QueryFolders) -> str:
+    """What would tell more of a folder that is unknown; empty where there is nothing to say.
 
-
-def _line(found: Found, verdict: str, query_folders: QueryFolders) -> str:
-    reason = (
-        ' reason="needs --spark"' if verdict == UNKNOWN and found.ours and _needs_spark(found, query_folders) else ""
-    )
-    return (
-        f"{verdict} operator={found.operator} query={found.query_folder} files={found.files} bytes={found.size_bytes} "
-        f"newest={_shown(found.newest_s)} lease={_shown(found.lease_s)}{reason}"
-    )
-
-
-def _shown(time_s: float | None) -> str:
-    return "-" if time_s is None else datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def main(
-    arguments: Sequence[str] | None = None,
-    *,
-    clock_s: Callable[[], float] = time.time,
-) -> int:
-    """The command; 0 when it could do what it was told, 1 when it was refused or failed, 2 for wrong arguments."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.older_than < _RECENT_DAYS_MIN:
-        parser.error(f"--older-than must be at least {_RECENT_DAYS_MIN:g}")
-    try:
-        for location in [options.root, *options.checkpoint]:
-            refuse_relative(location, "a root or checkpoint")
-        query_folders = query_folders_by_metadata(
-            Folder(location, options.checkpoint_options) for location in options.checkpoint
-        )
-        if options.spark:
-            for location in options.checkpoint:
-                refuse_operators_without_metadata(Folder(location, options.checkpoint_options))
-            query_folders = QueryFolders(
-                query_folders.names | _query_folders_with_spark(options.checkpoint), complete=True
-            )
-        root = Folder(options.root, options.storage_options)
-        verdicts = [
-            (it, judge(it, query_folders, clock_s(), options.older_than * _DAY_S))
-            for it in look(root, options.operator)
-        ]
-        for found, verdict in verdicts:
-            print(_line(found, verdict, query_folders))
-        abandoned = [found for found, verdict in verdicts if verdict == ABANDONED]
-        size_bytes = sum(found.size_bytes for found in abandoned)
-        print(f"folders={len(verdicts)} abandoned={len(abandoned)} bytes={size_bytes}")
-        if not options.remove:
-            print("nothing was removed: --remove removes what is abandoned")
-            return 0
-        for found in abandoned:
-            remove(root, found)
-            print(f"removed operator={found.operator} query={found.query_folder}")
-    except StateError as error:
-        print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    Parameters
+    ----------
+    found
+        The folder.
+    verdict
+        As `judge` has it.
+    query_folders
+        What checkpoints name.
+    """
+    return "needs --spark" if verdict == UNKNOWN and found.ours and _needs_spark(found, query_folders) else ""

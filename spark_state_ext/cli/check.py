@@ -31,7 +31,7 @@ _PYTHON_MIN, _PYTHON_END = (3, 10), (3, 14)
 # The first release that is too old, and the first that was not tried.
 _PYSPARK_MIN, _PYSPARK_END = (3, 5), (4, 4)
 _NEEDED = ("pyarrow", "lmdb", "fsspec", "numpy", "pandas", "tenacity")
-_OPTIONAL = ("s3fs", "adlfs", "gcsfs", "opentelemetry-api", "datasketches")
+_OPTIONAL = ("typer", "rich", "matplotlib", "s3fs", "adlfs", "gcsfs", "opentelemetry-api", "datasketches")
 # LMDB must not lie on these: it shares memory between processes by maps.
 _NETWORK_DISKS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "glusterfs"})
 _FILES_FEW = 1_024
@@ -157,7 +157,10 @@ def _store(local_dir: Path) -> Finding:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; 0 where this machine can run it, 1 where not."""
+    """Print the report where the extra ``cli`` is missing; 0 where this machine can run it, 1 where not.
+
+    With it, ``commands/check.py`` is what runs.
+    """
     parser = argparse.ArgumentParser(
         prog="spark_state_ext check", description="What is installed, and whether this machine can run it."
     )

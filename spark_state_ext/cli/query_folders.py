@@ -7,10 +7,11 @@ from typing import Any
 from pyspark import __version__
 from pyspark.sql import SparkSession
 
+from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import StorageError, UsageError
 from spark_state_ext.spark.client.state_reader import StateReader
 
-__all__ = ["query_folders_of", "session"]
+__all__ = ["pointers_of", "query_folders_of", "session"]
 
 
 def session() -> SparkSession:
@@ -23,11 +24,42 @@ def session() -> SparkSession:
     """
     if int(__version__.partition(".")[0]) < 4:
         raise UsageError(
-            f"Spark {__version__} cannot read the state of a checkpoint: use Spark 4, or leave --spark out"
+            f"Spark {__version__} cannot read the state of a checkpoint: use Spark 4, or leave out what asks for Spark"
         )
     builder: Any = SparkSession.builder
-    made: SparkSession = builder.appName("spark_state_ext abandoned").getOrCreate()
+    made: SparkSession = builder.appName("spark-state-ext").getOrCreate()
     return made
+
+
+def pointers_of(spark: SparkSession, location: str, operator: str, query_folder: str) -> dict[int, Pointer]:
+    """The pointers of a query's last committed batch, by bucket.
+
+    Parameters
+    ----------
+    spark
+        A session.
+    location
+        The checkpoint location, as Spark knows it.
+    operator, query_folder
+        Whose: names of the operator, and of the folder that its pointers have to name.
+
+    Raises
+    ------
+    UsageError
+        When the checkpoint is not of the query with that folder.
+    StorageError
+        When Spark cannot read its state.
+    """
+    reader = StateReader(spark, location)
+    stores = [it for it in reader.stores() if (it.operator, it.query_folder) == (operator, query_folder)]
+    if not stores:
+        raise UsageError(
+            f"{location} is no checkpoint of the query with the folder {query_folder} of operator {operator!r}: give "
+            "the checkpointLocation of that query"
+        )
+    rows = reader.pointers(stores[0], reader.batch().batch).collect()
+    pointers = [Pointer.decode(bytes(row.pointer)) for row in rows]
+    return {it.bucket: it for it in pointers}
 
 
 def query_folders_of(spark: SparkSession, location: str) -> frozenset[str]:

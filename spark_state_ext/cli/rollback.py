@@ -1,6 +1,6 @@
 """Going back: make an older batch the last one of a Spark checkpoint, so that its query goes on from there.
 
-``python -m spark_state_ext rollback CHECKPOINT --to-batch N`` (`docs/operating/going-back.md`). To remove offsets and
+``spark-state-ext rollback CHECKPOINT --to-batch N`` (`docs/operating/going-back.md`). To remove offsets and
 commits is not enough: the state that later batches wrote stays, and some of Spark's file managers do not overwrite it,
 so that the query would go on with it and lose what it counts anew, in silence.
 
@@ -11,11 +11,7 @@ left, which it then runs again as it was planned. The command can be run again a
 
 from __future__ import annotations
 
-import argparse
-import json
 import posixpath
-import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,16 +32,14 @@ from spark_state_ext.errors import (
     CorruptFileError,
     LiveRunError,
     MissingCheckpointError,
-    StateError,
     UsageError,
 )
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["Rollback", "carry_out", "check_idle", "main", "plan_rollback"]
+__all__ = ["Rollback", "carry_out", "check_idle", "plan_rollback", "planned", "written_ago_s"]
 
 _PARALLEL_MAX = 8
-_IDLE_S = 60.0
 _NAMED_MAX = 3
 # Folders of each folder, to tell the root of an ArrowState.
 _LOOKED_AT_MAX = 10
@@ -202,7 +196,7 @@ def check_idle(plan: Rollback, now_s: float, idle_s: float, where: str) -> None:
     LiveRunError
         When the checkpoint was written less than `idle_s` ago.
     """
-    written = _written_ago_s(plan, now_s, idle_s)
+    written = written_ago_s(plan, now_s, idle_s)
     if written is not None:
         raise LiveRunError(
             f"{where} was written {written:.0f} s ago, so its query may be running: stop it. "
@@ -210,8 +204,18 @@ def check_idle(plan: Rollback, now_s: float, idle_s: float, where: str) -> None:
         )
 
 
-def _written_ago_s(plan: Rollback, now_s: float, idle_s: float) -> float | None:
-    """How long ago the checkpoint was written; None where that is long enough, or the file system does not tell."""
+def written_ago_s(plan: Rollback, now_s: float, idle_s: float) -> float | None:
+    """How long ago the checkpoint was written; None where that is long enough, or the file system does not tell.
+
+    Parameters
+    ----------
+    plan
+        What would be taken out.
+    now_s
+        The time, seconds since 1970.
+    idle_s
+        How long is long enough.
+    """
     if plan.newest_s is None or now_s - plan.newest_s >= idle_s:
         return None
     return max(0.0, now_s - plan.newest_s)
@@ -283,67 +287,3 @@ def _has_operator(folder: Folder, below: int = 2) -> bool:
         return True
     folders = [entry.name for entry in entries if entry.folder][: _LOOKED_AT_MAX if below else 0]
     return any(_has_operator(folder.child(name), below - 1) for name in folders)
-
-
-def _print(plan: Rollback) -> None:
-    for file in plan.files:
-        print(f"{file.kind} {'version' if file.kind == STATE else 'batch'}={file.number} path={file.path}")
-    counts = {kind: sum(file.kind == kind for file in plan.files) for kind in (STATE, COMMITS, OFFSETS)}
-    print(f"files={len(plan.files)} " + " ".join(f"{kind}={count}" for kind, count in counts.items()))
-
-
-def _what_next(written_s: float | None, idle_s: float) -> str:
-    if written_s is None:
-        return "nothing was changed: --apply does it"
-    return (
-        f"nothing was changed. --apply would refuse now (not yet: written {written_s:.0f} s ago): stop the query, "
-        f"and wait until {idle_s:g} s have passed, or say --idle-s 0"
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="spark_state_ext rollback",
-        description="Make an older batch the last one of a Spark checkpoint. Stop the query first. Without --apply "
-        "nothing is changed.",
-    )
-    parser.add_argument("checkpoint", help="Spark's checkpointLocation: an absolute path or a URL")
-    parser.add_argument("--to-batch", type=int, required=True, metavar="N", help="the last batch that is kept")
-    parser.add_argument(
-        "--apply", action="store_true", help=f"move the files to {ROLLED_BACK}… in the checkpoint location"
-    )
-    parser.add_argument("--delete", action="store_true", help="with --apply: delete them")
-    parser.add_argument(
-        "--idle-s",
-        type=float,
-        default=_IDLE_S,
-        help="refuse where anything was written this recently (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--storage-options", type=json.loads, default={}, metavar="JSON", help="of fsspec's file system"
-    )
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 when it could be done (or has been), 1 when it was refused or failed, 2 for wrong arguments."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.delete and not options.apply:
-        parser.error("--delete goes with --apply")
-    try:
-        checkpoint = Folder(options.checkpoint, options.storage_options)
-        plan = planned(checkpoint, options.to_batch)
-        if not options.apply:
-            _print(plan)
-            print(_what_next(_written_ago_s(plan, time.time(), options.idle_s), options.idle_s))
-            return 0
-        check_idle(plan, time.time(), options.idle_s, checkpoint.root)
-        _print(plan)
-        aside = f"{ROLLED_BACK}to-{plan.to_batch}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-        done = carry_out(checkpoint, plan, None if options.delete else aside)
-    except StateError as error:
-        print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    print(f"deleted={done}" if options.delete else f"moved={done} to={checkpoint.where(aside)}")
-    return 0

@@ -1,108 +1,70 @@
-"""What is known of a savepoint, and what may be done with it: ``python -m spark_state_ext savepoint status PATH``.
-
-``status`` says what is in it, who was started from it, and whether it may be deleted; ``release`` frees a claim whose
-owner died, to a savepoint or to a query folder; ``delete`` removes what its manifest names
-(`docs/operating/savepoints.md`). Savepoints are taken through Spark, with `spark_state_ext.take_savepoint`.
-"""
+"""What is known of a savepoint, and what may be done with it (`docs/operating/savepoints.md`)."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from typing import Any
 
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.cli.roots import operators_below
-from spark_state_ext.errors import NotClaimableError, StateError, UsageError
+from spark_state_ext.errors import NotClaimableError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 from spark_state_ext.ownership.release import release_query_folder
 from spark_state_ext.savepoints.claims import CLAIM_FOLDER, release_claim
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
-from spark_state_ext.savepoints.status import claimed, judged, started_below
+from spark_state_ext.savepoints.status import Started, Verdict, claimed, judged, started_below
 
-__all__ = ["main"]
-
-
-def _print(manifest: SavepointManifest) -> None:
-    header = manifest.header
-    made = datetime.fromtimestamp(header.made_ms / 1000, timezone.utc).isoformat(timespec="seconds")
-    print(f"id={header.id} form={header.form} made={made} release={header.package_version}")
-    print(f"query={header.query_id or '-'} batch={header.batch} watermark_ms={header.watermark_ms}")
-    for name, operator in sorted(header.operators.items()):
-        mine = [it for it in manifest.buckets if it.operator == name]
-        files = [file for it in mine for file in it.files]
-        print(
-            f"operator={name} buckets={operator.buckets} rows_max={sum(it.pointer.rows for it in mine)} "
-            f"files={len(files)} bytes={sum(file.size_bytes for file in files)}"
-        )
+__all__ = ["Status", "delete", "release", "savepoint_folder", "status_of"]
 
 
-def _status(savepoint: Folder, roots: Sequence[Folder]) -> int:
+@dataclass(frozen=True)
+class Status:
+    """What is known of a savepoint.
+
+    Parameters
+    ----------
+    manifest
+        What is in it.
+    started
+        Queries that were started from it.
+    verdict
+        Whether it may be deleted.
+    """
+
+    manifest: SavepointManifest
+    started: tuple[Started, ...]
+    verdict: Verdict
+
+
+def savepoint_folder(path: str, storage_options: Mapping[str, Any]) -> Folder:
+    """The folder of a savepoint, as somebody gave it."""
+    return Folder(path.rstrip("/") or path, storage_options)
+
+
+def status_of(savepoint: Folder, roots: Sequence[str], storage_options: Mapping[str, Any]) -> Status:
+    """Look at a savepoint, and below roots for queries that were started from it.
+
+    Parameters
+    ----------
+    savepoint
+        Its folder.
+    roots, storage_options
+        Roots of `ArrowState`, and options of their file system.
+
+    Raises
+    ------
+    StateError
+        When it is none, or a root is none.
+    """
+    folders = [_root(root, storage_options) for root in roots]
     manifest = read_manifest(savepoint)
-    _print(manifest)
-    started = [it for root in roots for it in started_below(root, savepoint.root, manifest.header.id)]
-    for it in started:
-        print(f"started={it.query_folder} mode={it.record.mode} detached={'yes' if it.detached else 'no'}")
+    started = tuple(it for root in folders for it in started_below(root, savepoint.root, manifest.header.id))
     claim, consumed = claimed(savepoint)
-    print(judged(started, claim, consumed, [root.root for root in roots], manifest.header.operators))
-    return 0
-
-
-def _release(folder: Folder, force: bool) -> int:
-    names = set(folder.names())
-    if LEASE_FOLDER in names and names.isdisjoint({MANIFEST_NAME, CLAIM_FOLDER}):
-        by = release_query_folder(folder, force=force).by
-    else:
-        by = release_claim(folder).by
-    print(f"released: the claim of {by}")
-    return 0
-
-
-def _delete(savepoint: Folder, roots: Sequence[Folder], force: bool) -> int:
-    claim, consumed = claimed(savepoint)
-    if MANIFEST_NAME in savepoint.names():
-        manifest = read_manifest(savepoint)
-        started = [it for root in roots for it in started_below(root, savepoint.root, manifest.header.id)]
-        verdict = judged(started, claim, consumed, [root.root for root in roots], manifest.header.operators)
-        if not verdict.deletable and not force:
-            raise NotClaimableError(
-                f"{savepoint.root} is not deleted: {verdict.because} (--force deletes it all the same)"
-            )
-        print(f"deleted={delete_files(savepoint, manifest)}")
-        return 0
-    raise UsageError(
-        f"{savepoint.root} has no {MANIFEST_NAME}, so what belongs to it is not known: remove the folder by hand where "
-        "a savepoint failed there"
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="spark_state_ext savepoint", description="What is known of a savepoint, and what may be done with it."
-    )
-    parser.add_argument("verb", choices=("status", "release", "delete"), help="what to do")
-    parser.add_argument("path", help="the savepoint's folder, or for release a query folder: an absolute path or a URL")
-    parser.add_argument(
-        "--root",
-        action="append",
-        default=[],
-        metavar="ROOT",
-        help="root of an ArrowState whose queries may have been started from it; may be given several times",
-    )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="delete: also where a query may still need it; release: also where a first batch may be committed",
-    )
-    parser.add_argument(
-        "--storage-options", type=json.loads, default={}, metavar="JSON", help="of fsspec's file systems"
-    )
-    return parser
+    looked_in = [root.root for root in folders]
+    return Status(manifest, started, judged(started, claim, consumed, looked_in, manifest.header.operators))
 
 
 def _root(path: str, storage_options: Mapping[str, Any]) -> Folder:
@@ -113,18 +75,54 @@ def _root(path: str, storage_options: Mapping[str, Any]) -> Folder:
     return root
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 when it could be done, 1 when it was refused or failed, 2 for wrong arguments."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    try:
-        savepoint = Folder(options.path.rstrip("/") or options.path, options.storage_options)
-        roots = [_root(root, options.storage_options) for root in options.root]
-        if options.verb == "status":
-            return _status(savepoint, roots)
-        if options.verb == "release":
-            return _release(savepoint, options.force)
-        return _delete(savepoint, roots, options.force)
-    except StateError as error:
-        print(f"{parser.prog}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+def release(folder: Folder, force: bool) -> str:
+    """Free a claim; whose it was.
+
+    Parameters
+    ----------
+    folder
+        Of a savepoint, or a query folder.
+    force
+        Of a query folder: also where a first batch may be committed.
+
+    Raises
+    ------
+    StateError
+        When there is none, or it is used already.
+    """
+    names = set(folder.names())
+    if LEASE_FOLDER in names and names.isdisjoint({MANIFEST_NAME, CLAIM_FOLDER}):
+        return release_query_folder(folder, force=force).by
+    return release_claim(folder).by
+
+
+def delete(savepoint: Folder, roots: Sequence[str], storage_options: Mapping[str, Any], force: bool) -> int:
+    """Delete what the manifest of a savepoint names; how many checkpoint files that were.
+
+    Parameters
+    ----------
+    savepoint, roots, storage_options
+        As for `status_of`.
+    force
+        Also where a query may still need it.
+
+    Raises
+    ------
+    NotClaimableError
+        When somebody may need it.
+    UsageError
+        When it has no manifest.
+    """
+    if MANIFEST_NAME not in savepoint.names():
+        for root in roots:
+            _root(root, storage_options)
+        raise UsageError(
+            f"{savepoint.root} has no {MANIFEST_NAME}, so what belongs to it is not known: remove the folder by hand "
+            "where a savepoint failed there"
+        )
+    status = status_of(savepoint, roots, storage_options)
+    if not status.verdict.deletable and not force:
+        raise NotClaimableError(
+            f"{savepoint.root} is not deleted: {status.verdict.because} (--force deletes it all the same)"
+        )
+    return delete_files(savepoint, status.manifest)

@@ -446,7 +446,7 @@ class Lease:
                 f"the state at {self._log.root} belongs to {self._claimed}, which claimed it; {self._me} must not "
                 "write it any more. Take the old query out of service. To have both, start one of them from a "
                 "savepoint with mode='no_claim'. Where the new query is gone for good before a batch of it was "
-                f"committed, free the claim: python -m spark_state_ext savepoint release {self._log.root}"
+                f"committed, free the claim: spark-state-ext savepoint release {self._log.root}"
             )
         if self._released:
             return ClaimedError(

@@ -139,7 +139,7 @@ def _claimed(savepoint: Folder, claim: SavepointClaim | None) -> ClaimedError:
     return ClaimedError(
         f"the savepoint at {savepoint.root} is claimed by the query at {claim.by if claim else 'another place'}, which "
         "deletes it: start from another savepoint. Where that query is gone for good, free this one with "
-        "python -m spark_state_ext savepoint release."
+        "spark-state-ext savepoint release."
     )
 
 

@@ -133,7 +133,7 @@ class FirstStep:
                 f"the state at {folder.root} belongs to {there}, which claimed it since the checkpoint "
                 f"{start.checkpoint_location} was written. Go on with that query's checkpointLocation, or start from a "
                 "savepoint of it with mode='no_claim'. Where that query never committed a batch, and is gone for good, "
-                f"free the folder with python -m spark_state_ext savepoint release {folder.root}"
+                f"free the folder with spark-state-ext savepoint release {folder.root}"
             )
         if captured.later and not start.force:
             raise NotClaimableError(

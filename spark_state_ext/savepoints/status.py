@@ -78,7 +78,7 @@ def judged(
         return Verdict(
             False,
             f"{claim.by} has claimed it, and deletes it itself in its second batch with data, unless it runs with "
-            "clean_up=False or without start_from. Where that query is gone for good, python -m spark_state_ext "
+            "clean_up=False or without start_from. Where that query is gone for good, spark-state-ext "
             "savepoint release frees it",
         )
     waiting = [it for it in started if not it.detached]

@@ -5,7 +5,7 @@ Spark's own progress counts buckets and payloads, not keys and rows; these are t
 appends to a file of its own (an Arrow IPC stream, so what a killed process wrote is readable up to its last batch),
 and starts another when it is large. `read` puts the files of a folder together, `by_batch` sums them up::
 
-    python -m spark_state_ext metrics /path/to/spark_state_ext-1000/metrics
+    spark-state-ext metrics /path/to/spark_state_ext-1000/metrics
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from uuid import UUID
 import pytest
 
 from arrow_schemas.operator import OperatorFile, operator_file_name
+from spark_state_ext.__main__ import main as command_line
 from spark_state_ext.cli.abandoned import (
     ABANDONED,
     NAMED,
@@ -23,7 +24,6 @@ from spark_state_ext.cli.abandoned import (
     QueryFolders,
     judge,
     look,
-    main,
     refuse_operators_without_metadata,
     remove,
 )
@@ -35,6 +35,14 @@ from spark_state_ext.ownership.lease_record import Claim, LeaseRecord, RunIdenti
 _DAY_S = 86_400.0
 _LEASE = LeaseRecord(RunIdentity("application", "plan"), 1, 1, released=True, nonce="n")
 _SCHEMA = json.dumps({"type": "struct", "fields": [{"name": "k", "type": "long", "nullable": True, "metadata": {}}]})
+
+
+def main(arguments: list[str], later_s: float = 0.0) -> int:
+    """The command, some time later."""
+    now = time.time
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(time, "time", lambda: now() + later_s)
+        return command_line(["abandoned", *arguments, "-o", "jsonl"])
 
 
 def _lease(claim: str = "") -> bytes:
@@ -97,9 +105,9 @@ def test_a_folder_that_only_pointers_can_name_is_left_without_spark(
     command = [str(tmp_path / "root"), "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used"), "--remove"]
     assert main(command) == 0
     assert folder.exists()
-    line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith(f"unknown operator=count query={query_folder} ")
-    assert line.endswith(' reason="needs --spark"')
+    row = json.loads(capsys.readouterr().out)
+    assert (row["verdict"], row["operator"], row["query"]) == ("unknown", "count", query_folder)
+    assert row["reason"] == "needs --spark"
     (found,) = look(Folder(str(tmp_path / "root")))
     assert judge(found, QueryFolders(frozenset(), complete=True), time.time(), 0.0) == ABANDONED
 
@@ -124,16 +132,16 @@ def test_what_is_abandoned_goes_and_nothing_else(tmp_path: Path, capsys: pytest.
     command = [str(root), "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used")]
 
     assert main(command) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0:3] for line in lines[:-2]] == [
-        ["unknown", "operator=count", "query=copied"],
-        ["abandoned", "operator=count", "query=gone"],
-        ["unknown", "operator=count", "query=notes"],
-        ["recent", "operator=count", "query=recent"],
-        ["named", "operator=count", "query=used"],
-        ["abandoned", "operator=sum", "query=gone"],
+    said = capsys.readouterr()
+    assert [tuple(json.loads(line).values())[:3] for line in said.out.splitlines()] == [
+        ("unknown", "count", "copied"),
+        ("abandoned", "count", "gone"),
+        ("unknown", "count", "notes"),
+        ("recent", "count", "recent"),
+        ("named", "count", "used"),
+        ("abandoned", "sum", "gone"),
     ]
-    assert lines[-2].startswith("folders=6 abandoned=2 bytes=")
+    assert said.err.startswith("folders=6 abandoned=2 bytes=")
     assert gone.exists(), "a dry run removes nothing"
 
     assert main([*command, "--operator", "count", "--remove"]) == 0
@@ -202,13 +210,11 @@ def test_a_removal_that_was_stopped_is_taken_up_again(tmp_path: Path, monkeypatc
 def test_a_location_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Else a misspelt one would make the state of its query look abandoned."""
     folder = _query(tmp_path / "root", "used")
-    assert main([str(tmp_path / "root"), "--checkpoint", str(tmp_path / "none"), "--remove"]) == 1
+    assert main([str(tmp_path / "root"), "--checkpoint", str(tmp_path / "none"), "--remove"]) == 2
     assert "UsageError" in capsys.readouterr().err
     assert folder.exists()
     for wrong in (["--older-than", "0.5", "--checkpoint", "/x"], []):
-        with pytest.raises(SystemExit) as refused:
-            main([str(tmp_path / "root"), *wrong])
-        assert refused.value.code == 2
+        assert main([str(tmp_path / "root"), *wrong]) == 2
 
 
 @pytest.mark.parametrize(
@@ -235,9 +241,9 @@ def test_a_folder_that_is_no_root_is_refused(
         (tmp_path / folder).mkdir()
     (tmp_path / "files" / "notes.txt").write_text("mine")
     command = [str(tmp_path / root), "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used"), *more]
-    assert main(command) == 1
+    assert main(command) == 2
     said = capsys.readouterr()
-    assert re.match("spark_state_ext abandoned: UsageError: .*" + message, said.err)
+    assert re.match("spark-state-ext abandoned: UsageError: .*" + message, said.err)
     assert not said.out
 
 
@@ -263,7 +269,7 @@ def test_folders_of_an_object_store_are_found_and_removed(s3: Any, tmp_path: Pat
     command += ["--storage-options", json.dumps(s3.options)]
     assert main(command) == 0
     assert [found.query_folder for found in look(root)] == ["gone", "used"], "they are of today"
-    assert main(command, clock_s=lambda: time.time() + 40 * _DAY_S) == 0
+    assert main(command, later_s=40 * _DAY_S) == 0
     assert [found.query_folder for found in look(root)] == ["used"]
 
 

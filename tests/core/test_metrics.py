@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from spark_state_ext.cli.metrics import main
+from spark_state_ext.__main__ import main
 from spark_state_ext.worker import metrics
 from spark_state_ext.worker.metrics import CallMetrics, MetricsLog, by_batch, read
 
@@ -85,18 +86,17 @@ def test_where_nothing_can_be_written_that_is_told_once(tmp_path: Path, caplog: 
     assert len([it for it in caplog.messages if "metrics are not written" in it]) == 1
 
 
+def _printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert main(["metrics", *arguments, "-o", "jsonl"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
 def test_the_command_prints_batches_and_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _log(tmp_path, _call(1, 0, rows=5, wait_ms=1.25), _call(1, 1, rows=2))
-    assert main([str(tmp_path)]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "batch=1" in line
-    assert "rows=7" in line
-    assert "wait_ms=1.2" in line
-    assert main([str(tmp_path), "--calls"]) == 0
-    assert [("bucket=0" in it, "rows=5" in it) for it in capsys.readouterr().out.splitlines()] == [
-        (True, True),
-        (False, False),
-    ]
+    (row,) = _printed(capsys, str(tmp_path))
+    assert (row["batch"], row["rows"], row["wait_ms"]) == (1, 7, 1.25)
+    calls = _printed(capsys, str(tmp_path), "--calls")
+    assert [(it["bucket"], it["rows"]) for it in calls] == [(0, 5), (1, 2)]
 
 
 def test_the_command_tells_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,11 +108,11 @@ def test_the_command_tells_where_there_is_nothing(tmp_path: Path, capsys: pytest
         ("empty", f"no *.arrows files below {tmp_path / 'empty'}\n"),
     ):
         for arguments in ([], ["--calls"]):
-            assert main([str(tmp_path / name), *arguments]) == 2
+            assert main(["metrics", str(tmp_path / name), *arguments]) == 2
             out, err = capsys.readouterr()
-            assert (out, err) == ("", f"spark_state_ext metrics: {text}")
+            assert (out, err) == ("", f"spark-state-ext metrics: UsageError: {text}")
     # Its process was killed before it had written a batch.
-    assert main([str(tmp_path)]) == 0
+    assert main(["metrics", str(tmp_path)]) == 0
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ from uuid import UUID
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from spark_state_ext.cli.rollback import carry_out, check_idle, main, plan_rollback, planned
+from spark_state_ext.__main__ import main
+from spark_state_ext.cli.rollback import carry_out, check_idle, plan_rollback, planned
 from spark_state_ext.cli.spark_checkpoint import COMMITS, OFFSETS, STATE, parse_path, state_ids
 from spark_state_ext.errors import CorruptFileError, LiveRunError, MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Entry, Folder
@@ -187,7 +188,7 @@ def test_a_command_that_was_stopped_is_finished_by_the_next(tmp_path: Path, step
     plan = planned(checkpoint, 1)
     assert len(plan.steps) == 6
     carry_out(checkpoint, type(plan)(1, plan.steps[:steps], None), "rolled-back-first")
-    assert main([str(tmp_path), "--to-batch", "1", "--apply", "--idle-s", "0"]) == 0
+    assert main(["rollback", str(tmp_path), "--to-batch", "1", "--apply", "--idle-s", "0"]) == 0
     kept = [entry.name for entry in checkpoint.tree() if not entry.name.startswith("rolled-back-")]
     assert sorted(kept) == sorted(
         name for name in [*_LOGS, *_HDFS, "metadata"] if name not in {file.path for file in plan.files}
@@ -198,13 +199,12 @@ def test_a_command_that_was_stopped_is_finished_by_the_next(tmp_path: Path, step
 
 def test_each_refusal_has_an_exit_code_and_a_typed_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _made(tmp_path)
-    assert main([str(tmp_path), "--to-batch", "9"]) == 1
-    assert capsys.readouterr().err.startswith("spark_state_ext rollback: UsageError: batch 9 is not among")
-    assert main([str(tmp_path / "nothing"), "--to-batch", "1"]) == 1
+    assert main(["rollback", str(tmp_path), "--to-batch", "9"]) == 2
+    assert capsys.readouterr().err.startswith("spark-state-ext rollback: UsageError: batch 9 is not among")
+    assert main(["rollback", str(tmp_path / "nothing"), "--to-batch", "1"]) == 2
     assert "no Spark checkpoint location" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as wrong:
-        main([str(tmp_path), "--to-batch", "1", "--delete"])
-    assert wrong.value.code == 2
+    assert main(["rollback", str(tmp_path), "--to-batch", "1", "--delete"]) == 2
+    assert "--delete goes with --apply" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["", "count", f"count/{_ID}"])
@@ -216,9 +216,9 @@ def test_the_root_of_an_arrow_state_is_no_checkpoint(
     state.put("operator_0.json", b"{}")
     state.child("0").put(f"1_{'0' * 32}.delta.arrow", b"rows")
     root = str(tmp_path / given)
-    assert main([root, "--to-batch", "1"]) == 1
+    assert main(["rollback", root, "--to-batch", "1"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"spark_state_ext rollback: UsageError: {root} is no Spark checkpoint location: ")
+    assert said.startswith(f"spark-state-ext rollback: UsageError: {root} is no Spark checkpoint location: ")
     assert "it looks like the root of an ArrowState, or a folder in it" in said
     assert "Give checkpointLocation" in said
     assert "Move them" not in said
@@ -226,7 +226,7 @@ def test_the_root_of_an_arrow_state_is_no_checkpoint(
 
 def test_any_other_folder_is_no_checkpoint_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _made(tmp_path / "query")
-    assert main([str(tmp_path), "--to-batch", "1"]) == 1
+    assert main(["rollback", str(tmp_path), "--to-batch", "1"]) == 2
     said = capsys.readouterr().err
     assert "UsageError" in said
     assert "it has neither 'metadata' nor commits/. Give checkpointLocation" in said
@@ -239,19 +239,20 @@ def test_a_checkpoint_that_was_just_written_is_refused_before_its_files_are_list
     checkpoint = _made(tmp_path)
     for entry in checkpoint.tree():
         os.utime(tmp_path / entry.name, (time.time() - 33,) * 2)
-    command = [str(tmp_path), "--to-batch", "1"]
-    assert main([*command, "--apply"]) == 1
+    command = ["rollback", str(tmp_path), "--to-batch", "1", "-o", "jsonl"]
+    assert main([*command, "--apply"]) == 3
     said = capsys.readouterr()
     assert "LiveRunError" in said.err
     assert not said.out
     assert main(command) == 0
-    *listed, last = capsys.readouterr().out.splitlines()
-    assert len(listed) == 9
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 8
+    last = said.err.splitlines()[-1]
     assert re.match(
         r"nothing was changed\. --apply would refuse now \(not yet: written 3\d s ago\): stop the query", last
     )
     assert main([*command, "--idle-s", "0"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "nothing was changed: --apply does it"
+    assert capsys.readouterr().err.splitlines()[-1] == "nothing was changed: --apply does it"
 
 
 def test_nothing_is_rolled_back_where_a_folder_cannot_be_listed(
@@ -268,6 +269,6 @@ def test_nothing_is_rolled_back_where_a_folder_cannot_be_listed(
 
     with monkeypatch.context() as failing:
         failing.setattr(LocalFileSystem, "ls", ls)
-        assert main([str(tmp_path), "--to-batch", "1", "--apply", "--idle-s", "0"]) == 1
-    assert capsys.readouterr().err.startswith("spark_state_ext rollback: StorageError: listing")
+        assert main(["rollback", str(tmp_path), "--to-batch", "1", "--apply", "--idle-s", "0"]) == 3
+    assert capsys.readouterr().err.startswith("spark-state-ext rollback: StorageError: listing")
     assert checkpoint.tree() == before

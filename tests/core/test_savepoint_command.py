@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from core_support import first_pointer
@@ -54,17 +56,20 @@ def _job(root: str, savepoint: Folder) -> Job:
     return job_of(options, key_schema=SCHEMA, state_schema=SCHEMA, columns=("n",))
 
 
-def _status(savepoint: Folder, root: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def _status(savepoint: Folder, root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     (root / "counts").mkdir(parents=True, exist_ok=True)
-    assert main(["savepoint", "status", savepoint.root, "--root", str(root)]) == 0
-    return capsys.readouterr().out
+    assert main(["savepoint", "status", savepoint.root, "--root", str(root), "-o", "json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    found["judged"] = f"deletable: {'yes' if found['deletable'] else 'no'}, because {found['because']}"
+    return found
 
 
 def test_it_says_what_is_in_it(savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = _status(savepoint, tmp_path / "root", capsys)
-    assert f"id={ID} form=native made=2023-11-14T22:13:20+00:00 release=0.2.0" in said
-    assert "operator=counts buckets=2 rows_max=10 files=2 bytes=8" in said
-    assert "deletable: yes, because no query is known that was started from it" in said
+    assert (said["id"], said["form"], said["release"], said["batch"]) == (ID, "native", "0.2.0", 7)
+    assert said["made"] == "2023-11-14T22:13:20+00:00"
+    assert said["operators"] == [{"operator": "counts", "buckets": 2, "rows_max": 10, "files": 2, "bytes": 8}]
+    assert "deletable: yes, because no query is known that was started from it" in said["judged"]
 
 
 def test_it_may_go_once_every_query_is_detached(
@@ -74,12 +79,13 @@ def test_it_may_go_once_every_query_is_detached(
     first, second = (_started(root, name, savepoint) for name in ("first", "second"))
     note_detached(first)
     said = _status(savepoint, root, capsys)
-    assert "deletable: no, because 1 of 2 queries" in said
-    assert second.root in said
-    assert main(["savepoint", "delete", savepoint.root, "--root", str(root)]) == 1
+    assert "deletable: no, because 1 of 2 queries" in said["judged"]
+    assert second.root in said["because"]
+    assert {it["query_folder"]: it["detached"] for it in said["started"]} == {first.root: True, second.root: False}
+    assert main(["savepoint", "delete", savepoint.root, "--root", str(root)]) == 3
     assert "NotClaimableError" in capsys.readouterr().err
     note_detached(second)
-    assert "deletable: yes, because all 2 queries" in _status(savepoint, root, capsys)
+    assert "deletable: yes, because all 2 queries" in _status(savepoint, root, capsys)["judged"]
     assert main(["savepoint", "delete", savepoint.root, "--root", str(root)]) == 0
     assert not (tmp_path / "savepoint").exists()
 
@@ -92,14 +98,14 @@ def test_below_a_root_that_is_none_nobody_would_be_found(
     query_folder.put(operator_file_name(0), OperatorFile("counts", "mine", 2, SCHEMA, SCHEMA).encode())
     path = root if root == "relative" else str(tmp_path / root)
     for verb in ("status", "delete"):
-        assert main(["savepoint", verb, savepoint.root, "--root", path]) == 1
+        assert main(["savepoint", verb, savepoint.root, "--root", path]) == 2
         assert "UsageError" in capsys.readouterr().err
     assert savepoint.names()
 
 
 def test_what_the_manifest_does_not_name_stays(savepoint: Folder, tmp_path: Path) -> None:
     savepoint.child("counts", "1").put("mine.txt", b"mine")
-    assert main(["savepoint", "delete", savepoint.root]) == 1, "it is not known who needs it"
+    assert main(["savepoint", "delete", savepoint.root]) == 3, "it is not known who needs it"
     assert main(["savepoint", "delete", savepoint.root, "--root", str(tmp_path)]) == 0
     assert [path.name for path in (tmp_path / "savepoint").rglob("*") if path.is_file()] == ["mine.txt"]
 
@@ -113,10 +119,13 @@ def test_a_claim_is_told_kept_and_released(
     assert claim_savepoint(savepoint, replace(mine, id="again"), {"mine"}) == mine
     with pytest.raises(ClaimedError, match="is claimed by the query at /root/counts/mine"):
         claim_savepoint(savepoint, SavepointClaim(ID, "/root/counts/other", "other"), ())
-    assert "deletable: no, because /root/counts/mine has claimed it" in _status(savepoint, tmp_path / "root", capsys)
+    assert (
+        "deletable: no, because /root/counts/mine has claimed it"
+        in _status(savepoint, tmp_path / "root", capsys)["judged"]
+    )
     assert main(["savepoint", "release", savepoint.root]) == 0
     assert claim_of(savepoint) is None
-    assert main(["savepoint", "release", savepoint.root]) == 1
+    assert main(["savepoint", "release", savepoint.root]) == 3
 
 
 def test_files_of_an_operator_that_was_not_started_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +142,7 @@ def test_files_of_an_operator_that_was_not_started_stay(tmp_path: Path, capsys: 
         folder, SavepointManifest(SavepointHeader(ID, NATIVE, 0, operators, "0.2.0", "query", 7), tuple(buckets))
     )
     note_detached(_started(root, "mine", folder))
-    assert "deletable: no, because of its operators sessions was not started" in _status(folder, root, capsys)
+    assert "deletable: no, because of its operators sessions was not started" in _status(folder, root, capsys)["judged"]
     # The claim: each operator lets go of its own.
     claim_savepoint(folder, SavepointClaim(ID, "/root/counts/mine", "mine"), ())
     assert consume(folder, "mine", lambda: None, "counts") == 1
@@ -168,7 +177,7 @@ def test_deleting_what_was_claimed_goes_on_where_it_stopped(
         patched.setattr(Folder, "remove", stopping)
         consume(savepoint, "mine", lambda: None)
     if 0 < stops_after < 4:
-        assert main(["savepoint", "release", savepoint.root]) == 1
+        assert main(["savepoint", "release", savepoint.root]) == 3
     consume(savepoint, "mine", lambda: None)
     assert [path for path in (tmp_path / "savepoint").rglob("*") if path.is_file()] == []
 

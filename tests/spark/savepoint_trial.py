@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from savepoint_ledger import Ledger, disk_options, s3_options
 from savepoint_verdict import Source, found_wrong, unlike
 
 from spark_state_ext import Backend, RetainedCheckpoint, Savepoint, read_savepoint, take_savepoint
-from spark_state_ext.cli import savepoint as savepoint_command
+from spark_state_ext.__main__ import main as command_line
 from spark_state_ext.engine.start_from import StartFrom
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER, LeaseLog
@@ -364,9 +365,12 @@ class Trial:
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             for verb in ("status", "delete"):
-                status = savepoint_command.main([verb, start.path, *options])
+                status = command_line(["savepoint", verb, start.path, *options])
                 self._check(status == 0, f"savepoint {verb}: exit status {status}")
-        self._check("deletable: yes" in said.getvalue(), f"savepoint status: {said.getvalue()}")
+        self._check(
+            re.search(r"^deletable +true$", said.getvalue(), re.MULTILINE) is not None,
+            f"savepoint status: {said.getvalue()}",
+        )
 
     # -- checks --------------------------------------------------------------------------------------------------------
 

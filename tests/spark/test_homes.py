@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from jobs import COUNTS, Job, count, keyed, reads_state
 
-from spark_state_ext.cli.abandoned import main
+from spark_state_ext.__main__ import main
 
 pytestmark = [pytest.mark.spark, reads_state]
 
@@ -25,13 +26,16 @@ def test_pointers_tell_the_home_of_a_query_whose_id_is_another(
     metadata = job.checkpoint / "metadata"
     (job.checkpoint / ".metadata.crc").unlink()
     metadata.write_text(json.dumps({"id": str(uuid.uuid4())}))
-    command = [str(tmp_path / "root"), "--checkpoint", str(job.checkpoint)]
-    later_s = time.time() + 40 * 86_400
+    command = ["abandoned", str(tmp_path / "root"), "--checkpoint", str(job.checkpoint), "-o", "jsonl"]
+    for path in query_folder.rglob("*"):
+        os.utime(path, (time.time() - 40 * 86_400,) * 2)
 
-    assert main(command, clock_s=lambda: later_s) == 0
-    assert f"abandoned operator=tested query={query_folder.name}" in capsys.readouterr().out, (
-        "as far as that can be told"
-    )
-    assert main([*command, "--spark", "--remove"], clock_s=lambda: later_s) == 0
-    assert f"named operator=tested query={query_folder.name}" in capsys.readouterr().out
+    def verdict(*more: str) -> str:
+        assert main([*command, *more]) == 0
+        row = json.loads(capsys.readouterr().out)
+        assert (row["operator"], row["query"]) == ("tested", query_folder.name)
+        return str(row["verdict"])
+
+    assert verdict() == "abandoned", "as far as that can be told"
+    assert verdict("--spark", "--remove") == "named"
     assert query_folder.exists()

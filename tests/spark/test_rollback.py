@@ -14,7 +14,8 @@ from jobs import COUNTS, SPARK, Job, count, keyed
 from pyspark.errors import StreamingQueryException
 from streams import finish
 
-from spark_state_ext.cli.rollback import carry_out, main, planned
+from spark_state_ext.__main__ import main
+from spark_state_ext.cli.rollback import carry_out, planned
 from spark_state_ext.cli.spark_checkpoint import ROLLED_BACK
 from spark_state_ext.files.folder import Folder
 from tests.helpers.soak import whole
@@ -108,17 +109,17 @@ def test_a_query_goes_on_from_an_older_batch_and_counts_everything(
 ) -> None:
     counts = Counts(spark, operator, tmp_path, conf)
     counts.run(_FIRST)
-    checkpoint, command = counts.job.checkpoint, [str(counts.job.checkpoint), "--to-batch", str(_KEPT)]
+    checkpoint, command = counts.job.checkpoint, ["rollback", str(counts.job.checkpoint), "--to-batch", str(_KEPT)]
     before = sorted(path for path in checkpoint.rglob("*"))
     assert main(command) == 0
     assert sorted(path for path in checkpoint.rglob("*")) == before, "a dry run changes nothing"
-    assert main([*command, "--apply"]) == 1
+    assert main([*command, "--apply"]) == 3
     assert "LiveRunError" in capsys.readouterr().err
     assert main([*command, "--apply", "--idle-s", "0"]) == 0
     aside = next(checkpoint.glob(f"{ROLLED_BACK}*"))
     assert sorted(path.name for path in (aside / "commits").glob("[0-9]*")) == ["2", "3"]
     assert main(command) == 0
-    assert "files=0 " in capsys.readouterr().out.splitlines()[-2], "there is nothing left to do"
+    assert "files=0 " in capsys.readouterr().err.splitlines()[-2], "there is nothing left to do"
     counts.run(_LAST[:1])
     counts.run(_LAST[1:])
     assert counts.right
@@ -138,7 +139,7 @@ def test_a_command_that_was_stopped_leaves_no_query_that_counts_wrongly(
     carry_out(checkpoint, stopped, None)
     with pytest.raises(Exception, match=r"(?i)state|exist"):
         counts.run([])
-    assert main([checkpoint.root, "--to-batch", str(_KEPT), "--apply", "--delete", "--idle-s", "0"]) == 0
+    assert main(["rollback", checkpoint.root, "--to-batch", str(_KEPT), "--apply", "--delete", "--idle-s", "0"]) == 0
     counts.run(_LAST)
     assert counts.right
 

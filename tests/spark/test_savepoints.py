@@ -374,10 +374,10 @@ def test_a_claim_that_was_built_upon_is_not_released(
     root = str(tmp_path / "old" / "root")
     start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
     new = Query(spark, tmp_path / "new", start_from=start, root=root).run(NEXT[:1])
-    assert main(["savepoint", "release", old.files.root]) == 1
+    assert main(["savepoint", "release", old.files.root]) == 3
     assert "its first batch was handed to Spark, and may be committed" in capsys.readouterr().err
     new.run(NEXT[1:])
-    assert main(["savepoint", "release", old.files.root, "--force"]) == 1
+    assert main(["savepoint", "release", old.files.root, "--force"]) == 3
     assert "a batch of it is committed, and it may have deleted what the old query needs" in capsys.readouterr().err
     new.run([["a"]])
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1

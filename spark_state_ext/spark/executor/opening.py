@@ -322,5 +322,5 @@ def _refuse_later(call: CallInfo, pointer: Pointer) -> None:
     raise LineageError(
         f"Spark handed batch {task.batch} the pointer of batch {pointer.batch} (bucket {pointer.bucket} of "
         f"operator {job.operator!r}): its checkpoint location holds state of another time. Bring the location back "
-        "as it was; to go back to an older batch, use python -m spark_state_ext rollback."
+        "as it was; to go back to an older batch, use spark-state-ext rollback."
     )

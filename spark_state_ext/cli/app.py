@@ -1,0 +1,151 @@
+"""The application: finds a command by its name, and turns what it raises into a line and an exit code.
+
+Only the module of the command that is called is imported, so that quick commands start quickly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from spark_state_ext.cli.exits import BUG, REFUSED, WRONG_CALL
+
+__all__ = ["COMMANDS", "PROGRAM", "SAVEPOINT_COMMANDS", "application", "main"]
+
+PROGRAM = "spark-state-ext"
+_HERE = "spark_state_ext.cli.commands"
+# Name, module, and what it does.
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "check": ("check", "what is installed, and whether this machine can run it (also without a command)"),
+    "metrics": ("metrics", "what each batch did, from the files that executors write"),
+    "rollback": ("rollback", "make an older batch the last one of a Spark checkpoint"),
+    "show": ("show", "which state there is at a path, and which batches of it can be read"),
+    "get": ("get", "the state of one key"),
+    "scan": ("scan", "keys with their state, all or those that a filter is true of"),
+    "diff": ("diff", "what differs between two states, key by key"),
+    "verify": ("verify", "read every byte of state, and say which file is damaged"),
+    "gc": ("gc", "which files the next clean-up would delete, and why it keeps the rest"),
+    "why": ("why", "what a file is, whose it is, and what keeps it"),
+    "lineage": ("lineage", "how the checkpoints of a bucket were built upon each other, as text or as a picture"),
+    "log": ("log", "versions, batches and sizes of a query's checkpoint files, by time"),
+    "export": ("export", "write keys with their state to a Parquet or Arrow file"),
+    "abandoned": ("abandoned", "list and remove state that no Spark checkpoint names"),
+    "savepoint": ("savepoint", "what is known of a savepoint, and what can be done with it"),
+}
+SAVEPOINT_COMMANDS: Mapping[str, tuple[str, str]] = {
+    "status": ("savepoint_status", "what is in it, who was started from it, and whether it may be deleted"),
+    "release": ("savepoint_release", "free a claim whose query is gone for good"),
+    "delete": ("savepoint_delete", "delete what its manifest names, where it may go"),
+}
+_GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {"savepoint": SAVEPOINT_COMMANDS}
+_TYPER: dict[str, Any] = {
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
+
+
+class _LazyGroup(TyperGroup):
+    """A group whose commands are imported when they are asked for."""
+
+    known: Mapping[str, tuple[str, str]] = COMMANDS
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.known)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.known:
+            return None
+        if cmd_name in _GROUPS and self.known is COMMANDS:
+            return _group(cmd_name)
+        module = importlib.import_module(f"{_HERE}.{self.known[cmd_name][0]}")
+        app = typer.Typer(add_completion=False, **_TYPER)
+        app.command(cmd_name)(module.command)
+        return get_command(app)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, says) for name, (_, says) in self.known.items()])
+
+
+class _SavepointGroup(_LazyGroup):
+    known = SAVEPOINT_COMMANDS
+
+
+def _group(name: str) -> Any:
+    app = typer.Typer(name=name, cls=_SavepointGroup, add_completion=False, **_TYPER)
+    app.callback(help=f"{COMMANDS[name][1].capitalize()}.")(lambda: None)
+    return get_command(app)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from spark_state_ext.version import __version__
+
+        typer.echo(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    ctx: typer.Context,
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="print the release"),
+) -> None:
+    """Look at the state of queries, and see to it: what is there, whether it is whole, and what may go."""
+    if ctx.invoked_subcommand is None:
+        importlib.import_module(f"{_HERE}.check").command()
+
+
+def application() -> typer.Typer:
+    """All commands."""
+    app = typer.Typer(cls=_LazyGroup, invoke_without_command=True, **_TYPER)
+    app.callback()(_root)
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit code (`spark_state_ext.cli.exits`).
+
+    Parameters
+    ----------
+    arguments
+        Those of the command line; None: those of this process.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        get_command(application()).main(args=given, prog_name=PROGRAM)
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except Exception as error:
+        return _told(error, given)
+    return 0
+
+
+def _told(error: Exception, given: Sequence[str]) -> int:
+    # Not before there is an error: it imports every format.
+    from spark_state_ext.errors import StateError, UsageError
+
+    if not isinstance(error, StateError):
+        traceback.print_exc()
+        print(f"{_called(given)}: this is a bug of spark_state_ext: please report the lines above", file=sys.stderr)
+        return BUG
+    print(f"{_called(given)}: {type(error).__name__}: {error}", file=sys.stderr)
+    return WRONG_CALL if isinstance(error, UsageError) else REFUSED
+
+
+def _called(given: Sequence[str]) -> str:
+    """The command as it was called, without its arguments."""
+    words = [PROGRAM]
+    known: Mapping[str, Any] = COMMANDS
+    for word in given:
+        if word not in known:
+            break
+        words.append(word)
+        known = _GROUPS.get(word, {})
+    return " ".join(words)

@@ -1,0 +1,271 @@
+"""What commands print: data on stdout, as a table, as JSON or as Arrow; and everything else on stderr.
+
+Data is Arrow until it is printed, so values keep their types in each form: numbers are numbers, times are ISO 8601,
+bytes are base64 in JSON and Python's literal in tables.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from itertools import chain
+from typing import Any
+
+import pyarrow as pa
+import typer
+
+from spark_state_ext.cli.exits import NOBODY_READS
+
+__all__ = ["Output", "plain", "progress", "say", "shown", "write_record", "write_rows", "write_table"]
+
+_PAGE_ROWS = 1_000
+# Wider than any line: what is piped is not wrapped.
+_WIDTH = 100_000
+
+
+class Output(str, Enum):
+    """Forms of data."""
+
+    TABLE = "table"
+    JSON = "json"
+    JSONL = "jsonl"
+    ARROW = "arrow"
+
+
+def say(text: str) -> None:
+    """Print a line for people, on stderr."""
+    print(text, file=sys.stderr)
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """A value of Arrow's, of builtin types that JSON has."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
+    if isinstance(value, Mapping):
+        return {str(name): plain(it) for name, it in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(it) for it in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, (datetime, date, time)):
+        return value.isoformat()
+    return str(value)
+
+
+def shown(value: Any) -> str:
+    """A value in a table: one line, without anything that a terminal would obey."""
+    if value is None:
+        return "NULL"
+    if isinstance(value, str):
+        return _printable(value)
+    if isinstance(value, (bool, int, float, Decimal, timedelta)):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bytes):
+        return repr(value)
+    if isinstance(value, datetime):
+        return value.isoformat(" ", "seconds" if not value.microsecond else "auto")
+    if isinstance(value, (list, tuple, Mapping)):
+        return _printable(json.dumps(plain(value), ensure_ascii=False))
+    return _printable(str(value))
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode() for it in text)
+
+
+# -- forms ----------------------------------------------------------------------------------------
+
+
+def write_table(table: pa.Table, output: Output) -> None:
+    """Print rows.
+
+    Parameters
+    ----------
+    table
+        The rows.
+    output
+        In which form.
+    """
+    write_rows(table.schema, table.to_batches(), output)
+
+
+def write_rows(schema: pa.Schema, batches: Iterable[pa.RecordBatch], output: Output) -> int:
+    """Print rows, one batch after the other; returns how many there were.
+
+    Parameters
+    ----------
+    schema, batches
+        The rows.
+    output
+        In which form.
+    """
+    rows = 0
+    # What is wrong with the first rows is an error before anything was printed.
+    batches = iter(batches)
+    first = next(batches, None)
+    with _to_stdout():
+        for batch in _written(schema, chain([] if first is None else [first], batches), output):
+            rows += batch.num_rows
+        sys.stdout.flush()
+    return rows
+
+
+def _written(schema: pa.Schema, batches: Iterable[pa.RecordBatch], output: Output) -> Iterator[pa.RecordBatch]:
+    if output is Output.ARROW:
+        if sys.stdout.isatty():
+            raise typer.BadParameter("arrow is a stream of bytes: send it to a file or a program, not to a terminal")
+        sys.stdout.flush()
+        with pa.ipc.new_stream(sys.stdout.buffer, schema.remove_metadata()) as writer:
+            for batch in batches:
+                writer.write_batch(batch.replace_schema_metadata(None))
+                yield batch
+        return
+    if output is Output.TABLE:
+        yield from _pages(schema, batches)
+        return
+    begun = False
+    for batch in batches:
+        for row in batch.to_pylist():
+            text = json.dumps(plain(row), ensure_ascii=False, allow_nan=False)
+            if output is Output.JSONL:
+                sys.stdout.write(f"{text}\n")
+            else:
+                sys.stdout.write(f"{',' if begun else '['}\n{text}")
+            begun = True
+        yield batch
+    if output is Output.JSON:
+        sys.stdout.write("\n]\n" if begun else "[]\n")
+
+
+def _pages(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Tables of not too many rows, as the width of columns is that of the widest value."""
+    held: list[pa.RecordBatch] = []
+    printed = False
+    for batch in batches:
+        held.append(batch)
+        if sum(it.num_rows for it in held) >= _PAGE_ROWS:
+            _print_rows(schema, held)
+            held, printed = [], True
+        yield batch
+    if held or not printed:
+        _print_rows(schema, held)
+
+
+def write_record(record: Mapping[str, Any], schema: pa.Schema, output: Output) -> None:
+    """Print one thing with its properties.
+
+    Parameters
+    ----------
+    record
+        Its properties by name.
+    schema
+        Their types. In a table lists of structures are tables of their own, below the others.
+    output
+        In which form.
+    """
+    (batch,) = pa.Table.from_pylist([dict(record)], schema=schema).to_batches()
+    if output is Output.TABLE:
+        with _to_stdout():
+            _print_record(batch.to_pylist()[0], schema)
+            sys.stdout.flush()
+    elif output is Output.JSON:
+        with _to_stdout():
+            sys.stdout.write(json.dumps(plain(batch.to_pylist()[0]), ensure_ascii=False, indent=1) + "\n")
+            sys.stdout.flush()
+    else:
+        write_rows(schema, [batch], output)
+
+
+def _print_rows(schema: pa.Schema, batches: list[pa.RecordBatch]) -> None:
+    rows = [row for batch in batches for row in zip(*(it.to_pylist() for it in batch.columns), strict=True)]
+    _print([field.name for field in schema], [_is_number(field.type) for field in schema], rows)
+
+
+def _print_record(values: Mapping[str, Any], schema: pa.Schema) -> None:
+    tables = [field for field in schema if pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type)]
+    lines = [(field.name, values[field.name]) for field in schema if field not in tables]
+    _print(None, [False, False], lines)
+    for field in tables:
+        inner = list(field.type.value_type)
+        sys.stdout.write(f"\n{field.name}:{'' if values[field.name] else ' none'}\n")
+        if values[field.name]:
+            rows = [tuple(it[part.name] for part in inner) for it in values[field.name]]
+            _print([part.name for part in inner], [_is_number(part.type) for part in inner], rows)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+
+
+def _print(names: list[str] | None, right: list[bool], rows: Iterable[tuple[Any, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=names is not None, header_style="bold")
+    for at, is_right in enumerate(right):
+        table.add_column(names[at] if names else "", justify="right" if is_right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(shown(value)) for value in row))
+    terminal = sys.stdout.isatty()
+    console = Console(file=sys.stdout, highlight=False, markup=False, width=None if terminal else _WIDTH)
+    if terminal:
+        console.print(table)
+        return
+    with console.capture() as captured:
+        console.print(table)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+@contextmanager
+def _to_stdout() -> Iterator[None]:
+    """Who reads may go at any time: that ends the command, and is no error."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        # Else Python says at its end that stdout could not be flushed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(NOBODY_READS) from error
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr while long work is done, on a terminal only.
+
+    Parameters
+    ----------
+    what
+        What is done.
+    total
+        Steps in all.
+
+    Yields
+    ------
+    callable
+        To be told how many steps were done.
+    """
+    if not sys.stderr.isatty():
+        yield lambda steps: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda steps: bar.advance(task, steps)

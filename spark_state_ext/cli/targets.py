@@ -1,0 +1,130 @@
+"""What a path is that somebody gave a command: a root, a query folder or a savepoint; and the buckets below it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
+from arrow_schemas.savepoint import MANIFEST_NAME
+from spark_state_ext.cli.roots import operators_below
+from spark_state_ext.errors import MissingCheckpointError, UsageError
+from spark_state_ext.files.folder import Entry, Folder
+from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.ownership.lease_log import LEASE_FOLDER
+
+__all__ = ["QueryFolder", "Target", "absolute", "bucket_folders", "given_folder", "query_folder_at", "target_of"]
+
+
+@dataclass(frozen=True)
+class QueryFolder:
+    """A folder of one query's state.
+
+    Parameters
+    ----------
+    operator
+        Name of the operator's folder; empty where only the query folder was given.
+    folder
+        Where it lies.
+    """
+
+    operator: str
+    folder: Folder
+
+
+@dataclass(frozen=True)
+class Target:
+    """What was given.
+
+    Parameters
+    ----------
+    folder
+        Where it lies.
+    savepoint
+        It is one.
+    query_folders
+        Query folders in it, or itself; none of a savepoint.
+    """
+
+    folder: Folder
+    savepoint: bool
+    query_folders: tuple[QueryFolder, ...] = ()
+
+
+def given_folder(path: str, storage_options: Mapping[str, Any]) -> Folder:
+    """A folder as somebody gave it; a relative path is of this process's folder.
+
+    Raises
+    ------
+    UsageError
+        When it cannot be opened.
+    """
+    return Folder(absolute(path), storage_options)
+
+
+def absolute(path: str) -> str:
+    """A path as somebody gave it, from the top."""
+    if "://" not in path:
+        path = os.path.abspath(path)
+    return path.rstrip("/") or path
+
+
+def target_of(folder: Folder) -> Target:
+    """Find out what a folder is.
+
+    Raises
+    ------
+    UsageError
+        When it is none of these.
+    StorageError
+        When it cannot be listed.
+    """
+    entries = folder.entries()
+    if any(entry.name == MANIFEST_NAME and not entry.folder for entry in entries):
+        return Target(folder, savepoint=True)
+    if _is_query_folder(entries):
+        return Target(folder, savepoint=False, query_folders=(QueryFolder("", folder),))
+    found = [
+        QueryFolder(operator, folder.child(operator, entry.name))
+        for operator, listed in sorted(operators_below(folder).items())
+        for entry in listed
+        if entry.folder and entry.name not in (STARTING_FOLDER, SPILL_FOLDER)
+    ]
+    return Target(folder, savepoint=False, query_folders=tuple(found))
+
+
+def _is_query_folder(entries: Sequence[Entry]) -> bool:
+    return any(
+        parse_operator_file_name(entry.name) is not None or (entry.folder and entry.name == LEASE_FOLDER)
+        for entry in entries
+    )
+
+
+def query_folder_at(folder: Folder) -> OperatorFile:
+    """The operator file in force of a query folder.
+
+    Raises
+    ------
+    UsageError
+        When it is no query folder.
+    CorruptFileError, VersionSkewError
+        When the file cannot be read.
+    """
+    numbers = [number for name in folder.names() if (number := parse_operator_file_name(name)) is not None]
+    if not numbers:
+        raise UsageError(
+            f"{folder.root} is no query folder, as it has no operator file: give <root>/<operator>/<query folder>"
+        )
+    name = operator_file_name(max(numbers))
+    try:
+        return OperatorFile.decode(folder.get(name), folder.where(name))
+    except MissingCheckpointError as error:
+        raise UsageError(f"{folder.where(name)} went away meanwhile: run the command again") from error
+
+
+def bucket_folders(folder: Folder) -> list[tuple[int, Folder]]:
+    """The folders of buckets in a query folder, or in an operator's folder of a savepoint, in order."""
+    numbers = sorted(int(entry.name) for entry in folder.entries() if entry.folder and entry.name.isdecimal())
+    return [(number, folder.child(str(number))) for number in numbers]

@@ -1,0 +1,186 @@
+"""The tree of a bucket's checkpoints, as text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
+from spark_state_ext.cli.bucket_files import CheckpointEntry
+from spark_state_ext.errors import EnvironmentSetupError, StorageError
+
+__all__ = ["Node", "drawn", "nodes_of", "text_lines"]
+
+_ID_DIGITS = 8
+_INCHES_EACH = 0.35
+
+
+@dataclass(frozen=True)
+class Node:
+    """A checkpoint.
+
+    Parameters
+    ----------
+    ref, parent
+        Which one, and what it was built on; None: nothing, or that is not known.
+    kinds
+        Which files it has.
+    batch, heartbeat
+        When it was made.
+    size_bytes
+        Bytes of its files.
+    """
+
+    ref: CheckpointRef
+    parent: CheckpointRef | None
+    kinds: tuple[str, ...]
+    batch: int
+    heartbeat: int
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ref.version}_{self.ref.id[:_ID_DIGITS]} {'+'.join(self.kinds)} batch={self.batch} "
+            f"heartbeat={self.heartbeat} bytes={self.size_bytes}"
+        )
+
+
+def nodes_of(files: Sequence[CheckpointEntry]) -> list[Node]:
+    """The checkpoints of a bucket whose files can be read, in order of version.
+
+    Parameters
+    ----------
+    files
+        The bucket's files.
+    """
+    by_ref: dict[CheckpointRef, list[CheckpointEntry]] = {}
+    for file in files:
+        if file.header is not None:
+            by_ref.setdefault(file.ref, []).append(file)
+    nodes = []
+    for ref, mine in sorted(by_ref.items()):
+        header = mine[0].header
+        assert header is not None, "only files with a header are taken"
+        nodes.append(
+            Node(
+                ref,
+                header.parent,
+                tuple(it.kind for it in mine),
+                header.writer.batch,
+                header.writer.heartbeat,
+                sum(it.entry.size_bytes for it in mine),
+            )
+        )
+    return nodes
+
+
+def _children(nodes: Sequence[Node]) -> tuple[list[Node], dict[CheckpointRef, list[Node]]]:
+    """Those whose parent has no file here, and the children of each."""
+    there = {node.ref for node in nodes}
+    roots, children = [], dict[CheckpointRef, list[Node]]()
+    for node in nodes:
+        if node.parent is None or node.parent not in there:
+            roots.append(node)
+        else:
+            children.setdefault(node.parent, []).append(node)
+    return roots, children
+
+
+def text_lines(nodes: Sequence[Node]) -> Iterator[str]:
+    """A line for each checkpoint: those that only children follow stand below each other, branches are indented.
+
+    Parameters
+    ----------
+    nodes
+        The checkpoints.
+    """
+    roots, children = _children(nodes)
+    # Depth first, without recursion: a lineage may be long. The one with the longest line goes last, not indented.
+    left = [(node, "", "") for node in reversed(roots)]
+    while left:
+        node, before, below = left.pop()
+        gone = "" if node.parent is None or before or node not in roots else f" (built on {_short(node.parent)})"
+        yield f"{before}{node}{gone}"
+        mine = children.get(node.ref, [])
+        if len(mine) == 1:
+            left.append((mine[0], below, below))
+            continue
+        branches = [(it, f"{below}├─ ", f"{below}│  ") for it in mine[:-1]]
+        branches += [(it, f"{below}└─ ", f"{below}   ") for it in mine[-1:]]
+        left += reversed(branches)
+
+
+def _short(ref: CheckpointRef) -> str:
+    return f"{ref.version}_{ref.id[:_ID_DIGITS]}, which has no file here"
+
+
+def drawn(nodes: Sequence[Node], title: str, path: Path) -> None:
+    """Draw the checkpoints: versions from left to right, branches above each other, snapshots as squares.
+
+    Parameters
+    ----------
+    nodes
+        The checkpoints.
+    title
+        What stands above.
+    path
+        The file; its ending says in which form.
+
+    Raises
+    ------
+    EnvironmentSetupError
+        When matplotlib is not installed.
+    StorageError
+        When the file cannot be written.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EnvironmentSetupError(
+            "pictures need matplotlib, which this Python does not have: pip install 'spark_state_ext[report]'"
+        ) from error
+    lanes = _lanes(nodes)
+    there = {node.ref: node for node in nodes}
+    heights = max(lanes.values(), default=0) + 1
+    versions = [node.ref.version for node in nodes] or [0]
+    figure = Figure(figsize=(2 + _INCHES_EACH * (max(versions) - min(versions) + 1), 1.5 + 2 * _INCHES_EACH * heights))
+    axes = figure.add_subplot()
+    for node in nodes:
+        if node.parent in there:
+            ends = [there[node.parent], node]
+            axes.plot([it.ref.version for it in ends], [lanes[it.ref] for it in ends], color="0.6", zorder=1)
+        snapshot = SNAPSHOT in node.kinds
+        axes.scatter(
+            [node.ref.version], [lanes[node.ref]], marker="s" if snapshot else "o", color="C1" if snapshot else "C0"
+        )
+    axes.set_title(title, fontsize="small")
+    axes.set_xlabel("version (squares have a snapshot)")
+    axes.set_yticks([])
+    axes.margins(x=0.05, y=0.4)
+    # The same tree is the same file.
+    options: Any = {"svg.hashsalt": "spark_state_ext"}
+    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    try:
+        with matplotlib.rc_context(options):
+            figure.savefig(path, metadata=metadata, bbox_inches="tight")
+    except OSError as error:
+        raise StorageError(f"the picture {path} cannot be written: {error}. Choose another place.") from error
+
+
+def _lanes(nodes: Sequence[Node]) -> dict[CheckpointRef, int]:
+    """A height for each checkpoint: the first child goes on at its parent's, each other one begins a new one."""
+    roots, children = _children(nodes)
+    lanes: dict[CheckpointRef, int] = {}
+    used = 0
+    todo: list[tuple[Node, int | None]] = [(node, None) for node in reversed(roots)]
+    while todo:
+        node, lane = todo.pop()
+        if lane is None:
+            lane, used = used, used + 1
+        lanes[node.ref] = lane
+        mine = children.get(node.ref, [])
+        todo += [(it, None if at else lane) for at, it in reversed(list(enumerate(mine)))]
+    return lanes

@@ -1,0 +1,129 @@
+"""Why each file of a bucket goes with the next clean-up, or stays: what `classify` decided, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
+from arrow_schemas.pointer import Pointer
+from spark_state_ext.files.folder import Entry
+from spark_state_ext.files.retention import (
+    Decision,
+    Headers,
+    _Beside,
+    _beside,
+    _Files,
+    _Line,
+    _line_of,
+    _Listing,
+    _listing,
+    _recent_from,
+    classify,
+)
+
+__all__ = ["Explanation", "explained"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What becomes of a bucket's files, and why.
+
+    Parameters
+    ----------
+    decision
+        As `classify` has it.
+    reasons
+        Of each file by its name: a part of a sentence.
+    """
+
+    decision: Decision
+    reasons: Mapping[str, str]
+
+    def goes(self, name: str) -> bool:
+        """Whether the next clean-up deletes a file."""
+        return name in self.decision.delete
+
+
+def explained(
+    entries: Iterable[Entry], pointer: Pointer, batches_retained: int, now_s: float, headers: Headers
+) -> Explanation:
+    """Decide for every file of a bucket's folder, and say why.
+
+    Parameters
+    ----------
+    entries, pointer, batches_retained, now_s, headers
+        As for `classify`.
+
+    Raises
+    ------
+    CorruptError, MissingError
+        From `headers`: then nothing would be deleted.
+    """
+    entries = list(entries)
+    decision = classify(entries, pointer, batches_retained, now_s, headers)
+    names = [entry.name for entry in entries]
+    if decision.doubt:
+        return Explanation(decision, dict.fromkeys(names, f"nothing is deleted here, as {decision.doubt}"))
+    listing = _listing(entries, now_s)
+    reasons = dict.fromkeys(names, "it is a temporary file, which somebody may be writing; it goes after a day")
+    reasons |= dict.fromkeys(listing.leftovers, "it is a temporary file of a writer that died")
+    if pointer.ref is None or pointer.ref not in listing.kinds:
+        kept = "the bucket has no committed checkpoint"
+        return Explanation(decision, reasons | {file_name(*it): kept for it in _files_of(listing)})
+    files = _Files(listing.kinds, headers, frozenset())
+    recent = _recent_from(pointer, batches_retained)
+    line = _line_of(pointer.ref, recent, files)
+    beside = _beside(listing, line, recent, files)
+    told = _Told(decision, listing, line, beside, recent, files)
+    return Explanation(
+        decision, reasons | {file_name(ref, kind): told.of(ref, kind) for ref, kind in _files_of(listing)}
+    )
+
+
+def _files_of(listing: _Listing) -> list[tuple[CheckpointRef, str]]:
+    return [(ref, kind) for ref in listing.kinds for kind in listing.kinds[ref]]
+
+
+@dataclass(frozen=True)
+class _Told:
+    """The passes of `classify`, to be told of each file."""
+
+    decision: Decision
+    listing: _Listing
+    line: _Line
+    beside: _Beside
+    recent: int
+    files: _Files
+
+    def of(self, ref: CheckpointRef, kind: str) -> str:
+        if file_name(ref, kind) in self.decision.delete:
+            return self._goes(ref)
+        (origin,) = self.files.headers.origins([ref])
+        if origin.heartbeat >= self.recent:
+            which = "" if ref in self.line.refs else ", of another attempt than the committed one,"
+            return (
+                f"it was made at heartbeat {origin.heartbeat}: a batch that Spark retains may name a checkpoint{which} "
+                f"from heartbeat {self.recent} on"
+            )
+        if ref in self.line.refs:
+            return self._on_the_line(ref, kind)
+        if ref in self.listing.young:
+            return "it is less than 10 minutes old, and nothing so young is deleted"
+        return "a checkpoint that stays was built on it"
+
+    def _goes(self, ref: CheckpointRef) -> str:
+        if ref in self.line.refs:
+            return f"every batch that Spark retains loads from snapshot {self.line.settled[-1].version} or a later one"
+        return f"it is of another attempt than the committed one, from before heartbeat {self.recent}"
+
+    def _on_the_line(self, ref: CheckpointRef, kind: str) -> str:
+        if not self.line.settled:
+            return (
+                f"it is of the committed lineage, and there are no two snapshots from before heartbeat {self.recent} "
+                "to load from in its place"
+            )
+        if ref in self.line.settled and kind == SNAPSHOT:
+            which = "newest" if ref == self.line.settled[0] else "second"
+            return f"it is the {which} snapshot from before heartbeat {self.recent}: loads begin with it"
+        return "it follows a snapshot that loads begin with"

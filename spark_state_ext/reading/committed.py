@@ -1,0 +1,305 @@
+"""What is committed, told from the headers of files alone.
+
+A checkpoint that another one names as its parent was the input of a call, so Spark had committed it. Of a bucket whose
+newest file was made in batch *b* on a parent, the state after batch *b* - 1 is that parent's, for certain; what the
+newest file says may be an attempt that failed. All buckets are read as of one batch, the newest of which that is known.
+
+Where tasks were not told their batch, heartbeats are counted in its place: every bucket gets one in a batch, or none.
+Where several runs of a query have left files, those count that the last one wrote or built upon: what earlier runs made
+in batches which it has made anew was given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader
+from spark_state_ext.errors import MissingCheckpointError
+from spark_state_ext.reading.history import BucketFiles, read_side_by_side
+
+__all__ = ["BATCH", "HEARTBEAT", "START", "Clock", "Line", "Timeline", "timeline"]
+
+BATCH, HEARTBEAT = "batch", "heartbeat"
+# The batch of what a query began with.
+START = -1
+
+
+@dataclass(frozen=True)
+class Clock:
+    """By what checkpoints of different buckets are compared.
+
+    Parameters
+    ----------
+    unit
+        `BATCH`, or `HEARTBEAT` where tasks were not told their batch.
+    query_id
+        Whose batches count; what other queries made before is of `START`.
+    """
+
+    unit: str
+    query_id: str
+
+    @staticmethod
+    def of(latest: LineageHeader) -> Clock:
+        """The clock of the query that wrote a file."""
+        return Clock(BATCH if latest.writer.query_id else HEARTBEAT, latest.writer.query_id)
+
+    def at(self, header: LineageHeader) -> int:
+        """When a checkpoint was made."""
+        if self.unit == HEARTBEAT:
+            return header.writer.heartbeat
+        return header.writer.batch if header.writer.query_id == self.query_id else START
+
+
+@dataclass(frozen=True)
+class Line:
+    """The lineage that a bucket is on.
+
+    Parameters
+    ----------
+    files
+        The bucket's.
+    heads
+        Its newest checkpoints; several where attempts were made side by side, and one of them may be committed.
+    clock
+        The query's.
+    copied
+        Files of other queries here are what this one began with, and nothing else.
+    """
+
+    files: BucketFiles
+    heads: tuple[CheckpointRef, ...]
+    clock: Clock
+    copied: bool
+
+    @property
+    def through(self) -> int | None:
+        """The last batch as of which the bucket's state is certain; None where it has no file."""
+        if not self.heads:
+            return None
+        return min(self._through(self.files.header(head)) for head in self.heads)
+
+    def _through(self, head: LineageHeader) -> int:
+        at = self.clock.at(head)
+        if self._is_start(head):
+            return START
+        if head.parent is None or head.parent in self.files or SNAPSHOT in self.files.kinds[head.ref]:
+            return at - 1
+        # The parent's file is on its way still, or gone: when it was made is not known.
+        known = [ref for ref in head.lineage if ref in self.files]
+        return self.clock.at(self.files.header(known[-1])) if known else at - 1
+
+    def _is_start(self, header: LineageHeader) -> bool:
+        return self.clock.unit == BATCH and header.writer.query_id != self.clock.query_id
+
+    def state_at(self, batch: int, unproven: bool) -> CheckpointRef | None:
+        """The checkpoint that the bucket had after a batch; None where it had no state.
+
+        Raises
+        ------
+        MissingCheckpointError
+            When the files do not reach that far back, or do not tell.
+        CorruptError, StorageError
+            When a header cannot be read.
+        """
+        # The last written attempt first: of equals it is likelier the one that was committed.
+        for head in sorted(self.heads, key=self.files.modified_s, reverse=True):
+            header = self.files.header(head)
+            if self.clock.at(header) > batch:
+                return self._ancestor_at(header, batch)
+            if unproven or (self.copied and self._is_start(header)):
+                return head
+            raise MissingCheckpointError(
+                f"the files in {self.files.folder.root} do not tell whether checkpoint {head}, with which the query "
+                "began, was committed: wait until the query has changed the bucket, or read with unproven=True"
+            )
+        return None
+
+    def _ancestor_at(self, head: LineageHeader, batch: int) -> CheckpointRef | None:
+        """The newest ancestor from that batch or before."""
+        while True:
+            refs = [ref for ref in head.lineage if ref in self.files]
+            # Times ascend along a lineage, and mostly one of the last few is wanted.
+            low, high, step = 0, len(refs), 1
+            while low < high:
+                probe = max(low, high - step)
+                if self.clock.at(self.files.header(refs[probe])) <= batch:
+                    low = probe + 1
+                    step = max(1, (high - low) // 2)
+                else:
+                    high = probe
+                    step *= 2
+            if low:
+                found = refs[low - 1]
+                self._refuse_gap(head, found, batch)
+                return found
+            if head.parent is None:
+                return None
+            if not refs:
+                raise MissingCheckpointError(
+                    f"the files of bucket {self.files.bucket} in {self.files.folder.root} do not reach back to "
+                    f"{self.clock.unit} {batch}: what came before checkpoint {head.ref} was cleaned up"
+                )
+            head = self.files.header(refs[0])
+
+    def _refuse_gap(self, head: LineageHeader, found: CheckpointRef, batch: int) -> None:
+        """What came next must be known to be later, unless the checkpoint is of that very batch."""
+        after = head.lineage[head.lineage.index(found) + 1 :]
+        if after and after[0] not in self.files and self.clock.at(self.files.header(found)) != batch:
+            raise MissingCheckpointError(
+                f"there is no file of checkpoint {after[0]} in {self.files.folder.root}, so it is not known whether "
+                f"{found} or that one is the state after {self.clock.unit} {batch}: try again in a moment"
+            )
+
+    def oldest(self) -> int:
+        """The first batch whose state can be loaded from what is there; of a bucket without files, any."""
+        found = START
+        for head in self.heads[:1]:
+            header = self.files.header(head)
+            found = self.clock.at(header)
+            while True:
+                for ref in (header.ref, *reversed(header.lineage)):
+                    if ref not in self.files:
+                        return found
+                    made = self.files.header(ref)
+                    if made.parent is None and DELTA in self.files.kinds[ref]:
+                        return START
+                    if SNAPSHOT in self.files.kinds[ref]:
+                        found = self.clock.at(made)
+                if not header.lineage:
+                    return found
+                header = self.files.header(header.lineage[0])
+        return found
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The lineages of all buckets of a query folder.
+
+    Parameters
+    ----------
+    lines
+        By bucket.
+    clock
+        The query's.
+    begun
+        The newest batch of which there is a file; None where there is no file at all.
+    """
+
+    lines: tuple[Line, ...]
+    clock: Clock
+    begun: int | None
+
+    def newest(self, unproven: bool) -> int | None:
+        """The newest batch as of which all buckets can be read; None where nothing is known to be committed."""
+        if self.begun is None:
+            return None
+        known = [through for line in self.lines if (through := line.through) is not None]
+        newest = max(START, self.begun - 1) if unproven else min(known)
+        return newest if newest > START or self._has_start() else None
+
+    def oldest(self) -> int:
+        """The first batch that files of all buckets reach back to."""
+        return max(line.oldest() for line in self.lines)
+
+    def state_at(self, batch: int, unproven: bool) -> dict[int, CheckpointRef | None]:
+        """The checkpoint of each bucket after a batch.
+
+        Raises
+        ------
+        MissingCheckpointError, CorruptError, StorageError
+            As `Line.state_at`.
+        """
+        return {line.files.bucket: line.state_at(batch, unproven) for line in self.lines}
+
+    def _has_start(self) -> bool:
+        """Whether the query began with the state of another one."""
+        heads = [line.files.header(head) for line in self.lines for head in line.heads]
+        if self.clock.unit == HEARTBEAT:
+            return False
+        before = (line.files.header(ref) for line in self.lines for ref in line.files.kinds)
+        return any(it.writer.query_id != self.clock.query_id for it in (*heads, *before))
+
+
+def timeline(buckets: Sequence[BucketFiles], query_folder: str) -> Timeline:
+    """Tell from files which lineages a query is on.
+
+    Parameters
+    ----------
+    buckets
+        The files of each bucket.
+    query_folder
+        Name of the query folder: the id of the query that began it.
+
+    Raises
+    ------
+    MissingCheckpointError, CorruptError, StorageError
+        When a header cannot be read.
+    """
+    last = [(files, ref) for files in buckets if (ref := files.written_last()) is not None]
+    if not last:
+        return Timeline(tuple(Line(files, (), Clock(BATCH, ""), False) for files in buckets), Clock(BATCH, ""), None)
+    tops = [(files, ref) for files in buckets for ref in files.of_newest_version()]
+    read_side_by_side(list(dict.fromkeys([*tops, *last])))
+    files, ref = max(last, key=lambda one: (one[0].modified_s(one[1]), one[1].version))
+    latest = files.header(ref)
+    clock = Clock.of(latest)
+    copied = query_folder == clock.query_id
+    seen = [files.header(ref) for files, ref in (*tops, *last)]
+    if all(header.writer.run_id == latest.writer.run_id for header in seen):
+        heads = {files.bucket: tuple(files.of_newest_version()) for files in buckets}
+    else:
+        heads = _heads_of_run(buckets, latest, clock)
+    lines = tuple(Line(files, heads[files.bucket], clock, copied) for files in buckets)
+    begun = max(clock.at(line.files.header(head)) for line in lines for head in line.heads)
+    return Timeline(lines, clock, begun)
+
+
+def _heads_of_run(
+    buckets: Sequence[BucketFiles], latest: LineageHeader, clock: Clock
+) -> dict[int, tuple[CheckpointRef, ...]]:
+    """The newest checkpoints of each bucket that a run made, or went on from."""
+    run_id = latest.writer.run_id
+    mixed = [
+        files
+        for files in buckets
+        if any(files.header(ref).writer.run_id != run_id for ref in files.of_newest_version())
+    ]
+    read_side_by_side([(files, ref) for files in mixed for ref in files.kinds])
+    found: dict[int, tuple[CheckpointRef, ...]] = {}
+    for files in buckets:
+        refs = files.kinds if files in mixed else files.of_newest_version()
+        found[files.bucket] = _newest(ref for ref in refs if files.header(ref).writer.run_id == run_id)
+    # From here on the run has made batches anew: what others made of these was given up.
+    first = min(clock.at(_first_of_run(files, ref)) for files in buckets for ref in found[files.bucket])
+    for files in mixed:
+        if not found[files.bucket]:
+            found[files.bucket] = _newest(ref for ref in files.kinds if clock.at(files.header(ref)) < first)
+    return found
+
+
+def _first_of_run(files: BucketFiles, ref: CheckpointRef) -> LineageHeader:
+    """The first checkpoint that a checkpoint's run made on its lineage, as far back as there are files."""
+    first = files.header(ref)
+    run_id = first.writer.run_id
+    while True:
+        refs = [it for it in first.lineage if it in files]
+        low, high = 0, len(refs)
+        while low < high:
+            middle = (low + high) // 2
+            if files.header(refs[middle]).writer.run_id == run_id:
+                high = middle
+            else:
+                low = middle + 1
+        if low == len(refs):
+            return first
+        first = files.header(refs[low])
+        if low:
+            return first
+
+
+def _newest(refs: Iterable[CheckpointRef]) -> tuple[CheckpointRef, ...]:
+    kept = list(refs)
+    version = max((ref.version for ref in kept), default=0)
+    return tuple(ref for ref in kept if ref.version == version)

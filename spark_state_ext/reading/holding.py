@@ -1,0 +1,122 @@
+"""The hold of a reader: while it lives, no clean-up deletes what is read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from spark_state_ext.errors import CannotHoldError, MissingCheckpointError, StateError, StorageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.holds import HOLD_MS, Hold
+
+__all__ = ["ReaderHold"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+_RENEWALS_A_TERM = 3
+
+
+class ReaderHold:
+    """A hold that is renewed in the background until it is released, or nobody refers to it any more.
+
+    Parameters
+    ----------
+    query_folder
+        The folder that is read.
+    lasts_ms
+        How long it lasts without renewal.
+    clock_s
+        A clock that only goes forward.
+
+    Raises
+    ------
+    CannotHoldError
+        When no record can be written.
+    """
+
+    def __init__(
+        self, query_folder: Folder, lasts_ms: int = HOLD_MS, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock_s = clock_s
+        self._term_s = lasts_ms / 1000
+        self._renewed_s = clock_s()
+        self._lost: StateError | None = None
+        self._lock = threading.Lock()
+        try:
+            self._hold = Hold.place(
+                query_folder, f"a reader, process {os.getpid()} on {socket.gethostname()}", lasts_ms
+            )
+        except StorageError as error:
+            raise CannotHoldError(
+                f"no hold can be written to {query_folder.root}, so the query's clean-up may delete files while they "
+                f"are read: {error}. Allow writing to holds/ there, or open with hold=False: then a read may fail with "
+                "MissingCheckpointError."
+            ) from error
+        ended = threading.Event()
+        self._release = weakref.finalize(self, _end, self._hold, ended, os.getpid())
+        me = weakref.ref(self)
+        threading.Thread(
+            target=_renew_until, args=(me, ended, self._term_s / _RENEWALS_A_TERM), name="hold", daemon=True
+        ).start()
+
+    @property
+    def id(self) -> str:
+        """Id of the hold."""
+        return self._hold.id
+
+    def check(self) -> None:
+        """See that the hold still lasts; it is renewed where that is due.
+
+        Raises
+        ------
+        MissingCheckpointError
+            When it was not renewed in time: files may be gone.
+        StorageError
+            When it is due, and cannot be renewed.
+        """
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            if self._clock_s() - self._renewed_s < self._term_s / _RENEWALS_A_TERM:
+                return
+            try:
+                self._hold.renew()
+                self._renewed_s = self._clock_s()
+            except MissingCheckpointError as error:
+                self._lost = error
+                raise
+
+    def release(self) -> None:
+        """Let clean-ups go on; nothing happens when they do already.
+
+        Raises
+        ------
+        StorageError
+            When the record cannot be removed: it ends by itself.
+        """
+        self._release()
+
+
+def _end(hold: Hold, ended: threading.Event, pid: int) -> None:
+    ended.set()
+    # A process that was forked from the reader's has a copy of this, and no business with the record.
+    if os.getpid() == pid:
+        hold.release()
+
+
+def _renew_until(reader: weakref.ref[ReaderHold], ended: threading.Event, every_s: float) -> None:
+    while not ended.wait(every_s):
+        held = reader()
+        if held is None:
+            return
+        try:
+            held.check()
+        except MissingCheckpointError:
+            return  # whoever reads next is told
+        except StateError as error:
+            _LOGGER.warning("a reader's hold was not renewed: %s; it is tried again", error)
+        del held

@@ -1,0 +1,122 @@
+"""A query folder of several buckets, written batch by batch through the engine, with a dict that says what it must hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_schemas import OperatorFile, Pointer, Writer
+from arrow_schemas.labels import buckets_of
+from arrow_schemas.operator import operator_file_name
+from arrow_schemas.spark_hash import key_hash
+from spark_state_ext import OpenState
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import SCHEMA, Changes, Key, Model, Row, canonical, changed, key_columns, run_of
+from spark_state_ext.worker.spill import SpillBuffer
+
+__all__ = ["Job", "as_model", "bucket_of", "hashed", "operator_file", "state_of"]
+
+
+def operator_file(operator: str, query_id: str, buckets: int) -> OperatorFile:
+    def schema(**columns: str) -> str:
+        fields = [{"name": n, "type": t, "nullable": True, "metadata": {}} for n, t in columns.items()]
+        return json.dumps({"type": "struct", "fields": fields})
+
+    return OperatorFile(
+        operator, query_id, buckets, schema(name="string", x="double"), schema(count="long", note="string")
+    )
+
+
+def hashed(key: Key) -> int:
+    """As Spark hashes it."""
+    return key_hash(key_columns([key]))
+
+
+def bucket_of(key: Key, buckets: int) -> int:
+    return int(buckets_of(np.array([hashed(key)], np.uint64), buckets)[0])
+
+
+@dataclass
+class Job:
+    """A job without Spark: its batches go through the engine, and each pointer is handed to the next batch."""
+
+    root: Path | str
+    scratch: Path
+    operator: str = "counts"
+    query_id: str = "query"
+    buckets: int = 4
+    run_id: str = "run"
+    told: bool = True
+    retained: int = 2
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    models: list[Model] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        folder = Folder(str(self.root), self.storage_options)
+        self.folder = folder.child(self.operator, self.query_id or "t1-" + "0" * 32)
+        it = operator_file(self.operator, self.query_id, self.buckets)
+        self.folder.put(operator_file_name(0), it.encode())
+        self.stores = [LocalStore.at(self.scratch / f"{self.query_id}-{b}", SCHEMA) for b in range(self.buckets)]
+        none = Pointer(self.operator, 0, self.buckets, 0, -1, None)
+        self.pointers = [[replace(none, bucket=bucket) for bucket in range(self.buckets)]]
+
+    def batch(self, changes: Changes, at: int | None = None) -> int:
+        """A batch that is committed; its number is that of the batches before, unless a query goes back."""
+        at = len(self.pointers) - 1 if at is None else at
+        del self.pointers[at + 1 :], self.models[at:]
+        self.pointers.append(self.attempt(changes))
+        self.models.append(changed(self.models[-1] if self.models else {}, changes))
+        return at
+
+    def attempt(self, changes: Changes) -> list[Pointer]:
+        """The pointers that an attempt at the next batch makes."""
+        return [self._called(bucket, changes) for bucket in range(self.buckets)]
+
+    def _called(self, bucket: int, changes: Changes) -> Pointer:
+        batch, pointer = len(self.pointers) - 1, self.pointers[-1][bucket]
+        mine = {key: row for key, row in changes.items() if bucket_of(key, self.buckets) == bucket}
+        buffer = SpillBuffer(self.scratch, 1 << 20)
+        if mine:
+            buffer.append(run_of(mine, hashed))
+        writer = Writer(self.query_id if self.told else "", self.run_id if self.told else "", batch, "host")
+        if not self.told:
+            # The number of calls before, which is another one in each bucket.
+            writer = replace(writer, batch=pointer.batch + 1 + bucket)
+        replicas = sole_replica(self.folder.child(str(bucket)), self.scratch, "fsspec")
+        it = Bucket(
+            self.stores[bucket], replicas, pointer, writer, CommitContext(self.scratch, batches_retained=self.retained)
+        )
+        made = it.commit(buffer).pointer
+        return replace(made, batch=writer.batch)
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+def as_model(table: pa.Table | pa.RecordBatchReader) -> Model:
+    """Rows that were read, as a dict; the column ``defined`` counts where it is there."""
+    rows = (table if isinstance(table, pa.Table) else table.read_all()).to_pylist()
+    found = {
+        (canonical(row["name"]), canonical(row["x"])): Row(
+            row["count"], row["note"], row["timeout_ms"], row.get("defined", True)
+        )
+        for row in rows
+    }
+    assert len(found) == len(rows), "no key twice"
+    return found
+
+
+def state_of(state: OpenState) -> Model:
+    """All that is open, by scan."""
+    return as_model(state.scan([*state.schema.names, "defined"]))

@@ -1,0 +1,123 @@
+"""A small root and a savepoint of it, the same whenever they are made: ids, times and rows are fixed."""
+
+from __future__ import annotations
+
+import os
+import random
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from reading_support import Job, operator_file
+
+from arrow_schemas.savepoint import CANONICAL, NATIVE, SavepointHeader, SavepointManifest
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import LeaseRecord, RunIdentity
+from spark_state_ext.savepoints.manifest_file import write_manifest
+from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.testing.model import SCHEMA, Changes, Row
+
+__all__ = ["BEGUN_S", "NAMES", "QUERY", "SAVEPOINT_ID", "SmallRoot", "fixed_ids", "savepoint_of", "small_root"]
+
+QUERY = "5ee1e7a2-3f0c-4d0b-9a55-0c6d5f0d8a01"
+SAVEPOINT_ID = "5a" * 16
+# 2024-02-01T12:00:00Z; a batch a minute.
+BEGUN_S = 1_706_788_800
+NAMES = ("ann", "bob", "cid", "dan", "eve", "fay")
+
+
+@dataclass(frozen=True)
+class SmallRoot:
+    """Where it all is."""
+
+    root: Path
+    job: Job
+
+    @property
+    def query_folder(self) -> Path:
+        return self.root / "counts" / QUERY
+
+
+@contextmanager
+def fixed_ids() -> Iterator[None]:
+    """Random ids, the same ones each time."""
+    numbers = random.Random(7)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(uuid, "uuid4", lambda: uuid.UUID(int=numbers.getrandbits(128), version=4))
+        yield
+
+
+def _changes(batch: int) -> Changes:
+    """Each batch counts some names; now and then one is removed, and one times out."""
+    changes: dict[tuple[object, ...], Row | None] = {
+        (name, 0.5 * at): Row(10 * batch + at, f"batch {batch}", 60_000 * batch if at == 1 else None)
+        for at, name in enumerate(NAMES)
+        if (batch + at) % 3 or at > 2
+    }
+    if batch == 4:
+        changes["cid", 1.0] = None
+    return changes
+
+
+@contextmanager
+def small_root(folder: Path, batches: int = 8, buckets: int = 2) -> Iterator[SmallRoot]:
+    """A root with one query of some batches.
+
+    Parameters
+    ----------
+    folder
+        Where it is made.
+    batches, buckets
+        How many.
+    """
+    (folder / "scratch").mkdir(parents=True)
+    with fixed_ids():
+        job = Job(folder / "root", folder / "scratch", query_id=QUERY, buckets=buckets)
+        try:
+            for batch in range(batches):
+                job.batch(_changes(batch))
+            owner = RunIdentity("application_1706788800000_0001", "plan", QUERY, "host")
+            lease = LeaseRecord(owner, BEGUN_S * 1000, 60_000, released=True, nonce="0" * 32)
+            assert LeaseLog(job.folder).append(None, lease)
+            dated(folder / "root")
+            yield SmallRoot(folder / "root", job)
+        finally:
+            job.close()
+
+
+def dated(folder: Path) -> None:
+    """Give files the times of their batches: a checkpoint's version is one more than the number of its batch."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            version = path.name.partition("_")[0]
+            at_s = BEGUN_S + 60 * (int(version) if version.isdecimal() else 0)
+            os.utime(path, (at_s, at_s))
+
+
+def savepoint_of(
+    job: Job,
+    path: Path,
+    form: str = NATIVE,
+    batch: int | None = None,
+    made_ms: Callable[[], int] = lambda: BEGUN_S * 1000,
+) -> Folder:
+    """A savepoint of a job after a batch, without Spark."""
+    assert form in (NATIVE, CANONICAL)
+    folder = Folder(str(path))
+    at = len(job.pointers) - 1 if batch is None else batch + 1
+    saved = []
+    for pointer in job.pointers[at]:
+        files = job.folder.child(str(pointer.bucket))
+        target = folder.child(job.operator, str(pointer.bucket))
+        replicas = sole_replica(files, job.scratch, "fsspec")
+        saved.append(save_bucket(pointer, replicas, target, form, SCHEMA, job.scratch).saved)
+    operators = {job.operator: operator_file(job.operator, job.query_id, job.buckets)}
+    header = SavepointHeader(SAVEPOINT_ID, form, made_ms(), operators, "0.1.0", job.query_id, at - 1, 42_000)
+    write_manifest(folder, SavepointManifest(header, tuple(saved)))
+    dated(path)
+    return folder

@@ -1,0 +1,285 @@
+"""Commands that look at files: verify, gc, why, log, lineage and export."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from reading_support import as_model
+from small_root import NAMES, QUERY, SmallRoot, fixed_ids, savepoint_of, small_root
+
+from spark_state_ext.__main__ import main
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.retention import CleanUp, clean_up
+from spark_state_ext.ownership.holds import Hold
+from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint
+from spark_state_ext.testing.model import Row
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallRoot]:
+    with small_root(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def lived(tmp_path: Path) -> Iterator[SmallRoot]:
+    """One of which old files may go."""
+    with small_root(tmp_path, batches=60) as made:
+        yield made
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> list[dict[str, Any]]:
+    """Rows that a command prints."""
+    assert main([*map(str, arguments), "-o", "jsonl"]) == code
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+# -- verify ---------------------------------------------------------------------------------------
+
+
+def test_what_is_whole_is_verified(small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    savepoint = savepoint_of(small.job, tmp_path / "savepoint")
+    for path in (small.root, small.query_folder, Path(savepoint.root)):
+        assert said(capsys, "verify", path) == []
+        rows = said(capsys, "verify", path, "--all")
+        assert {row["status"] for row in rows} == {"whole"}
+        assert sorted(row["path"] for row in rows) == sorted(str(it) for it in path.rglob("*") if it.is_file())
+        assert all(row["bytes"] == os.path.getsize(row["path"]) for row in rows)
+
+
+def test_each_damaged_file_of_a_root_is_named(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    files = sorted(path for path in small.root.rglob("*") if path.is_file())
+    assert len({path.suffix for path in files}) == 2
+    for path in files:
+        whole = path.read_bytes()
+        # In the middle: of a checkpoint file in its body, of a document in a field.
+        at = len(whole) // 2
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        (row,) = said(capsys, "verify", small.root, code=1)
+        assert (row["path"], row["status"]) == (str(path), "damaged")
+        assert str(path) in row["problem"]
+        path.write_bytes(whole)
+    assert said(capsys, "verify", small.root) == []
+
+
+def test_of_a_savepoint_each_file_must_be_the_one_that_is_named(
+    small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    savepoint = Path(savepoint_of(small.job, tmp_path / "savepoint").root)
+    first, second, *_ = sorted((savepoint / "counts" / "0").iterdir())
+    first.unlink()
+    (savepoint / "counts" / "0" / "notes.txt").write_text("mine")
+    rows = said(capsys, "verify", savepoint, code=1)
+    assert [(row["status"], row["path"]) for row in rows] == [
+        ("missing", str(first)),
+        ("unknown", str(first.parent / "notes.txt")),
+    ]
+    # A file that is whole, and another one's.
+    second.write_bytes(sorted((savepoint / "counts" / "1").iterdir())[1].read_bytes())
+    found = {row["path"]: row for row in said(capsys, "verify", savepoint, code=1)}
+    assert found[str(second)]["status"] == "damaged"
+    assert "holds the delta of checkpoint" in found[str(second)]["problem"]
+
+
+def test_what_a_damaged_manifest_leaves_is_read_all_the_same(
+    small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    savepoint = Path(savepoint_of(small.job, tmp_path / "savepoint").root)
+    (savepoint / "savepoint.arrow").write_bytes(b"garbage")
+    rows = said(capsys, "verify", savepoint, "--all", code=1)
+    assert [row["status"] for row in rows if row["kind"] == "manifest"] == ["damaged"]
+    assert len(rows) == len([path for path in savepoint.rglob("*") if path.is_file()])
+
+
+# -- clean-up -------------------------------------------------------------------------------------
+
+
+def test_the_next_clean_up_does_what_was_said(lived: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    told = said(capsys, "gc", lived.query_folder, "--dry-run", "--retained", lived.job.retained)
+    going = {(row["bucket"], row["file"]) for row in told if row["does"] == "goes"}
+    assert len(going) > 20
+    assert len(told) == len(list(lived.query_folder.glob("[0-9]*/*")))
+    assert all(row["why"] for row in told)
+    went = set()
+    for bucket, pointer in enumerate(lived.job.pointers[-1]):
+        assert pointer.ref is not None
+        folder = lived.job.folder.child(str(bucket))
+        before = set(folder.names())
+        request = CleanUp(pointer, pointer.ref, lived.job.retained, lambda: None)
+        clean_up(folder, request, lived.job.scratch)
+        went |= {(bucket, name) for name in before - set(folder.names())}
+    assert going == went
+    assert not any(
+        row["does"] == "goes" for row in said(capsys, "gc", lived.query_folder, "--dry-run", "--retained", 2)
+    )
+
+
+def test_more_batches_retained_keep_more(lived: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    few, many = (
+        {
+            row["file"]
+            for row in said(capsys, "gc", lived.query_folder, "--dry-run", "--retained", n)
+            if row["does"] == "goes"
+        }
+        for n in (2, 10)
+    )
+    assert many < few
+    # Spark's own default.
+    assert not any(row["does"] == "goes" for row in said(capsys, "gc", lived.query_folder, "--dry-run"))
+
+
+def test_a_bucket_with_a_file_that_is_none_of_ours_says_so(
+    lived: SmallRoot, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (lived.query_folder / "0" / "notes.txt").write_text("mine")
+    rows = said(capsys, "gc", lived.query_folder, "--dry-run", "--retained", 2, "--bucket", 0)
+    assert {row["does"] for row in rows} == {"stays"}
+    assert {row["why"] for row in rows} == {"nothing is deleted here, as notes.txt is none of our files"}
+
+
+def test_only_a_query_deletes(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gc", str(small.query_folder)]) == 2
+    assert "give --dry-run" in capsys.readouterr().err
+    assert main(["gc", str(small.query_folder), "--dry-run", "--bucket", "9"]) == 2
+    assert "has no bucket 9" in capsys.readouterr().err
+    assert main(["gc", str(small.root), "--dry-run"]) == 2
+    assert "is no query folder" in capsys.readouterr().err
+
+
+def test_each_kind_of_file_says_whose_it_is(
+    lived: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def why(path: Path) -> tuple[str, str, str]:
+        (row,) = said(capsys, "why", path, "--retained", 2)
+        assert row["file"] == str(path)
+        return row["kind"], row["does"], row["why"]
+
+    bucket = lived.query_folder / "0"
+    by_version = {int(path.name.partition("_")[0]): path for path in sorted(bucket.iterdir(), reverse=True)}
+    kind, does, because = why(by_version[max(by_version)])
+    assert (kind, does) == ("delta file", "stays")
+    assert because.startswith("it was made at heartbeat 60: a batch that Spark retains may name a checkpoint")
+    kind, does, because = why(by_version[1])
+    assert (kind, does) == ("delta file", "goes")
+    assert because.startswith("every batch that Spark retains loads from snapshot ")
+    snapshots = sorted(bucket.glob("*.snapshot.arrow"), key=lambda it: int(it.name.partition("_")[0]))
+    assert {why(path)[1] for path in snapshots} == {"goes", "stays"}
+    assert any("snapshot from before heartbeat" in why(path)[2] for path in snapshots)
+    assert why(lived.query_folder / "operator_0.json")[0] == "operator file"
+    assert why(next((lived.query_folder / "lease").iterdir()))[0] == "lease"
+    Hold.place(lived.job.folder, "a savepoint at /backup")
+    (hold,) = (lived.query_folder / "holds").iterdir()
+    assert why(hold)[0] == "hold"
+    assert why(by_version[1])[1:] == ("stays", f"somebody copies from the query folder: {hold.name}")
+    savepoint = savepoint_of(lived.job, tmp_path / "savepoint")
+    (named, *_) = sorted(Path(savepoint.root, "counts", "1").iterdir())
+    assert why(named)[2].startswith("the savepoint 5a5a")
+    claim_savepoint(savepoint, SavepointClaim("5a" * 16, "/root/counts/mine", "mine"), ())
+    (row,) = said(capsys, "why", named)
+    assert row["owner"] == "the query at /root/counts/mine"
+    assert why(Path(savepoint.root, "claim", "claim.json"))[0] == "claim"
+    assert main(["why", str(bucket / "nothing")]) == 3
+    assert "MissingCheckpointError: there is no file" in capsys.readouterr().err
+
+
+# -- log and lineage ------------------------------------------------------------------------------
+
+
+def test_the_log_has_each_batch(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = said(capsys, "log", small.query_folder)
+    assert [row["batch"] for row in rows] == list(range(8))
+    assert [row["version_max"] for row in rows] == list(range(1, 9))
+    assert rows[0]["written"] == "2024-02-01T12:01:00+00:00"
+    assert {row["buckets"] for row in rows} == {2}
+    assert {row["deltas"] for row in rows} == {2}
+    files = said(capsys, "log", small.query_folder, "--files")
+    assert sum(row["bytes"] for row in files) == sum(row["bytes"] for row in rows)
+    assert len(files) == len(list(small.query_folder.glob("[0-9]*/*")))
+    one = said(capsys, "log", small.query_folder, "--files", "--bucket", 1)
+    assert one == [row for row in files if row["bucket"] == 1]
+    assert main(["log", str(small.query_folder), "--bucket", "7"]) == 2
+    next((small.query_folder / "1").iterdir()).write_bytes(b"garbage")
+    rows = said(capsys, "log", small.query_folder, "--files", code=1)
+    assert [row["batch"] for row in rows if row["problem"]] == [None]
+
+
+def test_attempts_are_branches_of_the_tree(
+    small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fixed_ids():
+        # Of the batch that comes next, and was made twice.
+        for count in (1, 2):
+            small.job.attempt({(name, 0.5 * at): Row(count) for at, name in enumerate(NAMES)})
+    assert main(["lineage", str(small.query_folder), "--bucket", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("_")[0] for line in lines] == [*map(str, range(1, 9)), "├─ 9", "└─ 9"]
+    rows = said(capsys, "lineage", small.query_folder, "--bucket", 0)
+    newest = [row for row in rows if row["version"] == 9]
+    assert len(newest) == 2
+    assert {row["parent_id"] for row in newest} == {row["id"] for row in rows if row["version"] == 8}
+    assert [row["parent_version"] for row in rows if row["version"] < 9] == [None, *range(1, 8)]
+    for ending, magic in (("svg", b"<?xml"), ("png", b"\x89PNG")):
+        pictures = [tmp_path / f"{n}.{ending}" for n in range(2)]
+        for picture in pictures:
+            assert main(["lineage", str(small.query_folder), "--bucket", "0", "--to", str(picture)]) == 0
+        assert pictures[0].read_bytes().startswith(magic)
+        assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    assert main(["lineage", str(small.query_folder), "--bucket", "0", "--to", "x.gif"]) == 2
+    assert main(["lineage", str(small.query_folder), "--bucket", "0", "--to", str(tmp_path / "no" / "x.svg")]) == 3
+    assert "StorageError: the picture" in capsys.readouterr().err
+
+
+# -- export ---------------------------------------------------------------------------------------
+
+
+def test_a_savepoint_becomes_a_file_of_another_format(
+    small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    savepoint = savepoint_of(small.job, tmp_path / "savepoint").root
+    parquet, arrow = tmp_path / "rows.parquet", tmp_path / "rows.arrow"
+    for to in (parquet, arrow):
+        assert main(["export", savepoint, str(to)]) == 0
+        assert capsys.readouterr().err == f"rows={len(small.job.models[-1])} batch=7 file={to}\n"
+    tables = [pq.read_table(parquet), pa.ipc.open_file(io.BytesIO(arrow.read_bytes())).read_all()]
+    for table in tables:
+        assert as_model(table) == small.job.models[-1]
+    assert main(["export", savepoint, str(parquet)]) == 2
+    assert "there is a file" in capsys.readouterr().err
+    assert main(["export", savepoint, str(parquet), "--overwrite"]) == 0
+    assert main(["export", savepoint, str(tmp_path / "rows.csv")]) == 2
+    assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "other.parquet")]) == 2
+    assert not (tmp_path / "other.parquet").exists()
+
+
+def test_rows_go_to_an_object_store_too(s3: Any, small: SmallRoot, tmp_path: Path) -> None:
+    savepoint = savepoint_of(small.job, tmp_path / "savepoint").root
+    to = s3.root("exported")
+    options = json.dumps(s3.options)
+    assert main(["export", savepoint, f"{to}/rows.parquet", "--to-options", options]) == 0
+    table = pq.read_table(pa.BufferReader(Folder(to, s3.options).get("rows.parquet")))
+    assert as_model(table) == small.job.models[-1]
+
+
+def test_commands_read_object_stores(s3: Any, small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    root = s3.root("looked-at")
+    for path in small.root.rglob("*"):
+        if path.is_file():
+            above = Folder(root, s3.options).child(*path.relative_to(small.root).parent.parts)
+            above.put(path.name, path.read_bytes())
+    options = ["--storage-options", json.dumps(s3.options)]
+    assert said(capsys, "verify", root, *options) == []
+    assert len(said(capsys, "log", f"{root}/counts/{QUERY}", *options)) == 8
+    (row,) = said(capsys, "why", f"{root}/counts/{QUERY}/operator_0.json", *options)
+    assert row["kind"] == "operator file"
+    began = time.time()
+    told = said(capsys, "gc", f"{root}/counts/{QUERY}", "--dry-run", *options)
+    assert {it["does"] for it in told} == {"stays"}, f"all is younger than {began}"

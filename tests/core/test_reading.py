@@ -1,0 +1,375 @@
+"""`open_state` against a dict: what is read is the state after one committed batch, whatever lies in the folder."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+from core_support import clean_up_at
+from reading_support import Job, as_model, bucket_of, state_of
+
+from arrow_schemas.lineage import SNAPSHOT, parse_file_name
+from spark_state_ext import open_state
+from spark_state_ext.backends.replication import taken_over
+from spark_state_ext.errors import CannotHoldError, CorruptFileError, MissingCheckpointError, UsageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.retention import CleanUp, clean_up
+from spark_state_ext.ownership.holds import HoldWatch
+from spark_state_ext.reading.holding import ReaderHold
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Row, canonical
+
+
+def some_changes(random_: random.Random, at: int) -> Changes:
+    """Changes in all buckets and some more, removals and timeouts among them."""
+    keys = [*EVERYWHERE, *random_.sample(KEYS, 5)]
+    made: dict[tuple[object, ...], Row | None] = {}
+    for number, key in enumerate(keys):
+        kind = random_.randrange(5)
+        timeout_ms = random_.choice([None, 10, 20])
+        made[key] = None if kind == 0 else Row(at * 100 + number, f"n{at}", timeout_ms, defined=kind != 1)
+    return made
+
+
+# One key of each of four buckets.
+EVERYWHERE = [next(key for key in KEYS if bucket_of(key, 4) == bucket) for bucket in range(4)]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path / "root", tmp_path)
+    yield made
+    made.close()
+
+
+def lived(job: Job, batches: int, seed: int = 1) -> Job:
+    random_ = random.Random(seed)
+    for at in range(batches):
+        job.batch(some_changes(random_, at))
+    return job
+
+
+@pytest.mark.parametrize("batches", [2, 3, 12, 40])
+def test_the_newest_proven_batch_is_read(job: Job, batches: int) -> None:
+    lived(job, batches)
+    with open_state(job.root) as state:
+        # The last one's files may be an attempt's that failed.
+        assert (state.batch, state.unit, state.begun_batch) == (batches - 2, "batch", batches - 1)
+        assert state_of(state) == job.models[batches - 2]
+        assert (state.operator, state.buckets, state.query_id) == ("counts", 4, "query")
+        assert state.schema.names == ["name", "x", "count", "note", "timeout_ms"]
+
+
+def test_each_older_batch_that_files_reach_is_read(job: Job) -> None:
+    lived(job, 40)
+    for batch in range(39):
+        with open_state(job.root, batch=batch) as state:
+            assert state.batch == batch
+            assert state_of(state) == job.models[batch], batch
+    with pytest.raises(MissingCheckpointError, match="the files tell of batch -1 to 38"):
+        open_state(job.root, batch=39)
+
+
+def test_each_key_is_found_by_itself(job: Job) -> None:
+    lived(job, 25)
+    with open_state(job.root) as state:
+        model = job.models[state.batch]
+        for key in [*KEYS, ("a", -0.0), ("b", -float("nan")), ("nobody", 1.0)]:
+            found = state.get(key)
+            row = model.get(canonical(key))
+            assert found.num_rows == (row is not None), key
+            if row is not None and row.defined:
+                assert as_model(found) == {canonical(key): row}
+        assert state.get({"name": "a", "x": 1.5}).equals(state.get(("a", 1.5)))
+        assert state.bucket_of(("a", 1.5)) == bucket_of(("a", 1.5), 4)
+
+
+@pytest.mark.parametrize("key", ["a", ("a",), ("a", 1.0, 2), {"name": "a"}, ("a", "no number")])
+def test_what_is_no_key_is_refused(job: Job, key: object) -> None:
+    lived(job, 2)
+    with open_state(job.root) as state, pytest.raises(UsageError, match=r"name|key column"):
+        state.get(key)
+
+
+def test_columns_filters_and_buckets_are_chosen(job: Job) -> None:
+    lived(job, 15)
+    with open_state(job.root) as state:
+        model = job.models[state.batch]
+        few = state.scan(["count"], filter=(pc.field("count") > 700) & (pc.field("bucket") < 3)).read_all()
+        assert few.schema.names == ["count"]
+        wanted = [row.count for key, row in model.items() if bucket_of(_as_key(key), 4) < 3]
+        assert sorted(few["count"].to_pylist()) == sorted(count for count in wanted if count > 700)
+        one = state.scan(["name", "x", "bucket", "key_hash"], buckets=[2]).read_all().to_pylist()
+        assert {row["bucket"] for row in one} == {2}
+        hashes = [row["key_hash"] for row in one]
+        assert hashes == sorted(hashes)
+        timed = state.timeouts().read_all()
+        assert timed.schema.names == ["name", "x", "timeout_ms"]
+        assert {(canonical(r["name"]), canonical(r["x"])): r["timeout_ms"] for r in timed.to_pylist()} == {
+            key: row.timeout_ms for key, row in model.items() if row.timeout_ms is not None
+        }
+        for wrong in (["nothing"], "count"):
+            with pytest.raises(UsageError, match="column"):
+                state.scan(wrong)
+        with pytest.raises(UsageError, match="no bucket 4"):
+            state.scan(buckets=[4])
+        with pytest.raises(UsageError, match="filter"):
+            state.scan(filter=pc.field("nothing") > 1).read_all()
+
+
+def _as_key(canonical_key: tuple[object, ...]) -> tuple[object, ...]:
+    name, x = canonical_key
+    return name, float("nan") if x == "NaN" else x
+
+
+def test_attempts_that_failed_are_not_read(job: Job) -> None:
+    lived(job, 6)
+    job.attempt({key: Row(-1, "never") for key in EVERYWHERE})
+    job.batch({key: Row(7, "kept") for key in EVERYWHERE})
+    job.attempt({key: Row(-2, "never") for key in EVERYWHERE})
+    with open_state(job.root) as state:
+        # Even an attempt that failed was handed what was committed before it.
+        assert (state.batch, state.begun_batch) == (6, 7)
+        assert state_of(state) == job.models[6]
+    job.batch({key: Row(8, "kept") for key in EVERYWHERE})
+    with open_state(job.root) as state:
+        assert state.batch == 6
+        assert state_of(state) == job.models[6]
+    job.batch({key: Row(9, "kept") for key in EVERYWHERE})
+    with open_state(job.root) as state:
+        assert state.batch == 7
+        assert state_of(state) == job.models[7]
+
+
+def test_a_bucket_that_rests_holds_the_others_back(job: Job) -> None:
+    job.retained = 100
+    lived(job, 5)
+    for at in range(3):
+        job.batch({EVERYWHERE[0]: Row(at)})
+    with open_state(job.root) as state:
+        assert (state.batch, state.begun_batch, state.proven) == (3, 7, True)
+        assert state_of(state) == job.models[3]
+    with open_state(job.root, unproven=True) as state:
+        assert (state.batch, state.proven) == (6, False)
+        assert state_of(state) == job.models[6]
+
+
+def test_what_a_query_gave_up_when_it_went_back_is_not_read(job: Job) -> None:
+    job.retained = 100
+    lived(job, 10)
+    job.run_id = "another run"
+    # Back to batch 4, by other code; one bucket rests.
+    for at in range(4, 7):
+        job.batch({key: Row(at, "anew") for key in EVERYWHERE[:3]}, at=at)
+    with open_state(job.root, unproven=True) as state:
+        assert state.batch == 5
+        assert state_of(state) == job.models[5]
+    with open_state(job.root) as state:
+        # Of the bucket that rests, what batch 3 left of it may be an attempt's.
+        assert state.batch == 2
+        assert state_of(state) == job.models[2]
+
+
+def test_heartbeats_count_where_tasks_are_not_told_their_batch(tmp_path: Path) -> None:
+    job = lived(Job(tmp_path / "root", tmp_path, query_id="", told=False), 9)
+    with open_state(job.root) as state:
+        assert (state.unit, state.batch) == ("heartbeat", 8)
+        assert state_of(state) == job.models[7]
+    job.close()
+
+
+def test_one_batch_proves_nothing(job: Job) -> None:
+    with pytest.raises(MissingCheckpointError, match="no checkpoint file"):
+        open_state(job.root)
+    lived(job, 1)
+    with pytest.raises(MissingCheckpointError, match="do not prove"):
+        open_state(job.root)
+    with pytest.raises(MissingCheckpointError, match="do not prove"):
+        open_state(job.root, unproven=True)
+
+
+def test_a_snapshot_is_read_in_place(job: Job, tmp_path: Path) -> None:
+    """No bytes are allocated for its columns: they are in the map of the file."""
+    lived(job, 14)
+    snapshots = [
+        (bucket, parsed[0].version)
+        for bucket in range(4)
+        for name in job.folder.child(str(bucket)).names()
+        if (parsed := parse_file_name(name)) and parsed[1] == SNAPSHOT
+    ]
+    bucket, version = snapshots[0]
+    with open_state(job.root, batch=version - 1) as state:
+        allocated = pa.total_allocated_bytes()
+        batches = list(state.scan(["count", "key_hash"], buckets=[bucket]))
+        assert sum(batch.num_rows for batch in batches) > 0
+        assert pa.total_allocated_bytes() == allocated
+
+
+def test_lineage_tells_of_each_file(job: Job) -> None:
+    lived(job, 14)
+    job.attempt({key: Row(-1) for key in EVERYWHERE})
+    with open_state(job.root) as state:
+        table = state.lineage()
+        files = {(bucket, name) for bucket in range(4) for name in job.folder.child(str(bucket)).names()}
+        assert {(row["bucket"], row["name"]) for row in table.to_pylist()} == files
+        read = table.filter(pc.field("state") == "read")
+        assert {(row["bucket"], row["version"], row["id"]) for row in read.to_pylist()} == {
+            (bucket, ref.version, ref.id) for bucket, ref in state.checkpoints.items() if ref
+        }
+        assert set(read["batch"].to_pylist()) == {state.batch}
+        newest = table.filter(pc.field("version") == 15)
+        assert newest.num_rows == 4
+        assert newest["state"].null_count == newest.num_rows
+        assert pc.min(table["size_bytes"]).as_py() > 0
+
+
+def test_damaged_bytes_are_a_typed_error_and_gone_around_where_that_is_possible(job: Job) -> None:
+    lived(job, 14)
+    with open_state(job.root) as state:
+        bucket, ref = next((b, r) for b, r in state.checkpoints.items() if r)
+        wanted = job.models[state.batch]
+    folder = Path(job.folder.root) / str(bucket)
+    for snapshot in folder.glob("*.snapshot.arrow"):
+        _flip(snapshot)
+    with open_state(job.root) as state:
+        assert state_of(state) == wanted
+    _flip(folder / f"{ref}.delta.arrow")
+    with open_state(job.root) as state, pytest.raises(CorruptFileError, match="fails its checksum"):
+        state_of(state)
+    with open_state(job.root, memory_map=False) as state, pytest.raises(CorruptFileError, match="fails its checksum"):
+        state.scan(buckets=[bucket]).read_all()
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    # In the last record batch, not in the header.
+    data[len(data) // 2] ^= 0x20
+    path.write_bytes(bytes(data))
+
+
+def test_a_clean_up_waits_while_somebody_reads(job: Job, tmp_path: Path) -> None:
+    lived(job, 60)
+    watch = HoldWatch()
+
+    def cleaned() -> int:
+        deleted = 0
+        for bucket in range(4):
+            pointer = taken_over(job.pointers[-2][bucket], ())
+            request = clean_up_at(pointer, 2)
+            request = CleanUp(pointer, request.head, 2, lambda: None, held=lambda: bool(watch.living(job.folder)))
+            deleted += clean_up(job.folder.child(str(bucket)), request, tmp_path, now_s=4e9)
+        return deleted
+
+    with open_state(job.root, batch=20) as state:
+        assert state.held
+        assert cleaned() == 0
+        assert state_of(state) == job.models[20]
+    assert job.folder.child("holds").names() == []
+    assert cleaned() > 0
+    with pytest.raises(MissingCheckpointError, match=r"batch 20 .* the files tell of batch \d+ to 58"):
+        open_state(job.root, batch=20)
+    with open_state(job.root) as state:
+        assert state_of(state) == job.models[58]
+        oldest = state.oldest_batch
+    with open_state(job.root, batch=oldest) as state:
+        assert state_of(state) == job.models[oldest]
+
+
+def test_a_reader_that_slept_too_long_is_told(job: Job) -> None:
+    lived(job, 3)
+    now_s = [0.0]
+    hold = ReaderHold(job.folder, 60_000, lambda: now_s[0])
+    hold.check()
+    now_s[0] = 30.0
+    hold.check()
+    assert job.folder.child("holds").names() == [f"{hold.id}-00000001.json"]
+    job.folder.child("holds").remove(f"{hold.id}-00000001.json")
+    now_s[0] = 100.0
+    for _ in range(2):
+        with pytest.raises(MissingCheckpointError, match="is gone"):
+            hold.check()
+
+
+def test_a_hold_goes_with_its_reader(job: Job) -> None:
+    lived(job, 3)
+    state = open_state(job.root)
+    assert len(job.folder.child("holds").names()) == 1
+    del state
+    assert job.folder.child("holds").names() == []
+    with pytest.raises(MissingCheckpointError):
+        open_state(job.root, batch=77)
+    assert job.folder.child("holds").names() == []
+
+
+def test_a_root_that_cannot_be_written_to_is_read_without_a_hold(job: Job) -> None:
+    lived(job, 3)
+    # Even root cannot make a folder where a file is.
+    job.folder.put("holds", b"")
+    with pytest.raises(CannotHoldError, match="hold=False"):
+        open_state(job.root)
+    with open_state(job.root, hold=False) as state:
+        assert not state.held
+        assert state_of(state) == job.models[1]
+
+
+def test_a_state_that_was_closed_says_so(job: Job) -> None:
+    lived(job, 3)
+    with open_state(job.root) as state:
+        reader = state.scan()
+    for use in (state.scan, lambda: state.get(("a", 1.5)), state.lineage):
+        with pytest.raises(UsageError, match="was closed"):
+            use()
+    with pytest.raises(UsageError, match="was closed"):
+        reader.read_all()
+
+
+def test_what_a_path_may_be(tmp_path: Path) -> None:
+    first = lived(Job(tmp_path / "root", tmp_path), 4)
+    other = lived(Job(tmp_path / "root", tmp_path, query_id="second"), 3, seed=2)
+    more = lived(Job(tmp_path / "root", tmp_path, operator="sums", query_id="third"), 5, seed=3)
+    root = tmp_path / "root"
+    with pytest.raises(UsageError, match="has the operators counts, sums: name one"):
+        open_state(root)
+    for path, named, job in [
+        (root, {"operator": "counts"}, other),
+        (root, {"operator": "sums"}, more),
+        (root, {"operator": "counts", "query_folder": "query"}, first),
+        (root / "counts", {"query_folder": "query"}, first),
+        (root / "counts" / "query", {}, first),
+        (root / "counts" / "query", {"operator": "counts"}, first),
+    ]:
+        with open_state(path, **named) as state:
+            assert state.path == job.folder.root
+            assert state_of(state) == job.models[-2]
+    for path, named, said in [
+        (root, {"operator": "no"}, "no operator 'no'"),
+        (root, {"operator": "counts", "query_folder": "no"}, "no query folder 'no'; it has query, second"),
+        (root / "counts" / "query", {"operator": "sums"}, "not 'sums'"),
+        (tmp_path / "nowhere", {}, "there is no folder"),
+        (root / "counts" / "query" / "0", {}, "no state of an operator"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            open_state(path, **named)
+    for job in (first, other, more):
+        job.close()
+
+
+def test_a_root_in_memory_is_read(tmp_path: Path) -> None:
+    job = lived(Job("memory://reading-test", tmp_path), 14)
+    with open_state("memory://reading-test") as state:
+        assert state_of(state) == job.models[12]
+        assert as_model(state.get(EVERYWHERE[0])) == {
+            key: row for key, row in job.models[12].items() if key == canonical(EVERYWHERE[0]) and row.defined
+        }
+    Folder("memory://").remove_tree("reading-test")
+    job.close()
+
+
+def test_schemas_are_told(job: Job) -> None:
+    lived(job, 2)
+    with open_state(job.root) as state:
+        assert list(state.key_schema) == [field.with_nullable(True) for field in SCHEMA.keys]
+        assert list(state.state_schema) == [field.with_nullable(True) for field in SCHEMA.state]

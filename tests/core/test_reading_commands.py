@@ -1,0 +1,351 @@
+"""Commands that read state: show, get, scan, diff; values and filters as somebody writes them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import date, datetime, timezone
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from reading_support import as_model
+from small_root import QUERY, SmallRoot, fixed_ids, savepoint_of, small_root
+
+from spark_state_ext.__main__ import main
+from spark_state_ext.cli.filters import filter_of
+from spark_state_ext.cli.values import key_of, parsed
+from spark_state_ext.errors import UsageError
+from spark_state_ext.testing.model import Row
+from tests.helpers.waiting import WAIT_S
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallRoot]:
+    with small_root(tmp_path) as made:
+        yield made
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> list[dict[str, Any]]:
+    assert main([*map(str, arguments), "-o", "jsonl"]) == code
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_what_is_there_is_shown(small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = said(capsys, "show", small.root)
+    assert (row["operator"], row["query"], row["buckets"], row["batch"]) == ("counts", QUERY, 2, 6)
+    assert (row["oldest_batch"], row["newest_batch"], row["begun_batch"]) == (-1, 6, 7)
+    assert [(it["column"], it["type"], it["role"]) for it in row["columns"]] == [
+        ("name", "string", "key"),
+        ("x", "double", "key"),
+        ("count", "int64", "state"),
+        ("note", "string", "state"),
+    ]
+    (row,) = said(capsys, "show", savepoint_of(small.job, tmp_path / "savepoint").root)
+    assert (row["batch"], row["oldest_batch"], row["proven"]) == (7, 7, True)
+
+
+def test_a_key_is_got_as_of_a_batch(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    for batch in range(7):
+        model = small.job.models[batch]
+        for key, row in model.items():
+            (found,) = said(capsys, "get", small.root, "--at", batch, *key)
+            assert (found["count"], found["note"], found["timeout_ms"]) == (row.count, row.record, row.timeout_ms)
+    assert said(capsys, "get", small.query_folder, "cid", "1.0", "--at", "4", code=1) == []
+    assert main(["get", str(small.root), "cid", "1.0", "--at", "4"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"no such key after batch 4 of {small.query_folder}\n")
+    by_json = json.dumps({"name": "ann", "x": 0.0})
+    assert said(capsys, "get", small.root, "--json", by_json) == said(
+        capsys, "get", small.root, "ann", "-o", "json", "0"
+    )
+    assert not list((small.query_folder / "holds").glob("*")), "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["ann"], 2, "UsageError: a key has the columns name (string), x (double), and 1 words were given"),
+        ([], 2, "UsageError: give the key as words or as --json"),
+        (["ann", "many"], 2, "UsageError: 'many' is no value of the column 'x', double"),
+        (["--json", '{"name": "ann"}'], 2, "UsageError: the key must be a JSON object with the columns"),
+        (["--json", "{"], 2, "UsageError: the key is no JSON"),
+        (["ann", "1", "--at", "7"], 3, "MissingCheckpointError: batch 7 of"),
+        (["ann", "1", "--operator", "sums"], 2, "UsageError: "),
+    ],
+)
+def test_what_cannot_be_got_is_a_typed_line(
+    small: SmallRoot, arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["get", str(small.root), *arguments]) == code
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"spark-state-ext get: {text}")
+
+
+def test_columns_filters_and_limits(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    model = small.job.models[6]
+    rows = said(capsys, "scan", small.root)
+    assert as_model(pa.Table.from_pylist(rows)) == model
+    rows = said(capsys, "scan", small.root, "--columns", "name, count", "--filter", "count > 50 and not name == 'eve'")
+    assert {row["name"]: row["count"] for row in rows} == {
+        key[0]: row.count for key, row in model.items() if (row.count or 0) > 50 and key[0] != "eve"
+    }
+    assert rows
+    assert list(rows[0]) == ["name", "count"]
+    assert len(said(capsys, "scan", small.root, "--limit", 2)) == 2
+    assert said(capsys, "scan", small.root, "--limit", 0) == []
+    one = said(capsys, "scan", small.root, "--bucket", 1, "--columns", "bucket")
+    assert {row["bucket"] for row in one} <= {1}
+    assert main(["scan", str(small.root), "--filter", "nothing > 1"]) == 2
+    assert "the filter names a column 'nothing'; there are name, x, count" in capsys.readouterr().err
+    assert main(["scan", str(small.root), "--columns", "nothing"]) == 2
+    assert main(["scan", str(small.root), "--bucket", "5"]) == 2
+
+
+@pytest.mark.parametrize(("at", "other_at", "kinds"), [(3, 4, {"removed", "changed"}), (4, 6, {"added", "changed"})])
+def test_what_differs_is_told_by_key(
+    small: SmallRoot, at: int, other_at: int, kinds: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = small.job.models[at], small.job.models[other_at]
+    changes: dict[str, set[tuple[Any, ...]]] = {"added": set(), "removed": set(), "changed": set()}
+    for row in said(capsys, "diff", small.root, "--at", at, "--other-at", other_at, code=1):
+        changes[row["change"]].add((row["name"], row["x"]))
+        for model, side in ((before, "before"), (after, "after")):
+            there = model.get((row["name"], row["x"]))
+            assert (there is None) == (row[side] is None)
+            if there is not None:
+                assert row[side] == {"count": there.count, "note": there.record, "timeout_ms": there.timeout_ms}
+    assert changes == {
+        "added": after.keys() - before.keys(),
+        "removed": before.keys() - after.keys(),
+        "changed": {key for key in before.keys() & after.keys() if before[key] != after[key]},
+    }
+    assert {kind for kind, keys in changes.items() if keys} == kinds
+
+
+def test_equal_states_in_other_files_do_not_differ(
+    small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, "diff", small.root, "--at", 6) == []
+    # Other buckets, the same rows; and a savepoint of it.
+    with small_root(tmp_path / "more", buckets=5) as other:
+        assert said(capsys, "diff", small.root, other.root) == []
+        savepoint = savepoint_of(other.job, tmp_path / "savepoint", "canonical", batch=6)
+        assert said(capsys, "diff", small.query_folder, savepoint.root) == []
+        with fixed_ids():
+            other.job.batch({("ann", 0.0): Row(-1)})
+            other.job.batch({(name, 9.0): Row(1) for name in "abcdefghij"})
+        (row,) = [it for it in said(capsys, "diff", small.root, other.root, "--at", 6, code=1) if it["name"] == "ann"]
+        assert (row["change"], row["after"]["count"]) == ("changed", -1)
+
+
+def test_the_output_is_read_by_others(small: SmallRoot) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    done = subprocess.run(
+        [sys.executable, "-m", "spark_state_ext", "scan", str(small.root), "-o", "arrow"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=WAIT_S,
+        check=True,
+    )
+    rows = pa.ipc.open_stream(io.BytesIO(done.stdout)).read_all()
+    ((total,),) = duckdb.from_arrow(rows).sum("count").fetchall()
+    assert total == sum(row.count or 0 for row in small.job.models[6].values())
+    assert done.stderr.decode() == "rows=6 batch=6\n"
+
+
+def test_a_root_that_may_only_be_read_is_read_without_a_hold(
+    small: SmallRoot, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in small.root.rglob("*") if path.is_file()}
+    assert len(said(capsys, "scan", small.root, "--no-hold")) == 6
+    assert {path: path.stat().st_mtime_ns for path in small.root.rglob("*") if path.is_file()} == before
+
+
+def test_get_imports_little(small: SmallRoot) -> None:
+    """Neither PySpark nor pandas, nor what other commands and forms of output need."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "spark_state_ext", "get", str(small.root), "ann", "0", "-o", "json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=True,
+    )
+    assert json.loads(done.stdout)[0]["name"] == "ann"
+    names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "pyarrow.lib" in names
+    # (PyArrow tries to import pandas, and is told that there is none.)
+    slow = (
+        "pyspark",
+        "py4j",
+        "pandas.core",
+        "matplotlib",
+        "rich",
+        "duckdb",
+        "s3fs",
+        "pyarrow.parquet",
+        "pyarrow.dataset",
+    )
+    assert [name for name in slow if name in names] == []
+
+
+# -- values and filters ---------------------------------------------------------------------------
+
+_COLUMNS = pa.schema(
+    [
+        ("name", pa.string()),
+        ("n", pa.int64()),
+        ("ratio", pa.float64()),
+        ("price", pa.decimal128(9, 2)),
+        ("day", pa.date32()),
+        ("at", pa.timestamp("us", "UTC")),
+        ("local", pa.timestamp("us")),
+        ("raw", pa.binary()),
+        ("right", pa.bool_()),
+        ("tags", pa.list_(pa.string())),
+        ("odd name", pa.int32()),
+    ]
+)
+_AT = datetime(2024, 2, 1, 12, 30, tzinfo=timezone.utc)
+_ROWS = pa.Table.from_pylist(
+    [
+        {
+            "name": "ann",
+            "n": 1,
+            "ratio": 0.5,
+            "price": Decimal("1.10"),
+            "day": date(2024, 2, 1),
+            "at": _AT,
+            "local": _AT.replace(tzinfo=None),
+            "raw": b"\x00\xff",
+            "right": True,
+            "tags": ["a"],
+            "odd name": 3,
+        },
+        {"name": "bob", "n": 20, "ratio": float("nan"), "right": False},
+        {"name": None, "n": None},
+    ],
+    schema=_COLUMNS,
+)
+
+
+@pytest.mark.parametrize(
+    ("word", "column", "value"),
+    [
+        ("ann", "name", "ann"),
+        ("-7", "n", -7),
+        ("nan", "ratio", float("nan")),
+        ("1.10", "price", Decimal("1.10")),
+        ("2024-02-01", "day", date(2024, 2, 1)),
+        ("2024-02-01T12:30:00Z", "at", _AT),
+        ("2024-02-01T13:30:00+01:00", "at", _AT),
+        ("2024-02-01 12:30:00", "local", _AT.replace(tzinfo=None)),
+        ("AP8=", "raw", b"\x00\xff"),
+        ("true", "right", True),
+        ('["a", null]', "tags", ["a", None]),
+    ],
+)
+def test_a_word_becomes_a_value_of_its_column(word: str, column: str, value: object) -> None:
+    field = _COLUMNS.field(column)
+    found = parsed(word, field)
+    assert found == value or (found != found and value != value)
+    # It is what Arrow takes.
+    assert len(pa.array([found], field.type)) == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "column"),
+    [
+        ("1.5", "n"),
+        ("x", "ratio"),
+        ("x", "price"),
+        ("2024-13-01", "day"),
+        ("2024-02-01T12:30:00", "at"),
+        ("2024-02-01T12:30:00Z", "local"),
+        ("0x00ff", "raw"),
+        ("yes", "right"),
+        ("a", "tags"),
+        ('{"a": 1}', "tags"),
+        ("[1]", "tags"),
+    ],
+)
+def test_a_word_that_is_no_value_is_refused(word: str, column: str) -> None:
+    with pytest.raises(UsageError, match=f"is no value of the column '{column}'|is no value of the column 'item'"):
+        parsed(word, _COLUMNS.field(column))
+
+
+def test_a_key_may_have_nulls() -> None:
+    schema = pa.schema([("name", pa.string()), ("x", pa.float64())])
+    assert key_of((), '{"name": null, "x": "NaN"}', schema)["name"] is None
+    assert key_of((), '{"x": 1, "name": "a"}', schema) == {"name": "a", "x": 1.0}
+    for wrong in ('{"name": 1, "x": 1}', '{"name": "a", "x": true}', '{"name": "a", "x": "1"}', "[]"):
+        with pytest.raises(UsageError):
+            key_of((), wrong, schema)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n > 1", ["bob"]),
+        ("1 < n", ["bob"]),
+        ("n >= 1 and n <= 20 or name is None", ["ann", "bob", None]),
+        ("not (n == 1)", ["bob"]),
+        ("name in ('ann', 'cid')", ["ann"]),
+        ("name not in ['ann'] and name is not None", ["bob"]),
+        ("right", ["ann"]),
+        ("not right", ["bob"]),
+        ("right == True", ["ann"]),
+        ("price < '2.00'", ["ann"]),
+        ("price < 2", ["ann"]),
+        ("day == '2024-02-01'", ["ann"]),
+        ("at < '2024-02-01T13:00:00Z'", ["ann"]),
+        ("ratio == -0.5 or ratio == 0.5", ["ann"]),
+        ("raw == 'AP8='", ["ann"]),
+        ("col('odd name') == 3", ["ann"]),
+        ("tags is not None", ["ann"]),
+        ("n > ratio", ["ann"]),
+    ],
+)
+def test_a_filter_is_what_it_says(text: str, names: list[str | None]) -> None:
+    assert _ROWS.filter(filter_of(text, _COLUMNS))["name"].to_pylist() == names
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "n >",
+        "n = 1",
+        "nothing == 1",
+        "n == None",
+        "n == 'x'",
+        "n == 1.5",
+        "name == 1",
+        "name",
+        "n + 1 > 2",
+        "1 == 1",
+        "1 < n < 3",
+        "tags == ['a']",
+        "n is 1",
+        "n in name",
+        "__import__('os').system('true')",
+        "col(1) == 1",
+        "col('n', 'm') == 1",
+        "[n for n in (1,)]",
+        "n == (lambda: 1)()",
+        "(" * 500 + "n" + ")" * 500,
+    ],
+)
+def test_a_filter_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        filter_of(text, _COLUMNS)
