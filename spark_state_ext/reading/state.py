@@ -215,6 +215,11 @@ class OpenState:
         key
             As for `get`.
 
+        Returns
+        -------
+        int
+            Its number.
+
         Raises
         ------
         UsageError
@@ -322,6 +327,11 @@ class OpenState:
         ----------
         buckets
             Numbers of buckets; by default all.
+
+        Returns
+        -------
+        pyarrow.RecordBatchReader
+            To be read while the state is open.
 
         Raises
         ------
