@@ -1,4 +1,7 @@
-"""The snippets of docs/vectorised.md, read from there and run: each against plain Python over a few random batches."""
+"""The snippets of docs/vectorised.md, read from there and run: each against plain Python over a few random batches.
+
+They run twice: a batch at a time with their state in a dict, and then all batches by the code that executors run.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from batch_driver import Driver
+
+from spark_state_ext.testing import run
 
 PAGE = (Path(__file__).parent.parent / "docs" / "vectorised.md").read_text()
 Rows = list[dict[str, Any]]
@@ -72,6 +77,9 @@ class Idiom:
         names: dict[str, Any] = {}
         exec(blocks(section("Ten idioms"))[0] + "\n" + code, names)
         rows = schema_of(told["input"])
+        # Each batch, its watermark, and what came of it.
+        self.ran: list[tuple[Rows, int, Rows]] = []
+        IDIOMS.append(self)
         self.driver = Driver(
             names[name],
             [told["key"]],
@@ -81,8 +89,41 @@ class Idiom:
             told.get("timeout", "NoTimeout"),
         )
 
-    def batch(self, rows: Rows, **clocks: Any) -> Rows:
-        return self.driver.batch(rows, **clocks)
+    def batch(self, rows: Rows, watermark_ms: int = 0) -> Rows:
+        found = self.driver.batch(rows, watermark_ms=watermark_ms)
+        self.ran.append((rows, watermark_ms, found))
+        return found
+
+    def run_again(self) -> None:
+        """All batches by `run`, which gives the same, and has the same state in the end."""
+        driver = self.driver
+        result = run(
+            driver.function,
+            [rows for rows, _, _ in self.ran],
+            driver.keys,
+            driver.output,
+            driver.state,
+            api="arrow",
+            input_schema=driver.rows,
+            timeout_conf=driver.timeout_conf,
+            watermarks_ms=[watermark_ms for _, watermark_ms, _ in self.ran],
+            restart=range(0, len(self.ran), 3),
+            buckets=2,
+        )
+        for output, (_, _, found) in zip(result.outputs, self.ran, strict=True):
+            same(output.to_pylist(), found)
+        assert result.state.num_rows == len(driver.stored)
+
+
+IDIOMS: list[Idiom] = []
+
+
+@pytest.fixture(autouse=True)
+def idioms_run_again() -> Iterator[None]:
+    IDIOMS.clear()
+    yield
+    for idiom in IDIOMS:
+        idiom.run_again()
 
 
 def by(rows: Rows, name: str) -> dict[Any, Rows]:

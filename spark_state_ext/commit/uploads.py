@@ -184,6 +184,15 @@ class WorkerUploads:
         else:
             time.sleep(timeout_s)
 
+    def close(self, timeout_s: float) -> None:
+        """Wait until those that are under way are over, confirmed or not, but no longer than so; then threads end."""
+        with self._lock:
+            futures = [upload.done for waiting in self._waiting.values() for upload in waiting]
+            pools = [*self._pools.values(), self.cleaner]
+        wait(futures, timeout_s)
+        for pool in pools:
+            pool.close()
+
     def give_up(self, uploads: Iterable[Upload]) -> None:
         for upload in uploads:
             key = _key(upload)

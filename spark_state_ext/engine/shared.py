@@ -57,3 +57,20 @@ class Shared:
     def of(worker: Worker) -> Shared:
         """Those of a worker."""
         return worker.own(Shared)
+
+    def close(self, timeout_s: float) -> None:
+        """Let go of what calls have opened, once what they have under way is over.
+
+        Spark's workers just end. This is for a process that goes on without them.
+
+        Parameters
+        ----------
+        timeout_s
+            How long that is waited for.
+        """
+        self.background.wait(timeout_s)
+        self.uploads.close(timeout_s)
+        self.metrics.close()
+        self.stores.close()
+        self.housekeeping.probes.beside.close()
+        self.background.close()

@@ -45,3 +45,8 @@ class Stores:
             # Of queries that stopped, most likely; a worker outlives them.
             self._kept.pop(next(iter(self._kept))).close()
         return store
+
+    def close(self) -> None:
+        """Close them all."""
+        while self._kept:
+            self._kept.popitem()[1].close()

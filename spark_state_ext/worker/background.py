@@ -98,6 +98,13 @@ class Background:
         with self._condition:
             return self._condition.wait_for(lambda: not self._waiting and self._running is None, timeout_s)
 
+    def close(self) -> None:
+        """Have the thread end, with the work that it is at; what waits is not done."""
+        with self._condition:
+            self._waiting.clear()
+            self._thread = None
+            self._condition.notify_all()
+
     def _start(self) -> bool:
         # A daemon: a worker process that is told to end must not wait for an upload.
         thread = threading.Thread(target=self._loop, name="spark_state_ext background", daemon=True)

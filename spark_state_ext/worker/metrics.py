@@ -255,6 +255,14 @@ class MetricsLogs:
                 self._logs[str(folder)] = MetricsLog(folder, self._beside)
             return self._logs[str(folder)]
 
+    def close(self) -> None:
+        """Write what they hold back, and have their thread end."""
+        with self._lock:
+            logs = list(self._logs.values())
+        for log in logs:
+            log.flush()
+        self._beside.close()
+
 
 @functools.cache
 def _tell(text: str) -> None:

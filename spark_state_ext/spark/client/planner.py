@@ -45,12 +45,12 @@ from spark_state_ext.worker.worker import Worker
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["Request", "planned"]
+__all__ = ["TIMEOUT_CONFS", "Request", "check_types", "planned"]
 
 _DRIVER = ("spark.driver.host", "spark.driver.port")
 # Not local-cluster, whose executors are processes of their own.
 _LOCAL_MASTER = re.compile(r"local(\[|$)")
-_TIMEOUT_CONFS = (
+TIMEOUT_CONFS = (
     GroupStateTimeout.NoTimeout,
     GroupStateTimeout.ProcessingTimeTimeout,
     GroupStateTimeout.EventTimeTimeout,
@@ -143,8 +143,8 @@ def planned(options: StateOptions, asked: Request) -> DataFrame:
             f"{asked.name} is not supported with a batch DataFrame: state lives from micro-batch to "
             "micro-batch. Use readStream for the input."
         )
-    if asked.timeout_conf not in _TIMEOUT_CONFS:
-        raise UsageError(f"the timeout must be one of {', '.join(_TIMEOUT_CONFS)}, not {asked.timeout_conf!r}")
+    if asked.timeout_conf not in TIMEOUT_CONFS:
+        raise UsageError(f"the timeout must be one of {', '.join(TIMEOUT_CONFS)}, not {asked.timeout_conf!r}")
     spark = asked.df.sparkSession
     case_sensitive = spark.conf.get("spark.sql.caseSensitive", "false") == "true"
     columns = _columns(options, asked, case_sensitive)
@@ -164,7 +164,7 @@ def _columns(options: StateOptions, asked: Request, case_sensitive: bool) -> _Co
     input_type = df.schema
     key_type, positions, extra_keys = resolve_keys(df, input_type, keys)
     key_fields(key_type.json())
-    _check_types(asked.api, state_type, output_type, input_type, case_sensitive)
+    check_types(asked.api, state_type, output_type, input_type, case_sensitive)
     event_time = event_time_of(input_type)
     if options.ttl is not None and options.ttl.clock == "event" and event_time is None:
         raise UnsupportedPlanError("a Ttl with clock='event' needs an input with a watermark: call withWatermark")
@@ -182,9 +182,27 @@ def _columns(options: StateOptions, asked: Request, case_sensitive: bool) -> _Co
     return _Columns(key_type, state_type, output_type, given_type, positions, event_time, packed, combiner)
 
 
-def _check_types(
+def check_types(
     api: str, state_type: StructType, output_type: StructType, input_type: StructType, case_sensitive: bool
 ) -> None:
+    """Refuse schemas that an operator cannot have.
+
+    Parameters
+    ----------
+    api
+        How the function is called.
+    state_type, output_type, input_type
+        Types of the state, of the output and of the input.
+    case_sensitive
+        ``spark.sql.caseSensitive``.
+
+    Raises
+    ------
+    UnsupportedTypeError
+        When a type cannot be stored, or has no stable Arrow form.
+    UsageError
+        When two columns have one name, the state has none, or one of its names is taken.
+    """
     state_fields(state_type.json())
     refuse_equal_names(state_type, "state", case_sensitive)
     refuse_equal_names(output_type, "output", case_sensitive=True)

@@ -46,6 +46,8 @@ def run_bucket(
     key: tuple[Any, ...],
     frames: Iterable[pd.DataFrame],
     state: GroupState,
+    worker: Worker | None = None,
+    task: TaskInfo | None = None,
 ) -> Iterator[pd.DataFrame]:
     """Body of Spark's stateful function, keyed by bucket label.
 
@@ -61,15 +63,19 @@ def run_bucket(
         Payload rows of the bucket; one empty frame when Spark calls for a timeout.
     state
         Spark's state of the bucket: the pointer.
+    worker
+        Whose registries the call uses; None: the process's.
+    task
+        The query and the batch; None: what Spark tells the task that runs in this process.
     """
     settle()
     job = Job.from_plain(plain)
-    if state.hasTimedOut and _rested(job, state):
+    task = task or current_task(job)
+    if state.hasTimedOut and _rested(job, state, task):
         return
     cpu = _CpuTime.started()
-    info = CallInfo.of(job, label_bucket(int(key[0])), state)
-    worker = Worker.current()
-    call = _BucketCall(Shared.of(worker), worker.own(Starts), info, function, state, cpu)
+    info = CallInfo.of(job, label_bucket(int(key[0])), state, task)
+    call = _BucketCall(worker or Worker.current(), info, function, state, cpu)
     try:
         yield from call.run(frames)
     except BaseException:
@@ -78,7 +84,7 @@ def run_bucket(
         raise
 
 
-def _rested(job: Job, state: GroupState) -> bool:
+def _rested(job: Job, state: GroupState, task: TaskInfo) -> bool:
     """Hand a pointer on as it is, where the bucket is called only because its neighbours are."""
     if job.timeout_conf != GroupStateTimeout.ProcessingTimeTimeout:
         return False
@@ -87,7 +93,7 @@ def _rested(job: Job, state: GroupState) -> bool:
     if not has_nothing_due(pointer, now_ms):
         return False
     state.update((stored,))
-    _ask_for_next_call(state, pointer, now_ms, current_task(job))
+    _ask_for_next_call(state, pointer, now_ms, task)
     return True
 
 
@@ -127,8 +133,8 @@ class _BucketCall:
 
     Parameters
     ----------
-    shared, starts
-        What the process's calls share.
+    worker
+        Owns what the process's calls share.
     info, function, state
         The call, the user's function, and Spark's state of the bucket.
     cpu
@@ -137,15 +143,15 @@ class _BucketCall:
 
     def __init__(
         self,
-        shared: Shared,
-        starts: Starts,
+        worker: Worker,
         info: CallInfo,
         function: Callable[..., Any],
         state: GroupState,
         cpu: _CpuTime,
     ) -> None:
-        self._shared = shared
-        self._starts = starts
+        self._shared = Shared.of(worker)
+        self._starts = worker.own(Starts)
+        self._detaching = worker.own(Detaching)
         self._info = info
         self._job = info.job
         self._task = info.task
@@ -208,9 +214,7 @@ class _BucketCall:
         if self._info.stored is None and pointer.claim is not None:
             note_handed_over(opened.files, pointer.claim)
         if self._info.bucket == 0 and self._info.stored is not None:
-            Worker.current().own(Detaching).in_turn(
-                self._job, opened.files, opened.leases.check, self._shared.background
-            )
+            self._detaching.in_turn(self._job, opened.files, opened.leases.check, self._shared.background)
         if self._info.bucket == 0:
             self._shared.housekeeping.drop_spill_files(
                 folders.operator, self._task, pointer.calls, self._info.times.processing_ms

@@ -35,7 +35,6 @@ from spark_state_ext.ownership.lease_record import Claim
 from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.key_work import Times
-from spark_state_ext.spark.task import current_task
 from spark_state_ext.worker.retry import retried
 
 __all__ = ["CallFolders", "CallInfo", "OpenBucket", "open_bucket"]
@@ -64,9 +63,9 @@ class CallInfo:
     stored: Pointer | None
 
     @staticmethod
-    def of(job: Job, bucket: int, state: GroupState) -> CallInfo:
-        """As Spark tells it."""
-        task, times, stored = current_task(job), Times.of(state), state.getOption
+    def of(job: Job, bucket: int, state: GroupState, task: TaskInfo) -> CallInfo:
+        """As Spark tells it with a bucket's state, and to the task."""
+        times, stored = Times.of(state), state.getOption
         pointer = Pointer.decode(bytes(stored[0]), job.options.pointer_read) if stored is not None else None
         info = CallInfo(job, bucket, task, times, pointer)
         return info if pointer is None else info.not_before(pointer)

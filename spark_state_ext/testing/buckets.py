@@ -1,0 +1,211 @@
+"""What Spark does around an operator's buckets, without Spark: packs rows, calls each bucket with its pointer, and
+keeps the pointer that comes back.
+
+The calls are those of executors (`spark.executor.call`): on local stores, with leases and checkpoint files.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
+from pyspark.sql.types import BinaryType, StructField, StructType
+
+from arrow_schemas.labels import bucket_label
+from arrow_schemas.lineage import Writer
+from arrow_schemas.pointer import Pointer
+from arrow_schemas.row import DELETED, RowSchema
+from arrow_schemas.spark_hashes import key_hashes
+from arrow_schemas.spark_types import key_fields
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.folders import local_folder, scratch_folder
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.shared import Shared
+from spark_state_ext.engine.task import TaskInfo
+from spark_state_ext.functions.ttl import Expiry
+from spark_state_ext.spark.executor.call import run_bucket
+from spark_state_ext.spark.executor.key_work import Times
+from spark_state_ext.spark.shuffle.combine import Combiner
+from spark_state_ext.spark.shuffle.pack import pack
+from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, heartbeat
+from spark_state_ext.testing import WAIT_S
+from spark_state_ext.worker.worker import Worker
+
+__all__ = ["Buckets"]
+
+_NEVER = -1
+_QUERY, _RUN = "query", "run"
+_POINTER = StructType([StructField("pointer", BinaryType())])
+_READER = Writer("", "", -1, "")
+
+
+@dataclass
+class _Held:
+    """What Spark's own state holds of a bucket.
+
+    Parameters
+    ----------
+    pointer
+        None: nothing yet.
+    timeout_ms
+        When it is to be called though it has no rows; `_NEVER`.
+    """
+
+    pointer: bytes | None = None
+    timeout_ms: int = _NEVER
+
+
+class Buckets:
+    """The buckets of one operator, over the batches of a query.
+
+    Parameters
+    ----------
+    job
+        What a plan would send to executors.
+    function
+        The user's function.
+    combiner
+        Makes rows fewer before they are packed; None: they stay as they are.
+    """
+
+    def __init__(self, job: Job, function: Callable[..., Any], combiner: Combiner | None = None) -> None:
+        self._job = job
+        self._plain = job.to_plain()
+        self._function = function
+        self._combiner = combiner
+        self._schema = RowSchema(key_fields(job.key_schema), ())
+        self._held = [_Held() for _ in range(job.options.buckets)]
+        self._worker = Worker()
+
+    def batch(self, number: int, table: pa.Table | None, times: Times) -> list[pd.DataFrame]:
+        """Run a batch.
+
+        Parameters
+        ----------
+        number
+            Of the batch.
+        table
+            Its rows, the packed columns; None: it has none. Then only buckets are called whose time is up.
+        times
+            Its clock.
+
+        Returns
+        -------
+        list of pandas.DataFrame
+            What goes to Spark.
+        """
+        if table is None:
+            due = [bucket for bucket, held in enumerate(self._held) if self._is_due(held, times)]
+            return [frame for bucket in due for frame in self._call(number, bucket, None, times)]
+        payloads = self._payloads(number, table)
+        return [frame for bucket, mine in enumerate(payloads) for frame in self._call(number, bucket, mine, times)]
+
+    def state(self, times: Times) -> pa.Table:
+        """The state after the last batch, in the order of the keys' hashes.
+
+        Parameters
+        ----------
+        times
+            Clock of the batch.
+
+        Returns
+        -------
+        pyarrow.Table
+            The keys, the state, and ``timeout_ms``. State is NULL where a key has nothing but a timeout.
+        """
+        schema = self._job.operator_file("").row_schema()
+        shown = schema.without_expiry()
+        fields = [field.with_nullable(True) for field in (*shown.keys, *shown.state)]
+        out = pa.schema([*fields, pa.field("timeout_ms", pa.int64())])
+        ttl = self._job.options.ttl
+        by_event_time = ttl is not None and ttl.clock == "event"
+        expiry = Expiry(schema, ttl, max(times.watermark_ms, 0) if by_event_time else times.processing_ms)
+        batches = []
+        for held in self._held:
+            for rows in self._rows(held, schema):
+                live = expiry.due(rows)
+                live = live.filter(pc.invert(live.column(DELETED)))
+                columns = [*shown.key_columns(live), *shown.state_columns(live), live.column("timeout_ms")]
+                batches.append(pa.RecordBatch.from_arrays(columns, schema=out))
+        return pa.Table.from_batches(batches, out).combine_chunks()
+
+    def restart(self) -> None:
+        """Go on as another process does, on another machine: without local stores, and knowing of nothing but what
+        Spark's state holds."""
+        self.close()
+        shutil.rmtree(self._job.options.local_dir or "")
+        Path(self._job.options.local_dir or "").mkdir()
+        self._worker = Worker()
+
+    def close(self) -> None:
+        """Let go of the local stores, once nothing is under way any more."""
+        Shared.of(self._worker).close(WAIT_S)
+
+    # -- a call ------------------------------------------------------------------------------------
+
+    def _is_due(self, held: _Held, times: Times) -> bool:
+        by_event_time = self._job.timeout_conf == GroupStateTimeout.EventTimeTimeout
+        return _NEVER < held.timeout_ms < (times.watermark_ms if by_event_time else times.processing_ms)
+
+    def _call(self, number: int, bucket: int, payloads: list[bytes] | None, times: Times) -> Iterator[pd.DataFrame]:
+        """Call a bucket with payloads, or as its time is up."""
+        held = self._held[bucket]
+        state = self._group_state(held, times, payloads is None)
+        frame = pd.DataFrame({"payload": pd.Series(payloads or [], dtype=object)})
+        task = TaskInfo(_QUERY, _RUN, number, self._job.batches_retained, state_has_ids=True, stage=number)
+        key = (bucket_label(bucket),)
+        yield from run_bucket(self._plain, self._function, key, [frame], state, self._worker, task)
+        held.pointer = bytes(state.get[0])
+        held.timeout_ms = int(json.loads(state.json())["timeoutTimestamp"])
+
+    def _group_state(self, held: _Held, times: Times, timed_out: bool) -> GroupState:
+        """As Spark hands it out."""
+        return GroupState(
+            optionalValue=None if held.pointer is None else (held.pointer,),  # type: ignore[arg-type]  # as a Row
+            batchProcessingTimeMs=times.processing_ms,
+            eventTimeWatermarkMs=times.watermark_ms,
+            timeoutConf=self._job.timeout_conf,
+            hasTimedOut=timed_out,
+            watermarkPresent=times.watermark_present,
+            defined=held.pointer is not None,
+            updated=False,
+            removed=False,
+            timeoutTimestamp=_NEVER,
+            keyAsUnsafe=b"",
+            valueSchema=_POINTER,
+        )
+
+    def _payloads(self, number: int, table: pa.Table) -> list[list[bytes]]:
+        """The payloads of each bucket; the first is a heartbeat, as in every batch with rows."""
+        keys = self._schema.normalise_keys([table.column(at) for at in self._job.key_positions])
+        hashes = pa.array(key_hashes(keys).view(np.int64))
+        names = [f"c{at}" for at in range(table.num_columns)]
+        packed = pa.table([*table.columns, hashes], names=[*names, HASH_COLUMN])
+        found = {bucket_label(bucket): [heartbeat(f"{number}")] for bucket in range(len(self._held))}
+        for batch in pack(self._plain, packed.combine_chunks().to_batches(), self._combiner):
+            for label, payload in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True):
+                found[label].append(payload)
+        return list(found.values())
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def _rows(self, held: _Held, schema: RowSchema) -> Iterator[pa.RecordBatch]:
+        if held.pointer is None:
+            return
+        job, shared = self._job, Shared.of(self._worker)
+        pointer = Pointer.decode(held.pointer)
+        scratch = scratch_folder(job.options.local_dir)
+        folder = local_folder(job, pointer.query_folder, pointer.schema_id, pointer.bucket)
+        replicas = shared.replicas.of(job, pointer.query_folder, pointer.bucket, scratch)
+        store = shared.stores.at(str(folder), schema)
+        yield from Bucket(store, replicas, pointer, _READER, CommitContext(scratch)).scan()

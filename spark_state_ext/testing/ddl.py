@@ -1,0 +1,184 @@
+"""Spark's DDL for schemas, read without Spark: what ``"user string, n bigint"`` says, as `StructType.json` has it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from spark_state_ext.errors import UnsupportedTypeError, UsageError
+
+__all__ = ["ddl_struct"]
+
+_TOKEN = re.compile(
+    r"""\s*(?:
+        `(?P<quoted>(?:[^`]|``)+)` | '(?P<text>[^']*)' | "(?P<text2>[^"]*)" | (?P<word>\w+) | (?P<mark>[<>(),:-])
+    )""",
+    re.VERBOSE,
+)
+_FLAT = {
+    "boolean": "boolean",
+    "byte": "byte",
+    "tinyint": "byte",
+    "short": "short",
+    "smallint": "short",
+    "int": "integer",
+    "integer": "integer",
+    "long": "long",
+    "bigint": "long",
+    "float": "float",
+    "real": "float",
+    "double": "double",
+    "string": "string",
+    "binary": "binary",
+    "date": "date",
+    "timestamp": "timestamp",
+    "timestamp_ltz": "timestamp",
+    "timestamp_ntz": "timestamp_ntz",
+}
+_DECIMALS = frozenset({"decimal", "dec", "numeric"})
+_END = ("end", "")
+
+
+def ddl_struct(text: str, what: str) -> dict[str, Any]:
+    """The struct that a text describes.
+
+    Parameters
+    ----------
+    text
+        Columns as ``name type``, with commas between them; or ``struct<…>``.
+    what
+        What the schema is of, for errors.
+
+    Returns
+    -------
+    dict
+        As `StructType.jsonValue` gives it.
+
+    Raises
+    ------
+    UsageError
+        When it cannot be read.
+    UnsupportedTypeError
+        When a type is not among those that state, input and output may have.
+
+    Examples
+    --------
+    >>> [field["type"] for field in ddl_struct("user string, n bigint", "the state schema")["fields"]]
+    ['string', 'long']
+    """
+    reader = _Reader(text, what)
+    if re.match(r"\s*struct\s*<", text, re.IGNORECASE):
+        found: dict[str, Any] = reader.type()
+    else:
+        found = {"type": "struct", "fields": reader.fields("end")}
+    reader.expect("end")
+    return found
+
+
+class _Reader:
+    def __init__(self, text: str, what: str) -> None:
+        self._text = text
+        self._what = what
+        self._tokens = list(self._split())
+        self._at = 0
+
+    def _split(self) -> Iterator[tuple[str, str]]:
+        at = 0
+        while self._text[at:].strip():
+            found = _TOKEN.match(self._text, at)
+            if found is None:
+                raise self._error(f"{self._text[at:].strip()[:20]!r} is not understood")
+            kind = str(found.lastgroup)
+            yield ("text" if kind == "text2" else kind), found[kind]
+            at = found.end()
+        yield _END
+
+    def _error(self, why: str) -> UsageError:
+        return UsageError(
+            f"{self._what} is no DDL that can be read without Spark, {self._text!r}: {why}. Write it as in "
+            "'user string, n bigint', or give a StructType"
+        )
+
+    def _next(self) -> tuple[str, str]:
+        token = self._tokens[self._at]
+        self._at = min(self._at + 1, len(self._tokens) - 1)
+        return token
+
+    def _is(self, *words: str) -> bool:
+        """Take some words or marks where they come next."""
+        ahead = self._tokens[self._at : self._at + len(words)]
+        if [value.lower() for kind, value in ahead if kind in ("word", "mark")] != list(words):
+            return False
+        self._at += len(words)
+        return True
+
+    def expect(self, mark: str) -> None:
+        """Take a mark, or the end."""
+        kind, value = self._next()
+        if (kind if mark == "end" else value) != mark or kind in ("text", "quoted"):
+            raise self._error(f"{value!r} stands where {mark!r} is expected" if value else f"{mark!r} is missing")
+
+    def _name(self) -> str:
+        kind, value = self._next()
+        if kind not in ("word", "quoted"):
+            raise self._error(f"{value!r} stands where a name is expected" if value else "a name is missing")
+        return value.replace("``", "`") if kind == "quoted" else value
+
+    def fields(self, end: str) -> list[dict[str, Any]]:
+        """Columns, up to a mark that stays."""
+        found: list[dict[str, Any]] = []
+        while True:
+            name = self._name()
+            self._is(":")
+            field: dict[str, Any] = {"name": name, "type": self.type(), "nullable": True, "metadata": {}}
+            if self._is("not", "null"):
+                field["nullable"] = False
+            if self._is("comment"):
+                kind, value = self._next()
+                if kind != "text":
+                    raise self._error("a comment is no text")
+                field["metadata"] = {"comment": value}
+            found.append(field)
+            if not self._is(","):
+                return found
+
+    def type(self) -> Any:
+        """A type, as JSON has it."""
+        name = self._name().lower()
+        if name in _FLAT:
+            return _FLAT[name]
+        if name in _DECIMALS:
+            return self._decimal()
+        if name == "array":
+            self.expect("<")
+            element = self.type()
+            self.expect(">")
+            return {"type": "array", "elementType": element, "containsNull": True}
+        if name == "map":
+            self.expect("<")
+            key = self.type()
+            self.expect(",")
+            value = self.type()
+            self.expect(">")
+            return {"type": "map", "keyType": key, "valueType": value, "valueContainsNull": True}
+        if name == "struct":
+            self.expect("<")
+            fields = [] if self._is(">") else self.fields(">")
+            if fields:
+                self.expect(">")
+            return {"type": "struct", "fields": fields}
+        if name in ("char", "varchar", "character"):
+            raise UnsupportedTypeError(f"{self._what} has a {name}: use string, as Spark's Python types do")
+        raise self._error(f"{name!r} is not the name of a type that functions can have")
+
+    def _decimal(self) -> str:
+        if not self._is("("):
+            return "decimal(10,0)"
+        precision, scale = self._name(), "0"
+        if self._is(","):
+            scale = self._name()
+        self.expect(")")
+        if not (precision.isdigit() and scale.isdigit()):
+            raise self._error("the digits of a decimal are no numbers")
+        return f"decimal({int(precision)},{int(scale)})"

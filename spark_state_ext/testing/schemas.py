@@ -1,0 +1,198 @@
+"""Schemas as tests write them, and tables that have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from arrow_schemas.spark_types import state_fields
+from spark_state_ext.errors import StateValueError, UnsupportedTypeError, UsageError
+from spark_state_ext.functions.tables import as_table, cast_column, is_table, refuse_nulls
+from spark_state_ext.testing.ddl import ddl_struct
+
+__all__ = ["Rows", "struct_json"]
+
+_FLAT = {
+    pa.int8(): "byte",
+    pa.int16(): "short",
+    pa.int32(): "integer",
+    pa.int64(): "long",
+    pa.float32(): "float",
+    pa.float64(): "double",
+    pa.string(): "string",
+    pa.large_string(): "string",
+    pa.binary(): "binary",
+    pa.large_binary(): "binary",
+    pa.bool_(): "boolean",
+    pa.date32(): "date",
+}
+
+
+def struct_json(given: Any, what: str) -> str:
+    """A schema in whatever form, as `StructType.json` writes it.
+
+    Parameters
+    ----------
+    given
+        A `StructType`, Spark's DDL, or a `pyarrow.Schema`.
+    what
+        What it is of, for errors.
+
+    Raises
+    ------
+    UsageError
+        When it is none of these, or DDL that cannot be read.
+    UnsupportedTypeError
+        When a type has no form in Spark.
+    """
+    if isinstance(given, str):
+        return json.dumps(ddl_struct(given, what))
+    if isinstance(given, pa.Schema):
+        return json.dumps({"type": "struct", "fields": [_field(field, what) for field in given]})
+    if callable(getattr(given, "json", None)) and hasattr(given, "fields"):
+        return str(given.json())
+    raise UsageError(f"{what} must be a StructType, Spark's DDL such as 'n bigint', or a pyarrow.Schema, not {given!r}")
+
+
+def _field(field: pa.Field, what: str) -> dict[str, Any]:
+    return {
+        "name": field.name,
+        "type": _spark_type(field.type, field.name, what),
+        "nullable": field.nullable,
+        "metadata": {},
+    }
+
+
+def _spark_type(kind: pa.DataType, path: str, what: str) -> Any:
+    types = pa.types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if kind in _FLAT:
+        return _FLAT[kind]
+    # Not in every release of PyArrow.
+    if str(kind) in ("string_view", "binary_view"):
+        return str(kind).removesuffix("_view")
+    if types.is_timestamp(kind):
+        return "timestamp" if kind.tz else "timestamp_ntz"
+    if types.is_decimal128(kind):
+        return f"decimal({kind.precision},{kind.scale})"
+    if types.is_list(kind) or types.is_large_list(kind):
+        element = _spark_type(kind.value_type, f"{path}.element", what)
+        return {"type": "array", "elementType": element, "containsNull": kind.value_field.nullable}
+    if types.is_struct(kind):
+        return {"type": "struct", "fields": [_field(child, what) for child in kind]}
+    if types.is_map(kind):
+        key = _spark_type(kind.key_type, f"{path}.key", what)
+        value = _spark_type(kind.item_type, f"{path}.value", what)
+        return {"type": "map", "keyType": key, "valueType": value, "valueContainsNull": kind.item_field.nullable}
+    raise UnsupportedTypeError(
+        f"{what}: column {path!r} is {kind}, which Spark does not have; give the schema, or cast the column"
+    )
+
+
+class Rows:
+    """Batches of input as tables of one schema.
+
+    Parameters
+    ----------
+    schema
+        JSON of the schema; None: that of the first batch that has columns.
+
+    Attributes
+    ----------
+    json
+        The schema, once it is known.
+    """
+
+    def __init__(self, schema: str | None) -> None:
+        self.json = schema
+
+    def table(self, given: Any) -> pa.Table | None:
+        """A batch's rows; None where it has none.
+
+        Parameters
+        ----------
+        given
+            A table in any form, a list of dicts, or None.
+
+        Raises
+        ------
+        StateValueError
+            When it is something else, or does not have the schema's columns and types.
+        UnsupportedTypeError
+            When the first batch has a column of a type that Spark does not have.
+        """
+        if given is None:
+            return None
+        table = as_table(given, "batches has") if is_table(given) else self._of_rows(given)
+        if table is None or not table.num_columns:
+            return None
+        if self.json is None:
+            self.json = struct_json(table.schema, "the schema of the first batch")
+        return self._conformed(table) if table.num_rows else None
+
+    def known(self) -> str:
+        """The schema.
+
+        Raises
+        ------
+        UsageError
+            When nothing has told it.
+        """
+        if self.json is None:
+            raise UsageError("no batch has columns that would tell the input's schema: give input_schema")
+        return self.json
+
+    def _fields(self) -> tuple[pa.Field, ...]:
+        return state_fields(self.known(), "input")
+
+    def _conformed(self, table: pa.Table) -> pa.Table:
+        fields = self._fields()
+        names = [field.name for field in fields]
+        if sorted(table.column_names) != sorted(names):
+            raise StateValueError(
+                f"batches has a table with the columns {', '.join(table.column_names)}; the input has "
+                f"{', '.join(names)}"
+            )
+        found = table if table.column_names == names else table.select(names)
+        role = "the input's column"
+        columns = [cast_column(column, field, role) for column, field in zip(found.columns, fields, strict=True)]
+        for column, field in zip(columns, fields, strict=True):
+            refuse_nulls(column, field, role)
+        # As Spark's rows arrive: what is known of NULLs is not told with them.
+        return pa.table(columns, schema=pa.schema([field.with_nullable(True) for field in fields]))
+
+    def _of_rows(self, given: Any) -> pa.Table | None:
+        if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+            raise StateValueError(
+                f"batches has {given!r} ({type(given).__name__}): a batch is a table, a list of dicts, or None"
+            )
+        rows: Sequence[Any] = list(given)
+        wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
+        if wrong is not None:
+            raise StateValueError(
+                f"batches has a list with {wrong!r} ({type(wrong).__name__}): a batch is a table, a list of dicts, or "
+                "None"
+            )
+        if not rows:
+            return None
+        schema = None if self.json is None else pa.schema(self._fields())
+        self._refuse_others(rows, schema)
+        try:
+            return pa.Table.from_pylist(rows, schema)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise StateValueError(f"batches has rows that make no table: {error}") from error
+
+    @staticmethod
+    def _refuse_others(rows: Sequence[Mapping[str, Any]], schema: pa.Schema | None) -> None:
+        # Arrow takes a missing value for NULL, and passes over a column that the schema does not have.
+        names = set(rows[0]) if schema is None else set(schema.names)
+        for row in rows:
+            if set(row) != names:
+                raise StateValueError(
+                    f"batches has a row with the columns {', '.join(map(str, row))}; the input has "
+                    f"{', '.join(map(str, names))}: give each row all of them, None for NULL"
+                )

@@ -1,0 +1,77 @@
+"""`spark_state_ext.testing.run` gives what the same job gives on Spark; and Spark's DDL and hashes are read as Spark does."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pyspark.sql import functions as F
+from streams import collect, read, using, write_batches
+from test_testing_run import COUNTED, EVENT_TIME, STATE, dicts, random_keys
+
+from arrow_schemas.spark_hashes import key_hashes
+from spark_state_ext.testing import run
+from spark_state_ext.testing.ddl import ddl_struct
+from tests.helpers.timed_sessions import at, sessions
+
+DDL = [
+    "user string, n bigint",
+    "a TINYINT, b Byte, c smallint, d short, e int, f INTEGER, g long, h real, i float, j double, k boolean",
+    "`odd name` string NOT NULL COMMENT 'its', `a``b` binary, date date, x timestamp, y timestamp_ntz, z timestamp_ltz",
+    "a decimal, b dec(5), c numeric(38, 5) NOT NULL",
+    "a array<struct<x: int, y: array<string> NOT NULL>>, m map<string, map<int, decimal(3,1)>>",
+    "struct<a: int, b: string>",
+    "a struct<x int, `y z`: string>",
+]
+
+
+@pytest.mark.spark
+def test_spark_gives_the_same(spark: Any, tmp_path: Path) -> None:
+    """The same job on Spark's own operator and on ours; and Spark's DDL, and its hashes."""
+    chosen = random.Random(4)
+    batches: list[Any] = [
+        [at(chosen.choice("abcdefghij"), 12 * number + chosen.randint(-20, 5)) for _ in range(5)] for number in range(8)
+    ]
+    schema = pa.schema([("user", pa.string()), ("at", pa.timestamp("us", "UTC"))])
+    folder = write_batches(tmp_path / "in", [pa.Table.from_pylist(rows, schema) for rows in batches])
+    # Spark goes on without data until the watermark has been told to all.
+    found = run(
+        sessions,
+        [*batches, None],
+        "user",
+        COUNTED,
+        STATE,
+        timeout_conf=EVENT_TIME,
+        event_time="at",
+        delay_ms=5_000,
+        buckets=2,
+        restart=[3],
+    )
+    assert found.output.num_rows > 6
+    for operator in ("spark", "arrow"):
+        with using(spark, operator, tmp_path / operator):
+            stream = read(spark, folder, "user string, at timestamp").withWatermark("at", "5 seconds")
+            out = stream.groupBy("user").applyInPandasWithState(sessions, COUNTED, STATE, "append", EVENT_TIME)
+            assert sorted(map(tuple, collect(spark, out, "append"))) == dicts(found.output)
+    for ddl in DDL:
+        theirs = spark.createDataFrame([], ddl).schema.jsonValue()
+        assert ddl_struct(ddl, "the schema") == theirs
+    keys = random_keys(chosen, 300)
+    hashed = read_once(spark, tmp_path / "keys", pa.table(keys)).select(
+        F.xxhash64(*keys).alias("all"), *(F.xxhash64(name).alias(name) for name in keys)
+    )
+    rows = hashed.collect()
+    assert [row["all"] for row in rows] == key_hashes(list(keys.values())).view(np.int64).tolist()
+    for name, column in keys.items():
+        assert [row[name] for row in rows] == key_hashes([column]).view(np.int64).tolist(), name
+
+
+def read_once(spark: Any, folder: Path, table: pa.Table) -> Any:
+    folder.mkdir()
+    pq.write_table(table, folder / "keys.parquet")
+    return spark.read.parquet(str(folder)).coalesce(1)
