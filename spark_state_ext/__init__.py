@@ -12,6 +12,7 @@ from spark_state_ext.version import __version__
 if TYPE_CHECKING:
     from spark_state_ext.backends.registry import Backend
     from spark_state_ext.engine.start_from import RetainedCheckpoint, Savepoint
+    from spark_state_ext.erasing.asking import AskedErasure, EraseStatus, erase_keys, erase_status
     from spark_state_ext.functions.state_batch import StateBatch
     from spark_state_ext.functions.ttl import Ttl
     from spark_state_ext.operators.agg import Agg
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Agg",
     "ArrowState",
+    "AskedErasure",
     "Backend",
+    "EraseStatus",
     "RetainedCheckpoint",
     "Savepoint",
     "StateBatch",
@@ -40,6 +43,8 @@ __all__ = [
     "deduplicate",
     "disable",
     "enable",
+    "erase_keys",
+    "erase_status",
     "read_savepoint",
     "savepoint_tables",
     "sessionize",
@@ -53,7 +58,9 @@ __all__ = [
 _LAZY = {
     "Agg": "spark_state_ext.operators.agg",
     "ArrowState": "spark_state_ext.spark.client.state",
+    "AskedErasure": "spark_state_ext.erasing.asking",
     "Backend": "spark_state_ext.backends.registry",
+    "EraseStatus": "spark_state_ext.erasing.asking",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
     "StateBatch": "spark_state_ext.functions.state_batch",
@@ -65,6 +72,8 @@ _LAZY = {
     "deduplicate": "spark_state_ext.spark.client.operators",
     "disable": "spark_state_ext.spark.client.session",
     "enable": "spark_state_ext.spark.client.session",
+    "erase_keys": "spark_state_ext.erasing.asking",
+    "erase_status": "spark_state_ext.erasing.asking",
     "read_savepoint": "spark_state_ext.spark.client.tables",
     "savepoint_tables": "spark_state_ext.savepoints.reading",
     "sessionize": "spark_state_ext.spark.client.operators",
