@@ -7,7 +7,9 @@ confirmed what, and counts the bucket's calls and heartbeats, which clean-up goe
 Format 1 is what the project wrote before its first release: one backend, committed synchronously; every delta that the
 pointer names, and the snapshot that its lineage begins with, are durable before Spark sees the pointer. It is still
 written where that is asked for, with or without the newer fields beside it, so that a job can go back. Format 2 has
-neither a claim nor origins, as no query of its time began with the state of another.
+neither a claim nor origins, as no query of its time began with the state of another. Format 3 has no erase mark, and is
+written where there is none, so that a query which was never asked to erase keys can go back to a release that knows no
+more.
 
 Bytes: ``b"SSEP"``, format (u16), length of the JSON part (u32), the JSON part, the inline deltas' bytes one
 after the other, and the CRC-32 of everything before (u32); all little-endian.
@@ -18,19 +20,20 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from arrow_schemas.ages import Ages
+from arrow_schemas.erase import EraseMark
 from arrow_schemas.errors import CorruptPointerError, LineageError, VersionSkewError
 from arrow_schemas.lineage import DELTA, CheckpointRef, check_ascending, file_name
 
 __all__ = ["BOTH", "POINTER_FORMAT", "V1", "V2", "InlineDelta", "LineageEntry", "Pointer", "ReplicationStatus"]
 
-POINTER_FORMAT = 3
+POINTER_FORMAT = 4
 # What is written and read: format 1, the present format, or format 1 with what format 2 has more beside it.
 V1, V2, BOTH = "v1", "v2", "both"
-_FORMAT_1, _FORMAT_2 = 1, 2
+_FORMAT_1, _FORMAT_2, _FORMAT_3 = 1, 2, 3
 _BESIDE = "v2"
 # Fields of format 1: those that have the same name in format 2, and the others. Its `markers` and `inline` are empty.
 _IN_BOTH = ("operator", "bucket", "buckets", "schema_id", "batch", "watermark_ms", "rows", "earliest_timeout_ms")
@@ -155,6 +158,8 @@ class Pointer:
         Id of the query's claim to a query folder that another query began; None where it is the query's own.
     origins
         Operators that wrote files of the lineage under another name, which stands in these files' headers.
+    erased
+        Which erase requests the state is without the keys of; None: there was none.
     """
 
     operator: str
@@ -183,6 +188,7 @@ class Pointer:
     ages: Ages | None = None
     claim: str | None = None
     origins: tuple[str, ...] = ()
+    erased: EraseMark | None = None
 
     def __post_init__(self) -> None:
         refs = [entry.ref for entry in self.lineage]
@@ -208,16 +214,19 @@ class Pointer:
         Parameters
         ----------
         write
-            `V2`: the present format. `V1`: format 1, which has no place for inline deltas and means that a snapshot of
-            the lineage's first checkpoint is there. `BOTH`: format 1 with the other fields beside it, which releases
-            that know format 1 only do not look at.
+            `V2`: the present format, or format 3 where there is no erase mark. `V1`: format 1, which has no place for
+            inline deltas and means that a snapshot of the lineage's first checkpoint is there. `BOTH`: format 1 with
+            the other fields beside it, which releases that know format 1 only do not look at.
         """
         if write == V2:
-            return _sealed(POINTER_FORMAT, self._plain(), [delta.data for delta in self.inline])
+            written = _FORMAT_3 if self.erased is None else POINTER_FORMAT
+            return _sealed(written, self._plain(), [delta.data for delta in self.inline])
         if self.inline:
             raise ValueError("format 1 of the pointer has no place for inline deltas")
         if self.claim is not None or self.origins:
             raise ValueError("format 1 of the pointer has no place for a claim or for origins")
+        if self.erased is not None:
+            raise ValueError("format 1 of the pointer has no place for an erase mark")
         fields = self._plain()
         del fields["claim"], fields["origins"]
         text = {name: fields.pop(name) for name in _IN_BOTH}
@@ -255,6 +264,7 @@ class Pointer:
             "ages": None if self.ages is None else self.ages.to_plain(),
             "claim": self.claim,
             "origins": list(self.origins),
+            **({} if self.erased is None else {"erased": list(asdict(self.erased).values())}),
         }
 
     @staticmethod
@@ -300,6 +310,8 @@ class Pointer:
                 fields = _as_format_2(fields, read)
             if version <= _FORMAT_2:
                 fields = {**fields, "claim": None, "origins": []}
+            if version <= _FORMAT_3:
+                fields = {**fields, "erased": None}
             return _parse(fields, data[_HEAD.size + length : -_CRC.size])
         except (CorruptPointerError, LineageError):
             raise
@@ -351,6 +363,13 @@ def _partitioning(values: list[Any] | None) -> tuple[str, int] | None:
     return str(run), int(partitions)
 
 
+def _erase_mark(values: list[Any] | None) -> EraseMark | None:
+    if values is None:
+        return None
+    through, heartbeat, settled = values
+    return EraseMark(int(through), int(heartbeat), int(settled))
+
+
 def _inline(announced: list[list[Any]], blobs: bytes) -> tuple[InlineDelta, ...]:
     found: list[InlineDelta] = []
     offset = 0
@@ -399,4 +418,5 @@ def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
         ages=None if fields["ages"] is None else Ages.from_plain(fields["ages"]),
         claim=None if fields["claim"] is None else str(fields["claim"]),
         origins=tuple(str(name) for name in fields["origins"]),
+        erased=_erase_mark(fields["erased"]),
     )

@@ -326,4 +326,6 @@ def relocatable(pointer: Pointer, lineage: Sequence[LineageEntry]) -> Pointer:
         made_by=None,
         snapshots_missed=0,
         claim=None,
+        # Another folder's requests have numbers of their own.
+        erased=None,
     )

@@ -12,6 +12,7 @@ from spark_state_ext.version import __version__
 if TYPE_CHECKING:
     from spark_state_ext.backends.registry import Backend
     from spark_state_ext.engine.start_from import RetainedCheckpoint, Savepoint
+    from spark_state_ext.erasing.asking import AskedErasure, EraseStatus, erase_keys, erase_status
     from spark_state_ext.functions.state_batch import StateBatch
     from spark_state_ext.functions.ttl import Ttl
     from spark_state_ext.operators.agg import Agg
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Agg",
     "ArrowState",
+    "AskedErasure",
     "Backend",
     "OpenState",
+    "EraseStatus",
     "RetainedCheckpoint",
     "Savepoint",
     "StateBatch",
@@ -44,6 +47,8 @@ __all__ = [
     "disable",
     "enable",
     "open_state",
+    "erase_keys",
+    "erase_status",
     "read_savepoint",
     "savepoint_tables",
     "sessionize",
@@ -57,8 +62,10 @@ __all__ = [
 _LAZY = {
     "Agg": "spark_state_ext.operators.agg",
     "ArrowState": "spark_state_ext.spark.client.state",
+    "AskedErasure": "spark_state_ext.erasing.asking",
     "Backend": "spark_state_ext.backends.registry",
     "OpenState": "spark_state_ext.reading.state",
+    "EraseStatus": "spark_state_ext.erasing.asking",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
     "StateBatch": "spark_state_ext.functions.state_batch",
@@ -71,6 +78,8 @@ _LAZY = {
     "disable": "spark_state_ext.spark.client.session",
     "enable": "spark_state_ext.spark.client.session",
     "open_state": "spark_state_ext.reading.opening",
+    "erase_keys": "spark_state_ext.erasing.asking",
+    "erase_status": "spark_state_ext.erasing.asking",
     "read_savepoint": "spark_state_ext.spark.client.tables",
     "savepoint_tables": "spark_state_ext.savepoints.reading",
     "sessionize": "spark_state_ext.spark.client.operators",

@@ -193,6 +193,7 @@ class Beginning:
             partitioning=None,
             made_by=None,
             claim=None,
+            erased=None,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -206,6 +206,7 @@ class Lived:
         self.expiring = self.ttl is not None
         self.batches = 0
         self.ranges = 0
+        self.erased = 0
         self.store = self.opened()
 
     def opened(self) -> LocalStore:
@@ -230,8 +231,11 @@ class Lived:
             self.store, sole_replica(self.files, self.folder), self.pointer, WRITER, CommitContext(self.folder)
         )
 
-    def batch(self, rows: list[tuple[Key, int, int]], now_ms: int, watermark_ms: int) -> list[Call]:
-        """Run a batch of rows (key, event time in milliseconds, value); returns the calls that were made."""
+    def batch(
+        self, rows: list[tuple[Key, int, int]], now_ms: int, watermark_ms: int, erased: Sequence[Key] = ()
+    ) -> list[Call]:
+        """Run a batch of rows (key, event time in milliseconds, value); returns the calls that were made. `erased` are
+        the keys of a new erase request."""
         sorter = HashSorter(self.folder, HASH_COLUMN, self.memory_bytes)
         for at in range(0, len(rows), 7):
             piece = rows[at : at + 7]
@@ -250,6 +254,8 @@ class Lived:
         function = self.function or functions[self.api]
         metrics = CallMetrics("", "", self.batches, "worked", 3)
         work = KeyWork(self.job(), function, bucket, self.schema, clock, self.batches, metrics, lambda: None)
+        if erased:
+            self.erased += work.erase([pa.array(erased, pa.int64())])
         frames = list(work.run(self._counted(sorter), changed))
         self.timeouts = metrics.timeouts
         self._check_order(changed)
@@ -321,6 +327,13 @@ class Model:
     conf: str
     ttl: Ttl | None
     keys: dict[Key, Kept] = field(default_factory=dict)
+
+    def erase(self, keys: Sequence[Key]) -> int:
+        """Keys that are gone before a batch; gives how many of them were there."""
+        there = [key for key in set(keys) if (it := self.keys.get(key)) and (it.state, it.timeout_ms) != (None, None)]
+        for key in keys:
+            self.keys.pop(key, None)
+        return len(there)
 
     def visible(self, key: Key, clock_ms: int) -> State:
         kept = self.keys.get(key, Kept())

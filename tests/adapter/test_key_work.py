@@ -84,6 +84,30 @@ def test_a_history_as_a_dict_has_it(tmp_path: Path, api: str, conf: str, which: 
     assert (timed_out > 15) == (conf != "NoTimeout")
 
 
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(("conf", "which"), HISTORIES)
+def test_a_history_in_which_keys_are_erased(tmp_path: Path, api: str, conf: str, which: str) -> None:
+    """A dict from which they are taken before the batch: neither state nor timeouts are left, and rows begin anew."""
+    erased = 0
+    for seed, hashed, memory_bytes in ((1, spread, 256), (2, clashing, 256), (3, spread, 1 << 20)):
+        chosen = random.Random(seed)
+        lived = Lived(tmp_path / str(seed), api, conf, TTLS[which], hashed, memory_bytes)
+        model, expected_erased = Model(api, conf, TTLS[which]), 0
+        for at, (rows, now_ms, watermark_ms) in enumerate(history(seed, 8)):
+            keys: list[Key] = chosen.sample([None, *range(30)], chosen.choice([0, 1, 6, 25]))
+            there = model.erase(keys)
+            found = lived.batch(rows, now_ms, watermark_ms, keys)
+            expected = model.batch(rows, now_ms, watermark_ms)
+            assert ordered(found) == ordered(expected), f"batch {at} of {seed}"
+            compare(lived, model, watermark_ms if "event" in which else now_ms)
+            expected_erased += there
+        # With a time to live the model does not know which expired rows are there still.
+        assert TTLS[which] is not None or lived.erased == expected_erased
+        erased += lived.erased
+        lived.store.close()
+    assert erased > 20
+
+
 # -- one thing at a time ---------------------------------------------------------------------------
 
 

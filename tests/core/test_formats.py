@@ -22,6 +22,7 @@ from arrow_schemas import (
     label_bucket,
     new_checkpoint_id,
 )
+from arrow_schemas.erase import EraseMark
 from arrow_schemas.errors import CorruptFileError, CorruptPointerError, LineageError, StateError, VersionSkewError
 from arrow_schemas.lineage import (
     BODY_PLACEHOLDER,
@@ -31,7 +32,7 @@ from arrow_schemas.lineage import (
     file_name,
     parse_file_name,
 )
-from arrow_schemas.pointer import BOTH, V1, InlineDelta, ReplicationStatus
+from arrow_schemas.pointer import BOTH, POINTER_FORMAT, V1, InlineDelta, ReplicationStatus
 
 _IDS = st.text("0123456789abcdef", min_size=32, max_size=32)
 _REFS = st.builds(CheckpointRef, st.integers(1, 2**63 - 1), _IDS)
@@ -127,8 +128,8 @@ def test_any_other_bytes_are_no_pointer(data: bytes, magic: bool) -> None:
 
 def test_a_pointer_of_a_newer_release_is_not_called_damaged() -> None:
     data = bytearray(_POINTER.encode())
-    data[4:6] = struct.pack("<H", 4)
-    with pytest.raises(VersionSkewError, match="format 4"):
+    data[4:6] = struct.pack("<H", POINTER_FORMAT + 1)
+    with pytest.raises(VersionSkewError, match=f"format {POINTER_FORMAT + 1}"):
         Pointer.decode(bytes(data))
 
 
@@ -165,6 +166,28 @@ def test_what_the_old_format_has_no_place_for_is_refused() -> None:
             _POINTER.encode(write)
     with pytest.raises(VersionSkewError, match=r"pointer_read='v1'.*Read 'v2', and write 'v1' or 'both'"):
         Pointer.decode(_POINTER.encode(), V1)
+
+
+def test_an_erase_mark_makes_the_pointer_format_4() -> None:
+    """Without one it is as older releases read it."""
+    marked = replace(_POINTER, erased=EraseMark(7, 12, 5))
+    assert [int.from_bytes(it.encode()[4:6], "little") for it in (_POINTER, marked)] == [3, 4]
+    assert Pointer.decode(marked.encode()) == marked
+    assert Pointer.decode(_POINTER.encode()).erased is None
+    for write in (V1, BOTH):
+        with pytest.raises(ValueError, match="erase mark"):
+            replace(marked, inline=(), claim=None, origins=()).encode(write)
+    with pytest.raises(CorruptPointerError, match="erase mark"):
+        Pointer.decode(_resealed(marked.encode(), b'"erased":[7,12,5]', b'"erased":[7,12,8]'))
+    with pytest.raises(CorruptPointerError, match="cannot be read"):
+        Pointer.decode(_resealed(marked.encode(), b'"erased":[7,12,5]', b'"erased":[7,12] '))
+
+
+def _resealed(data: bytes, old: bytes, new: bytes) -> bytes:
+    """Other bytes of the same length, with the right checksum."""
+    assert data.count(old) == 1
+    body = data[:-4].replace(old, new.ljust(len(old)))
+    return body + struct.pack("<I", zlib.crc32(body))
 
 
 # -- lineage header ---------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from core_support import WRITER
 
 from arrow_schemas import OperatorFile, Pointer
 from arrow_schemas.checksum import opened_document
+from arrow_schemas.erase import EraseDone, EraseMark
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.pointer import POINTER_FORMAT
 from spark_state_ext.backends.files import sole_replica
@@ -20,6 +21,7 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import SchemaChangedError
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header
+from spark_state_ext.files.erase_requests import decode_request, encode_request
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.left_behind import LEFT_BEHIND_NAME, note_left_behind, refuse_left_behind
 from spark_state_ext.ownership.holds import HoldRecord
@@ -59,9 +61,9 @@ def _same(found: object, expected: object) -> bool:
 
 
 def test_there_is_a_set_of_the_present_format() -> None:
-    assert [path.name for path in _FORMATS] == ["format-1", "format-2", "format-3"]
+    assert [path.name for path in _FORMATS] == ["format-1", "format-2", "format-3", "format-4"]
     written = [int.from_bytes((path / "pointer.bin").read_bytes()[4:6], "little") for path in _FORMATS]
-    assert written == [1, 2, 3]
+    assert written == [1, 2, 3, 4]
     assert written[-1] == POINTER_FORMAT
     assert {
         read_header(Folder(str(path / "3")), *parsed).package_version
@@ -125,6 +127,27 @@ def test_the_expected_rows_are_of_every_kind(golden: Path) -> None:
     assert any(row["timeout_ms"] for row in rows)
     assert {row["key.name"] is None for row in rows} == {True, False}
     assert {json.dumps(row["key.x"]) == "NaN" for row in rows} == {True, False}
+
+
+def test_the_erase_mark_of_a_pointer() -> None:
+    marks = [Pointer.decode((path / "pointer.bin").read_bytes()).erased for path in _FORMATS]
+    assert marks == [None, None, None, EraseMark(3, 5, 2)]
+
+
+def test_an_erase_request_and_the_record_that_it_is_done() -> None:
+    data = (_GOLDEN / "erase-request-format-1.keys.arrow").read_bytes()
+    request = decode_request(data, "00000001.keys.arrow")
+    assert (request.id, request.operator, request.asked_ms) == ("ab" * 16, "golden", 1_700_000_000_000)
+    assert request.keys.schema.names == ["name", "x", "parts"]
+    found = {str(tuple(row.values())) for row in request.keys.to_pylist()}
+    names = ["'key 0 ü'", "'key 1 ü'", "None", "'key 3 ü'", "'key 4 ü'", "'key 5 ü'"]
+    floats, lists = ["0.0", "0.5", "1.0", "nan", "2.0", "2.5"], ["[0, None]", "[1, None]", "[2, None]", "[3, None]"]
+    assert found == {f"({', '.join(row)})" for row in zip(names, floats, [*lists, "None", "[5, None]"], strict=True)}
+    again = decode_request(encode_request(request), "again")
+    assert str(again.keys.to_pylist()) == str(request.keys.to_pylist())
+    record = EraseDone.decode((_GOLDEN / "erase-done-format-1.json").read_bytes(), "00000001.done.json")
+    assert record == EraseDone("ab" * 16, 6, 1_700_000_000_000, 1_700_000_009_000, 12, 11)
+    assert record.encode() == (_GOLDEN / "erase-done-format-1.json").read_bytes()
 
 
 def test_an_operator_file_of_a_built_in_operator() -> None:

@@ -17,9 +17,11 @@ from typing import Any
 import pyarrow as pa
 
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, Writer
+from arrow_schemas.erase import EraseDone, EraseMark, EraseRequest
 from arrow_schemas.lineage import DELTA, SNAPSHOT, LineageHeader, file_name
 from arrow_schemas.pointer import InlineDelta, ReplicationStatus
 from spark_state_ext.files.checkpoint import write_checkpoint
+from spark_state_ext.files.erase_requests import encode_request
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.runs import sorted_run
@@ -146,6 +148,7 @@ def main(folder: Path) -> None:
             partitioning=("golden run", 4),
             claim="new-query",
             origins=("gold",),
+            erased=EraseMark(3, 5, 2),
         )
         files.put("pointer.bin", pointer.encode())
         expected = [row for batch in store.view(refs[-1]).scan() for row in batch.to_pylist()]
@@ -154,5 +157,15 @@ def main(folder: Path) -> None:
     files.put("expected.json", text.encode() + b"\n")
 
 
+def erase_files() -> dict[str, bytes]:
+    """An erase request with a key of each type, and the record that it is done."""
+    schema = OPERATOR.row_schema()
+    columns = schema.key_columns(_rows(0, 6, 1))
+    keys = pa.RecordBatch.from_arrays(columns, schema=pa.schema(list(schema.keys)))
+    request = EraseRequest("ab" * 16, "golden", 1_700_000_000_000, keys, "0.1.0")
+    done = EraseDone(request.id, keys.num_rows, request.asked_ms, 1_700_000_009_000, 12, 11)
+    return {"erase-request-format-1.keys.arrow": encode_request(request), "erase-done-format-1.json": done.encode()}
+
+
 if __name__ == "__main__":
-    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-3"))
+    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-4"))

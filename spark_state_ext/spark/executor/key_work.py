@@ -4,7 +4,7 @@ back as rows of a run. Nothing here knows of pointers, files or leases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray
 from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.engine.erasing import ErasedRows
 from spark_state_ext.engine.job import Job
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.ttl import EXPIRES_COLUMN, Expiry
@@ -145,6 +146,7 @@ class KeyWork:
         self._times = times
         self._metrics = metrics
         self._sweep = 0, 0
+        self._erased = ErasedRows(schema)
         self._expiry = Expiry(schema, job.options.ttl, self._clock_ms())
         self._caller = caller_of(job, function, self._expiry.shown)
         self._context = CallContext(
@@ -157,6 +159,22 @@ class KeyWork:
             after_key=hold,
             scan=self._scan,
         )
+
+    def erase(self, keys: Sequence[pa.Array]) -> int:
+        """Take keys' rows away before the function runs: it finds neither state nor timeouts of them.
+
+        Parameters
+        ----------
+        keys
+            Their columns, normalised.
+
+        Returns
+        -------
+        int
+            How many of them the bucket has.
+        """
+        self._erased = ErasedRows.found(self._bucket.scan(), keys, self._schema)
+        return len(self._erased)
 
     def run(self, ranges: Iterable[tuple[int, pa.Table | None]], rows: SpillBuffer) -> Iterator[pd.DataFrame]:
         """Call the function for all keys that have rows or time out.
@@ -265,6 +283,9 @@ class KeyWork:
         groups = Groups.of(table, hashes, job.key_positions, len(job.columns), schema)
         with timing(self._metrics, "lookup_ms"):
             found: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
+        gone = self._erased.among(groups.hashes, groups.keys)
+        if gone.any():
+            found = Lookup(np.where(gone, -1, found.index), found.rows)
         self._metrics.keys += groups.count
         written_ms = np.full(groups.count, self._clock_ms(), dtype=np.int64)
         if job.options.ttl is not None and job.options.ttl.clock == "event":
@@ -292,6 +313,10 @@ class KeyWork:
         """Add the rows of a range of hashes, newest first, to those that change, and what has expired there, if it is
         its turn."""
         together = [sorted_run(piece) for piece in pieces if piece.num_rows]
+        erased = self._erased.between(after, upto)
+        if erased.num_rows:
+            # Behind what was written in this batch, and before what has expired.
+            together.append(erased)
         sweep_after, sweep_upto = self._sweep
         if max(after, sweep_after) < min(upto, sweep_upto):
             low, high = max(after, sweep_after), min(upto, sweep_upto)
@@ -319,7 +344,7 @@ class KeyWork:
         """The committed state as functions see it: keys and then state."""
         names = [field.name for field in (*self._expiry.shown.keys, *self._expiry.shown.state)]
         for batch in self._bucket.scan():
-            live = self._expiry.live(batch)
+            live = self._expiry.live(self._erased.without(batch))
             if live.num_rows:
                 yield pa.table(list(live.columns[1 : 1 + len(names)]), names=names)
 
@@ -344,7 +369,7 @@ class KeyWork:
             return self._schema.empty()
         floor = self._bucket.pointer.timer_low_watermark_ms, self._bucket.pointer.timer_low_watermark_version
         found: pa.RecordBatch = self._bucket.read(lambda view: view.expired(threshold_ms, *floor, after, upto))
-        return sorted_run(found)
+        return self._erased.without(sorted_run(found))
 
     def threshold_ms(self) -> int | None:
         """Keys whose timeout is before this are called; None without timeouts."""

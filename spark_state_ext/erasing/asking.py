@@ -1,0 +1,196 @@
+"""Asking for keys to be erased from a query's state, and whether that is done.
+
+Whoever asks writes a file into the query folder; the query carries it out in its next batch, and says when every bucket
+has (`docs/design/007b-erasing.md`). So the query may run or be stopped, and Spark is not needed here.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from arrow_schemas.erase import EraseRequest
+from spark_state_ext.erasing.folders import keys_as_stored, query_folders_below
+from spark_state_ext.errors import MissingCheckpointError, UsageError
+from spark_state_ext.files.erase_requests import EraseFolder
+from spark_state_ext.version import __version__
+
+__all__ = ["AskedErasure", "EraseStatus", "erase_keys", "erase_status"]
+
+# Each process of the query holds a request's keys in memory while it carries the request out.
+KEYS_MAX = 1_000_000
+WAITING, DONE = "waiting", "done"
+
+
+@dataclass(frozen=True)
+class AskedErasure:
+    """An erase request that was made.
+
+    Parameters
+    ----------
+    operator, query_folder
+        Whose keys.
+    number
+        Its number there.
+    keys
+        How many keys it names.
+    """
+
+    operator: str
+    query_folder: str
+    number: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class EraseStatus:
+    """What has become of an erase request.
+
+    Parameters
+    ----------
+    operator, query_folder, number
+        Which one.
+    keys
+        How many keys it names.
+    asked_ms
+        When it was made, milliseconds since 1970.
+    state
+        ``"waiting"``; or ``"done"``: the committed state of every bucket is without these keys, but for rows that came
+        since.
+    done_ms
+        When it was known to be done; None: it is not.
+    batch
+        The batch that told; None: it is not done.
+    kept
+        Whether the request, which holds the keys, is there still. It stays as long as Spark may go back to a batch from
+        before it.
+    """
+
+    operator: str
+    query_folder: str
+    number: int
+    keys: int
+    asked_ms: int
+    state: str
+    done_ms: int | None
+    batch: int | None
+    kept: bool
+
+
+def erase_keys(
+    root: str,
+    keys: Any,
+    *,
+    operator: str = "state",
+    query_folder: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[AskedErasure]:
+    """Ask for keys to be erased from an operator's state: state and timeout of each.
+
+    The query carries it out in its next batch, before your function runs; a stopped query does once it is started
+    again. Rows of such a key that come in that batch or later begin its state anew. Older files hold the keys for
+    longer (`docs/operating/erasing.md`).
+
+    Parameters
+    ----------
+    root, operator, storage_options
+        As `ArrowState` has them. Each step of a chain is an operator of its own, and has keys of its own.
+    keys
+        A table with the operator's key columns (PyArrow, pandas, polars, or a dict of lists); where there is one key
+        column, a list of its values will do. At most a million keys.
+    query_folder
+        Name of the query folder. By default all that the operator has are asked.
+
+    Returns
+    -------
+    list of AskedErasure
+        One for each query folder.
+
+    Raises
+    ------
+    StateValueError
+        When the keys are not the operator's.
+    UsageError
+        When there is no such operator, no key, or more than a million.
+    StorageError
+        When a request could not be written. Those of other folders may have been; asking again does no harm.
+
+    Examples
+    --------
+    >>> erase_keys("/state", ["Jane Doe"], operator="count")  # doctest: +SKIP
+    [AskedErasure(operator='count', query_folder='6f1d…', number=1, keys=1)]
+    """
+    folders = query_folders_below(root, operator, query_folder, storage_options)
+    # All are looked at before the first one is asked.
+    asked = [keys_as_stored(keys, folder.schema, "erase_keys()") for folder in folders]
+    if any(it.num_rows > KEYS_MAX for it in asked):
+        raise UsageError(f"erase_keys() was given more than {KEYS_MAX:,} keys: ask for them in several calls")
+    made = []
+    for folder, batch in zip(folders, asked, strict=True):
+        request = EraseRequest(uuid.uuid4().hex, operator, int(time.time() * 1000), batch, __version__)
+        number = EraseFolder(folder.files).add(request)
+        made.append(AskedErasure(operator, folder.name, number, batch.num_rows))
+    return made
+
+
+def erase_status(
+    root: str,
+    *,
+    operator: str = "state",
+    query_folder: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[EraseStatus]:
+    """What has become of an operator's erase requests.
+
+    Parameters
+    ----------
+    root, operator, query_folder, storage_options
+        As for `erase_keys`.
+
+    Returns
+    -------
+    list of EraseStatus
+        By query folder and number.
+
+    Raises
+    ------
+    UsageError
+        When there is no such operator.
+    CorruptFileError, VersionSkewError
+        When a file cannot be read.
+    StorageError
+        When the store fails.
+
+    Examples
+    --------
+    >>> all(it.state == "done" for it in erase_status("/state", operator="count"))  # doctest: +SKIP
+    True
+    """
+    found = []
+    for folder in query_folders_below(root, operator, query_folder, storage_options):
+        requests = EraseFolder(folder.files)
+        numbers = requests.numbers()
+        for number in sorted(numbers.requests | numbers.done):
+            status = _status(requests, number, operator, folder.name, number in numbers.requests)
+            if status is not None:
+                found.append(status)
+    return found
+
+
+def _status(requests: EraseFolder, number: int, operator: str, query_folder: str, listed: bool) -> EraseStatus | None:
+    """None for one that went away meanwhile: its record was taken back, and comes again."""
+    done = requests.done(number)
+    if done is not None:
+        return EraseStatus(
+            operator, query_folder, number, done.keys, done.asked_ms, DONE, done.done_ms, done.batch, listed
+        )
+    try:
+        request = requests.request(number)
+    except MissingCheckpointError:
+        return None
+    return EraseStatus(
+        operator, query_folder, number, request.keys.num_rows, request.asked_ms, WAITING, None, None, True
+    )

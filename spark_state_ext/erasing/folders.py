@@ -1,0 +1,146 @@
+"""The query folders whose keys a user names, and his keys as the operator has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from arrow_schemas.columns import flat
+from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
+from arrow_schemas.row import RowSchema
+from spark_state_ext.errors import StateValueError, UsageError
+from spark_state_ext.files.folder import Folder, refuse_relative
+from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.functions.tables import as_table, cast_column, is_table
+
+__all__ = ["QueryFolder", "keys_as_stored", "query_folders_below"]
+
+
+@dataclass(frozen=True)
+class QueryFolder:
+    """A query folder with state.
+
+    Parameters
+    ----------
+    files
+        The folder.
+    operator
+        The operator file in force.
+    """
+
+    files: Folder
+    operator: OperatorFile
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.files.name
+
+    @property
+    def schema(self) -> RowSchema:
+        """Row schema of the stored rows."""
+        return self.operator.row_schema()
+
+
+def query_folders_below(
+    root: str, operator: str, query_folder: str | None, storage_options: Mapping[str, Any] | None
+) -> list[QueryFolder]:
+    """The query folders of an operator.
+
+    Parameters
+    ----------
+    root, operator, storage_options
+        As `ArrowState` has them.
+    query_folder
+        Name of the one that is meant; None: all.
+
+    Raises
+    ------
+    UsageError
+        When there is none, or no root.
+    CorruptFileError, VersionSkewError
+        When an operator file cannot be read.
+    StorageError
+        When the store fails.
+    """
+    refuse_relative(root, "root")
+    top = Folder(root.rstrip("/") or root, storage_options)
+    there = [entry.name for entry in top.entries() if entry.folder]
+    if operator not in there:
+        raise UsageError(
+            f"{top.root} has no operator {operator!r}; it has: {', '.join(there[:10]) or 'none'}. Give the root as "
+            "ArrowState has it; each step of a chain is an operator of its own"
+        )
+    below = top.child(operator)
+    names = [it.name for it in below.entries() if it.folder and it.name not in (STARTING_FOLDER, SPILL_FOLDER)]
+    if query_folder is not None and query_folder not in names:
+        raise UsageError(
+            f"{below.root} has no query folder {query_folder!r}; it has: {', '.join(names[:10]) or 'none'}"
+        )
+    found = []
+    for name in names if query_folder is None else [query_folder]:
+        files = below.child(name)
+        numbers = [number for number in map(parse_operator_file_name, files.names()) if number is not None]
+        if numbers:
+            file = operator_file_name(max(numbers))
+            found.append(QueryFolder(files, OperatorFile.decode(files.get(file), files.where(file))))
+    if not found:
+        raise UsageError(f"no query has state below {below.root} yet: there is no operator file")
+    return found
+
+
+def keys_as_stored(given: Any, schema: RowSchema, who: str) -> pa.RecordBatch:
+    """A user's keys in the form in which they are stored.
+
+    Parameters
+    ----------
+    given
+        A table with the key columns, by their names; where there is one key column, its values will do.
+    schema
+        The operator's.
+    who
+        Who was given them, for errors.
+
+    Raises
+    ------
+    StateValueError
+        When they are no such keys.
+    UsageError
+        When there is none.
+    """
+    names = [field.name for field in schema.keys]
+    if is_table(given):
+        table = as_table(given, f"{who} was given")
+    elif len(names) == 1 and isinstance(given, (Sequence, pa.Array, pa.ChunkedArray)) and not isinstance(given, str):
+        table = pa.table([_column(given, who)], names=names)
+    else:
+        raise StateValueError(
+            f"{who} was given {type(given).__name__} for keys: give a table, or a dict of lists, with the columns "
+            f"{', '.join(names)}{'; or a list of values' if len(names) == 1 else ''}"
+        )
+    if len(set(names)) == len(names) and sorted(table.column_names) == sorted(names):
+        table = table.select(names)
+    if table.column_names != names:
+        raise StateValueError(
+            f"{who} was given keys with the columns {', '.join(table.column_names)}; the operator's key columns are "
+            f"{', '.join(names)}: give all of these and no others"
+        )
+    if not table.num_rows:
+        raise UsageError(f"{who} was given no key")
+    columns = [
+        cast_column(flat(column), field, "key column") for column, field in zip(table.columns, schema.keys, strict=True)
+    ]
+    plain = pa.schema([field.with_nullable(True).remove_metadata() for field in schema.keys])
+    return pa.RecordBatch.from_arrays(schema.normalise_keys(columns), schema=plain)
+
+
+def _column(given: Any, who: str) -> pa.Array:
+    if isinstance(given, (pa.Array, pa.ChunkedArray)):
+        return flat(given)
+    try:
+        return pa.array(list(given))
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise StateValueError(f"{who} was given keys that are of no one type: {error}") from error

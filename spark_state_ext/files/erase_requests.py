@@ -1,0 +1,172 @@
+"""The folder ``<query folder>/erase``: which keys users want gone, and which of their requests are done.
+
+Whoever asks makes the request with the first number that is free. The query's calls read it, and its first bucket
+writes down that it is done and removes it in the end. The record that it is done stays, so no number is used twice.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from arrow_schemas.erase import (
+    ERASE_FOLDER,
+    EraseDone,
+    EraseRequest,
+    done_name,
+    parse_erase_name,
+    request_name,
+)
+from arrow_schemas.lineage import BLAKE2B
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StateError, StorageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed_body import NOT_ARROW, open_sealed, write_sealed
+
+__all__ = ["EraseFolder", "EraseNumbers", "decode_request", "encode_request"]
+
+# Each round ends with somebody's request written.
+_ROUNDS_MAX = 100
+
+
+@dataclass(frozen=True)
+class EraseNumbers:
+    """What a listing of the folder tells.
+
+    Parameters
+    ----------
+    requests
+        Numbers of the requests that are there.
+    done
+        Numbers of those that are done; of some the request is gone.
+    """
+
+    requests: frozenset[int] = frozenset()
+    done: frozenset[int] = frozenset()
+
+    @staticmethod
+    def of(names: Iterable[str]) -> EraseNumbers:
+        """Those of a listing; other files are passed over."""
+        parsed = [found for found in map(parse_erase_name, names) if found is not None]
+        return EraseNumbers(
+            frozenset(number for number, done in parsed if not done),
+            frozenset(number for number, done in parsed if done),
+        )
+
+    def through(self, number: int) -> int:
+        """The largest number up to which, from the one after `number` on, none is missing.
+
+        A listing may have a request and lack one from before it, where both are made while it is read.
+        """
+        known = self.requests | self.done
+        while number + 1 in known:
+            number += 1
+        return number
+
+
+def encode_request(request: EraseRequest) -> bytes:
+    """The file's bytes."""
+    buffer = io.BytesIO()
+    write_sealed(buffer, request.schema(), [request.keys], BLAKE2B)
+    return buffer.getvalue()
+
+
+def decode_request(data: bytes, where: str) -> EraseRequest:
+    """Read a request.
+
+    Raises
+    ------
+    CorruptFileError
+        When it is damaged, or none.
+    VersionSkewError
+        When a newer release wrote it.
+    """
+    body = open_sealed(pa.BufferReader(pa.py_buffer(data)), where)
+    try:
+        found = EraseRequest.of(body.reader.schema, body.reader, where)
+    except StateError:
+        raise
+    except NOT_ARROW as error:
+        raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
+    if found.keys.num_rows != body.record.rows:
+        raise CorruptFileError(f"{where} holds {found.keys.num_rows} keys and announces {body.record.rows}")
+    return found
+
+
+class EraseFolder:
+    """The requests of one query folder.
+
+    Parameters
+    ----------
+    query_folder
+        The query folder.
+    """
+
+    def __init__(self, query_folder: Folder) -> None:
+        self.files = query_folder.child(ERASE_FOLDER)
+
+    def numbers(self) -> EraseNumbers:
+        """Which requests there are; one listing."""
+        return EraseNumbers.of(self.files.names())
+
+    def add(self, request: EraseRequest) -> int:
+        """Write a request down under the next number, which it gives.
+
+        Raises
+        ------
+        StorageError
+            When it could not be written.
+        """
+        data = encode_request(request)
+        for _ in range(_ROUNDS_MAX):
+            # One that somebody has removed, damaged as it was, is made again: those after it wait for it.
+            number = self.numbers().through(0) + 1
+            name = request_name(number)
+            if self.files.create(name, data) and self._is_there(name, request.id):
+                return number
+        raise StorageError(
+            f"no erase request could be written to {self.files.root}: the store says that each number is taken, and "
+            "does not list it. Try again."
+        )
+
+    def _is_there(self, name: str, request_id: str) -> bool:
+        """Whether it is ours: stores that create not exclusively may let two have one number."""
+        return decode_request(self.files.get(name), self.files.where(name)).id == request_id
+
+    def request(self, number: int) -> EraseRequest:
+        """A request.
+
+        Raises
+        ------
+        MissingCheckpointError
+            When it is gone.
+        CorruptFileError, VersionSkewError
+            When it cannot be read.
+        StorageError
+            When the store fails.
+        """
+        name = request_name(number)
+        return decode_request(self.files.get(name), self.files.where(name))
+
+    def done(self, number: int) -> EraseDone | None:
+        """The record that a request is done; None: it is not."""
+        name = done_name(number)
+        try:
+            data = self.files.get(name)
+        except MissingCheckpointError:
+            return None
+        return EraseDone.decode(data, self.files.where(name))
+
+    def note_done(self, number: int, record: EraseDone) -> None:
+        """Write down that a request is done; another process may have done so."""
+        self.files.create(done_name(number), record.encode())
+
+    def take_back(self, number: int) -> None:
+        """A request is not done any more, as the query went back."""
+        self.files.remove(done_name(number))
+
+    def drop(self, number: int) -> None:
+        """Remove a request; the record that it is done stays."""
+        self.files.remove(request_name(number))
