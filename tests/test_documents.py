@@ -26,6 +26,7 @@ from spark_state_ext.ownership.lease_record import LEASE_FORMAT
 from spark_state_ext.spark.client import operators
 from spark_state_ext.store.identity import _STORE_FORMAT
 from spark_state_ext.worker import metrics
+from spark_state_ext.worker.telemetry import INSTRUMENTS
 from tests.helpers.waiting import WAIT_S
 
 ROOT = Path(__file__).parent.parent
@@ -106,8 +107,14 @@ def test_every_column_of_the_metrics_is_in_the_table() -> None:
             assert kinds.partition(", ")[2] == units.get(column.rpartition("_")[2], ""), column
             exported_as[column] = instrument.split(" ")[0]
     assert sorted(told) == sorted((field.name, str(field.type)) for field in metrics.SCHEMA)
-    for kind, expected in (("counter", {*metrics._COUNTERS, "cache_hit"}), ("histogram", set(metrics._HISTOGRAMS))):
-        assert {name for name, instrument in exported_as.items() if instrument == kind} == expected
+    assert {name: kind for name, kind in exported_as.items() if kind} == {
+        it.column: it.kind for it in INSTRUMENTS if it.column
+    } | {"query_id": "`query_id`", "run_id": "`query_id`", "operator": "`query_id`"}
+
+
+def test_every_instrument_of_failed_calls_is_in_its_table() -> None:
+    told = {row[0].strip("`"): row[1] for row in rows(section(OPERATING / "metrics.md", "Through OpenTelemetry"))}
+    assert told == {it.name: it.kind for it in INSTRUMENTS if not it.column}
 
 
 def test_every_aggregate_is_in_the_table() -> None:

@@ -1,4 +1,4 @@
-"""What became of snapshots, counted for metrics."""
+"""What became of uploads and of snapshots, counted for metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Tallies", "Tally"]
 
 @dataclass(frozen=True)
 class Tally:
-    """What became of a bucket's snapshots.
+    """What became of a bucket's uploads, or of its snapshots.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ from arrow_schemas.lineage import CheckpointRef
 from spark_state_ext.backends import BackupManager, Markers
 from spark_state_ext.commit.failures import NO_RUN, Run
 from spark_state_ext.commit.ledger import DONE, FAILED, UploadRecord, record_name
-from spark_state_ext.commit.tally import Tallies
+from spark_state_ext.commit.tally import Tallies, Tally
 from spark_state_ext.commit.upload_states import UPLOAD, UploadEvent, UploadState
 from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import LocalStore
@@ -130,8 +130,7 @@ class WorkerUploads:
         # Clean-ups come one after the other; only those that hang have several threads.
         self.cleaner = DaemonPool("clean-up")
         self.cleaner.threads_max = THREADS_MAX
-        # By bucket: how many were confirmed, in how many seconds, with how many bytes.
-        self._sent: dict[str, tuple[int, float, int]] = {}
+        self._sent = Tallies()
         self.tallies = Tallies()
 
     def pool(self, backend: str) -> DaemonPool:
@@ -159,10 +158,9 @@ class WorkerUploads:
             if first:
                 self._begin(upload)
 
-    def sent(self, store: LocalStore) -> tuple[int, float, int]:
-        """Of a bucket's uploads that were confirmed since this was asked last: their number, seconds and bytes."""
-        with self._lock:
-            return self._sent.pop(str(store.folder), (0, 0.0, 0))
+    def sent(self, store: LocalStore) -> Tally:
+        """What became of a bucket's uploads since this was asked last."""
+        return self._sent.take(store)
 
     def is_at(self, manager: BackupManager) -> bool:
         """Whether uploads of a manager are under way."""
@@ -230,11 +228,8 @@ class WorkerUploads:
             # One that was given up says nothing of the one that was begun in its place.
             mine = upload.state is UploadState.SENDING
             dropped = _behind(upload, self._waiting[_key(upload)]) if mine and error is not None else []
-            if error is None:
-                bucket = str(upload.store.folder)
-                sent, took_s, size = self._sent.get(bucket, (0, 0.0, 0))
-                took_s += time.monotonic() - upload.begun_s
-                self._sent[bucket] = sent + 1, took_s, size + upload.size_bytes
+        took_s = time.monotonic() - upload.begun_s
+        self._sent.add(upload.store, Tally(failures=1) if error is not None else Tally(1, took_s, upload.size_bytes))
         # Noted before it is no longer found here, so that nobody takes it for lost in between.
         if error is None:
             self._record(upload.store, upload.record(DONE, self.owner, markers=dict(done.result())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -65,7 +66,20 @@ class Housekeeping:
         self.failed: dict[tuple[str, str], Exception] = {}
         # Those that nobody waits for any more, until they end.
         self.left: dict[tuple[str, str], Future[int]] = {}
+        self._counting = threading.Lock()
+        # Files that were deleted, by bucket; metrics tell of them.
+        self._deleted: dict[str, int] = {}
         self._reclaim_at_s = 0.0
+
+    def count_deleted(self, bucket: str, files: int) -> None:
+        """A clean-up of a bucket has deleted so many files."""
+        with self._counting:
+            self._deleted[bucket] = self._deleted.get(bucket, 0) + files
+
+    def take_deleted(self, bucket: str) -> int:
+        """How many files were deleted of a bucket since this was asked last."""
+        with self._counting:
+            return self._deleted.pop(bucket, 0)
 
     def drop_spill_files(self, folder: Folder, task: TaskInfo, calls: int, batch_ms: int) -> None:
         """Have earlier batches' spill files removed beside the batch; now and then at once, where no worker gets to
@@ -198,6 +212,10 @@ class CleanUps:
                 partial(self._clean_up, replica, request, asked_s),
             )
 
+    def deleted_files(self) -> int:
+        """How many files of the bucket this process has deleted since this was asked last."""
+        return self._shared.take_deleted(self._key)
+
     def _still_ours(self) -> None:
         """Within a call, which renews the lease. That passes where its store does not answer, and this does not."""
         self._leases.hold()
@@ -222,7 +240,7 @@ class CleanUps:
                     _LOGGER.warning("the clean-up in %s takes long; it is left to itself", replica.name)
                     self._shared.left[key] = cleaning
                     return
-                cleaning.result()
+                self._shared.count_deleted(self._key, cleaning.result())
             except LostFilesError as error:
                 if time.monotonic() - asked_s < _LATE_S:
                     _LOGGER.error("%s", error)

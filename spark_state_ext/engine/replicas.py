@@ -300,6 +300,11 @@ class Leases:
         )
 
     @property
+    def age_s(self) -> float:
+        """As `Lease.age_s`, of the one that was known least lately."""
+        return max((lease.age_s for lease in self.leases), default=0.0)
+
+    @property
     def times_removed(self) -> int:
         """As `Lease.times_removed`, of all of them."""
         return sum(lease.times_removed for lease in self.leases)

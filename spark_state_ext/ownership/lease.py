@@ -151,8 +151,7 @@ class Lease:
         self._beside.threads_max = _THREADS
         self._successor: RunIdentity | None = None
         self._claimed: Claim | None = None
-        self._released = False
-        self._times_removed = 0
+        self._released, self._times_removed = False, 0
 
     def is_of(self, me: RunIdentity, claim: Claim | None = None) -> bool:
         """Whether it is the lease of a run, which goes by a claim to the folder or by none."""
@@ -170,6 +169,11 @@ class Lease:
     def state(self) -> LeaseState:
         """How this process stands to the lease."""
         return self._state
+
+    @property
+    def age_s(self) -> float:
+        """How long ago this process knew last that the run holds it; infinite where it never did."""
+        return self._clock.monotonic_s() - self._known_at_s
 
     @property
     def times_removed(self) -> int:
@@ -382,15 +386,12 @@ class Lease:
         try:
             with self._holding:
                 # Not after its run, nor where this process works for another one: the next one may have taken it.
-                if self._state is LeaseState.HELD and self._is_due():
+                if self._state is LeaseState.HELD and self._clock.monotonic_s() >= self._renew_at_s:
                     self._renew()
         except OwnershipError:
             pass  # kept as the successor
         except StateError as error:
             self._not_answered(error)
-
-    def _is_due(self) -> bool:
-        return self._clock.monotonic_s() >= self._renew_at_s
 
     def _renew(self) -> None:
         begun_s = self._clock.monotonic_s()

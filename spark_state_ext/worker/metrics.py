@@ -1,5 +1,5 @@
 """Metrics: one row for each call of a bucket, as Arrow on the executor's disk, and through OpenTelemetry if it is
-there.
+there (`telemetry`).
 
 Spark's own progress counts buckets and payloads, not keys and rows; these are the true numbers. Each worker process
 appends to a file of its own (an Arrow IPC stream, so what a killed process wrote is readable up to its last batch),
@@ -18,13 +18,14 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from spark_state_ext.worker.telemetry import Telemetry
 from spark_state_ext.worker.threads import DaemonPool
 
 __all__ = ["SCHEMA", "CallMetrics", "MetricsLog", "MetricsLogs", "by_batch", "read", "timed", "timing"]
@@ -79,6 +80,14 @@ class CallMetrics:
     restored_files, restore_gaps
         Checkpoint files that were fetched; and how many times a backend that should have given one did not, and another
         one gave it: the backend that the job prefers (`restore_from`), or one that had confirmed the file.
+    upload_failures
+        Uploads of deltas that failed since the bucket's call before in this process.
+    deleted_files
+        Checkpoint files that clean-ups deleted since the bucket's call before in this process.
+    lease_age_ms
+        Since when the process knew that the run holds the lease of its state, milliseconds before the call's end.
+    job_buckets
+        How many buckets the operator has.
     """
 
     query_id: str
@@ -114,6 +123,10 @@ class CallMetrics:
     cache_hit: bool = True
     restored_files: int = 0
     restore_gaps: int = 0
+    upload_failures: int = 0
+    deleted_files: int = 0
+    lease_age_ms: int = 0
+    job_buckets: int = 0
 
 
 _TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
@@ -143,8 +156,12 @@ _SUMMED = (
         "inline_bytes",
         "restored_files",
         "restore_gaps",
+        "upload_failures",
+        "deleted_files",
     ),
 )
+# Of these the largest counts.
+_LARGEST = ("oldest_inline_ms", "lease_age_ms", "job_buckets", "ended_ms")
 _KEYS = ("query_id", "run_id", "operator", "batch")
 
 
@@ -187,11 +204,14 @@ class MetricsLog:
         Made when it is not there. Of the files of processes that have ended, the newest stay.
     beside
         Where what is held back is written.
+    telemetry
+        The process's way to OpenTelemetry.
     """
 
-    def __init__(self, folder: Path, beside: DaemonPool | None = None) -> None:
+    def __init__(self, folder: Path, beside: DaemonPool | None = None, telemetry: Telemetry | None = None) -> None:
         self._folder = folder
         self._beside = beside or DaemonPool("metrics")
+        self._telemetry = telemetry or Telemetry()
         self._held: list[dict[str, Any]] = []
         self._writing = threading.Lock()
         self._stream: Any = None
@@ -199,7 +219,7 @@ class MetricsLog:
 
     def add(self, call: CallMetrics) -> None:
         """Note a call; it is written with the task's last one where that is known, or within a second."""
-        _export(call)
+        self._telemetry.record(call)
         with self._writing:
             self._held.append({**asdict(call), "host": socket.gethostname(), "pid": os.getpid()})
             held = len(self._held)
@@ -211,6 +231,15 @@ class MetricsLog:
     def _flush_later(self) -> None:
         time.sleep(_HELD_S_MAX)
         self.flush()
+        self._telemetry.flush(0)
+
+    def end_task(self) -> None:
+        """A task is over, and its worker may be gone within a second: have what is held back written and exported.
+
+        It waits for an export for `telemetry.FLUSH_WAIT_S_MAX` at most.
+        """
+        self.flush()
+        self._telemetry.flush()
 
     def flush(self) -> None:
         """Write what is held back. That it cannot be written is told once, and harms nothing else."""
@@ -247,12 +276,13 @@ class MetricsLogs:
         self._logs: dict[str, MetricsLog] = {}
         self._lock = threading.Lock()
         self._beside = DaemonPool("metrics")
+        self._telemetry = Telemetry()
 
     def at(self, folder: Path) -> MetricsLog:
         """The log in a folder."""
         with self._lock:
             if str(folder) not in self._logs:
-                self._logs[str(folder)] = MetricsLog(folder, self._beside)
+                self._logs[str(folder)] = MetricsLog(folder, self._beside, self._telemetry)
             return self._logs[str(folder)]
 
     def close(self) -> None:
@@ -262,6 +292,14 @@ class MetricsLogs:
         for log in logs:
             log.flush()
         self._beside.close()
+
+    def fail(self, call: CallMetrics) -> None:
+        """A call failed, and so does its task: export that, and have written what its calls before held back."""
+        self._telemetry.record_failure(call)
+        with self._lock:
+            logs = list(self._logs.values())
+        for log in logs:
+            log.end_task()
 
 
 @functools.cache
@@ -298,8 +336,8 @@ def by_batch(calls: pa.Table) -> pa.Table:
     Returns
     -------
     pa.Table
-        One row a batch, ascending: sums of what can be summed, ``buckets``, ``cache_hits``, ``oldest_inline_ms`` (the
-        largest) and ``ended_ms`` (the last).
+        One row a batch, ascending: sums of what can be summed, ``buckets`` (how many were called), ``cache_hits``, the
+        largest ``oldest_inline_ms``, ``lease_age_ms`` and ``job_buckets``, and ``ended_ms`` (the last).
     """
     calls = calls.append_column("at", pa.array(range(calls.num_rows), pa.int64()))
     last = calls.group_by([*_KEYS, "bucket"]).aggregate([("at", "max")]).column("at_max")
@@ -308,62 +346,9 @@ def by_batch(calls: pa.Table) -> pa.Table:
         calls.schema.get_field_index("cache_hit"), "cache_hit", calls.column("cache_hit").cast(pa.int64())
     )
     aggregates: list[tuple[str, str]] = [(name, "sum") for name in _SUMMED]
-    aggregates += [("bucket", "count"), ("cache_hit", "sum"), ("oldest_inline_ms", "max"), ("ended_ms", "max")]
+    aggregates += [("bucket", "count"), ("cache_hit", "sum"), *((name, "max") for name in _LARGEST)]
     found = calls.group_by(list(_KEYS)).aggregate(aggregates)
-    names = {"bucket_count": "buckets", "cache_hit_sum": "cache_hits", "oldest_inline_ms_max": "oldest_inline_ms"}
-    names |= {"ended_ms_max": "ended_ms"} | {f"{name}_sum": name for name in _SUMMED}
+    names = {"bucket_count": "buckets", "cache_hit_sum": "cache_hits"}
+    names |= {f"{name}_max": name for name in _LARGEST} | {f"{name}_sum": name for name in _SUMMED}
     found = found.rename_columns([names.get(name, name) for name in found.column_names])
     return found.sort_by([("query_id", "ascending"), ("ended_ms", "ascending"), ("batch", "ascending")])
-
-
-# -- OpenTelemetry ---------------------------------------------------------------------------------
-
-_COUNTERS = (
-    "rows",
-    "keys",
-    "timeouts",
-    "changed_rows",
-    "uploaded_bytes",
-    "uploads",
-    "restored_files",
-    "restore_gaps",
-    "snapshot_bytes",
-    "snapshots",
-    "snapshot_failures",
-)
-_HISTOGRAMS = (
-    *("read_ms", "lookup_ms", "user_ms", "commit_ms", "wait_ms", "total_ms", "upload_ms", "snapshot_ms"),
-    *("delta_bytes", "inline_bytes", "oldest_inline_ms", "state_bytes"),
-)
-
-
-@functools.cache
-def _instruments() -> Mapping[str, Any] | None:
-    """Instruments by column, or None where OpenTelemetry's API is not installed."""
-    try:
-        from opentelemetry.metrics import get_meter
-    except ImportError:
-        return None
-    meter = get_meter("spark_state_ext")
-    units = {"ms": "ms", "bytes": "By"}
-    made: dict[str, Any] = {}
-    for name in _COUNTERS:
-        made[name] = meter.create_counter(f"spark_state_ext.{name}", units.get(name.rpartition("_")[2], "1"))
-    for name in _HISTOGRAMS:
-        made[name] = meter.create_histogram(f"spark_state_ext.{name}", units.get(name.rpartition("_")[2], "1"))
-    made["cache_hit"] = meter.create_counter("spark_state_ext.cache_hits", "1")
-    return made
-
-
-def _export(call: CallMetrics) -> None:
-    instruments = _instruments()
-    if instruments is None:
-        return
-    # Buckets are too many to be told apart in a metrics store.
-    attributes = {"operator": call.operator, "query_id": call.query_id}
-    for name, instrument in instruments.items():
-        value = getattr(call, name)
-        if name in _HISTOGRAMS:
-            instrument.record(value, attributes)
-        else:
-            instrument.add(int(value), attributes)

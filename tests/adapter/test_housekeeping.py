@@ -69,8 +69,12 @@ def test_a_clean_up_that_is_refused_is_told_by_the_next_commit(
     monkeypatch.setattr(Process, "housekeeping", mine, raising=False)
     _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(WAIT_S)
-    assert len(life.files("a", "delta")) < len(before)
+    gone = len(before) - len(life.files("a", "delta"))
+    assert gone > 0
     _clean_ups(life).raise_failed()
+    # For metrics, and each file once.
+    assert _clean_ups(life).deleted_files() >= gone
+    assert _clean_ups(life).deleted_files() == 0
 
 
 def test_a_clean_up_that_may_go_better_another_time_is_not_told(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -225,6 +226,16 @@ def test_a_hold_that_is_not_due_costs_nothing(tmp_path: Path, clock: Virtual) ->
     clock.now_s += 0.9 * THIRD_S
     _renewed(lease)
     assert sorted((tmp_path / "lease").iterdir()) == before
+
+
+def test_a_lease_tells_how_long_ago_it_was_known_to_be_held(tmp_path: Path, clock: Virtual) -> None:
+    lease = _lease(tmp_path, ME, clock)
+    assert lease.age_s == math.inf
+    lease.hold()
+    assert lease.age_s == 0
+    clock.now_s += THIRD_S / 2
+    lease.hold()
+    assert lease.age_s == THIRD_S / 2
 
 
 def test_one_lease_object_a_process_and_run(tmp_path: Path) -> None:

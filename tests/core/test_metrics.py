@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from spark_state_ext.__main__ import main
-from spark_state_ext.worker import metrics
+from spark_state_ext.worker import metrics, telemetry
 from spark_state_ext.worker.metrics import CallMetrics, MetricsLog, by_batch, read
 
 
@@ -125,9 +125,9 @@ def exported() -> Iterator[Any]:
     reader = InMemoryMetricReader()
     # A process has one provider for good; no other test has one.
     api.set_meter_provider(sdk.MeterProvider(metric_readers=[reader]))
-    metrics._instruments.cache_clear()
+    telemetry._instruments.cache_clear()
     yield reader
-    metrics._instruments.cache_clear()
+    telemetry._instruments.cache_clear()
 
 
 def test_calls_go_to_open_telemetry(exported: Any, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from spark_state_ext.commit.committer import await_all
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, UploadRecord, record_name
+from spark_state_ext.commit.tally import Tally
 from spark_state_ext.commit.uploads import THREADS_MAX, Upload, WorkerUploads
 from spark_state_ext.errors import CommitTimeoutError, StorageError, UploadFailedError
 from spark_state_ext.files.sealed import SealedFile
@@ -155,6 +156,10 @@ def test_what_comes_after_a_failure_is_not_sent(store: LocalStore) -> None:
     assert states == [DONE, DONE, FAILED, None, None]
     with pytest.raises(StorageError, match="was not sent, as"):
         mine[-1].done.result(WAIT_S)
+    # For metrics, each once. What was not sent has not failed.
+    counted = uploads.sent(store)
+    assert (counted.confirmed, counted.failures) == (2, 1)
+    assert uploads.sent(store) == Tally()
     later = _upload(store, manager, refs.next(6))
     uploads.submit([later])
     await_all([later], uploads, CommitOptions())

@@ -83,9 +83,11 @@ def run_bucket(
     call = _BucketCall(worker or Worker.current(), info, function, state, cpu)
     try:
         yield from call.run(frames)
-    except BaseException:
+    except BaseException as error:
         # Interrupts and a consumer that goes away too: nothing is to be read on for a call that is over.
         call.give_up()
+        if isinstance(error, Exception):
+            call.tell_of_failure()
         raise
 
 
@@ -170,7 +172,12 @@ class _BucketCall:
         # Before the call has come so far, there is nothing to end.
         self._opened: OpenBucket | None = None
         self._call = CallMetrics(
-            info.task.query_id, info.task.run_id or self._job.plan_id, info.batch, self._job.operator, info.bucket
+            info.task.query_id,
+            info.task.run_id or self._job.plan_id,
+            info.batch,
+            self._job.operator,
+            info.bucket,
+            job_buckets=self._job.options.buckets,
         )
 
     def give_up(self) -> None:
@@ -179,6 +186,12 @@ class _BucketCall:
             self._opened.bucket.close()
             self._opened.let_go()
             self._shared.replicas.forget(self._job, self._opened.query_folder, self._info.bucket)
+
+    def tell_of_failure(self) -> None:
+        """Metrics of a call that failed. Spark ends its worker."""
+        if self._opened is not None:
+            self._count_beside(self._opened)
+        self._shared.metrics.fail(self._call)
 
     # -- the call ----------------------------------------------------------------------------------
 
@@ -236,11 +249,11 @@ class _BucketCall:
         self._call.total_ms = 1000 * (time.perf_counter() - started_s)
         self._call.cpu_ms = 1000 * self._cpu.spent_s()
         self._count(replace(made, pointer=pointer), opened, rows)
+        self._call.deleted_files = clean_ups.deleted_files()
         log = self._shared.metrics.at(folders.stores / "metrics")
         log.add(self._call)
         if partitioning.is_last(task_end.called):
-            # A worker may be gone within a second of its last batch.
-            log.flush()
+            log.end_task()
         if self._job.api != PANDAS:
             yield numbers_of(self._call)
 
@@ -305,12 +318,7 @@ class _BucketCall:
     def _count(self, made: CommitResult, opened: OpenBucket, rows: SpillBuffer) -> None:
         """What the call's metrics say of the commit."""
         call, pointer, sizes, now_ms = self._call, made.pointer, made.sizes, int(time.time() * 1000)
-        store, sent = opened.bucket.store, self._shared.uploads
-        uploads, upload_s, uploaded_bytes = sent.sent(store)
-        call.uploads, call.upload_ms, call.uploaded_bytes = uploads, 1000 * upload_s, uploaded_bytes
-        snapshots = sent.tallies.take(store)
-        call.snapshots, call.snapshot_failures = snapshots.confirmed, snapshots.failures
-        call.snapshot_ms, call.snapshot_bytes = 1000 * snapshots.took_s, snapshots.size_bytes
+        self._count_beside(opened)
         call.ended_ms, call.changed_rows = now_ms, rows.rows
         call.state_rows, call.state_rows_min, call.state_bytes = sizes.rows_max, sizes.rows_min, sizes.size_bytes
         call.wait_ms = 1000 * made.waited_s
@@ -319,6 +327,16 @@ class _BucketCall:
         call.oldest_inline_ms = max((now_ms - delta.made_ms for delta in pointer.inline), default=0)
         call.restored_files, call.restore_gaps = opened.bucket.fetched_files, opened.bucket.restore_gaps
         call.cache_hit = call.restored_files == 0
+        call.lease_age_ms = int(1000 * opened.leases.age_s)
+
+    def _count_beside(self, opened: OpenBucket) -> None:
+        """What they say of work beside batches."""
+        call, store, uploads = self._call, opened.bucket.store, self._shared.uploads
+        deltas, snapshots = uploads.sent(store), uploads.tallies.take(store)
+        call.uploads, call.upload_failures = deltas.confirmed, deltas.failures
+        call.upload_ms, call.uploaded_bytes = 1000 * deltas.took_s, deltas.size_bytes
+        call.snapshots, call.snapshot_failures = snapshots.confirmed, snapshots.failures
+        call.snapshot_ms, call.snapshot_bytes = 1000 * snapshots.took_s, snapshots.size_bytes
 
     # -- erase requests ----------------------------------------------------------------------------
 

@@ -1,0 +1,201 @@
+"""Metrics of worker processes that end without notice, as an OpenTelemetry collector gets them over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spark_state_ext.worker import telemetry
+from spark_state_ext.worker.metrics import CallMetrics
+from spark_state_ext.worker.telemetry import FLUSH_WAIT_S_MAX, Telemetry
+from tests.helpers.otlp import Collector, entry_point_in
+from tests.helpers.waiting import WAIT_S, eventually
+
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the OTLP exporter is not installed")
+ROOT = Path(__file__).parent.parent.parent
+# As a Python worker of Spark, which leaves without anything that Python does at its end.
+_WORKER = """
+import os, sys, time
+from pathlib import Path
+from spark_state_ext.worker.metrics import CallMetrics, MetricsLogs
+logs = MetricsLogs()
+log = logs.at(Path(sys.argv[1]))
+for bucket in range(3):
+    log.add(CallMetrics("query", "run", 1, "counts", bucket, rows=2, state_bytes=100, job_buckets=3))
+{end}
+os._exit(0)
+"""
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def entry_point(tmp_path: Path) -> Path:
+    return entry_point_in(tmp_path)
+
+
+def _worker(end: str, folder: Path, site: Path, url: str, **also: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("OTEL_")},
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)]),
+        "OTEL_PYTHON_METER_PROVIDER": "spark_state_ext",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": url,
+        **also,
+    }
+    return subprocess.run(
+        [sys.executable, "-c", _WORKER.format(end=end), str(folder)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=True,
+    )
+
+
+def test_a_worker_that_ends_with_its_task_loses_nothing(
+    collector: Collector, entry_point: Path, tmp_path: Path
+) -> None:
+    """Without a flush nothing would come: the SDK exports once a minute."""
+    _worker("", tmp_path / "lost", entry_point, collector.url)
+    assert collector.requests == []
+    for _ in range(2):
+        _worker("log.end_task()", tmp_path / "kept", entry_point, collector.url)
+    assert (collector.last("rows"), collector.last("state_bytes")) == (12, 6)
+    names = {it["service.name"] for it in collector.resources()}
+    instances = {it["service.instance.id"] for it in collector.resources()}
+    assert (names, len(instances)) == ({"spark_state_ext"}, 2)
+
+
+def test_a_failed_call_is_told_of_too(collector: Collector, entry_point: Path, tmp_path: Path) -> None:
+    failed = 'logs.fail(CallMetrics("query", "run", 1, "counts", 0, rows=50, upload_failures=4))'
+    _worker(failed, tmp_path, entry_point, collector.url)
+    assert (collector.last("failed_calls"), collector.last("upload_failures"), collector.last("rows")) == (1, 4, 6)
+
+
+def test_a_collector_that_hangs_costs_a_process_half_a_second_once(
+    collector: Collector, entry_point: Path, tmp_path: Path
+) -> None:
+    collector.open.clear()
+    measured = """
+times = []
+for batch in range(20):
+    log.add(CallMetrics("query", "run", batch, "counts", 0, rows=1))
+    began_s = time.monotonic()
+    log.end_task()
+    times.append(time.monotonic() - began_s)
+    time.sleep(0.07)
+print(sum(times) - times[0], times[0])
+"""
+    done = _worker(measured, tmp_path, entry_point, collector.url)
+    later_s, first_s = map(float, done.stdout.split())
+    assert first_s >= FLUSH_WAIT_S_MAX
+    # Nineteen more tasks together waited less than one may; a busy machine has its share of it.
+    assert later_s < FLUSH_WAIT_S_MAX * 19
+    assert done.stderr.count("no task waits for metrics to be exported") == 1
+
+
+def test_a_setup_that_cannot_work_is_told_once_and_harms_no_batch(tmp_path: Path, entry_point: Path) -> None:
+    nobody = {"OTEL_PYTHON_METER_PROVIDER": "nobody"}
+    done = _worker("log.end_task(); print('went on')", tmp_path, entry_point, "http://127.0.0.1:9", **nobody)
+    assert done.stdout == "went on\n"
+    assert done.stderr.count("metrics do not go to OpenTelemetry") == 1
+
+
+# -- how a process decides -------------------------------------------------------------------------
+
+
+class Sdk:
+    """An export that hangs or fails when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        monkeypatch.setattr(telemetry, "_force_flush", lambda: self._flush)
+        monkeypatch.setattr(telemetry, "FLUSH_EVERY_S", 0.0)
+        telemetry._tell.cache_clear()
+
+    def _flush(self, timeout_millis: float) -> bool:
+        self.began += 1
+        assert self.gate.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+@pytest.fixture
+def sdk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sdk]:
+    made = Sdk(monkeypatch)
+    yield made
+    made.gate.set()
+
+
+def _recorded(mine: Telemetry) -> None:
+    mine.record(CallMetrics("query", "run", 1, "counts", 0, rows=1))
+
+
+def test_what_is_flushed_already_is_not_flushed_again(sdk: Sdk) -> None:
+    mine = Telemetry()
+    assert mine.flush(WAIT_S)
+    assert sdk.began == 0
+    _recorded(mine)
+    assert mine.flush(WAIT_S)
+    assert mine.flush(WAIT_S)
+    assert sdk.began == 1
+
+
+def test_once_an_export_has_come_through_tasks_wait_again(sdk: Sdk, caplog: pytest.LogCaptureFixture) -> None:
+    mine = Telemetry()
+    sdk.gate.clear()
+    with caplog.at_level(logging.WARNING, "spark_state_ext"):
+        for _ in range(3):
+            _recorded(mine)
+            assert not mine.flush(0.05)
+    assert len([it for it in caplog.messages if "no task waits" in it]) == 1
+    sdk.gate.set()
+    # What came meanwhile is exported without another task that asks.
+    eventually(lambda: sdk.began == 2 and not mine._busy)
+    _recorded(mine)
+    assert mine.flush(WAIT_S)
+    assert sdk.began == 3
+
+
+def test_an_export_that_fails_is_told_once_and_not_raised(sdk: Sdk, caplog: pytest.LogCaptureFixture) -> None:
+    mine = Telemetry()
+    sdk.error = RuntimeError("the collector is gone")
+    with caplog.at_level(logging.WARNING, "spark_state_ext"):
+        for _ in range(3):
+            _recorded(mine)
+            mine.flush(WAIT_S)
+            eventually(lambda: not mine._busy)
+    assert caplog.messages == ["metrics could not be exported: RuntimeError: the collector is gone"]
+    assert sdk.began == 3
+
+
+def test_exports_are_apart(sdk: Sdk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of a busy worker do not wait for each other's exports, and all that they recorded goes at once."""
+    monkeypatch.setattr(telemetry, "FLUSH_EVERY_S", 1.0)
+    mine = Telemetry()
+    _recorded(mine)
+    assert mine.flush(WAIT_S)
+    began_s = time.monotonic()
+    for _ in range(100):
+        _recorded(mine)
+        mine.flush(WAIT_S)
+    spent_s = time.monotonic() - began_s
+    eventually(lambda: not mine._busy)
+    assert sdk.began <= 2 + spent_s
