@@ -41,6 +41,11 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 SAVEPOINT_COMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("savepoint_status", "what is in it, who was started from it, and whether it may be deleted"),
+    "create": ("savepoint_create", "take one of a query, with Spark"),
+    "verify": ("savepoint_verify", "read every byte of it, and say which file is damaged"),
+    "copy": ("savepoint_copy", "copy what its manifest names"),
+    "transform": ("savepoint_transform", "a new one with other columns or fewer keys, without Spark"),
+    "claim": ("savepoint_claim", "keep queries from it, until it is released"),
     "release": ("savepoint_release", "free a claim whose query is gone for good"),
     "delete": ("savepoint_delete", "delete what its manifest names, where it may go"),
 }
