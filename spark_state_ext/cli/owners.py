@@ -136,8 +136,8 @@ def _of_query(query_folder: Folder, kind: str, why: str) -> Owned:
 
 def _above(folder: Folder, storage_options: Mapping[str, Any]) -> Folder:
     """The folder that one lies in; the same where there is none above it."""
-    root = folder.root if "://" in folder.root else os.path.abspath(folder.root)
-    above = posixpath.dirname(root.rstrip("/"))
+    root = folder.root.rstrip("/")
+    above = posixpath.dirname(root) or posixpath.dirname(os.path.abspath(root))
     if not above or above.endswith(":/"):
         return folder
     return Folder(above, storage_options)
