@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from spark_state_ext.spark.client.session import disable, enable
     from spark_state_ext.spark.client.state import ArrowState
     from spark_state_ext.spark.client.tables import read_savepoint, write_savepoint
+    from spark_state_ext.spark.source.frames import read_state, register
 
 __all__ = [
     "Agg",
@@ -45,6 +46,8 @@ __all__ = [
     "enable",
     "open_state",
     "read_savepoint",
+    "read_state",
+    "register",
     "savepoint_tables",
     "sessionize",
     "starting_offsets",
@@ -72,6 +75,8 @@ _LAZY = {
     "enable": "spark_state_ext.spark.client.session",
     "open_state": "spark_state_ext.reading.opening",
     "read_savepoint": "spark_state_ext.spark.client.tables",
+    "read_state": "spark_state_ext.spark.source.frames",
+    "register": "spark_state_ext.spark.source.frames",
     "savepoint_tables": "spark_state_ext.savepoints.reading",
     "sessionize": "spark_state_ext.spark.client.operators",
     "starting_offsets": "spark_state_ext.savepoints.offsets",

@@ -13,10 +13,10 @@ from spark_state_ext.errors import MissingCheckpointError, StateError, UsageErro
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.bodies import Scratch
 from spark_state_ext.reading.committed import BATCH, Timeline, timeline
+from spark_state_ext.reading.finding import find_state
 from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.reading.holding import ReaderHold
 from spark_state_ext.reading.loading import pointer_to
-from spark_state_ext.reading.place import place_of
 from spark_state_ext.reading.state import AsOf, OpenState, StateFiles
 from spark_state_ext.savepoints.manifest_file import read_manifest
 
@@ -91,14 +91,14 @@ def open_state(
     """
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int)):
         raise UsageError(f"batch must be the number of a batch, not {batch!r}")
-    place = place_of(Folder(os.fspath(path), storage_options), operator, query_folder)
+    found = find_state(Folder(os.fspath(path), storage_options), operator, query_folder)
     scratch = Scratch(local_dir, memory_map)
-    if place.operator is None:
-        return _savepoint(place.folder, operator, batch, scratch)
+    if found.operator is None:
+        return _savepoint(found.folder, operator, batch, scratch)
     # Before anything is listed: what is there from then on stays.
-    held = ReaderHold(place.folder) if hold else None
+    held = ReaderHold(found.folder) if hold else None
     try:
-        return _query_folder(place.folder, place.operator, batch, unproven, held, scratch)
+        return _query_folder(found.folder, found.operator, batch, unproven, held, scratch)
     except BaseException:
         if held is not None:
             held.release()

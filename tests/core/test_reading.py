@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -100,7 +101,7 @@ def test_columns_filters_and_buckets_are_chosen(job: Job) -> None:
         model = job.models[state.batch]
         few = state.scan(["count"], filter=(pc.field("count") > 700) & (pc.field("bucket") < 3)).read_all()
         assert few.schema.names == ["count"]
-        wanted = [row.count for key, row in model.items() if bucket_of(_as_key(key), 4) < 3]
+        wanted = [row.count or 0 for key, row in model.items() if bucket_of(_as_key(key), 4) < 3]
         assert sorted(few["count"].to_pylist()) == sorted(count for count in wanted if count > 700)
         one = state.scan(["name", "x", "bucket", "key_hash"], buckets=[2]).read_all().to_pylist()
         assert {row["bucket"] for row in one} == {2}
@@ -319,9 +320,12 @@ def test_a_state_that_was_closed_says_so(job: Job) -> None:
     lived(job, 3)
     with open_state(job.root) as state:
         reader = state.scan()
-    for use in (state.scan, lambda: state.get(("a", 1.5)), state.lineage):
-        with pytest.raises(UsageError, match="was closed"):
-            use()
+    with pytest.raises(UsageError, match="was closed"):
+        state.scan()
+    with pytest.raises(UsageError, match="was closed"):
+        state.get(("a", 1.5))
+    with pytest.raises(UsageError, match="was closed"):
+        state.lineage()
     with pytest.raises(UsageError, match="was closed"):
         reader.read_all()
 
@@ -333,24 +337,26 @@ def test_what_a_path_may_be(tmp_path: Path) -> None:
     root = tmp_path / "root"
     with pytest.raises(UsageError, match="has the operators counts, sums: name one"):
         open_state(root)
-    for path, named, job in [
+    cases: list[tuple[Path, dict[str, Any], Job]] = [
         (root, {"operator": "counts"}, other),
         (root, {"operator": "sums"}, more),
         (root, {"operator": "counts", "query_folder": "query"}, first),
         (root / "counts", {"query_folder": "query"}, first),
         (root / "counts" / "query", {}, first),
         (root / "counts" / "query", {"operator": "counts"}, first),
-    ]:
+    ]
+    for path, named, job in cases:
         with open_state(path, **named) as state:
             assert state.path == job.folder.root
             assert state_of(state) == job.models[-2]
-    for path, named, said in [
+    wrong: list[tuple[Path, dict[str, Any], str]] = [
         (root, {"operator": "no"}, "no operator 'no'"),
         (root, {"operator": "counts", "query_folder": "no"}, "no query folder 'no'; it has query, second"),
         (root / "counts" / "query", {"operator": "sums"}, "not 'sums'"),
         (tmp_path / "nowhere", {}, "there is no folder"),
         (root / "counts" / "query" / "0", {}, "no state of an operator"),
-    ]:
+    ]
+    for path, named, said in wrong:
         with pytest.raises(UsageError, match=said):
             open_state(path, **named)
     for job in (first, other, more):

@@ -11,14 +11,14 @@ from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, Usa
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
 
-__all__ = ["Place", "place_of"]
+__all__ = ["StateFolder", "find_state"]
 
 _NOT_QUERIES = frozenset({STARTING_FOLDER, SPILL_FOLDER})
 _NAMED_MAX = 10
 
 
 @dataclass(frozen=True)
-class Place:
+class StateFolder:
     """A folder with state.
 
     Parameters
@@ -33,7 +33,7 @@ class Place:
     operator: OperatorFile | None
 
 
-def place_of(given: Folder, operator: str | None, query_folder: str | None) -> Place:
+def find_state(given: Folder, operator: str | None, query_folder: str | None) -> StateFolder:
     """Find the state that is meant.
 
     Parameters
@@ -57,9 +57,9 @@ def place_of(given: Folder, operator: str | None, query_folder: str | None) -> P
     here = given.entries()
     files = {entry.name for entry in here if not entry.folder}
     if MANIFEST_NAME in files:
-        return Place(given, None)
+        return StateFolder(given, None)
     if _has_operator_file(here):
-        return Place(given, _in_force(given, here, operator))
+        return StateFolder(given, _in_force(given, here, operator))
     if not here:
         raise UsageError(
             f"there is no folder {given.root}, or it is empty: give a root as ArrowState has it, a query folder "
@@ -92,7 +92,7 @@ def _queries_in(operator_folder: Folder, entries: Iterable[Entry]) -> dict[str, 
 
 def _chosen(
     operator_folder: Folder, below: dict[str, list[Entry]], operator: str | None, query_folder: str | None
-) -> Place:
+) -> StateFolder:
     queries = {name: entries for name, entries in below.items() if _has_operator_file(entries)}
     if query_folder is not None and query_folder not in queries:
         raise UsageError(
@@ -100,7 +100,7 @@ def _chosen(
         )
     name = query_folder or _written_last(operator_folder, queries)
     folder = operator_folder.child(name)
-    return Place(folder, _in_force(folder, queries[name], operator))
+    return StateFolder(folder, _in_force(folder, queries[name], operator))
 
 
 def _written_last(operator_folder: Folder, queries: dict[str, list[Entry]]) -> str:
