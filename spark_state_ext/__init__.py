@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from spark_state_ext.spark.client.session import disable, enable
     from spark_state_ext.spark.client.state import ArrowState
     from spark_state_ext.spark.client.tables import read_savepoint, write_savepoint
+    from spark_state_ext.spark.source.frames import read_state, register
 
 __all__ = [
     "Agg",
@@ -50,6 +51,8 @@ __all__ = [
     "erase_keys",
     "erase_status",
     "read_savepoint",
+    "read_state",
+    "register",
     "savepoint_tables",
     "sessionize",
     "starting_offsets",
@@ -81,6 +84,8 @@ _LAZY = {
     "erase_keys": "spark_state_ext.erasing.asking",
     "erase_status": "spark_state_ext.erasing.asking",
     "read_savepoint": "spark_state_ext.spark.client.tables",
+    "read_state": "spark_state_ext.spark.source.frames",
+    "register": "spark_state_ext.spark.source.frames",
     "savepoint_tables": "spark_state_ext.savepoints.reading",
     "sessionize": "spark_state_ext.spark.client.operators",
     "starting_offsets": "spark_state_ext.savepoints.offsets",

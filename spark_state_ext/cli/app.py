@@ -24,6 +24,7 @@ _HERE = "spark_state_ext.cli.commands"
 # Name, module, and what it does.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "check": ("check", "what is installed, and whether this machine can run it (also without a command)"),
+    "doctor": ("doctor", "what is wrong with a configuration, and what to change"),
     "metrics": ("metrics", "what each batch did, from the files that executors write"),
     "rollback": ("rollback", "make an older batch the last one of a Spark checkpoint"),
     "show": ("show", "which state there is at a path, and which batches of it can be read"),
@@ -41,6 +42,11 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 SAVEPOINT_COMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("savepoint_status", "what is in it, who was started from it, and whether it may be deleted"),
+    "create": ("savepoint_create", "take one of a query, with Spark"),
+    "verify": ("savepoint_verify", "read every byte of it, and say which file is damaged"),
+    "copy": ("savepoint_copy", "copy what its manifest names"),
+    "transform": ("savepoint_transform", "a new one with other columns or fewer keys, without Spark"),
+    "claim": ("savepoint_claim", "keep queries from it, until it is released"),
     "release": ("savepoint_release", "free a claim whose query is gone for good"),
     "delete": ("savepoint_delete", "delete what its manifest names, where it may go"),
 }

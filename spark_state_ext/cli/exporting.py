@@ -11,7 +11,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from spark_state_ext.cli.targets import absolute
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
@@ -47,8 +46,8 @@ def exported(
     ending = posixpath.splitext(to)[1]
     if ending not in FORMS:
         raise UsageError(f"the name of the file says in which format: it must end in {' or '.join(FORMS)}, not {to!r}")
-    above, name = posixpath.split(absolute(to))
-    target = Folder(above, storage_options)
+    above, name = posixpath.split(to)
+    target = Folder(above or ".", storage_options)
     if not overwrite and target.exists(name):
         raise UsageError(f"there is a file {target.where(name)} already: --overwrite replaces it")
     scratch = scratch_folder(None)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from spark_state_ext.cli.parameters import options_of
-from spark_state_ext.cli.targets import absolute
+from spark_state_ext.cli.targets import as_given
 from spark_state_ext.reading.opening import open_state
 from spark_state_ext.reading.state import OpenState
 
@@ -61,7 +61,7 @@ def opened(
         As `open_state`.
     """
     return open_state(
-        absolute(path),
+        as_given(path),
         operator=operator,
         batch=at,
         query_folder=query_folder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -135,7 +136,8 @@ def _of_query(query_folder: Folder, kind: str, why: str) -> Owned:
 
 def _above(folder: Folder, storage_options: Mapping[str, Any]) -> Folder:
     """The folder that one lies in; the same where there is none above it."""
-    above = posixpath.dirname(folder.root.rstrip("/"))
+    root = folder.root.rstrip("/")
+    above = posixpath.dirname(root) or posixpath.dirname(os.path.abspath(root))
     if not above or above.endswith(":/"):
         return folder
     return Folder(above, storage_options)

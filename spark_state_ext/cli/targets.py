@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 
-__all__ = ["QueryFolder", "Target", "absolute", "bucket_folders", "given_folder", "query_folder_at", "target_of"]
+__all__ = ["QueryFolder", "Target", "as_given", "bucket_folders", "given_folder", "query_folder_at", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,11 @@ def given_folder(path: str, storage_options: Mapping[str, Any]) -> Folder:
     UsageError
         When it cannot be opened.
     """
-    return Folder(absolute(path), storage_options)
+    return Folder(as_given(path), storage_options)
 
 
-def absolute(path: str) -> str:
-    """A path as somebody gave it, from the top."""
-    if "://" not in path:
-        path = os.path.abspath(path)
+def as_given(path: str) -> str:
+    """A path as somebody gave it, without a slash at its end."""
     return path.rstrip("/") or path
 
 

@@ -31,37 +31,40 @@ class ReaderHold:
         How long it lasts without renewal.
     clock_s
         A clock that only goes forward.
+    joined
+        Id of a hold that another process has placed, and that is only renewed; it ends by itself.
 
     Raises
     ------
     CannotHoldError
         When no record can be written.
+    MissingCheckpointError
+        When the other process's hold is over.
     """
 
     def __init__(
-        self, query_folder: Folder, lasts_ms: int = HOLD_MS, clock_s: Callable[[], float] = time.monotonic
+        self,
+        query_folder: Folder,
+        lasts_ms: int = HOLD_MS,
+        clock_s: Callable[[], float] = time.monotonic,
+        *,
+        joined: str | None = None,
     ) -> None:
         self._clock_s = clock_s
         self._term_s = lasts_ms / 1000
         self._renewed_s = clock_s()
         self._lost: StateError | None = None
         self._lock = threading.Lock()
-        try:
-            self._hold = Hold.place(
-                query_folder, f"a reader, process {os.getpid()} on {socket.gethostname()}", lasts_ms
-            )
-        except StorageError as error:
-            raise CannotHoldError(
-                f"no hold can be written to {query_folder.root}, so the query's clean-up may delete files while they "
-                f"are read: {error}. Allow writing to holds/ there, or open with hold=False: then a read may fail with "
-                "MissingCheckpointError."
-            ) from error
-        ended = threading.Event()
-        self._release = weakref.finalize(self, _end, self._hold, ended, os.getpid())
+        if joined is not None:
+            self._hold = Hold(query_folder, joined)
+            self._hold.renew()
+        else:
+            self._hold = _placed(query_folder, lasts_ms)
+        self._ended = threading.Event()
+        self._release = weakref.finalize(self, _end, self._hold, self._ended, os.getpid(), joined is None)
+        every_s = self._term_s / _RENEWALS_A_TERM
         me = weakref.ref(self)
-        threading.Thread(
-            target=_renew_until, args=(me, ended, self._term_s / _RENEWALS_A_TERM), name="hold", daemon=True
-        ).start()
+        threading.Thread(target=_renew_until, args=(me, self._ended, every_s), name="hold", daemon=True).start()
 
     @property
     def id(self) -> str:
@@ -100,11 +103,29 @@ class ReaderHold:
         """
         self._release()
 
+    def leave(self) -> str:
+        """Leave the hold to others who know its id, and to end by itself; gives the id."""
+        self._release.detach()
+        self._ended.set()
+        return self.id
 
-def _end(hold: Hold, ended: threading.Event, pid: int) -> None:
+
+def _placed(query_folder: Folder, lasts_ms: int) -> Hold:
+    try:
+        holder = f"a reader, process {os.getpid()} on {socket.gethostname()}"
+        return Hold.place(query_folder, holder, lasts_ms)
+    except StorageError as error:
+        raise CannotHoldError(
+            f"no hold can be written to {query_folder.root}, so the query's clean-up may delete files while they "
+            f"are read: {error}. Allow writing to holds/ there, or open with hold=False: then a read may fail with "
+            "MissingCheckpointError."
+        ) from error
+
+
+def _end(hold: Hold, ended: threading.Event, pid: int, mine: bool) -> None:
     ended.set()
     # A process that was forked from the reader's has a copy of this, and no business with the record.
-    if os.getpid() == pid:
+    if mine and os.getpid() == pid:
         hold.release()
 
 

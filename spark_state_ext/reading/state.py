@@ -131,6 +131,16 @@ class OpenState:
             self._hold.release()
 
     @property
+    def files(self) -> StateFiles:
+        """Where it is, for those that read it in other processes."""
+        return self._files
+
+    def leave_hold(self) -> str | None:
+        """End using the state here, and leave its hold to other processes, which renew it; gives its id."""
+        self._closed = True
+        return None if self._hold is None else self._hold.leave()
+
+    @property
     def path(self) -> str:
         """The query folder, or the operator's folder in a savepoint."""
         return self._files.folder.root
@@ -367,6 +377,16 @@ class OpenState:
         """
         self._check()
         return files_table([self._listed(bucket) for bucket in self._wanted(buckets)], self.checkpoints)
+
+    def rows(self, bucket: int) -> Iterator[pa.RecordBatch]:
+        """Live rows of a bucket as they are in files, hash and marks included, ascending by hash."""
+        self._check()
+        return live_rows(self._loaded(bucket), self._row_schema)
+
+    @property
+    def columns(self) -> ShownColumns:
+        """Names of columns, and where they are in a row of a file."""
+        return self._columns
 
     def _loaded(self, bucket: int) -> list[Body]:
         pointer = self._files.pointers[bucket]

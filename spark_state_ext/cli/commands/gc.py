@@ -7,11 +7,13 @@ from typing import Annotated, Any
 import pyarrow as pa
 import typer
 
+from arrow_schemas.lineage import parse_file_name
 from spark_state_ext.cli.clean_ups import RETAINED, BucketCleanUp, clean_up_of, holders
 from spark_state_ext.cli.output import Output, progress, say, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
 from spark_state_ext.cli.targets import bucket_folders, given_folder, query_folder_at
 from spark_state_ext.errors import UsageError
+from spark_state_ext.files.folder import Entry
 
 __all__ = ["RetainedOption", "command"]
 
@@ -73,8 +75,14 @@ def _rows(done: BucketCleanUp) -> list[dict[str, Any]]:
             "bytes": entry.size_bytes,
             "why": done.explanation.reasons[entry.name],
         }
-        for entry in done.entries
+        for entry in sorted(done.entries, key=_order)
     ]
+
+
+def _order(entry: Entry) -> tuple[int, str]:
+    """By version; what has none comes first."""
+    parsed = parse_file_name(entry.name)
+    return (0 if parsed is None else parsed[0].version, entry.name)
 
 
 def _sum_up(done: list[BucketCleanUp], held_by: list[str], presumed: bool) -> None:

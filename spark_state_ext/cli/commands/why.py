@@ -32,7 +32,7 @@ def command(
     """Say what a file is, whose it is, whether the next clean-up deletes it, and why it is still there."""
     above, name = posixpath.split(file.rstrip("/"))
     options = options_of(storage_options)
-    folder = given_folder(above, options)
+    folder = given_folder(above or ".", options)
     if not folder.exists(name):
         raise MissingCheckpointError(f"there is no file {folder.where(name)}")
     owned = owner_of(folder, name, options, retained)

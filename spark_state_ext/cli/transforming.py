@@ -1,0 +1,301 @@
+"""A new savepoint of another one's rows: columns renamed, dropped or of another type, and keys left out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, Writer
+from arrow_schemas.operator import OperatorFile
+from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
+from arrow_schemas.row import EXPIRES_MS, RowSchema
+from arrow_schemas.savepoint import CANONICAL, SavedBucket, SavepointManifest, relocatable
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.cli.filters import filter_of
+from spark_state_ext.engine.folders import scratch_folder
+from spark_state_ext.errors import StateValueError, UsageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed import seal
+from spark_state_ext.reading.shown import BUCKET, ShownColumns
+from spark_state_ext.savepoints.claims import refuse_claimed
+from spark_state_ext.savepoints.copying import put_whole, refuse_incomplete
+from spark_state_ext.savepoints.manifest_file import refuse_existing, write_manifest
+from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.version import __version__
+
+__all__ = ["Transformation", "changed_operator", "transformed"]
+
+# Spark's names of types in SQL, where these are others than in its JSON.
+_SQL = {
+    "tinyint": "byte",
+    "smallint": "short",
+    "int": "integer",
+    "bigint": "long",
+    "real": "float",
+    "timestamp_ltz": "timestamp",
+}
+_TYPES = {"byte", "short", "integer", "long", "float", "double", "string", "binary", "boolean", "date", "timestamp"}
+_TYPES |= {"timestamp_ntz"}
+_DECIMAL = re.compile(r"decimal\(\d+,\d+\)")
+
+
+@dataclass(frozen=True)
+class Transformation:
+    """What becomes of the state of an operator.
+
+    Parameters
+    ----------
+    operator
+        Which one. Others of the savepoint are compacted, and stay as they are otherwise.
+    rename
+        New names of columns by the old ones.
+    drop
+        State columns that go.
+    retype
+        New types of state columns, as Spark's SQL calls them.
+    keep
+        A filter over the columns as they were: other keys go. None: all stay.
+    """
+
+    operator: str
+    rename: Mapping[str, str]
+    drop: tuple[str, ...]
+    retype: Mapping[str, str]
+    keep: str | None
+
+
+# -- schemas --------------------------------------------------------------------------------------
+
+
+def changed_operator(operator: OperatorFile, wanted: Transformation) -> OperatorFile:
+    """The operator file after a transformation.
+
+    Parameters
+    ----------
+    operator
+        The one that is in force before.
+    wanted
+        The transformation.
+
+    Raises
+    ------
+    UsageError
+        When it cannot be.
+    """
+    keys, state = (json.loads(text) for text in (operator.key_schema, operator.state_schema))
+    _refuse(operator, keys["fields"], state["fields"], wanted)
+    kept = [field for field in state["fields"] if field["name"] not in wanted.drop]
+    for field in kept:
+        if field["name"] in wanted.retype:
+            field["type"] = _type(wanted.retype[field["name"]])
+    for field in (*keys["fields"], *kept):
+        field["name"] = wanted.rename.get(field["name"], field["name"])
+    for fields, what in ((keys["fields"], "key"), (kept, "state")):
+        names = [field["name"] for field in fields]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise UsageError(f"there would be two {what} columns {twice!r}: rename to another name")
+    made = replace(
+        operator, key_schema=json.dumps(keys), state_schema=json.dumps({**state, "fields": kept}), schema_id=0
+    )
+    made.row_schema()
+    return made
+
+
+def _refuse(operator: OperatorFile, keys: list[Any], state: list[Any], wanted: Transformation) -> None:
+    key_names, names = [it["name"] for it in keys], [it["name"] for it in state if it["name"] != EXPIRES_MS]
+    changes = [*wanted.rename, *wanted.drop, *wanted.retype]
+    if operator.function is not None and changes:
+        raise UsageError(
+            f"operator {operator.operator!r} is the built-in {json.loads(operator.function)['name']}, whose columns "
+            "are its own: only --keep goes with it"
+        )
+    unknown = next((name for name in changes if name not in (*key_names, *names)), None)
+    if unknown is not None:
+        raise UsageError(f"there is no column {unknown!r}; there are {', '.join((*key_names, *names))}")
+    for option, given in (("--drop", wanted.drop), ("--retype", tuple(wanted.retype))):
+        key = next((name for name in given if name in key_names and name not in names), None)
+        if key is not None:
+            raise UsageError(f"{option} cannot name the key column {key!r}: keys are found by their hash")
+    both = next((name for name in changes if name in key_names and name in names), None)
+    if both is not None:
+        raise UsageError(f"{both!r} is a key column and a state column, so it is not known which is meant")
+    if set(wanted.drop) >= set(names):
+        raise UsageError("a state needs a column: not all of them can be dropped")
+    if any(new == EXPIRES_MS for new in wanted.rename.values()):
+        raise UsageError(f"{EXPIRES_MS!r} is the package's own name for when a row expires: rename to another name")
+    gone = next((name for name in wanted.drop if name in (*wanted.rename, *wanted.retype)), None)
+    if gone is not None:
+        raise UsageError(f"column {gone!r} is dropped, and cannot be renamed or get another type")
+
+
+def _type(text: str) -> str:
+    name = text.strip().lower().replace(" ", "")
+    name = _SQL.get(name, name)
+    if name not in _TYPES and not _DECIMAL.fullmatch(name):
+        known = ", ".join(sorted({*_TYPES, *_SQL}))
+        raise UsageError(f"{text!r} is no type that a column can be given here: {known}, or decimal(p,s)")
+    return name
+
+
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def transformed(
+    source: Folder,
+    manifest: SavepointManifest,
+    target: Folder,
+    wanted: Transformation,
+    advance: Callable[[int], None] = lambda buckets: None,
+) -> tuple[int, int]:
+    """Write the new savepoint; how many rows the operator had, and has now.
+
+    Parameters
+    ----------
+    source, manifest
+        The savepoint, and what is in it.
+    target
+        Folder of the new one.
+    wanted
+        The transformation.
+    advance
+        Told of each bucket.
+
+    Raises
+    ------
+    UsageError
+        When it cannot be, or there is something at the target.
+    StateValueError
+        When a value does not fit its column's new type.
+    ClaimedError
+        When a query has claimed the savepoint, as it deletes it.
+    StateError
+        When the savepoint cannot be read, or a store fails.
+    """
+    operators = dict(manifest.header.operators)
+    before = operators[wanted.operator]
+    operators[wanted.operator] = after = changed_operator(before, wanted)
+    rows = _Rows(before.row_schema(), after.row_schema(), wanted)
+    refuse_existing(target)
+    refuse_claimed(source)
+    made, scratch = uuid.uuid4().hex, scratch_folder(None)
+    buckets = []
+    for bucket in manifest.buckets:
+        files = source.child(bucket.operator, str(bucket.bucket))
+        into = target.child(bucket.operator, str(bucket.bucket))
+        if bucket.operator == wanted.operator:
+            buckets.append(_rewritten(made, files, bucket.pointer, into, rows, scratch))
+        else:
+            schema = manifest.header.operators[bucket.operator].row_schema()
+            buckets.append(_compacted(files, bucket.pointer, into, schema, scratch))
+        into.sync()
+        advance(1)
+    header = replace(
+        manifest.header,
+        id=made,
+        form=CANONICAL,
+        made_ms=int(time.time() * 1000),
+        operators=operators,
+        package_version=__version__,
+    )
+    new = SavepointManifest(header, tuple(buckets))
+    refuse_incomplete(target, new)
+    write_manifest(target, new)
+    return rows.read, rows.kept
+
+
+def _compacted(files: Folder, pointer: Pointer, into: Folder, schema: RowSchema, scratch: Path) -> SavedBucket:
+    if pointer.ref is None:
+        return SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, ()), ())
+    whole = replace(pointer, replication={files.root: ReplicationStatus(pointer.ref)})
+    return save_bucket(whole, sole_replica(files, scratch, files.root), into, CANONICAL, schema, scratch).saved
+
+
+def _rewritten(made: str, files: Folder, pointer: Pointer, into: Folder, rows: _Rows, scratch: Path) -> SavedBucket:
+    if pointer.ref is None:
+        none = replace(relocatable(pointer, ()), schema_id=0)
+        return SavedBucket(pointer.operator, pointer.bucket, none, ())
+    # Its content is its own, and so is its name. The version stays: the low watermark of timers goes by it.
+    text = f"{made} {pointer.operator} {pointer.bucket}"
+    ref = CheckpointRef(pointer.version, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+    heartbeat = pointer.lineage[-1].heartbeat
+    header = LineageHeader(
+        kind=SNAPSHOT,
+        operator=pointer.operator,
+        bucket=pointer.bucket,
+        ref=ref,
+        parent=None,
+        lineage=(),
+        schema_id=0,
+        writer=Writer("", "", pointer.batch, "", heartbeat),
+        package_version=__version__,
+    )
+    kept = rows.kept
+    sealed = seal(header, rows.after, rows.of(saved_rows(files, pointer, rows.before, scratch)), scratch)
+    try:
+        file = put_whole(into, sealed)
+    finally:
+        sealed.let_go()
+    lineage = (LineageEntry(ref, 0, heartbeat),)
+    saved = relocatable(replace(pointer, lineage=lineage, parent=None), lineage)
+    return SavedBucket(
+        pointer.operator, pointer.bucket, replace(saved, schema_id=0, origins=(), rows=rows.kept - kept), (file,)
+    )
+
+
+class _Rows:
+    """Rows as they become, counted on their way."""
+
+    def __init__(self, before: RowSchema, after: RowSchema, wanted: Transformation) -> None:
+        self.before, self.after = before, after
+        self.read = self.kept = 0
+        self._shown = ShownColumns(before)
+        self._fields = pa.schema([field for field in self._shown.all if field.name != BUCKET])
+        self._keep = None if wanted.keep is None else filter_of(wanted.keep, self._fields)
+        # Where each of the new state columns comes from.
+        back = {new: old for old, new in wanted.rename.items()}
+        self._sources = [f"state.{back.get(field.name, field.name)}" for field in after.state]
+
+    def of(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The rows of a bucket, in their order."""
+        for batch in batches:
+            self.read += batch.num_rows
+            left = batch if self._keep is None else batch.filter(self._mask(batch, self._keep))
+            if left.num_rows:
+                self.kept += left.num_rows
+                yield self._changed(left)
+
+    def _mask(self, batch: pa.RecordBatch, keep: pc.Expression) -> pa.Array:
+        shown = self._shown.of(batch, self._fields, -1)
+        numbers = pa.array(np.arange(batch.num_rows))
+        # No column has an empty name.
+        table = pa.Table.from_batches([shown]).append_column("", numbers)
+        return pc.is_in(numbers, table.filter(keep).column("").combine_chunks())
+
+    def _changed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        arrow = self.after.arrow
+        keys = len(self.before.keys)
+        columns = list(batch.columns[: 1 + keys])
+        for name, field in zip(self._sources, self.after.state, strict=True):
+            column = batch.column(name)
+            try:
+                columns.append(column if column.type == field.type else column.cast(field.type))
+            except pa.ArrowException as error:
+                raise StateValueError(
+                    f"column {name.removeprefix('state.')!r} cannot become {field.type}: {error}. Choose another type, "
+                    "or leave such keys out with --keep."
+                ) from error
+        columns += [batch.column(name) for name in arrow.names[len(columns) :]]
+        return pa.RecordBatch.from_arrays(columns, schema=arrow)

@@ -1,0 +1,146 @@
+"""Options of the data source ``arrow_state``, which Spark hands over as texts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spark_state_ext.errors import UsageError
+
+__all__ = ["CHANGES", "METADATA", "STATE", "TIMEOUTS", "SourceOptions"]
+
+STATE, TIMEOUTS, METADATA, CHANGES = "state", "timeouts", "metadata", "changes"
+_TABLES = (STATE, TIMEOUTS, METADATA)
+_FLAGS = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """What is read.
+
+    Parameters
+    ----------
+    path
+        A root, a query folder, or a savepoint.
+    table
+        `STATE`, `TIMEOUTS`, `METADATA`; or `CHANGES`, where batches are given.
+    operator, batch, query_folder, unproven, hold
+        As for `open_state`.
+    columns
+        Names of columns; None: all.
+    buckets
+        Numbers of buckets; None: all.
+    from_batch, to_batch
+        Between which batches changes are told; the second is the newest by default.
+    storage_options
+        Options for the path's fsspec file system.
+    """
+
+    path: str
+    table: str = STATE
+    operator: str | None = None
+    batch: int | None = None
+    query_folder: str | None = None
+    unproven: bool = False
+    hold: bool = True
+    columns: tuple[str, ...] | None = None
+    buckets: tuple[int, ...] | None = None
+    from_batch: int | None = None
+    to_batch: int | None = None
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(given: Mapping[str, str]) -> SourceOptions:
+        """Read options; names in any case, and ``fromBatch`` as ``from_batch``.
+
+        Raises
+        ------
+        UsageError
+            When there is no such option, a value is none of its kind, or two exclude each other.
+        """
+        names = {name.replace("_", ""): name for name in SourceOptions.__dataclass_fields__}
+        texts: dict[str, str] = {}
+        for key, text in given.items():
+            name = names.get(key.lower().replace("_", ""))
+            if name is None:
+                alike = difflib.get_close_matches(key.lower(), SourceOptions.__dataclass_fields__, n=1)
+                raise UsageError(
+                    f"arrow_state has no option {key!r}{f'; most likely {alike[0]!r} is meant' if alike else ''}. "
+                    f"It has {', '.join(SourceOptions.__dataclass_fields__)}"
+                )
+            texts[name] = text
+        if "path" not in texts:
+            raise UsageError("arrow_state needs a path: load(path), or option('path', …)")
+        found: dict[str, Any] = {name: _READ.get(name, _as_text)(name, text) for name, text in texts.items()}
+        return SourceOptions(**found)._checked()
+
+    def _checked(self) -> SourceOptions:
+        if self.table not in _TABLES:
+            raise UsageError(f"the option table must be one of {', '.join(_TABLES)}, not {self.table!r}")
+        if self.to_batch is not None and self.from_batch is None:
+            raise UsageError("the option to_batch goes with from_batch: changes are told between two batches")
+        if self.from_batch is None:
+            return self
+        if self.table != STATE or self.batch is not None or self.columns is not None:
+            raise UsageError("the options table, batch and columns do not go with from_batch, which reads changes")
+        if self.to_batch is not None and self.to_batch < self.from_batch:
+            raise UsageError(f"to_batch must not come before from_batch: {self.to_batch} is before {self.from_batch}")
+        return SourceOptions(**{**self.__dict__, "table": CHANGES})
+
+
+def _as_text(name: str, text: str) -> str:
+    return text
+
+
+def _as_number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"the option {name} must be a whole number, not {text!r}") from None
+
+
+def _as_flag(name: str, text: str) -> bool:
+    if text.lower() not in _FLAGS:
+        raise UsageError(f"the option {name} must be true or false, not {text!r}")
+    return _FLAGS[text.lower()]
+
+
+def _as_names(name: str, text: str) -> tuple[str, ...]:
+    try:
+        # Names with commas in them are given as JSON.
+        names = json.loads(text) if text.startswith("[") else [part.strip() for part in text.split(",")]
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not names or not all(isinstance(it, str) and it for it in names):
+        raise UsageError(f"the option {name} must be names with commas between them, or a JSON list, not {text!r}")
+    return tuple(names)
+
+
+def _as_numbers(name: str, text: str) -> tuple[int, ...]:
+    return tuple(_as_number(name, part.strip()) for part in text.split(","))
+
+
+def _as_mapping(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        # They may hold secrets.
+        raise UsageError(f"the option {name} must be a JSON object, as json.dumps makes one of a dict")
+    return found
+
+
+_READ: dict[str, Any] = {
+    "batch": _as_number,
+    "from_batch": _as_number,
+    "to_batch": _as_number,
+    "unproven": _as_flag,
+    "hold": _as_flag,
+    "columns": _as_names,
+    "buckets": _as_numbers,
+    "storage_options": _as_mapping,
+}

@@ -1,0 +1,162 @@
+"""What `docs/recordings` shows of each command is what it does, on a small root that is always the same.
+
+``SPARK_STATE_EXT_RECORD=1`` writes the files anew; look at what changed before you commit it. Numbers of four digits and
+more are sizes of files, which depend on the release of PyArrow: they are not compared, and neither is the room that
+they take in a table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_root import BEGUN_S, QUERY, dated, savepoint_of, small_root
+
+from spark_state_ext.__main__ import main
+from spark_state_ext.cli.app import COMMANDS, SAVEPOINT_COMMANDS
+from spark_state_ext.worker.metrics import CallMetrics, MetricsLog
+
+ROOT = Path(__file__).parent.parent.parent
+RECORDINGS = ROOT / "docs" / "recordings"
+_RECORD = os.environ.get("SPARK_STATE_EXT_RECORD", "") not in ("", "0")
+_FOLDER = f"state/counts/{QUERY}"
+_FIRST = f"{_FOLDER}/0"
+# ``FIRST`` is the oldest delta file of bucket 0, whose name has a random id.
+_LINES: dict[str, list[str]] = {
+    "show": ["show state", "show savepoint -o json"],
+    "get": [
+        "get state ann 0",
+        "get state ann 0 --at 3 -o json",
+        """get state --json '{"name": "eve", "x": 2.0}' -o jsonl""",
+        "get state nobody 1.5",
+        "get state ann",
+    ],
+    "scan": [
+        "scan state",
+        "scan state --columns name,count --filter \"count > 60 and name != 'eve'\" -o jsonl",
+        "scan state --limit 2 --at 3",
+        "scan state --filter 'total > 1'",
+    ],
+    "diff": ["diff state --at 3 --other-at 4", "diff state savepoint --at 6 -o jsonl", "diff state --at 6"],
+    "verify": ["verify state", "verify damaged"],
+    "gc": [f"gc old/counts/{QUERY} --dry-run --retained 2 --bucket 0", f"gc {_FOLDER}"],
+    "why": [
+        "why FIRST --retained 2",
+        f"why {_FOLDER}/operator_0.json",
+        "why savepoint/savepoint.arrow",
+    ],
+    "lineage": [f"lineage {_FOLDER} --bucket 0", f"lineage {_FOLDER} --bucket 1 --to tree.svg"],
+    "log": [f"log {_FOLDER}", f"log {_FOLDER} --bucket 0 --files"],
+    "export": ["export state rows.parquet", "export state rows.parquet"],
+    "abandoned": ["abandoned STATE --checkpoint CHECKPOINT", "abandoned STATE -c NOWHERE"],
+    "rollback": [
+        "rollback checkpoint --to-batch 1",
+        "rollback checkpoint --to-batch 1 --apply",
+        "rollback state --to-batch 1",
+    ],
+    "metrics": ["metrics metrics -o jsonl"],
+    "savepoint": [
+        "savepoint status savepoint",
+        "savepoint verify savepoint",
+        "savepoint copy savepoint copy",
+        "savepoint transform savepoint other --rename count=total --drop note --retype count=double --keep 'count > 60'",
+        "scan other",
+        "savepoint claim copy --by 'Ann of payments'",
+        "savepoint copy copy again",
+        "savepoint release copy",
+        "savepoint delete copy",
+        "savepoint delete copy --root STATE",
+    ],
+}
+# They tell of the machine, or need Spark.
+_NOT_RECORDED = {"check", "doctor"}
+_NOT_RECORDED_OF_SAVEPOINTS = {"create"}
+
+
+def test_each_command_is_recorded() -> None:
+    assert _LINES.keys() | _NOT_RECORDED == COMMANDS.keys()
+    assert sorted(path.stem for path in RECORDINGS.glob("*.txt")) == sorted(_LINES)
+    lines = "\n".join(_LINES["savepoint"])
+    assert {n for n in SAVEPOINT_COMMANDS if f"savepoint {n} " not in lines} == _NOT_RECORDED_OF_SAVEPOINTS
+    page = (ROOT / "docs" / "operating" / "commands.md").read_text()
+    assert [name for name in _LINES if f"../recordings/{name}.txt" not in page] == []
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with all that the lines name."""
+    with small_root(tmp_path / "made") as made, small_root(tmp_path / "made-old", batches=31) as old:
+        work = tmp_path / "work"
+        work.mkdir()
+        made.root.rename(work / "state")
+        made.job.folder = made.job.folder.__class__(str(work / "state")).child("counts", QUERY)
+        old.root.rename(work / "old")
+        savepoint_of(made.job, work / "savepoint")
+        (work / "damaged").mkdir()
+        savepoint_of(made.job, work / "damaged")
+        (damaged, *_) = sorted((work / "damaged" / "counts" / "0").iterdir(), key=_version)
+        data = damaged.read_bytes()
+        # Not in place: the query has a hard link to it.
+        damaged.unlink()
+        damaged.write_bytes(data[:-1])
+        _spark_checkpoint(work / "checkpoint")
+        log = MetricsLog(work / "metrics")
+        for bucket in range(2):
+            log.add(CallMetrics(QUERY, "run", 7, "counts", bucket, ended_ms=BEGUN_S * 1000, rows=3, keys=2))
+        log.flush()
+        monkeypatch.chdir(work)
+        yield work
+
+
+def _version(path: Path) -> int:
+    return int(path.name.partition("_")[0])
+
+
+def _spark_checkpoint(folder: Path) -> None:
+    """As Spark leaves it after three batches."""
+    files = {"metadata": json.dumps({"id": QUERY})}
+    for batch in range(3):
+        files |= {f"offsets/{batch}": "v1\n{}", f"commits/{batch}": 'v1\n{"nextBatchWatermarkMs":0}'}
+        files |= {f"state/0/{partition}/{batch + 1}.delta": "rows" for partition in range(2)}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    dated(folder)
+
+
+def _recorded(line: str, work: Path) -> str:
+    """A line, what it prints, and its exit code where that is not 0."""
+    (first, *_) = sorted((work / _FIRST).glob("*.delta.arrow"), key=_version)
+    told = {"FIRST": str(first.relative_to(work)), "CHECKPOINT": str(work / "checkpoint"), "STATE": str(work / "state")}
+    told["NOWHERE"] = str(work / "nowhere")
+    words = [told.get(word, word) for word in shlex.split(line)]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    assert code not in (70,), err.getvalue()
+    said = "".join(f"{text}\n" for text in (out.getvalue() + err.getvalue()).splitlines())
+    shown = re.sub("|".join(told), lambda it: told[it[0]], line)
+    text = f"$ spark-state-ext {shown}\n{said}" + (f"(exit code {code})\n" if code else "")
+    # When files were moved aside.
+    return re.sub(r"\d{8}T\d{6}Z", "20240201T120000Z", text.replace(f"{work}/", "/"))
+
+
+def _without_sizes(text: str) -> str:
+    return re.sub(r" {2,}", "  ", re.sub(r"\d{4,}", "N", text))
+
+
+@pytest.mark.parametrize("name", _LINES)
+def test_a_recording_is_what_the_command_does(name: str, here: Path) -> None:
+    text = "\n".join(_recorded(line, here) for line in _LINES[name])
+    path = RECORDINGS / f"{name}.txt"
+    if _RECORD:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert _without_sizes(path.read_text()) == _without_sizes(text)

@@ -1,0 +1,199 @@
+"""``savepoint verify | copy | claim | transform``: what they make can be read and started from, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from reading_support import as_model
+from small_root import SAVEPOINT_ID, SmallRoot, savepoint_of, small_root
+
+from arrow_schemas.savepoint import SavepointManifest
+from spark_state_ext import open_state, savepoint_tables
+from spark_state_ext.__main__ import main
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
+from tests.helpers.soak import whole
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "savepoint-1"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallRoot]:
+    with small_root(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(params=["native", "canonical"])
+def savepoint(small: SmallRoot, tmp_path: Path, request: pytest.FixtureRequest) -> Folder:
+    return savepoint_of(small.job, tmp_path / "savepoint", request.param)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(it.relative_to(folder)): it.read_bytes() for it in folder.rglob("*") if it.is_file()}
+
+
+# -- verify, copy, claim ---------------------------------------------------------------------------
+
+
+def test_a_copy_is_the_savepoint(savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (Path(savepoint.root) / "counts" / "0" / "mine.txt").write_text("mine")
+    assert main(["savepoint", "copy", savepoint.root, str(tmp_path / "copy")]) == 0
+    files = _files(Path(savepoint.root))
+    del files["counts/0/mine.txt"]
+    assert _files(tmp_path / "copy") == files, "what the manifest names, byte by byte"
+    assert main(["savepoint", "verify", str(tmp_path / "copy")]) == 0
+    capsys.readouterr()
+    assert main(["savepoint", "copy", savepoint.root, str(tmp_path / "copy")]) == 2
+    assert "there is a savepoint at" in capsys.readouterr().err
+    (one, *_) = sorted(path for path in Path(savepoint.root).rglob("*.arrow") if path.parent.name == "0")
+    data = one.read_bytes()
+    # Not in place: the copy has a hard link to it.
+    one.unlink()
+    one.write_bytes(data[:-1] + b"x")
+    assert main(["savepoint", "verify", savepoint.root]) == 1
+    assert main(["savepoint", "copy", savepoint.root, str(tmp_path / "other")]) == 3
+    assert "CorruptFileError" in capsys.readouterr().err
+    assert not (tmp_path / "other" / "savepoint.arrow").exists(), "it is no savepoint"
+    assert main(["savepoint", "verify", str(tmp_path / "other")]) == 3
+    assert main(["savepoint", "verify", str(tmp_path / "copy")]) == 0, "it has files of its own"
+
+
+def test_a_copy_goes_to_an_object_store_and_back(s3: Any, savepoint: Folder, tmp_path: Path) -> None:
+    there, options = s3.root(f"copied-{tmp_path.name}"), json.dumps(s3.options)
+    assert main(["savepoint", "copy", savepoint.root, there, "--to-options", options]) == 0
+    assert main(["savepoint", "verify", there, "--storage-options", options]) == 0
+    assert main(["savepoint", "copy", there, str(tmp_path / "back"), "--storage-options", options]) == 0
+    assert _files(tmp_path / "back") == _files(Path(savepoint.root))
+
+
+def test_a_claim_by_hand_keeps_others_away(
+    savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim = ["savepoint", "claim", savepoint.root, "--by", "Ann of payments"]
+    assert main(claim) == 0
+    assert main(claim) == 3
+    assert "ClaimedError" in capsys.readouterr().err
+    for command in (
+        ["copy", savepoint.root, str(tmp_path / "copy")],
+        ["delete", savepoint.root, "--root", str(tmp_path)],
+    ):
+        assert main(["savepoint", *command]) in (2, 3)
+        assert read_manifest(savepoint).header.id == SAVEPOINT_ID
+    capsys.readouterr()
+    assert main(["savepoint", "status", savepoint.root]) == 0
+    assert "Ann of payments (claimed by hand)" in capsys.readouterr().out
+    assert main(["savepoint", "release", savepoint.root]) == 0
+    assert main(["savepoint", "copy", savepoint.root, str(tmp_path / "copy")]) == 0
+    assert main(["savepoint", "claim", savepoint.root, "--by", " "]) == 2
+    assert main(["savepoint", "claim", str(tmp_path / "nothing"), "--by", "Ann"]) == 3
+
+
+# -- transform -------------------------------------------------------------------------------------
+
+
+def _transformed(savepoint: Folder, to: Path, *arguments: str) -> pa.Table:
+    assert main(["savepoint", "transform", savepoint.root, str(to), *arguments]) == 0
+    assert main(["savepoint", "verify", str(to)]) == 0
+    return pa.concat_tables(savepoint_tables(str(to)))
+
+
+def test_rows_stay_where_nothing_is_asked_for(small: SmallRoot, savepoint: Folder, tmp_path: Path) -> None:
+    assert as_model(_transformed(savepoint, tmp_path / "to")) == small.job.models[-1]
+    before, after = read_manifest(savepoint), read_manifest(Folder(str(tmp_path / "to")))
+    assert after.header.form == "canonical"
+    assert after.header.id != before.header.id
+    same = ("query_id", "batch", "watermark_ms", "offsets")
+    assert [getattr(after.header, name) for name in same] == [getattr(before.header, name) for name in same]
+    for old, new in zip(before.buckets, after.buckets, strict=True):
+        assert new.pointer.version == old.pointer.version
+        assert new.pointer.ref != old.pointer.ref, "other content, another name"
+        assert new.pointer.earliest_timeout_ms == old.pointer.earliest_timeout_ms
+        assert new.pointer.heartbeats == old.pointer.heartbeats
+
+
+def test_columns_and_keys_become_others(small: SmallRoot, savepoint: Folder, tmp_path: Path) -> None:
+    table = _transformed(
+        savepoint,
+        *(tmp_path / "to", "--rename", "count=total", "--rename", "name=user", "--drop", "note"),
+        *("--retype", "count=decimal(22, 2)", "--keep", "count > 60 or name == 'eve'"),
+    )
+    assert table.schema.names == ["user", "x", "total", "timeout_ms"]
+    assert table.schema.field("total").type == pa.decimal128(22, 2)
+    assert {(row["user"], row["x"]): (int(row["total"]), row["timeout_ms"]) for row in table.to_pylist()} == {
+        key: (row.count, row.timeout_ms)
+        for key, row in small.job.models[-1].items()
+        if (row.count or 0) > 60 or key[0] == "eve"
+    }
+    with open_state(str(tmp_path / "to")) as state:
+        for row in table.to_pylist():
+            assert state.get({"user": row["user"], "x": row["x"]}).to_pylist() == [row], (
+                "keys are where their hash says"
+            )
+
+
+def test_all_keys_may_go(savepoint: Folder, tmp_path: Path) -> None:
+    assert _transformed(savepoint, tmp_path / "to", "--keep", "count < 0").num_rows == 0
+
+
+@pytest.mark.parametrize("form", whole(["native"], ["canonical"]))
+def test_a_savepoint_of_the_first_release_is_transformed(form: str, tmp_path: Path) -> None:
+    table = _transformed(Folder(str(GOLDEN / form)), tmp_path / "to", "--rename", "tags=labels", "--retype", "n=double")
+    expected = json.loads((GOLDEN / "expected.json").read_text())
+    found = sorted(table.to_pylist(), key=lambda row: (str(row["day"]), row["name"] or ""))
+    assert [(it["labels"], it["n"], str(it["last"]), it["timeout_ms"]) for it in found] == [
+        (it["tags"], float(it["n"]), it["last"], it["timeout_ms"]) for it in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--rename", "nothing=x"], 2, "there is no column 'nothing'; there are name, x, count, note"),
+        (["--rename", "count"], 2, "--rename must be two names"),
+        (["--rename", "count=a", "--rename", "count=b"], 2, "names the column 'count' twice"),
+        (["--rename", "count=note"], 2, "there would be two state columns 'note'"),
+        (["--drop", "name"], 2, "--drop cannot name the key column 'name'"),
+        (["--drop", "count", "--drop", "note"], 2, "a state needs a column"),
+        (["--drop", "count", "--rename", "count=x"], 2, "column 'count' is dropped, and cannot be renamed"),
+        (["--retype", "x=int"], 2, "--retype cannot name the key column 'x'"),
+        (["--retype", "count=number"], 2, "'number' is no type"),
+        (["--retype", "note=int"], 2, "column 'note' cannot become int32"),
+        (
+            ["--retype", "count=tinyint", "--keep", "count < 0 or count > 0", "--rename", "count=__expires_ms"],
+            2,
+            "own name",
+        ),
+        (["--keep", "count >"], 2, "the filter 'count >' cannot be read"),
+        (["--keep", "bucket == 1"], 2, "the filter names a column 'bucket'"),
+        (["--operator", "sums"], 2, "has no operator 'sums'"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(
+    small: SmallRoot, tmp_path: Path, arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    savepoint = savepoint_of(small.job, tmp_path / "savepoint")
+    assert main(["savepoint", "transform", savepoint.root, str(tmp_path / "to"), *arguments]) == code
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "to" / "savepoint.arrow").exists()
+
+
+def test_columns_of_a_built_in_operator_are_its_own(
+    small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    savepoint = savepoint_of(small.job, tmp_path / "savepoint")
+    manifest = read_manifest(savepoint)
+    function = json.dumps({"name": "top_k", "parameters": {}})
+    operators = {"counts": replace(manifest.header.operators["counts"], function=function)}
+    made = SavepointManifest(replace(manifest.header, operators=operators), manifest.buckets)
+    os.unlink(savepoint.where("savepoint.arrow"))
+    savepoint.put("savepoint.arrow", encode_manifest(made))
+    assert main(["savepoint", "transform", savepoint.root, str(tmp_path / "to"), "--drop", "note"]) == 2
+    assert "is the built-in top_k, whose columns are its own" in capsys.readouterr().err
+    assert main(["savepoint", "transform", savepoint.root, str(tmp_path / "to"), "--keep", "count > 60"]) == 0

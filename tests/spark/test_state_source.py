@@ -1,0 +1,202 @@
+"""State as tables of Spark: the data source ``arrow_state``, and `read_state`, which gives the same on every release."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyspark
+import pytest
+from jobs import COUNTS, count, keyed
+from jobs import Job as SparkJob
+from pyspark.errors import PySparkException
+from pyspark.sql import functions as F
+from reading_support import Job
+from test_reading import lived
+
+from arrow_schemas.row import RowSchema
+from arrow_schemas.spark_hash import key_hash
+from arrow_schemas.spark_types import key_fields
+from spark_state_ext import open_state, read_state, register, write_savepoint
+from spark_state_ext.errors import UsageError
+from spark_state_ext.spark.client.columns import _hashable
+from spark_state_ext.testing.model import Model, Row, canonical
+
+SPARK = tuple(int(part) for part in pyspark.__version__.split(".")[:2])
+Read = Callable[..., Any]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = lived(Job(tmp_path / "root", tmp_path), 14)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["source", "function"])
+def read(request: pytest.FixtureRequest, session: Any) -> Read:
+    """Either way to read."""
+    if request.param == "function":
+        return lambda path, **options: read_state(session, path, **options)
+    if SPARK < (4, 0):
+        pytest.skip("PySpark 3.5 has no data sources in Python")
+    register(session)
+
+    def load(path: Any, **options: Any) -> Any:
+        joined = {k: ",".join(map(str, v)) if isinstance(v, list) else str(v) for k, v in options.items()}
+        return session.read.format("arrow_state").options(**joined).load(str(path))
+
+    return load
+
+
+def model_of(frame: Any) -> Model:
+    rows = frame.collect()
+    found = {(canonical(r.name), canonical(r.x)): Row(r["count"], r.note, r.timeout_ms, r.defined) for r in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def test_tables_of_a_state(job: Job, read: Read) -> None:
+    columns = ["name", "x", "count", "note", "timeout_ms", "defined", "bucket"]
+    frame = read(job.root, columns=columns)
+    assert model_of(frame) == job.models[12]
+    assert frame.select("bucket").distinct().count() == 4
+    assert read(job.root).columns == columns[:5]
+    assert model_of(read(job.root, batch=5, columns=columns)) == job.models[5]
+    few = read(job.root, buckets=[2], columns=["name", "bucket"])
+    assert few.columns == ["name", "bucket"]
+    assert [row.bucket for row in few.distinct().select("bucket").distinct().collect()] == [2]
+    timeouts = {(canonical(r.name), canonical(r.x)): r.timeout_ms for r in read(job.root, table="timeouts").collect()}
+    assert timeouts == {key: row.timeout_ms for key, row in job.models[12].items() if row.timeout_ms is not None}
+    files = read(job.root, table="metadata")
+    assert files.where("state = 'read' AND kind = 'delta'").select("batch").distinct().collect()[0].batch == 12
+    assert files.count() == sum(len(job.folder.child(str(bucket)).names()) for bucket in range(4))
+
+
+def test_changes_between_two_batches(job: Job, read: Read) -> None:
+    before, after = job.models[3], job.models[11]
+    rows = read(job.root, from_batch=3, to_batch=11).collect()
+    found = {(canonical(r.name), canonical(r.x)): (r._change, r["count"]) for r in rows}
+    wanted = {key: ("delete", row.count) for key, row in before.items() if key not in after}
+    wanted |= {key: ("insert", row.count) for key, row in after.items() if key not in before}
+    wanted |= {key: ("update", after[key].count) for key, row in before.items() if after.get(key, row) != row}
+    assert {kind for kind, _ in wanted.values()} >= {"insert", "update"}
+    assert (found, len(rows)) == (wanted, len(wanted))
+    assert read(job.root, from_batch=12).collect() == []
+
+
+@pytest.mark.spark
+def test_what_cannot_be_read_is_told(job: Job, spark: Any) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"bucket": "1"}, "most likely 'buckets' is meant"),
+        ({"table": "rows"}, "must be one of state, timeouts, metadata"),
+        ({"to_batch": 3}, "goes with from_batch"),
+        ({"from_batch": 3, "to_batch": 1}, "must not come before"),
+        ({"batch": "last"}, "whole number"),
+        ({"hold": "no"}, "true or false"),
+    ]
+    for options, said in wrong:
+        with pytest.raises(UsageError, match=said):
+            read_state(spark, job.root, **options)
+    with pytest.raises(PySparkException, match="the files tell of batch"):
+        read_state(spark, job.root, batch=99)
+    if SPARK < (4, 0):
+        with pytest.raises(UsageError, match="read_state"):
+            register(spark)
+        return
+    register(spark)
+    with pytest.raises(PySparkException, match="most likely 'batch' is meant"):
+        spark.read.format("arrow_state").option("btch", 1).load(str(job.root)).collect()
+    with pytest.raises(PySparkException, match="write_savepoint"):
+        spark.range(1).write.format("arrow_state").mode("append").save(str(job.root))
+
+
+@pytest.mark.spark
+def test_keys_and_states_of_all_types(spark: Any, tmp_path: Path) -> None:
+    """Types survive, and a key's hash in Python is Spark's."""
+    keys = {
+        "b": "boolean",
+        "y": "byte",
+        "h": "short",
+        "i": "int",
+        "l": "long",
+        "f": "float",
+        "d": "double",
+        "s": "string",
+        "n": "binary",
+        "t": "date",
+        "ts": "timestamp",
+        "tn": "timestamp_ntz",
+        "p": "decimal(10,2)",
+        "q": "decimal(30,4)",
+        "a": "array<int>",
+        "r": "struct<u:string,v:double>",
+    }
+    random_ = random.Random(4)
+    columns = [
+        F.when(F.col("id") % 7 == at % 7, F.lit(None)).otherwise(_some(at, random_)).cast(it).alias(name)
+        for at, (name, it) in enumerate(keys.items())
+    ]
+    table = spark.range(40).select(*columns, F.col("id").alias("k"))
+    path = str(tmp_path / "savepoint")
+    state = table.select("k", *keys, F.create_map(F.lit("m"), "k").alias("m"))
+    schema = ", ".join(f"{it.name} {it.dataType.simpleString()}" for it in state.schema.fields if it.name != "k")
+    write_savepoint(state, path, keys=["k"], state_schema=schema, buckets=3)
+    back = read_state(spark, path).drop("timeout_ms")
+    assert sorted(map(str, back.collect())) == sorted(map(str, state.collect()))
+    if SPARK >= (4, 0):
+        register(spark)
+        loaded = spark.read.format("arrow_state").load(path).drop("timeout_ms")
+        assert sorted(map(str, loaded.collect())) == sorted(map(str, state.collect()))
+    with open_state(path) as opened:
+        rows = opened.scan().read_all()
+    for name in keys:
+        field = table.schema[name]
+        [arrow] = key_fields(table.select(name).schema.json())
+        hashed = {r.k: r.h for r in table.select("k", F.xxhash64(_hashable(name, field)).alias("h")).collect()}
+        found = RowSchema((arrow,), ()).normalise_keys([rows[name].combine_chunks()])[0]
+        ours = [key_hash([found.slice(at, 1)]) for at in range(rows.num_rows)]
+        assert ours == [hashed[k] % 2**64 for k in rows["k"].to_pylist()], name
+
+
+def _some(at: int, random_: random.Random) -> Any:
+    k = F.col("id")
+    zeros = F.when(k % 5 == 0, F.lit(-0.0)).when(k % 5 == 1, F.lit(float("nan"))).otherwise(k / 3 - 4)
+    text = F.expr("repeat(concat('é', id), cast(id as int))")
+    return [
+        k % 2 == 0,
+        k - 20,
+        k * 100 - 2000,
+        k * 100_000_000 - 2_000_000_000,
+        (k - 20) * F.lit(2**57),
+        zeros,
+        zeros,
+        text,
+        text.cast("binary"),
+        F.date_add(F.lit("1960-01-01").cast("date"), k.cast("int") * 1000),
+        F.timestamp_micros((k - 20) * random_.randrange(10**15)),
+        F.timestamp_micros((k - 20) * 10**14).cast("timestamp_ntz"),
+        (k - 20) / 7,
+        (k - 20).cast("decimal(30,4)") * F.lit(Decimal("123456789012345.25")),
+        F.array(k, F.lit(None), k - 5),
+        F.struct(k.cast("string"), zeros),
+    ][at]
+
+
+@pytest.mark.spark
+def test_a_job_that_ran_on_spark_is_read(spark: Any, tmp_path: Path) -> None:
+    job = SparkJob(spark, "arrow", tmp_path, count, output=COUNTS)
+    keys = ["a", "b", "c", "d", "e", "f"]
+    for _ in range(3):
+        job.feed(keyed(*keys))
+        job.run()
+    root = tmp_path / "root"
+    with open_state(root, unproven=True) as state:
+        assert (state.batch, state.begun_batch) == (1, 2)
+        table = state.scan().read_all()
+        assert sorted(table.column(0).to_pylist()) == keys
+        assert set(table.column(1).to_pylist()) == {2}
+        assert all(state.get(key).num_rows == 1 for key in keys)
