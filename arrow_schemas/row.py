@@ -94,7 +94,7 @@ class RowSchema:
 
     def empty(self) -> pa.RecordBatch:
         """A batch of no rows."""
-        return pa.RecordBatch.from_arrays([pa.array([], field.type) for field in self.arrow], schema=self.arrow)
+        return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in self.arrow], schema=self.arrow)
 
 
 def normal_array(column: pa.Array, data_type: pa.DataType) -> pa.Array:

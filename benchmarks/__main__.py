@@ -17,6 +17,7 @@ from benchmarks import (
     initial_state,
     keyed_count,
     paired,
+    reading,
     restore,
     savepoint,
     store,
@@ -62,6 +63,11 @@ _BENCHMARKS = {
     "store": _Benchmark("the local store against one LMDB entry per key", store.add_arguments, store.run),
     "restore": _Benchmark(
         "from an empty disk to the first lookup, beside cp and Spark's RocksDB", restore.add_arguments, restore.run
+    ),
+    "reading": _Benchmark(
+        "state read from its files: one key by a process that has just begun, and a scan beside PyArrow's own reader",
+        reading.add_arguments,
+        reading.run,
     ),
     "async_commit": _Benchmark(
         "a job with its state on a slow object store against a local root, and with a store that hangs",

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import BackupManager, RestoreManager
 
-__all__ = ["Replica", "close_all", "is_complete", "taken_over", "version_of"]
+__all__ = ["Replica", "Restorable", "close_all", "is_complete", "taken_over", "version_of"]
+
+
+class Restorable(Protocol):
+    """A backend as far as one reads from it."""
+
+    @property
+    def name(self) -> str:
+        """What pointers call it."""
+        ...
+
+    @property
+    def restore(self) -> RestoreManager:
+        """Its manager."""
+        ...
+
+    @property
+    def root(self) -> bool:
+        """As of `Replica`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,7 +70,7 @@ def is_complete(status: ReplicationStatus | None) -> bool:
     return status is not None and status.since is None
 
 
-def taken_over(pointer: Pointer, replicas: Sequence[Replica]) -> Pointer:
+def taken_over(pointer: Pointer, replicas: Sequence[Restorable]) -> Pointer:
     """An input pointer as the configured backends have to see it: those it does not know have nothing of it."""
     names = [replica.name for replica in replicas]
     if pointer.ref is None:

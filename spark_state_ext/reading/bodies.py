@@ -23,7 +23,6 @@ from arrow_schemas.equality import HashArray
 from arrow_schemas.evolution import conform
 from arrow_schemas.lineage import BLOCKCRC, BodyRecord, LineageHeader, file_name
 from arrow_schemas.row import KEY_HASH, RowSchema
-from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import CorruptFileError, LineageError, StateError
 from spark_state_ext.files.folder import Folder, Readable
 from spark_state_ext.files.sealed_body import NOT_ARROW, PADDED_MAGIC, announced_body
@@ -55,6 +54,9 @@ class Scratch:
 
     def folder(self) -> Path:
         """The folder, made where it is not there."""
+        # Imported where it is needed, as it brings much along and a lookup is to begin fast.
+        from spark_state_ext.engine.folders import scratch_folder
+
         return scratch_folder(self.local_dir)
 
 
@@ -145,8 +147,9 @@ class Body:
 
 def hashes_in(batch: pa.RecordBatch) -> HashArray:
     """The hash column of a batch, without a copy."""
-    view: HashArray = batch.column(batch.schema.get_field_index(KEY_HASH)).to_numpy(zero_copy_only=True)
-    return view
+    column = batch.column(batch.schema.get_field_index(KEY_HASH))
+    # Not `to_numpy`, which imports pandas: that takes longer than a whole lookup.
+    return np.frombuffer(column.buffers()[1], np.uint64, len(column), column.offset * 8)
 
 
 def opened(files: Readable, fetch: Fetch, folder: Folder, schema: RowSchema, scratch: Scratch) -> Body:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
 from arrow_schemas.operator import OperatorFile
-from arrow_schemas.pointer import LineageEntry, Pointer
+from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
+from spark_state_ext.backends import Checkpoint, RestoreManager
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
-from spark_state_ext.files.folder import Readable
+from spark_state_ext.files.folder import Folder, Readable
 from spark_state_ext.reading.bodies import Body
 from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
@@ -16,9 +18,47 @@ from spark_state_ext.restore.sources import Sources
 from spark_state_ext.restore.trace import Failure, Trace, check_owner
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["loaded", "pointer_to"]
+__all__ = ["loaded", "pointer_to", "sources_in"]
 
 _PARALLEL_MAX = 8
+
+
+class _FolderAsBackend:
+    """A bucket's folder to read from, without what a backend brings along for writing."""
+
+    root = True
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    @property
+    def name(self) -> str:
+        return self._folder.root
+
+    @property
+    def restore(self) -> RestoreManager:
+        return _FolderRestore(self._folder)
+
+
+class _FolderRestore:
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def init(self, checkpoint: Checkpoint) -> None:
+        """Nothing to do: files are found by their names."""
+
+    def restore(self) -> Readable:
+        return self._folder
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def sources_in(folder: Folder, pointer: Pointer) -> Sources:
+    """The files of a bucket's folder, and what is inline in a pointer."""
+    # Whatever other backends had: here is where one reads.
+    status = {} if pointer.ref is None else {folder.root: ReplicationStatus(pointer.ref)}
+    return Sources([_FolderAsBackend(folder)], replace(pointer, replication=status))
 
 
 def pointer_to(files: BucketFiles, ref: CheckpointRef | None, operator: OperatorFile) -> Pointer:

@@ -1,4 +1,4 @@
-"""Deltas laid over a snapshot, vectorised, without a local store: a bucket as a stream, or the rows of one hash."""
+"""Deltas laid over a snapshot, vectorised, without a local store: a bucket as a stream, or the row of one key."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pyarrow as pa
 
 from arrow_schemas.row import RowSchema
 from spark_state_ext.reading.bodies import Body, hashes_in
+from spark_state_ext.reading.lookup import WantedKey
 from spark_state_ext.store.runs import joined, newest_wins
 
-__all__ = ["live_rows", "rows_of_hash"]
+__all__ = ["live_rows", "row_of_key"]
 
 
 def live_rows(bodies: Sequence[Body], schema: RowSchema) -> Iterator[pa.RecordBatch]:
@@ -49,20 +50,23 @@ def live_rows(bodies: Sequence[Body], schema: RowSchema) -> Iterator[pa.RecordBa
             yield found
 
 
-def rows_of_hash(bodies: Sequence[Body], wanted: int, schema: RowSchema) -> pa.RecordBatch:
-    """The live rows of one hash, of which there are few.
+def row_of_key(bodies: Sequence[Body], wanted: WantedKey, schema: RowSchema) -> pa.RecordBatch:
+    """The live row of one key, or none: the newest file that has the key decides.
 
     Parameters
     ----------
     bodies, schema
         As for `live_rows`.
     wanted
-        The hash.
+        The key.
     """
-    newest_first = [batch for body in reversed(bodies) for batch in body.with_hash(wanted)]
-    if not newest_first:
-        return schema.empty()
-    return newest_wins(newest_first, schema, drop_tombstones=True)
+    for body in reversed(bodies):
+        for rows in body.with_hash(wanted.hash):
+            # Mostly one; keys that differ in NULLs only have one hash.
+            for row in (rows.slice(at, 1) for at in range(rows.num_rows)):
+                if wanted.is_in(row, schema):
+                    return _without_deleted(row, schema)
+    return schema.empty()
 
 
 def _newest_of(deltas: Sequence[Body], schema: RowSchema) -> pa.RecordBatch | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from arrow_schemas.operator import OperatorFile
-from arrow_schemas.pointer import Pointer, ReplicationStatus
+from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.bodies import Scratch
@@ -200,14 +200,5 @@ def _savepoint(folder: Folder, operator: str | None, batch: int | None, scratch:
             f"batch {batch} of the savepoint at {folder.root} cannot be read: it has the state after batch {saved} only"
         )
     here = folder.child(name)
-    pointers = {
-        it.bucket: replace(
-            it.pointer,
-            replication={}
-            if it.pointer.ref is None
-            else {here.child(str(it.bucket)).root: ReplicationStatus(it.pointer.ref)},
-        )
-        for it in manifest.buckets
-        if it.operator == name
-    }
+    pointers = {it.bucket: it.pointer for it in manifest.buckets if it.operator == name}
     return open_pointers(here, manifest.header.operators[name], pointers, saved, scratch=scratch)

@@ -9,23 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from arrow_schemas.equality import rows_equal
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import TIMEOUT_MS
-from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.bodies import Body, Scratch, opened
 from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.reading.holding import ReaderHold
-from spark_state_ext.reading.loading import loaded
+from spark_state_ext.reading.loading import loaded, sources_in
 from spark_state_ext.reading.lookup import WantedKey
-from spark_state_ext.reading.merging import live_rows, rows_of_hash
+from spark_state_ext.reading.merging import live_rows, row_of_key
 from spark_state_ext.reading.shown import ShownColumns, filtered
 from spark_state_ext.reading.table_of_files import files_table
-from spark_state_ext.restore.sources import Sources
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -324,10 +321,7 @@ class OpenState:
         bucket = wanted.bucket(self.buckets)
         if bucket not in self._bodies:
             self._bodies[bucket] = self._loaded(bucket)
-        rows = rows_of_hash(self._bodies[bucket], wanted.hash, self._row_schema)
-        if rows.num_rows:
-            repeated = [column.take(pa.array([0] * rows.num_rows)) for column in wanted.columns]
-            rows = rows.filter(pa.array(rows_equal(self._row_schema.key_columns(rows), repeated)))
+        rows = row_of_key(self._bodies[bucket], wanted, self._row_schema)
         return pa.Table.from_batches([self._columns.of(rows, self._columns.default, bucket)])
 
     def timeouts(self, buckets: Iterable[int] | None = None) -> pa.RecordBatchReader:
@@ -391,13 +385,10 @@ class OpenState:
     def _loaded(self, bucket: int) -> list[Body]:
         pointer = self._files.pointers[bucket]
         folder = self._files.folder.child(str(bucket))
-        # Nothing is copied to the scratch folder by these: files are opened here.
-        replicas = sole_replica(folder, self._scratch.folder(), folder.root)
-        sources = Sources(replicas, pointer)
         schema, scratch = self._row_schema, self._scratch
         return loaded(
             pointer,
-            sources,
+            sources_in(folder, pointer),
             lambda files, fetch: opened(files, fetch, folder, schema, scratch),
             in_parallel=not folder.is_local,
         )

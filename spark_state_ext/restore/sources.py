@@ -23,7 +23,7 @@ import pyarrow as pa
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import Checkpoint
-from spark_state_ext.backends.replication import Replica, is_complete, taken_over
+from spark_state_ext.backends.replication import Replica, Restorable, is_complete, taken_over
 from spark_state_ext.errors import (
     CorruptError,
     InterruptedRestoreError,
@@ -234,7 +234,7 @@ class Sources:
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], pointer: Pointer, preferred: str | None = None, silent_s: float = math.inf
+        self, replicas: Sequence[Restorable], pointer: Pointer, preferred: str | None = None, silent_s: float = math.inf
     ) -> None:
         self._silent_s = silent_s
         self._inline = SealedFiles((SealedFile.of(it.name, it.data) for it in pointer.inline), "in Spark's state")
@@ -382,7 +382,7 @@ class Sources:
                 self._sources = [self._open(replica) for replica in self._replicas]
             return self._sources
 
-    def _open(self, replica: Replica) -> _Source:
+    def _open(self, replica: Restorable) -> _Source:
         status = self._replication.get(replica.name)
         try:
             if self._pointer.ref is not None:
