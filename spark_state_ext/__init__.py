@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from spark_state_ext.functions.state_batch import StateBatch
     from spark_state_ext.functions.ttl import Ttl
     from spark_state_ext.operators.agg import Agg
+    from spark_state_ext.reading.live import LiveState, open_live
     from spark_state_ext.savepoints.offsets import starting_offsets
     from spark_state_ext.savepoints.reading import savepoint_tables
     from spark_state_ext.spark.client.chain import Step, chain
@@ -28,6 +29,7 @@ __all__ = [
     "Agg",
     "ArrowState",
     "Backend",
+    "LiveState",
     "RetainedCheckpoint",
     "Savepoint",
     "StateBatch",
@@ -40,6 +42,7 @@ __all__ = [
     "deduplicate",
     "disable",
     "enable",
+    "open_live",
     "read_savepoint",
     "savepoint_tables",
     "sessionize",
@@ -54,6 +57,7 @@ _LAZY = {
     "Agg": "spark_state_ext.operators.agg",
     "ArrowState": "spark_state_ext.spark.client.state",
     "Backend": "spark_state_ext.backends.registry",
+    "LiveState": "spark_state_ext.reading.live",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
     "StateBatch": "spark_state_ext.functions.state_batch",
@@ -65,6 +69,7 @@ _LAZY = {
     "deduplicate": "spark_state_ext.spark.client.operators",
     "disable": "spark_state_ext.spark.client.session",
     "enable": "spark_state_ext.spark.client.session",
+    "open_live": "spark_state_ext.reading.live",
     "read_savepoint": "spark_state_ext.spark.client.tables",
     "savepoint_tables": "spark_state_ext.savepoints.reading",
     "sessionize": "spark_state_ext.spark.client.operators",

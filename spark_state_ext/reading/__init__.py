@@ -1,0 +1,1 @@
+"""State read from its files: without the job, without its code, and without a JVM."""

@@ -1,0 +1,134 @@
+"""The columns that readers see: keys and state under their own names, and what the package keeps beside them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_schemas.row import DEFINED, EXPIRES_MS, KEY_HASH, TIMEOUT_MS, RowSchema
+from spark_state_ext.errors import UsageError
+
+if TYPE_CHECKING:
+    import pyarrow.compute as pc
+
+__all__ = ["BUCKET", "ShownColumns", "filtered"]
+
+BUCKET = "bucket"
+
+
+class ShownColumns:
+    """Names of columns, and where they are in a run.
+
+    A name that several columns have is told apart as in checkpoint files: ``key.<name>`` and ``state.<name>``, and by
+    a number where keys share it.
+
+    Parameters
+    ----------
+    schema
+        Row schema of the operator file in force.
+    """
+
+    def __init__(self, schema: RowSchema) -> None:
+        self._schema = schema
+
+    @cached_property
+    def key(self) -> pa.Schema:
+        """The key columns."""
+        return pa.schema([self._field(name) for name in self._names[: len(self._schema.keys)]])
+
+    @cached_property
+    def state(self) -> pa.Schema:
+        """The state columns."""
+        state = self._names[len(self._schema.keys) : len(self._schema.keys) + len(self._visible.state)]
+        return pa.schema([self._field(name) for name in state])
+
+    @cached_property
+    def default(self) -> pa.Schema:
+        """What is read where no columns are named: keys, state and ``timeout_ms``."""
+        return pa.schema([*self.key, *self.state, pa.field(TIMEOUT_MS, pa.int64())])
+
+    def fields(self, columns: Sequence[str] | None) -> pa.Schema:
+        """The schema of some columns.
+
+        Raises
+        ------
+        UsageError
+            When there is no such column.
+        """
+        if columns is None:
+            return self.default
+        if isinstance(columns, str):
+            raise UsageError(f"columns must be names of columns, as in [{columns!r}], not a text")
+        unknown = [name for name in columns if name not in self._places and name != BUCKET]
+        if unknown:
+            raise UsageError(
+                f"there is no column {unknown[0]!r}: there are {', '.join(self.default.names)}, and, where they are "
+                f"named, {', '.join(name for name in (*self._places, BUCKET) if name not in self.default.names)}"
+            )
+        return pa.schema([self._field(name) for name in columns])
+
+    @cached_property
+    def all(self) -> pa.Schema:
+        """All columns that can be named."""
+        return pa.schema([self._field(name) for name in (*self._places, BUCKET)])
+
+    def of(self, rows: pa.RecordBatch, fields: pa.Schema, bucket: int) -> pa.RecordBatch:
+        """Some columns of rows as they are in files, without a copy."""
+        columns = [
+            pa.array(np.full(rows.num_rows, bucket, np.int32))
+            if field.name == BUCKET
+            else rows.column(self._places[field.name])
+            for field in fields
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=fields)
+
+    def _field(self, name: str) -> pa.Field:
+        if name == BUCKET:
+            return pa.field(BUCKET, pa.int32(), nullable=False)
+        return self._schema.arrow.field(self._places[name]).with_name(name)
+
+    @cached_property
+    def _visible(self) -> RowSchema:
+        return self._schema.without_expiry()
+
+    @cached_property
+    def _names(self) -> list[str]:
+        keys = [(f"key.{field.name}", field.name) for field in self._visible.keys]
+        state = [(f"state.{field.name}", field.name) for field in self._visible.state]
+        beside = [TIMEOUT_MS, DEFINED, KEY_HASH, EXPIRES_MS, BUCKET]
+        shared = Counter([*(name for _, name in (*keys, *state)), *beside])
+        names = [long if shared[name] > 1 else name for long, name in (*keys, *state)]
+        seen: Counter[str] = Counter()
+        told_apart = []
+        for name in names:
+            seen[name] += 1
+            told_apart.append(name if seen[name] == 1 else f"{name}.{seen[name]}")
+        return told_apart
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        places = {name: at for at, name in enumerate(self._names, 1)}
+        arrow = self._schema.arrow
+        places |= {name: arrow.get_field_index(name) for name in (TIMEOUT_MS, DEFINED, KEY_HASH)}
+        if self._schema.expires:
+            places[EXPIRES_MS] = self._schema.state_slice.stop - 1
+        return places
+
+
+def filtered(rows: pa.RecordBatch, condition: pc.Expression) -> pa.Table:
+    """The rows that a condition over their columns is true of.
+
+    Raises
+    ------
+    UsageError
+        When it does not fit the columns.
+    """
+    try:
+        return pa.Table.from_batches([rows]).filter(condition)
+    except (pa.ArrowException, TypeError, ValueError, KeyError) as error:
+        raise UsageError(f"the filter {condition} does not fit the columns: {error}") from error
