@@ -16,6 +16,7 @@ from benchmarks import (
     growth,
     initial_state,
     keyed_count,
+    live,
     paired,
     reading,
     restore,
@@ -86,6 +87,11 @@ _BENCHMARKS = {
         "native savepoints of running queries with small and large states, and a query that starts from one",
         savepoint.add_arguments,
         savepoint.run,
+    ),
+    "live": _Benchmark(
+        "another process asks a running job for keys: how long that takes, and what the job notices",
+        live.add_arguments,
+        live.run,
     ),
     "paired": _Benchmark(
         "two commits of the library on the same benchmarks, in turns", paired.add_arguments, paired.run

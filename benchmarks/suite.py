@@ -26,6 +26,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "savepoint": ("--quick",),
     "initial_state": ("--quick",),
     "reading": ("--rows", "200000", "--repeats", "3"),
+    "live": ("--quick",),
 }
 # What the committed result files come from. Takes some hours, a machine that does nothing else, and 60 GB of disk.
 FULL: dict[str, tuple[str, ...]] = {
@@ -39,6 +40,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "savepoint": (),
     "initial_state": (),
     "reading": (),
+    "live": (),
     "async_commit": (),
     "big_bucket": (),
 }

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from spark_state_ext.operators.agg import Agg
     from spark_state_ext.reading.opening import open_state
     from spark_state_ext.reading.state import OpenState
+    from spark_state_ext.reading.live import LiveState, open_live
     from spark_state_ext.savepoints.offsets import starting_offsets
     from spark_state_ext.savepoints.reading import savepoint_tables
     from spark_state_ext.spark.client.chain import Step, chain
@@ -35,6 +36,7 @@ __all__ = [
     "Backend",
     "OpenState",
     "EraseStatus",
+    "LiveState",
     "RetainedCheckpoint",
     "Savepoint",
     "StateBatch",
@@ -50,6 +52,7 @@ __all__ = [
     "open_state",
     "erase_keys",
     "erase_status",
+    "open_live",
     "read_savepoint",
     "read_state",
     "register",
@@ -69,6 +72,7 @@ _LAZY = {
     "Backend": "spark_state_ext.backends.registry",
     "OpenState": "spark_state_ext.reading.state",
     "EraseStatus": "spark_state_ext.erasing.asking",
+    "LiveState": "spark_state_ext.reading.live",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
     "StateBatch": "spark_state_ext.functions.state_batch",
@@ -83,6 +87,7 @@ _LAZY = {
     "open_state": "spark_state_ext.reading.opening",
     "erase_keys": "spark_state_ext.erasing.asking",
     "erase_status": "spark_state_ext.erasing.asking",
+    "open_live": "spark_state_ext.reading.live",
     "read_savepoint": "spark_state_ext.spark.client.tables",
     "read_state": "spark_state_ext.spark.source.frames",
     "register": "spark_state_ext.spark.source.frames",

@@ -64,6 +64,7 @@ __all__ = [
     "SchemaChangedError",
     "StateElsewhereError",
     "StateError",
+    "StateGoneError",
     "StateValueError",
     "StorageError",
     "StoreFullError",
@@ -147,6 +148,10 @@ class MissingRunError(MissingError):
     def __init__(self, message: str, ref: CheckpointRef) -> None:
         super().__init__(message)
         self.ref = ref
+
+
+class StateGoneError(MissingError):
+    """A running job's state is not on this host, or not any more: the bucket moved, or its local store was removed."""
 
 
 class StorageError(StateError, OSError):

@@ -12,7 +12,7 @@ from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.worker.process import namespace
 
-__all__ = ["local_folder", "operator_folder", "scratch_folder", "stores_folder"]
+__all__ = ["local_folder", "operator_folder", "root_id", "scratch_folder", "stores_folder", "stores_path"]
 
 
 def operator_folder(job: Job) -> Folder:
@@ -23,11 +23,16 @@ def operator_folder(job: Job) -> Folder:
 def local_folder(job: Job, query_folder: str, schema_id: int, bucket: int) -> Path:
     """Folder of a bucket's local store: the root, operator, query folder, schema and bucket each have one of their
     own."""
-    # And so does each container of a machine, as LMDB tells processes apart by their numbers.
-    root = hashlib.blake2b(f"{job.options.root}\0{namespace()}".encode(), digest_size=8).hexdigest()
+    root = root_id(job.options.root)
     return (
         stores_folder(job.options.local_dir) / f"{root}-{job.operator}" / query_folder / f"s{schema_id}" / str(bucket)
     )
+
+
+def root_id(root: str) -> str:
+    """What tells the local stores of one root from those of another: 16 hexadecimal digits."""
+    # And those of each container of a machine, as LMDB tells processes apart by their numbers.
+    return hashlib.blake2b(f"{root}\0{namespace()}".encode(), digest_size=8).hexdigest()
 
 
 def scratch_folder(local_dir: str | None) -> Path:
@@ -42,8 +47,7 @@ def scratch_folder(local_dir: str | None) -> Path:
 
 def stores_folder(local_dir: str | None) -> Path:
     """Where the local stores lie: our folder, mode 0700, in `local_dir` or else in Spark's first folder for scratch."""
-    base = local_dir or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or tempfile.gettempdir()
-    folder = Path(base) / f"spark_state_ext-{os.getuid()}"
+    folder = stores_path(local_dir)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
@@ -57,3 +61,9 @@ def stores_folder(local_dir: str | None) -> Path:
             f"the local folder {folder} cannot be used: {error}. Set local_dir to a writable local disk."
         ) from error
     return folder
+
+
+def stores_path(local_dir: str | None) -> Path:
+    """The same, whether or not it is there."""
+    base = local_dir or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or tempfile.gettempdir()
+    return Path(base) / f"spark_state_ext-{os.getuid()}"

@@ -44,14 +44,14 @@ from spark_state_ext.store.transaction import DATABASES, Reader, Writing
 from spark_state_ext.worker import descriptors
 from spark_state_ext.worker.boot import boot_id
 
-__all__ = ["MAP_BYTES_MIN", "Environment"]
+__all__ = ["MAP_BYTES_MIN", "READERS_MAX", "Environment"]
 
 T = TypeVar("T")
 ViewType = TypeVar("ViewType", bound=Reader)
 
 MAP_BYTES_MIN = 1 << 20
 # Task slots of an executor that may work on one bucket at once, with retries and speculation, are far fewer.
-_READERS_MAX = 512
+READERS_MAX = 512
 _GROW_ATTEMPTS_MAX = 32
 _LENGTH_CHECKS = 3
 _LENGTHENED_WITHIN_S = 0.05
@@ -162,6 +162,13 @@ class Environment:
                 opened = cls._begun(bucket_folder, folder, map_bytes)
             cls._open[folder] = opened
             return opened
+
+    @classmethod
+    def has_open(cls, folder: Path) -> bool:
+        """Whether this process has the environment of a folder open."""
+        with cls._open_lock:
+            found = cls._open.get(folder)
+            return found is not None and not found.closed
 
     @classmethod
     def _begun(cls, bucket_folder: Path, folder: Path, map_bytes: int) -> Environment:
@@ -367,7 +374,7 @@ def _open(folder: Path, map_bytes: int) -> Any:
                 str(folder),
                 map_size=max(map_bytes, MAP_BYTES_MIN),
                 max_dbs=len(DATABASES),
-                max_readers=_READERS_MAX,
+                max_readers=READERS_MAX,
                 mode=0o600,
                 sync=False,
                 metasync=False,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,14 @@ class Buckets:
                 columns = [*shown.key_columns(live), *shown.state_columns(live), live.column("timeout_ms")]
                 batches.append(pa.RecordBatch.from_arrays(columns, schema=out))
         return pa.Table.from_batches(batches, out).combine_chunks()
+
+    def held(self) -> list[bytes]:
+        """The pointers of all buckets, which Spark's state would hold after a batch with rows."""
+        return [held.pointer or b"" for held in self._held]
+
+    def hold(self, pointers: Sequence[bytes]) -> None:
+        """Go on from pointers of another process."""
+        self._held = [_Held(pointer) for pointer in pointers]
 
     def restart(self) -> None:
         """Go on as another process does, on another machine: without local stores, and knowing of nothing but what

@@ -35,8 +35,10 @@ from spark_state_ext.spark.shuffle.observed import numbers_of
 from spark_state_ext.spark.shuffle.pack import event_times
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, heartbeat_nonce
 from spark_state_ext.spark.task import current_task
+from spark_state_ext.store.committed import CommittedRecord, write_committed
 from spark_state_ext.worker.memory import settle
 from spark_state_ext.worker.metrics import CallMetrics, timing
+from spark_state_ext.worker.process import namespace
 from spark_state_ext.worker.spill import HashSorter, SpillBuffer
 from spark_state_ext.worker.worker import Worker
 
@@ -218,6 +220,7 @@ class _BucketCall:
         with timing(self._call, "read_ms"):
             bucket.read(lambda view: None)
             erased_through = self._erase(opened, work)
+        self._tell_what_is_committed(opened, work.expires_by_ms)
         for frame in work.run(sorter.ranges(), rows):
             # A child that the function forked, and that came back from it, ends here.
             bucket.store.check_process()
@@ -256,6 +259,14 @@ class _BucketCall:
             log.end_task()
         if self._job.api != PANDAS:
             yield numbers_of(self._call)
+
+    def _tell_what_is_committed(self, opened: OpenBucket, expires_by_ms: int | None) -> None:
+        """To other processes of the machine: what Spark hands out is, up to the batch before."""
+        batch = opened.pointer.batch if self._task.batch is None else self._info.batch - 1
+        record = CommittedRecord(
+            opened.pointer.ref, batch, int(time.time() * 1000), self._job.plan_id, namespace(), expires_by_ms
+        )
+        write_committed(opened.bucket.store.folder, record, opened.operator)
 
     def _clean_ups(self, opened: OpenBucket, root: Folder) -> CleanUps:
         return CleanUps(

@@ -335,6 +335,11 @@ class KeyWork:
         ranges: list[tuple[int, int]] = self._bucket.read(lambda view: list(view.ranges()))
         return ranges[self._bucket.pointer.calls % len(ranges)] if ranges else (0, 0)
 
+    @property
+    def expires_by_ms(self) -> int | None:
+        """By which time state has expired, by the clock of the time to live; None: there is none."""
+        return None if self._job.options.ttl is None else self._clock_ms()
+
     def _clock_ms(self) -> int:
         """The time by the clock of the time to live."""
         event_time = self._job.options.ttl is not None and self._job.options.ttl.clock == "event"

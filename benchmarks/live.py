@@ -1,0 +1,186 @@
+"""A running job, and another process that asks for its state: how long an answer takes, and what the job notices.
+
+Each key has one row in each batch, so what a key's count has to be after a batch is known. Batches run in turns with
+the other process asking and pausing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.options import add_buckets, add_quick, add_seed, add_spark
+from benchmarks.report import BenchmarkError, Report
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["add_arguments", "run"]
+
+P99_MS_AT_MOST = 2.0
+THROUGHPUT_AT_LEAST = 0.95
+_OPERATOR = "asked"
+_FILES = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command line."""
+    parser.add_argument("--keys", type=int, default=1_000_000, metavar="N", help="keys, and rows of a batch")
+    parser.add_argument("--batches", type=int, default=22, metavar="N", help="batches; the first two are a warm-up")
+    parser.add_argument("--asks-per-s", type=int, default=200, metavar="N", help="how often the other process asks")
+    add_quick(parser, "few keys and batches")
+    add_buckets(parser)
+    add_spark(parser, "2g")
+    add_seed(parser, "the keys that are asked for")
+
+
+def run(options: argparse.Namespace, work: Path) -> Report:
+    """Run it.
+
+    Raises
+    ------
+    BenchmarkError
+        When an answer is wrong, or none came.
+    """
+    from benchmarks.spark import session
+    from benchmarks.streams import TimedStream
+
+    keys, batches = (50_000, 8) if options.quick else (options.keys, options.batches)
+    if batches < 4:
+        raise BenchmarkError("--batches must be at least 4: the first two are not counted")
+    names = ("asks_per_s", "buckets", "cores", "memory", "seed")
+    report = Report("live", {"keys": keys, "batches": batches, **{name: getattr(options, name) for name in names}})
+
+    def plan(rows: DataFrame, folder: Path) -> DataFrame:
+        from spark_state_ext import ArrowState
+
+        state = ArrowState(str(work / "state"), _OPERATOR, buckets=options.buckets, local_dir=str(work / "local-state"))
+        return state.apply_in_arrow_with_state(rows, "key", counted, "key bigint, n bigint", "n bigint")
+
+    with session("live", options.cores, options.memory, work, {}) as spark:
+        stream = TimedStream(spark, "count", "key bigint", work / "job", plan)
+        table = pa.table({"key": pa.array(np.arange(keys))})
+        step = -(-keys // _FILES)
+        rows = [table.slice(at, step) for at in range(0, keys, step)]
+        stream.process(rows)
+        with _Asker(work, keys, options.asks_per_s, options.seed) as asker:
+            for number in range(1, batches):
+                asker.ask(number % 2 == 1)
+                stream.process(rows)
+                how = "asked" if number % 2 == 1 else "left alone"
+                print(f"batch {number}, {how}: {stream.seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+            told = asker.over()
+        stream.stop()
+    _judge(report, stream.seconds, told)
+    return report
+
+
+def counted(batch: Any) -> Any:
+    """The rows of each key so far."""
+    n = batch.counts.to_numpy() + batch.state["n"].fill_null(0).to_numpy()
+    batch.update({"n": n})
+    return {"key": batch.keys["key"], "n": n}
+
+
+def _judge(report: Report, seconds: list[float], told: dict[str, Any]) -> None:
+    if not told["took_ms"]:
+        raise BenchmarkError(f"no answer came: {told['gone']}")
+    report.check(f"{len(told['took_ms'])} answers are what was committed after their batch", not told["wrong"])
+    took = np.array(told["took_ms"])
+    p50, p99 = (float(np.percentile(took, at)) for at in (50, 99))
+    report.details |= {
+        "get: p50, ms": p50,
+        "get: p99, ms": p99,
+        "get: largest, ms": float(took.max()),
+        "get: answers": len(took),
+        "get: buckets without a store just then": len(told["gone"]),
+        "age of answers: median, ms": statistics.median(told["age_ms"]),
+    }
+    report.timing("get, while a batch runs", [ms / 1000 for ms in told["took_ms"][:: max(1, len(took) // 1_000)]])
+    asked = report.timing("batch, asked", seconds[3::2])
+    alone = report.timing("batch, left alone", seconds[2::2])
+    report.bar("get: p99", p99, "at most", P99_MS_AT_MOST, "ms")
+    report.bar("throughput, asked / left alone", alone / asked, "at least", THROUGHPUT_AT_LEAST, "times")
+    print(f"get: p50 {p50:.3f} ms, p99 {p99:.3f} ms", file=sys.stderr)
+
+
+class _Asker:
+    """The other process: asks while a file is there."""
+
+    def __init__(self, work: Path, keys: int, asks_per_s: int, seed: int) -> None:
+        self._flag, self._end = work / "ask", work / "end"
+        command = [sys.executable, "-m", "benchmarks.live", str(work), str(keys), str(asks_per_s), str(seed)]
+        root = Path(__file__).resolve().parent.parent
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
+
+    def __enter__(self) -> _Asker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def ask(self, asking: bool) -> None:
+        """Have it ask, or pause."""
+        if asking:
+            self._flag.touch()
+        else:
+            self._flag.unlink(missing_ok=True)
+
+    def over(self) -> dict[str, Any]:
+        """End it; returns what it found."""
+        self._end.touch()
+        out, _ = self._process.communicate(timeout=600)
+        if self._process.returncode:
+            raise BenchmarkError(f"the process that asks ended with {self._process.returncode}")
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+
+def asking(work: Path, keys: int, asks_per_s: int, seed: int) -> dict[str, Any]:
+    """Ask for keys at random, while that is wanted.
+
+    Parameters
+    ----------
+    work
+        Folder of the benchmark.
+    keys, asks_per_s, seed
+        As the benchmark was told.
+    """
+    from spark_state_ext import open_live
+    from spark_state_ext.errors import StateGoneError
+
+    chosen = np.random.default_rng(seed)
+    found: dict[str, Any] = {"took_ms": [], "age_ms": [], "gone": [], "wrong": []}
+    with open_live(str(work / "local-state"), _OPERATOR) as live:
+        while not (work / "end").exists():
+            if not (work / "ask").exists():
+                time.sleep(0.005)
+                continue
+            key = int(chosen.integers(keys))
+            begun_s = time.perf_counter()
+            try:
+                answer = live.get(key)
+            except StateGoneError as error:
+                found["gone"].append(str(error))
+                continue
+            took_s = time.perf_counter() - begun_s
+            found["took_ms"].append(1000 * took_s)
+            found["age_ms"].append(answer.age_ms)
+            if [row["n"] for row in answer.rows.to_pylist()] != ([] if answer.batch < 0 else [answer.batch + 1]):
+                found["wrong"].append([key, answer.batch, answer.rows.to_pylist()])
+            time.sleep(max(0.0, 1 / asks_per_s - took_s))
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(asking(Path(sys.argv[1]), *(int(told) for told in sys.argv[2:5]))))

@@ -1,0 +1,149 @@
+"""What is committed of a bucket, as the calls that work on it tell other processes of the machine.
+
+A call is handed a checkpoint that is committed. Runs do not say which one that is: they are there of attempts that
+failed too. So each call writes it down beside the environment, in a file of one block, which is written and read at
+once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import uuid
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from arrow_schemas.lineage import CheckpointRef
+from arrow_schemas.operator import OperatorFile
+from spark_state_ext.errors import CorruptStoreError
+from spark_state_ext.worker.boot import boot_id
+
+__all__ = ["CommittedRecord", "operator_of", "read_committed", "write_committed"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+_COMMITTED, _OPERATOR = "committed", "operator.json"
+_BYTES = 512
+_CRC_BYTES = 4
+
+
+@dataclass(frozen=True)
+class CommittedRecord:
+    """Which checkpoint of a bucket is committed.
+
+    Parameters
+    ----------
+    ref
+        The checkpoint; None: there is no state yet.
+    batch
+        The batch after which the state is so; -1: what the query began with.
+    called_ms
+        When the call was made that was handed it, by the machine's clock, milliseconds since 1970.
+    plan_id
+        Of the run.
+    namespace
+        Where the numbers of the job's processes count (`worker.process`).
+    clock_ms
+        The time by the clock of the operator's time to live; None: nothing expires.
+    """
+
+    ref: CheckpointRef | None
+    batch: int
+    called_ms: int
+    plan_id: str
+    namespace: str
+    clock_ms: int | None = None
+
+    def encode(self) -> bytes:
+        """As it stands in the file."""
+        fields = {**asdict(self), "ref": None if self.ref is None else [self.ref.version, self.ref.id]}
+        body = json.dumps(fields).encode().ljust(_BYTES - _CRC_BYTES)
+        return zlib.crc32(body).to_bytes(_CRC_BYTES, "little") + body
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> CommittedRecord:
+        """Inverse of `encode`.
+
+        Raises
+        ------
+        CorruptStoreError
+            When it is damaged, or half written.
+        """
+        body = data[_CRC_BYTES:]
+        if len(data) < _CRC_BYTES or zlib.crc32(body).to_bytes(_CRC_BYTES, "little") != data[:_CRC_BYTES]:
+            raise CorruptStoreError(f"{where} differs from its checksum")
+        try:
+            fields = json.loads(body)
+            ref = fields.pop("ref")
+            return CommittedRecord(None if ref is None else CheckpointRef(*ref), **fields)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"{where} is not what this release writes: {error}") from error
+
+
+def write_committed(bucket_folder: Path, record: CommittedRecord, operator: OperatorFile) -> None:
+    """Tell what is committed; where that cannot be written, nobody is told.
+
+    Parameters
+    ----------
+    bucket_folder
+        The bucket's.
+    record
+        What is committed. A late attempt at an earlier batch of the run does not take it back.
+    operator
+        The operator file in force, without which the rows of the store cannot be read.
+    """
+    folder = bucket_folder / boot_id()
+    try:
+        if not (folder / _OPERATOR).exists():
+            # Whole, or not there.
+            written = folder / f"{_OPERATOR}-{uuid.uuid4().hex}"
+            written.write_bytes(operator.encode())
+            written.chmod(0o600)
+            written.replace(folder / _OPERATOR)
+        file = os.open(folder / _COMMITTED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with contextlib.suppress(CorruptStoreError):
+                before = CommittedRecord.decode(os.pread(file, _BYTES, 0), _COMMITTED)
+                if before.plan_id == record.plan_id and before.batch > record.batch:
+                    return
+            os.pwrite(file, record.encode(), 0)
+        finally:
+            os.close(file)
+    except FileNotFoundError:  # another process has just set the store aside
+        return
+    except OSError as error:
+        _LOGGER.warning("others cannot read the state of %s: %s", bucket_folder, error)
+
+
+def read_committed(bucket_folder: Path) -> CommittedRecord | None:
+    """What is committed; None where no call has told.
+
+    Raises
+    ------
+    CorruptStoreError
+        When the record is damaged, or being written just now.
+    """
+    path = bucket_folder / boot_id() / _COMMITTED
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return CommittedRecord.decode(data, str(path))
+
+
+def operator_of(bucket_folder: Path) -> OperatorFile | None:
+    """The operator file that the rows of a store are written under; None where no call has told.
+
+    Raises
+    ------
+    CorruptFileError, VersionSkewError
+        When it cannot be read.
+    """
+    path = bucket_folder / boot_id() / _OPERATOR
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return OperatorFile.decode(data, str(path))

@@ -1,0 +1,225 @@
+"""An environment that another process writes, for reading: nothing is made, changed, repaired or removed.
+
+A read transaction takes a slot in LMDB's table of readers, and no lock that a writer waits for. Slots of a process that
+was killed are freed by the job (`Environment.check_readers`). Only processes of one PID namespace may share a table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import lmdb
+
+from spark_state_ext.errors import (
+    ClosedEnvironmentError,
+    CorruptStoreError,
+    StateGoneError,
+    StorageError,
+    UsageError,
+)
+from spark_state_ext.store.environment import READERS_MAX, Environment
+from spark_state_ext.store.forks import check_process
+from spark_state_ext.store.gate import Gate
+from spark_state_ext.store.local_disk import DATA_FILE, storage_error, translated
+from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.store.transaction import DATABASES, Reader, Writing
+from spark_state_ext.worker.boot import boot_id
+
+__all__ = ["ReadOnlyEnvironment"]
+
+T = TypeVar("T")
+
+_RESIZES_MAX = 32
+
+
+class ReadOnlyEnvironment(SharedEnvironment):
+    """A bucket's environment as a process has it that only reads. Get one with `ReadOnlyEnvironment.of`.
+
+    Parameters
+    ----------
+    folder
+        The environment's folder.
+    env
+        The environment, open.
+    file
+        Its data file, open.
+    """
+
+    def __init__(self, folder: Path, env: Any, file: int) -> None:
+        self._folder = folder
+        self._env = env
+        self._file = file
+        self._gate = Gate()
+        self._pid = os.getpid()
+        self._closed = False
+        self._dbs: dict[bytes, Any] = {}
+
+    @staticmethod
+    def of(bucket_folder: Path) -> ReadOnlyEnvironment:
+        """The environment of a bucket's folder for the machine's current boot.
+
+        Raises
+        ------
+        StateGoneError
+            When there is none.
+        UsageError
+            When this process writes it.
+        CorruptStoreError, StorageError
+            When it cannot be opened.
+        """
+        folder = bucket_folder / boot_id()
+        if Environment.has_open(folder):
+            raise UsageError(
+                f"this process works on the local store {folder} itself, and LMDB opens none twice: ask from another "
+                "process"
+            )
+        try:
+            file = os.open(folder / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise _gone(folder) from error
+        except OSError as error:
+            raise storage_error(folder, error) from error
+        try:
+            made = ReadOnlyEnvironment(folder, _opened(folder), file)
+        except BaseException:
+            os.close(file)
+            raise
+        try:
+            made._check_length()
+            made._dbs = made._resized_if_need_be(made._databases)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def _check_length(self) -> None:
+        """See that the file was not cut short: a page beyond its end would end the process."""
+        least = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        if os.fstat(self._file).st_size < least:
+            raise CorruptStoreError(f"the local store {self._folder} is shorter than the {least} bytes that it has")
+
+    def _databases(self) -> dict[bytes, Any]:
+        try:
+            with translated(self._folder):
+                return {name: self._env.open_db(name, create=False) for name in DATABASES}
+        except StorageError as error:
+            if isinstance(error.__cause__, lmdb.NotFoundError):  # it is being made
+                raise _gone(self._folder) from error
+            raise
+
+    @property
+    def opened(self) -> Environment:
+        """There is none: nobody here writes."""
+        self._refuse()
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
+    def map_bytes(self) -> int:
+        size: int = self._env.info()["map_size"]
+        return size
+
+    def read(self, work: Callable[[Reader], T]) -> T:
+        """As `Environment.read`."""
+
+        def in_transaction() -> T:
+            check_process(self._pid, self._folder)
+            with self._gate.shared(), translated(self._folder):
+                if self._closed:
+                    raise ClosedEnvironmentError(f"the local store {self._folder} was closed while it was read")
+                txn = self._env.begin(buffers=True)
+                seen = Reader(txn, self._dbs)
+                try:
+                    with txn:
+                        return work(seen)
+                finally:
+                    # No traceback may hold it: the environment may be closed next.
+                    seen.end()
+                    del txn
+
+        return self._resized_if_need_be(in_transaction)
+
+    def _resized_if_need_be(self, work: Callable[[], T]) -> T:
+        """Do something, again whenever the job has made the map larger meanwhile."""
+        for _ in range(_RESIZES_MAX):
+            try:
+                return work()
+            except lmdb.MapResizedError:
+                with self._gate.exclusive(), translated(self._folder):
+                    if not self._closed:
+                        self._env.set_mapsize(0)
+        raise StorageError(f"the map of {self._folder} was resized {_RESIZES_MAX} times in a row by the job")
+
+    def is_replaced(self) -> bool:
+        """Whether the job has removed the environment, or begun a new one in its place."""
+        try:
+            return not os.path.samestat(os.fstat(self._file), (self._folder / DATA_FILE).stat())
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Close it, once nobody in this process reads it. In a process that was forked nothing is done."""
+        if self._pid != os.getpid():
+            return
+        with self._gate.exclusive():
+            if not self._closed:
+                self._closed = True
+                self._env.close()
+                os.close(self._file)
+
+    # -- what only the job does --------------------------------------------------------------------
+
+    def write(self, work: Callable[[Writing], T], need_bytes: int = 0) -> T:
+        """Refused."""
+        self._refuse()
+
+    def check_readers(self) -> None:
+        """Refused."""
+        self._refuse()
+
+    def discard(self) -> None:
+        """Refused."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UsageError(f"the local store {self._folder} is only read here")
+
+
+def _opened(folder: Path) -> Any:
+    for attempts_left in reversed(range(_RESIZES_MAX)):
+        try:
+            return lmdb.open(
+                str(folder),
+                readonly=True,
+                create=False,
+                max_dbs=len(DATABASES),
+                # Whoever opens it first makes the table of readers.
+                max_readers=READERS_MAX,
+                readahead=False,
+            )
+        except lmdb.MapResizedError:  # by the job, between two looks at the file
+            if not attempts_left:
+                raise
+        except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
+            raise CorruptStoreError(f"the local store {folder} is damaged, or being made: {error}") from error
+        except (lmdb.Error, OSError) as error:
+            if not (folder / DATA_FILE).exists():
+                raise _gone(folder) from error
+            if "already open" in str(error):
+                raise UsageError(
+                    f"this process has the local store {folder} open already: share one LiveState"
+                ) from error
+            raise storage_error(folder, error) from error
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _gone(folder: Path) -> StateGoneError:
+    return StateGoneError(
+        f"there is no local store at {folder}: the bucket moved to another executor, or its store was removed. Ask on "
+        "the host that works on it now"
+    )
