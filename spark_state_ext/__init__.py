@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from spark_state_ext.functions.state_batch import StateBatch
     from spark_state_ext.functions.ttl import Ttl
     from spark_state_ext.operators.agg import Agg
+    from spark_state_ext.reading.live import LiveState, open_live
     from spark_state_ext.reading.opening import open_state
     from spark_state_ext.reading.state import OpenState
-    from spark_state_ext.reading.live import LiveState, open_live
     from spark_state_ext.savepoints.offsets import starting_offsets
     from spark_state_ext.savepoints.reading import savepoint_tables
     from spark_state_ext.spark.client.chain import Step, chain
