@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from spark_state_ext.functions.state_batch import StateBatch
     from spark_state_ext.functions.ttl import Ttl
     from spark_state_ext.operators.agg import Agg
+    from spark_state_ext.reports.making import report
     from spark_state_ext.savepoints.offsets import starting_offsets
     from spark_state_ext.savepoints.reading import savepoint_tables
     from spark_state_ext.spark.client.chain import Step, chain
@@ -41,6 +42,7 @@ __all__ = [
     "disable",
     "enable",
     "read_savepoint",
+    "report",
     "savepoint_tables",
     "sessionize",
     "starting_offsets",
@@ -66,6 +68,7 @@ _LAZY = {
     "disable": "spark_state_ext.spark.client.session",
     "enable": "spark_state_ext.spark.client.session",
     "read_savepoint": "spark_state_ext.spark.client.tables",
+    "report": "spark_state_ext.reports.making",
     "savepoint_tables": "spark_state_ext.savepoints.reading",
     "sessionize": "spark_state_ext.spark.client.operators",
     "starting_offsets": "spark_state_ext.savepoints.offsets",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from spark_state_ext.worker import telemetry
-from spark_state_ext.worker.metrics import CallMetrics
+from spark_state_ext.worker.metrics import CallMetrics, read
 from spark_state_ext.worker.telemetry import FLUSH_WAIT_S_MAX, Telemetry
 from tests.helpers.otlp import Collector, entry_point_in
 from tests.helpers.waiting import WAIT_S, eventually
@@ -83,6 +83,20 @@ def test_a_failed_call_is_told_of_too(collector: Collector, entry_point: Path, t
     failed = 'logs.fail(CallMetrics("query", "run", 1, "counts", 0, rows=50, upload_failures=4))'
     _worker(failed, tmp_path, entry_point, collector.url)
     assert (collector.last("failed_calls"), collector.last("upload_failures"), collector.last("rows")) == (1, 4, 6)
+
+
+def test_a_child_that_a_function_forked_tells_nothing(collector: Collector, entry_point: Path, tmp_path: Path) -> None:
+    forks = """
+child = os.fork()
+if child == 0:
+    logs.fail(CallMetrics("query", "run", 1, "counts", 0))
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+log.end_task()
+"""
+    _worker(forks, tmp_path / "metrics", entry_point, collector.url)
+    assert read(tmp_path / "metrics").column("bucket").to_pylist() == [0, 1, 2]
+    assert (collector.last("failed_calls"), collector.last("rows")) == (0, 6)
 
 
 def test_a_collector_that_hangs_costs_a_process_half_a_second_once(
