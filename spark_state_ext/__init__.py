@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from spark_state_ext.reading.live import LiveState, open_live
     from spark_state_ext.reading.opening import open_state
     from spark_state_ext.reading.state import OpenState
+    from spark_state_ext.reports.making import report
     from spark_state_ext.savepoints.offsets import starting_offsets
     from spark_state_ext.savepoints.reading import savepoint_tables
     from spark_state_ext.spark.client.chain import Step, chain
@@ -56,6 +57,7 @@ __all__ = [
     "read_savepoint",
     "read_state",
     "register",
+    "report",
     "savepoint_tables",
     "sessionize",
     "starting_offsets",
@@ -91,6 +93,7 @@ _LAZY = {
     "read_savepoint": "spark_state_ext.spark.client.tables",
     "read_state": "spark_state_ext.spark.source.frames",
     "register": "spark_state_ext.spark.source.frames",
+    "report": "spark_state_ext.reports.making",
     "savepoint_tables": "spark_state_ext.savepoints.reading",
     "sessionize": "spark_state_ext.spark.client.operators",
     "starting_offsets": "spark_state_ext.savepoints.offsets",

@@ -135,7 +135,12 @@ def test_a_page_runs_as_pasted(
     assert SAID in page.read_text(), "a page says how its snippets run"
     here = every_block(page)
     code = "".join(block.text for block in here)
-    for package, used in (("polars", "import polars"), ("duckdb", "import duckdb"), ("datasketches", "approx_count")):
+    for package, used in (
+        ("polars", "import polars"),
+        ("duckdb", "import duckdb"),
+        ("datasketches", "approx_count"),
+        ("matplotlib", "import ArrowState, report"),
+    ):
         if used in code:
             pytest.importorskip(package)
     if "take_savepoint" in code and SPARK < (4, 0):

@@ -277,6 +277,7 @@ class MetricsLogs:
         self._lock = threading.Lock()
         self._beside = DaemonPool("metrics")
         self._telemetry = Telemetry()
+        self._pid = os.getpid()
 
     def at(self, folder: Path) -> MetricsLog:
         """The log in a folder."""
@@ -295,6 +296,8 @@ class MetricsLogs:
 
     def fail(self, call: CallMetrics) -> None:
         """A call failed, and so does its task: export that, and have written what its calls before held back."""
+        if os.getpid() != self._pid:
+            return  # a child that the user's function forked; files, threads and locks are the worker's
         self._telemetry.record_failure(call)
         with self._lock:
             logs = list(self._logs.values())

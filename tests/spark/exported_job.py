@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, default=4)
     given = parser.parse_args()
     folder = given.folder
+    folder.mkdir(parents=True, exist_ok=True)
     spark = session(0, "hdfs", {"spark.python.worker.reuse": "false", "spark.sql.streaming.minBatchesToRetain": "2"})
     tables = [
         pa.table({"sensor": pa.array([(batch * 7 + row) % KEYS for row in range(ROWS)], pa.int64())})

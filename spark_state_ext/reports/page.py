@@ -1,0 +1,176 @@
+"""The page of a report: HTML in one file, with no script and nothing that it would fetch. Every text is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from html import escape
+
+from spark_state_ext.reports.charts import Chart, svg_of, with_unit
+from spark_state_ext.version import __version__
+
+__all__ = ["Section", "TableOf", "page_of", "when"]
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; padding: 0 1rem; max-width: 76rem; }
+h1, h2, h3 { line-height: 1.25; overflow-wrap: anywhere; }
+h2 { margin-top: 3rem; border-top: 1px solid; padding-top: 1rem; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 2rem; }
+figure { margin: 0; display: flex; flex-direction: column; }
+figcaption { flex: 1; }
+figure svg { width: 100%; height: auto; }
+figure svg text { font-family: system-ui, sans-serif !important; }
+figcaption { font-size: 0.9rem; }
+figcaption b { font-size: 1rem; }
+.scroll { overflow-x: auto; margin-bottom: 1.5rem; }
+table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
+caption { text-align: left; font-weight: bold; padding: 0.5rem 0; }
+th, td { text-align: right; padding: 0.25rem 0.75rem; }
+th, td { border-bottom: 1px solid color-mix(in srgb, currentColor 25%, transparent); }
+th:first-child { text-align: left; overflow-wrap: anywhere; min-width: 6rem; padding-left: 0; }
+td { white-space: nowrap; }
+th { vertical-align: bottom; }
+details { margin: 0.25rem 0; font-size: 0.9rem; }
+.note { border-left: 0.3rem solid; padding: 0.25rem 0.75rem; }
+@media print { details { display: none; } figure { break-inside: avoid; } }
+""".strip()
+# Rows of the table below a chart.
+_ROWS_MAX = 200
+
+
+@dataclass(frozen=True)
+class TableOf:
+    """A table of a page; what stands in it is text.
+
+    Parameters
+    ----------
+    caption
+        What it is.
+    head, rows
+        Its cells.
+    """
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page.
+
+    Parameters
+    ----------
+    title, text
+        What stands above it.
+    tables, charts
+        What it has.
+    notes
+        What a reader must not miss.
+    """
+
+    title: str
+    text: str = ""
+    tables: tuple[TableOf, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def when(at_s: float | None) -> str:
+    """A time for people, by UTC.
+
+    Parameters
+    ----------
+    at_s
+        Seconds since 1970; None: nobody knows.
+    """
+    if at_s is None:
+        return "unknown"
+    return datetime.fromtimestamp(at_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def page_of(title: str, made_s: float, sources: Sequence[str], sections: Sequence[Section]) -> str:
+    """The whole page.
+
+    Parameters
+    ----------
+    title
+        Of the page.
+    made_s
+        When it was made, seconds since 1970.
+    sources
+        What it was made from.
+    sections
+        Its parts.
+    """
+    parts = [_section(section, f"s{at}") for at, section in enumerate(sections)]
+    came_from = "".join(f"<li>{escape(source)}</li>" for source in sources)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{escape(title)}</title>
+<style>
+{_STYLE}
+</style>
+</head>
+<body>
+<header>
+<h1>{escape(title)}</h1>
+<p>Made {escape(when(made_s))} (all times are UTC) by spark_state_ext {escape(__version__)} from:</p>
+<ul>{came_from}</ul>
+</header>
+<main>
+{"".join(parts)}</main>
+</body>
+</html>
+"""
+
+
+def _section(section: Section, name: str) -> str:
+    text = f"<p>{escape(section.text)}</p>\n" if section.text else ""
+    notes = "".join(f'<p class="note">{escape(note)}</p>\n' for note in section.notes)
+    tables = "".join(_table(table) for table in section.tables)
+    charts = "".join(_figure(chart, f"{name}c{at}") for at, chart in enumerate(section.charts))
+    drawn = f'<div class="charts">\n{charts}</div>\n' if charts else ""
+    return f"<section>\n<h2>{escape(section.title)}</h2>\n{text}{notes}{tables}{drawn}</section>\n"
+
+
+def _figure(chart: Chart, name: str) -> str:
+    return (
+        f"<figure>\n<figcaption><b>{escape(chart.title)}</b><br>{escape(chart.says)}</figcaption>\n"
+        f"{svg_of(chart, name)}\n{_values(chart)}</figure>\n"
+    )
+
+
+def _values(chart: Chart) -> str:
+    """The chart as a table, which a screen reader can walk through."""
+    each = -(-len(chart.positions) // _ROWS_MAX) if len(chart.positions) else 1
+    rows = [
+        (
+            f"{position:,}",
+            *("–" if it.values[at] != it.values[at] else with_unit(it.values[at], chart.unit) for it in chart.series),
+        )
+        for at, position in list(enumerate(chart.positions))[::each]
+    ]
+    few = f", one in {each}" if each > 1 else ""
+    table = TableOf(f"{chart.title}{few}", (chart.across, *(it.name for it in chart.series)), rows)
+    return f"<details><summary>Values</summary>\n{_table(table)}</details>\n"
+
+
+def _table(table: TableOf) -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.head)
+    rows = "".join(_row(row) for row in table.rows)
+    return (
+        f'<div class="scroll"><table>\n<caption>{escape(table.caption)}</caption>\n'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n"
+    )
+
+
+def _row(cells: Iterable[str]) -> str:
+    first, *others = cells
+    return f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in others)}</tr>\n'

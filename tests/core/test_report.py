@@ -1,0 +1,314 @@
+"""The report of a job: what it tells, that it needs nothing else, and that it only reads."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from life import Life
+
+import spark_state_ext
+from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer
+from arrow_schemas.operator import OperatorFile
+from spark_state_ext import report
+from spark_state_ext.errors import StorageError, UsageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.reports.batches import batches_of, thinned
+from spark_state_ext.reports.charts import BARS, Chart, Series, svg_of, with_unit
+from spark_state_ext.reports.checkpoints import deltas_upon_snapshot, query_files_of
+from spark_state_ext.worker.metrics import CallMetrics, MetricsLog, read
+from tests.helpers.waiting import WAIT_S
+
+pytest.importorskip("matplotlib")
+HOSTILE = "<script>alert(1)</script> \"&amp;' $\\frac{1}{ {{x}} %s \u202e]]>"
+QUERY = "d544c5b9-9aa5-456d-9a52-63223beb0a86"
+
+
+def _log(folder: Path, *calls: CallMetrics) -> None:
+    log = MetricsLog(folder)
+    for call in calls:
+        log.add(call)
+    log.flush()
+
+
+def _call(batch: int, bucket: int, operator: str = "counts", **values: Any) -> CallMetrics:
+    return CallMetrics(QUERY, "run", batch, operator, bucket, ended_ms=1_000 * batch + bucket, **values)
+
+
+class _Page(HTMLParser):
+    """What a browser would see: tags, what they would fetch, and text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def ids(self) -> list[str]:
+        return [value for name, value in self.attributes if name == "id"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A root with one query, of whose buckets one has a history."""
+    life = Life(tmp_path)
+    life.history(31)
+    assert life.background.wait(WAIT_S)
+    query = tmp_path / "root" / "counts" / QUERY
+    query.mkdir(parents=True)
+    (tmp_path / "a" / "3").rename(query / "3")
+    operator = OperatorFile("counts", QUERY, 8, '{"type":"struct","fields":[]}', '{"type":"struct","fields":[]}')
+    (query / "operator_0.json").write_bytes(operator.encode())
+    life.store.close()
+    return tmp_path / "root"
+
+
+def _everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def test_a_report_of_a_root_and_its_metrics(root: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "local" / "metrics"
+    _log(metrics, *(_call(batch, bucket, rows=10, state_bytes=2048) for batch in range(6) for bucket in range(3)))
+    before = _everything(root)
+    made = report(root, tmp_path / "out.html", metrics=tmp_path / "local")
+    assert made == tmp_path / "out.html"
+    assert _everything(root) == before
+    page = _Page(made.read_text())
+    text = " ".join(page.text)
+    for told in ("Operator counts: batches", "Operator counts: checkpoint files", "State size", "6 KiB", QUERY):
+        assert told in text
+    for told in ("Wait for uploads", "Commit time", "Restore time", "Deltas upon the snapshot", "Rows"):
+        assert told in text
+    assert page.tags.count("svg") == 8 + 2
+    # One made twice is made twice, and the module of the name does not come in between.
+    assert spark_state_ext.report(root, tmp_path / "out.html", metrics=tmp_path / "local") == made
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
+
+
+def test_a_page_needs_nothing_else(root: Path, tmp_path: Path) -> None:
+    _log(tmp_path / "local", *(_call(batch, 0) for batch in range(3)))
+    text = report(root, tmp_path / "out.html", metrics=tmp_path / "local").read_text()
+    page = _Page(text)
+    assert {"script", "link", "img", "iframe", "object", "image", "use"} & set(page.tags) <= {"use"}
+    fetched = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "data", "action")]
+    assert all(value.startswith("#") for value in fetched)
+    assert all(it.startswith("#") for it in re.findall(r"url\(([^)]*)\)", text))
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
+    assert "@import" not in text
+    # Each reference leads to something of its own chart.
+    ids = page.ids()
+    assert len(ids) == len(set(ids))
+    assert {value[1:] for value in fetched} <= set(ids)
+    assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
+
+
+def test_names_are_text_whatever_is_in_them(tmp_path: Path) -> None:
+    calls = [replace(_call(batch, 0, HOSTILE, rows=3, upload_failures=1), query_id=HOSTILE) for batch in range(3)]
+    _log(tmp_path / "metrics", *calls)
+    made = report(tmp_path / "metrics", tmp_path / "out.html", title=HOSTILE)
+    text = made.read_text()
+    page = _Page(text)
+    assert "script" not in page.tags
+    assert "<script" not in text
+    told = "".join(page.text)
+    assert told.count(HOSTILE) >= 4
+    # What it was before: the same page with another name has the same elements.
+    _log(tmp_path / "tame", *(replace(call, query_id="q", operator="tame") for call in calls))
+    tame = _Page(report(tmp_path / "tame", tmp_path / "tame.html", title="t").read_text())
+    assert page.tags == tame.tags
+
+
+def test_each_chart_can_be_read_without_seeing_it(tmp_path: Path) -> None:
+    _log(tmp_path / "metrics", *(_call(batch, 0, rows=batch) for batch in range(4)))
+    text = report(tmp_path / "metrics", tmp_path / "out.html").read_text()
+    drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(drawings) == 8
+    for drawing in drawings:
+        svg = ET.fromstring(drawing)
+        space = "{http://www.w3.org/2000/svg}"
+        title, says = svg.find(f"{space}title"), svg.find(f"{space}desc")
+        assert title is not None
+        assert says is not None
+        assert svg.attrib["role"] == "img"
+        assert svg.attrib["aria-labelledby"] == f"{title.attrib['id']} {says.attrib['id']}"
+        assert "Batch 0 to 3." in (says.text or "")
+    # And as a table.
+    assert text.count("<details>") == 8
+    assert _Page(text).tags.count("caption") == 8 + 1
+
+
+def test_what_there_is_nothing_to_report_of(tmp_path: Path, root: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for given in (str(tmp_path / "empty"), str(tmp_path / "missing"), "memory://nothing"):
+        with pytest.raises(UsageError, match=r"nothing to report of in .*give.*the root as ArrowState|Give the root"):
+            report(given, tmp_path / "out.html")
+    with pytest.raises(UsageError, match="there are no metrics in"):
+        report(root, tmp_path / "out.html", metrics=tmp_path / "empty")
+    with pytest.raises(UsageError, match="absolute path"):
+        report("root", tmp_path / "out.html")
+    with pytest.raises(StorageError, match=r"cannot be written to .*nowhere"):
+        report(root, tmp_path / "nowhere" / "out.html")
+    assert not (tmp_path / "out.html").exists()
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, root: Path) -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from spark_state_ext import report\n"
+        f"report({str(root)!r}, {str(tmp_path / 'out.html')!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("spark_state_ext.errors.EnvironmentSetupError: a report needs matplotlib")
+    assert 'pip install "spark_state_ext[report]"' in said
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def test_state_is_what_all_buckets_hold_also_those_that_a_batch_does_not_call(tmp_path: Path) -> None:
+    calls = [
+        _call(0, 0, state_bytes=100),
+        _call(0, 1, state_bytes=10),
+        _call(1, 1, state_bytes=30),
+        _call(2, 0, state_bytes=50),
+        _call(3, 0, state_bytes=0),
+    ]
+    _log(tmp_path, *calls)
+    (found,) = batches_of(read(tmp_path))
+    assert found.batches["batch"].to_pylist() == [0, 1, 2, 3]
+    assert found.batches["state_bytes"].to_pylist() == [110, 130, 80, 30]
+    assert found.batches["buckets"].to_pylist() == [2, 1, 1, 1]
+
+
+def test_a_batch_that_a_later_run_made_again_counts_once(tmp_path: Path) -> None:
+    again = replace(_call(1, 0, rows=7, commit_ms=9.0), run_id="later", ended_ms=99_000)
+    _log(tmp_path, _call(1, 0, rows=5, commit_ms=50.0), again, _call(1, 1, rows=1, commit_ms=3.0))
+    (found,) = batches_of(read(tmp_path))
+    (row,) = found.batches.to_pylist()
+    assert (found.calls, row["rows"], row["commit_ms_max"]) == (2, 8, 9.0)
+
+
+def test_operators_and_queries_are_told_apart(tmp_path: Path) -> None:
+    _log(tmp_path, _call(0, 0, "b"), _call(0, 0, "a"), replace(_call(0, 0, "a"), query_id="another"))
+    found = [(it.query_id, it.operator) for it in batches_of(read(tmp_path))]
+    assert found == [("another", "a"), (QUERY, "a"), (QUERY, "b")]
+
+
+@pytest.mark.parametrize("batches", [1, 400, 401, 1_003])
+def test_a_long_history_keeps_its_peaks_and_its_sums(tmp_path: Path, batches: int) -> None:
+    _log(tmp_path, *(_call(it, 0, rows=2, commit_ms=500.0 if it == 201 else 1.0) for it in range(batches)))
+    (found,) = batches_of(read(tmp_path))
+    few, each = thinned(found.batches, 400)
+    assert few.num_rows <= 400
+    assert (few.num_rows - 1) * each < batches <= few.num_rows * each
+    assert sum(few["rows"].to_pylist()) == 2 * batches
+    assert max(few["commit_ms_max"].to_pylist()) == (500.0 if batches > 201 else 1.0)
+    assert few["batch"].to_pylist() == sorted(few["batch"].to_pylist())
+    assert few.column_names == found.batches.column_names
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_files_of_a_root(root: Path) -> None:
+    (found,) = query_files_of(Folder(str(root)))
+    (bucket,) = found.buckets
+    names = [path.name for path in (root / "counts" / QUERY / "3").iterdir()]
+    assert (found.operator, found.query_folder, found.other_files) == ("counts", QUERY, 1)
+    assert bucket.deltas == len([name for name in names if ".delta." in name])
+    assert bucket.snapshots == len([name for name in names if ".snapshot." in name]) > 0
+    assert bucket.problem == ""
+    newest_snapshot = max(int(name.split("_")[0]) for name in names if ".snapshot." in name)
+    assert bucket.chain == bucket.version - newest_snapshot
+    assert found.size_bytes == sum((root / "counts" / QUERY / "3" / name).stat().st_size for name in names)
+
+
+def test_what_is_damaged_is_told_and_ends_nothing(root: Path, tmp_path: Path) -> None:
+    folder = root / "counts" / QUERY / "3"
+    newest = max(folder.iterdir(), key=lambda path: (int(path.name.split("_")[0]), ".snapshot." in path.name))
+    newest.write_bytes(b"garbage")
+    ((bucket,),) = [it.buckets for it in query_files_of(Folder(str(root)))]
+    assert bucket.chain is None
+    assert "is no Arrow file" in bucket.problem
+    text = report(root, tmp_path / "out.html").read_text()
+    assert f"Bucket 3: {newest}" in "".join(_Page(text).text)
+
+
+def test_folders_that_are_nobodys_state_are_passed_over(root: Path) -> None:
+    other = root / "counts" / "backup" / "3"
+    other.mkdir(parents=True)
+    for path in (root / "counts" / QUERY / "3").iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    (root / "README").write_text("ours")
+    assert [it.query_folder for it in query_files_of(Folder(str(root)))] == [QUERY]
+
+
+def test_deltas_upon_a_snapshot() -> None:
+    refs = [CheckpointRef(version, f"{version:032x}") for version in range(1, 6)]
+    header = LineageHeader(DELTA, "counts", 0, refs[4], refs[3], tuple(refs[:4]), 0, Writer("q", "r", 1, "h"), "0")
+    kinds = {ref: {DELTA} for ref in refs}
+    assert deltas_upon_snapshot(header, kinds) == 5
+    assert deltas_upon_snapshot(header, {**kinds, refs[0]: {DELTA, SNAPSHOT}}) == 4
+    assert deltas_upon_snapshot(header, {**kinds, refs[0]: {SNAPSHOT}, refs[2]: {SNAPSHOT}}) == 2
+    assert deltas_upon_snapshot(header, {**kinds, refs[4]: {DELTA, SNAPSHOT}}) == 0
+
+
+# -- charts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["lines", BARS])
+@pytest.mark.parametrize("values", [[], [0.0], [float("nan")] * 3, [1.0, float("nan"), 1e12], [0.0, 0.001, 0.0]])
+def test_values_of_all_kinds_can_be_drawn(kind: str, values: list[float]) -> None:
+    for unit in ("bytes", "ms", "rows"):
+        chart = Chart("T <b>", "S", "Batch", unit, list(range(len(values))), (Series("a", values),), kind)
+        svg = ET.fromstring(svg_of(chart, "c"))
+        assert "nan" not in "".join(svg.itertext()).lower()
+
+
+def test_a_chart_depends_on_no_colour_and_is_the_same_each_time() -> None:
+    two = (Series("longest", [1.0, 4.0, 2.0]), Series("median", [1.0, 2.0, 2.0]))
+    chart = Chart("Commit", "S", "Batch", "ms", [0, 1, 2], two)
+    svg = svg_of(chart, "c0")
+    assert svg == svg_of(chart, "c0")
+    # One line is dashed and the other is not, and text and axes have the page's colour.
+    assert "stroke-dasharray" in svg
+    assert "currentColor" in svg
+    assert "#000000" not in re.sub(r"<defs>.*?</defs>", "", svg, flags=re.DOTALL)
+    assert "fill: #ffffff" not in svg
+    for word in ("longest", "median", "milliseconds"):
+        assert f">{word}</text>" in svg
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "told"),
+    [
+        (0, "bytes", "0 B"),
+        (1536, "bytes", "1.5 KiB"),
+        (2.5, "ms", "2.5 ms"),
+        (2500, "ms", "2.5 s"),
+        (1e6, "rows", "1,000,000 rows"),
+    ],
+)
+def test_values_for_people(value: float, unit: str, told: str) -> None:
+    assert with_unit(value, unit) == told
