@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from spark_state_ext.backends.registry import Backend
     from spark_state_ext.engine.start_from import RetainedCheckpoint, Savepoint
     from spark_state_ext.erasing.asking import AskedErasure, EraseStatus, erase_keys, erase_status
+    from spark_state_ext.erasing.receipt import EraseReceipt
+    from spark_state_ext.erasing.scanning import erase_scan
     from spark_state_ext.functions.state_batch import StateBatch
     from spark_state_ext.functions.ttl import Ttl
     from spark_state_ext.operators.agg import Agg
@@ -30,6 +32,7 @@ __all__ = [
     "ArrowState",
     "AskedErasure",
     "Backend",
+    "EraseReceipt",
     "EraseStatus",
     "RetainedCheckpoint",
     "Savepoint",
@@ -44,6 +47,7 @@ __all__ = [
     "disable",
     "enable",
     "erase_keys",
+    "erase_scan",
     "erase_status",
     "read_savepoint",
     "savepoint_tables",
@@ -60,6 +64,7 @@ _LAZY = {
     "ArrowState": "spark_state_ext.spark.client.state",
     "AskedErasure": "spark_state_ext.erasing.asking",
     "Backend": "spark_state_ext.backends.registry",
+    "EraseReceipt": "spark_state_ext.erasing.receipt",
     "EraseStatus": "spark_state_ext.erasing.asking",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
@@ -73,6 +78,7 @@ _LAZY = {
     "disable": "spark_state_ext.spark.client.session",
     "enable": "spark_state_ext.spark.client.session",
     "erase_keys": "spark_state_ext.erasing.asking",
+    "erase_scan": "spark_state_ext.erasing.scanning",
     "erase_status": "spark_state_ext.erasing.asking",
     "read_savepoint": "spark_state_ext.spark.client.tables",
     "savepoint_tables": "spark_state_ext.savepoints.reading",
