@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from spark_state_ext.backends.registry import Backend
     from spark_state_ext.engine.start_from import RetainedCheckpoint, Savepoint
     from spark_state_ext.erasing.asking import AskedErasure, EraseStatus, erase_keys, erase_status
+    from spark_state_ext.erasing.history import ErasedHistory, erase_history
     from spark_state_ext.erasing.receipt import EraseReceipt
     from spark_state_ext.erasing.scanning import erase_scan
     from spark_state_ext.functions.state_batch import StateBatch
@@ -34,6 +35,7 @@ __all__ = [
     "Backend",
     "EraseReceipt",
     "EraseStatus",
+    "ErasedHistory",
     "RetainedCheckpoint",
     "Savepoint",
     "StateBatch",
@@ -46,6 +48,7 @@ __all__ = [
     "deduplicate",
     "disable",
     "enable",
+    "erase_history",
     "erase_keys",
     "erase_scan",
     "erase_status",
@@ -66,6 +69,7 @@ _LAZY = {
     "Backend": "spark_state_ext.backends.registry",
     "EraseReceipt": "spark_state_ext.erasing.receipt",
     "EraseStatus": "spark_state_ext.erasing.asking",
+    "ErasedHistory": "spark_state_ext.erasing.history",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
     "StateBatch": "spark_state_ext.functions.state_batch",
@@ -77,6 +81,7 @@ _LAZY = {
     "deduplicate": "spark_state_ext.spark.client.operators",
     "disable": "spark_state_ext.spark.client.session",
     "enable": "spark_state_ext.spark.client.session",
+    "erase_history": "spark_state_ext.erasing.history",
     "erase_keys": "spark_state_ext.erasing.asking",
     "erase_scan": "spark_state_ext.erasing.scanning",
     "erase_status": "spark_state_ext.erasing.asking",

@@ -33,6 +33,7 @@ from spark_state_ext.files.sealed import SealedFile, SealedFiles
 from spark_state_ext.files.sealed_body import NOT_ARROW, open_sealed
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import decode_manifest
+from spark_state_ext.worker.spill import local_errors
 
 __all__ = ["erase_scan"]
 
@@ -295,7 +296,8 @@ class _Scan:
         where, copy = files.where(name), self._scratch / "copy"
         try:
             if files.size(name) > _IN_MEMORY_BYTES_MAX:
-                files.get_file(name, copy)
+                with local_errors(self._scratch):
+                    files.get_file(name, copy)
             file = pa.OSFile(str(copy)) if copy.exists() else pa.BufferReader(pa.py_buffer(files.get(name)))
             with file:
                 body, rows = open_sealed(file, where), 0

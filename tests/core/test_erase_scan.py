@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from core_support import first_pointer
-from erased_bytes import files_with
 from life import Life
 
 from arrow_schemas import OperatorFile
@@ -29,6 +28,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import write_manifest
 from spark_state_ext.testing.model import Key, Row
+from tests.helpers.erased_bytes import files_with
 
 TEXT = "Jane Doe of Springfield"
 JANE: Key = (TEXT, 1.0)
