@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from spark_state_ext.backends.registry import Backend
     from spark_state_ext.engine.start_from import RetainedCheckpoint, Savepoint
     from spark_state_ext.erasing.asking import AskedErasure, EraseStatus, erase_keys, erase_status
+    from spark_state_ext.erasing.history import ErasedHistory, erase_history
+    from spark_state_ext.erasing.receipt import EraseReceipt
+    from spark_state_ext.erasing.scanning import erase_scan
     from spark_state_ext.functions.state_batch import StateBatch
     from spark_state_ext.functions.ttl import Ttl
     from spark_state_ext.operators.agg import Agg
@@ -35,9 +38,11 @@ __all__ = [
     "ArrowState",
     "AskedErasure",
     "Backend",
-    "OpenState",
+    "EraseReceipt",
     "EraseStatus",
+    "ErasedHistory",
     "LiveState",
+    "OpenState",
     "RetainedCheckpoint",
     "Savepoint",
     "StateBatch",
@@ -50,10 +55,12 @@ __all__ = [
     "deduplicate",
     "disable",
     "enable",
-    "open_state",
+    "erase_history",
     "erase_keys",
+    "erase_scan",
     "erase_status",
     "open_live",
+    "open_state",
     "read_savepoint",
     "read_state",
     "register",
@@ -72,9 +79,11 @@ _LAZY = {
     "ArrowState": "spark_state_ext.spark.client.state",
     "AskedErasure": "spark_state_ext.erasing.asking",
     "Backend": "spark_state_ext.backends.registry",
-    "OpenState": "spark_state_ext.reading.state",
+    "EraseReceipt": "spark_state_ext.erasing.receipt",
     "EraseStatus": "spark_state_ext.erasing.asking",
+    "ErasedHistory": "spark_state_ext.erasing.history",
     "LiveState": "spark_state_ext.reading.live",
+    "OpenState": "spark_state_ext.reading.state",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
     "StateBatch": "spark_state_ext.functions.state_batch",
@@ -86,10 +95,12 @@ _LAZY = {
     "deduplicate": "spark_state_ext.spark.client.operators",
     "disable": "spark_state_ext.spark.client.session",
     "enable": "spark_state_ext.spark.client.session",
-    "open_state": "spark_state_ext.reading.opening",
+    "erase_history": "spark_state_ext.erasing.history",
     "erase_keys": "spark_state_ext.erasing.asking",
+    "erase_scan": "spark_state_ext.erasing.scanning",
     "erase_status": "spark_state_ext.erasing.asking",
     "open_live": "spark_state_ext.reading.live",
+    "open_state": "spark_state_ext.reading.opening",
     "read_savepoint": "spark_state_ext.spark.client.tables",
     "read_state": "spark_state_ext.spark.source.frames",
     "register": "spark_state_ext.spark.source.frames",

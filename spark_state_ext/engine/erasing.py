@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.equality import BoolArray, HashArray
+from arrow_schemas.equality import BoolArray, HashArray, IndexArray
 from arrow_schemas.erase import EraseDone, EraseMark, EraseRequest, request_name
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import DELETED, RowSchema
@@ -29,7 +29,7 @@ from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.functions.key_match import key_positions
 from spark_state_ext.store.runs import find, hashes_of, joined
 
-__all__ = ["EraseWatch", "ErasedRows", "NewRequests", "marked", "matching", "new_requests"]
+__all__ = ["EraseWatch", "ErasedRows", "NewRequests", "marked", "matching", "new_requests", "places_of"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # Listings and requests that a process remembers: of the queries that run in it, and of the requests that are new.
@@ -108,18 +108,25 @@ def matching(own: Sequence[pa.Array], wanted: Sequence[pa.Array]) -> BoolArray:
     wanted
         Columns of the keys to look for.
     """
+    found: BoolArray = np.zeros(len(own[0]), dtype=np.bool_)
+    at = places_of(wanted, own)
+    found[at[at >= 0]] = True
+    return found
+
+
+def places_of(wanted: Sequence[pa.Array], own: Sequence[pa.Array]) -> IndexArray:
+    """Where each of some keys is among others, or -1; int64 (number of wanted keys,). Columns as for `matching`."""
     # Most keys differ in the first column already, which Arrow sees without an index of all of them.
     maybe = np.ones(len(own[0]), dtype=np.bool_)
     for mine, other in zip(own, wanted, strict=True):
         if _is_flat(mine.type):
             maybe &= pc.is_in(mine, value_set=other).to_numpy(zero_copy_only=False)
-    found: BoolArray = np.zeros(len(own[0]), dtype=np.bool_)
     candidates = np.flatnonzero(maybe)
-    if len(candidates):
-        taken = pa.array(candidates)
-        positions = key_positions([column.take(taken) for column in own], wanted)
-        found[candidates[positions[positions >= 0]]] = True
-    return found
+    if not len(candidates):
+        return np.full(len(wanted[0]), -1, dtype=np.int64)
+    taken = pa.array(candidates)
+    positions = key_positions([column.take(taken) for column in own], wanted)
+    return np.where(positions < 0, -1, candidates[positions])
 
 
 def _is_flat(kind: pa.DataType) -> bool:

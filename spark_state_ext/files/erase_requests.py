@@ -167,6 +167,16 @@ class EraseFolder:
         """A request is not done any more, as the query went back."""
         self.files.remove(done_name(number))
 
+    def replace(self, number: int, request: EraseRequest) -> None:
+        """Have a request name other keys, of a query that is stopped.
+
+        Raises
+        ------
+        StorageError
+            When it could not be written.
+        """
+        self.files.put(request_name(number), encode_request(request))
+
     def drop(self, number: int) -> None:
         """Remove a request; the record that it is done stays."""
         self.files.remove(request_name(number))

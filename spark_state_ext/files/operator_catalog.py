@@ -45,6 +45,8 @@ class OperatorCatalog:
 
     def __init__(self) -> None:
         self._admitted: dict[tuple[str, bytes], OperatorFile] = {}
+        # For which run of the query they were looked at last, by query folder.
+        self._runs: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def admit(
@@ -100,6 +102,17 @@ class OperatorCatalog:
             if again or key not in self._admitted:
                 self._admitted[key] = _admit(operator_files, wanted, look_beside, case_sensitive, leave_behind)
             return self._admitted[key]
+
+    def is_looked_at(self, query_folder: Folder, run: str) -> bool:
+        """Whether this process has looked at a folder's operator files for a run of the query.
+
+        Between two runs somebody may have made a newer one (`erasing.history`).
+        """
+        return self._runs.get(query_folder.identity) == run
+
+    def note_run(self, query_folder: Folder, run: str) -> None:
+        """It has, with success."""
+        self._runs[query_folder.identity] = run
 
 
 def _admit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from api_jobs import ApiJob, count_arrow
 from jobs import CLASSIC, keyed
 
-from spark_state_ext import erase_keys, erase_status
+from spark_state_ext import erase_history, erase_keys, erase_status
+from tests.helpers.erased_bytes import files_with
 
 pytestmark = pytest.mark.spark
 
@@ -18,25 +20,43 @@ pytestmark = pytest.mark.spark
 @CLASSIC
 def test_erased_keys_begin_anew_and_every_bucket_says_so(session: Any, tmp_path: Path) -> None:
     job = ApiJob(session, "arrow", tmp_path, count_arrow, api="arrow")
-    names = [f"key {i}" for i in range(12)]
+    # Nothing goes inline.
+    job.options |= {"backends": ["fsspec"]}
+    names = [f"key number {i}" for i in range(12)]
     job.run(keyed(*names), keyed(*names))
+    # A machine that is not asked for a while.
+    shutil.copytree(tmp_path / "local", tmp_path / "old")
     root = str(tmp_path / "root")
-    asked = erase_keys(root, pa.table({"key": ["key 3", "key 5", "nobody"]}), operator="tested")
+    asked = erase_keys(root, pa.table({"key": ["key number 3", "key number 5", "nobody"]}), operator="tested")
     assert [(it.number, it.keys) for it in asked] == [(1, 3)]
     (status,) = erase_status(root, operator="tested")
     assert status.state == "waiting"
-    # The first of these batches carries it out: "key 3" comes in it, and "key 5" later.
-    found = job.run(keyed("key 3", "key 4"), keyed("key 3", "key 5"), keyed("key 6"))
+    # The first of these batches carries it out: "key number 3" comes in it, and "key number 5" later.
+    found = job.run(keyed("key number 3", "key number 4"), keyed("key number 3", "key number 5"), keyed("key number 6"))
     assert [sorted(rows) for _, rows in sorted(found.items())] == [
-        [("key 3", 1), ("key 4", 3)],
-        [("key 3", 2), ("key 5", 1)],
-        [("key 6", 3)],
+        [("key number 3", 1), ("key number 4", 3)],
+        [("key number 3", 2), ("key number 5", 1)],
+        [("key number 6", 3)],
     ]
     (status,) = erase_status(root, operator="tested")
     assert (status.state, status.keys, status.kept) == ("done", 3, True)
-    # Without local stores: what the files tell is the same.
-    job.options |= {"local_dir": str(tmp_path / "another")}
+    # And from the past: no file has it, and no store that is older brings it back, nor a worker that knows the old one.
+    nobody = "key number 7"
+    erase_keys(root, ["key number 7"], operator="tested")
+    job.run(keyed("key number 3"), keyed("key number 3"), keyed("key number 3"))
+    assert files_with(nobody, tmp_path / "root")
+    done = erase_history(root, ["key number 7"], operator="tested", inline_batches=0)
+    assert (done.receipt.absent, done.requests) == (True, 1)
+    assert files_with(nobody, tmp_path / "root") == []
+    job.options |= {"local_dir": str(tmp_path / "old")}
     found = job.run(keyed(*names))
     assert [dict(rows) for rows in found.values()] == [
-        {**dict.fromkeys(names, 3), "key 3": 3, "key 4": 4, "key 5": 2, "key 6": 4}
+        {
+            **dict.fromkeys(names, 3),
+            "key number 3": 6,
+            "key number 4": 4,
+            "key number 5": 2,
+            "key number 6": 4,
+            nobody: 1,
+        }
     ]

@@ -277,7 +277,10 @@ def _admitted(
         case_sensitive=job.case_sensitive,
         leave_behind=beginning is not None and beginning.adopts and beginning.leaves_behind(job),
     )
-    in_force = ask(batch_ms=call.times.processing_ms if pointer is None else None)
+    files = root.child(query_folder)
+    again = not shared.catalog.is_looked_at(files, job.plan_id)
+    in_force = ask(again=again, batch_ms=call.times.processing_ms if pointer is None else None)
+    shared.catalog.note_run(files, job.plan_id)
     if pointer is not None and pointer.schema_id > in_force.schema_id:
         # What this process admitted once may have been succeeded since.
         in_force = ask(again=True)

@@ -1,0 +1,361 @@
+"""Erasing keys from what a stopped query keeps of its past: each file that has them is put in its own place without.
+
+The newest state must be without the keys already, as Spark's state may hold deltas inline. Files keep their names,
+headers and lineage, so every pointer that Spark holds still leads to a state: the one of that batch, without these
+keys. Local stores, which may be older and would miss a tombstone that is no more, are out of use from then on
+(`docs/design/007b-erasing.md`).
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_schemas.operator import operator_file_name
+from spark_state_ext.backends.registry import FSSPEC, Backend
+from spark_state_ext.engine.erasing import matching, places_of
+from spark_state_ext.erasing.folders import QueryFolder, keys_as_stored, query_folders_below
+from spark_state_ext.erasing.past import BucketPast, read_past, rewrite
+from spark_state_ext.erasing.receipt import EraseReceipt
+from spark_state_ext.erasing.scanning import KEYS_MAX, erase_scan
+from spark_state_ext.errors import LiveRunError, StateError, UsageError
+from spark_state_ext.files.erase_requests import EraseFolder
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.horizon import recent_heartbeats
+from spark_state_ext.ownership.free import until_free
+from spark_state_ext.ownership.holds import HoldWatch
+from spark_state_ext.ownership.lease import Lease
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import Found, RunIdentity
+
+__all__ = ["ErasedHistory", "erase_history"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# A file is read and written anew within it, or the next one finds the lease renewed late, and says so.
+LEASE_MS = 30_000
+_GONE = "erased-"
+
+
+@dataclass(frozen=True)
+class ErasedHistory:
+    """What was erased from a query's past.
+
+    Parameters
+    ----------
+    files, rows
+        How many checkpoint files were written anew, and how many rows they lost.
+    requests
+        How many erase requests name the keys no more.
+    stores
+        How many folders of local stores were removed.
+    receipt
+        Of a scan after all that.
+    """
+
+    files: int
+    rows: int
+    requests: int
+    stores: int
+    receipt: EraseReceipt
+
+
+def erase_history(
+    root: str,
+    keys: Any,
+    *,
+    operator: str = "state",
+    query_folder: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    backends: Sequence[Backend] = (),
+    local_dirs: Sequence[str] = (),
+    inline_batches: int = 100,
+) -> ErasedHistory:
+    """Erase keys from all checkpoint files of a stopped query, and from its erase requests.
+
+    Ask for the keys with `erase_keys` first, let the query run until `erase_status` says ``"done"``, and stop it.
+    Afterwards the query goes on as it would have; a batch that it goes back to is without the keys. Savepoints are not
+    touched. Whatever stops it in between, run it again: it goes on.
+
+    Parameters
+    ----------
+    root, operator, storage_options
+        As `ArrowState` has them.
+    keys
+        As for `erase_keys`; at most a thousand.
+    query_folder
+        Name of the query folder; needed where the operator has several.
+    backends
+        *All* of the query's other backends: a restore reads whichever has a file.
+    local_dirs
+        Folders of this machine with local stores, as for `erase_scan`. The query's are removed, as they are caches.
+    inline_batches
+        The largest ``spark.sql.streaming.minBatchesToRetain`` that the query has had lately: pointers of so many
+        batches may hold deltas inline, which cannot be changed. The tombstones of the keys have to be older than all
+        of these, by 3 times as many batches with data and 2. 0: the query keeps nothing inline, and has not for so
+        long (its backends are without ``"changelog"``, or it has `erase_within_s`).
+
+    Returns
+    -------
+    ErasedHistory
+        With the receipt of a scan.
+
+    Raises
+    ------
+    UsageError
+        When a key is in the newest state, a request that names it is not done, or its tombstones are too young; when a
+        store cannot put a file in another's place in one step; or when an argument is none.
+    LiveRunError
+        When the query runs, or somebody takes a savepoint of it.
+    CorruptFileError
+        When a file cannot be read. Nothing was changed then, in any file of its bucket.
+    StorageError
+        When a store fails.
+
+    Examples
+    --------
+    >>> done = erase_history("/state", ["Jane Doe"], operator="count")  # doctest: +SKIP
+    >>> done.receipt.absent  # doctest: +SKIP
+    True
+    """
+    folders = query_folders_below(root, operator, query_folder, storage_options)
+    if len(folders) > 1:
+        raise UsageError(
+            f"operator {operator!r} has {len(folders)} query folders below {root}: name one with query_folder "
+            f"({', '.join(it.name for it in folders[:5])})"
+        )
+    if type(inline_batches) is not int or inline_batches < 0:
+        raise UsageError(f"inline_batches must be a whole number of batches, not {inline_batches!r}")
+    folder = folders[0]
+    wanted = keys_as_stored(keys, folder.schema, "erase_history()")
+    if wanted.num_rows > KEYS_MAX:
+        raise UsageError(f"erase_history() was given more than {KEYS_MAX:,} keys: erase them in several calls")
+    places = [folder.files, *(_replica(backend, operator, folder.name) for backend in backends)]
+    for place in places:
+        if not place.replaces:
+            raise UsageError(
+                f"{place.root} lies in a store that does not put one file in another's place in one step: a file might "
+                "be gone when this is stopped. Move the state to another root instead (docs/operating/erasing.md)"
+            )
+    for path in local_dirs:
+        if not Path(path).is_dir():
+            raise UsageError(f"there is no folder {path}: give the local_dir of the ArrowState")
+    with tempfile.TemporaryDirectory(prefix="spark_state_ext-erase-") as scratch, _leased(folder.files) as lease:
+        work = _Work(folder, places, wanted, Path(scratch), lease)
+        work.refuse_waiting()
+        files, rows = work.erase_files(inline_batches)
+        requests = work.erase_requests()
+        stores = sum(_drop_stores(Path(path), operator, folder.name) for path in local_dirs)
+    receipt = erase_scan(
+        root,
+        keys,
+        operator=operator,
+        storage_options=storage_options,
+        backends=backends,
+        local_dirs=local_dirs,
+    )
+    return ErasedHistory(files, rows, requests, stores, receipt)
+
+
+def _replica(backend: Backend, operator: str, query_folder: str) -> Folder:
+    if backend.kind != FSSPEC:
+        raise UsageError(
+            f"the backend {backend.name} is of the kind {backend.kind}, whose files this package cannot write anew: "
+            "move the state to another root instead (docs/operating/erasing.md)"
+        )
+    return Folder(backend.root, backend.storage_options).child(operator, query_folder)
+
+
+@contextmanager
+def _leased(files: Folder) -> Iterator[Lease]:
+    """The query folder's lease, as a run would hold it; others find it released afterwards."""
+    log = LeaseLog(files)
+    me = RunIdentity.here("erase history", uuid.uuid4().hex)
+    found = log.newest(first=True)
+    claim = None if found is None else found.record.claim
+    if claim is not None and not claim.built:
+        raise UsageError(
+            f"the state at {files.root} was claimed by {claim}, of which no batch is known to be committed: run that "
+            "query first"
+        )
+
+    def live(there: Found) -> LiveRunError:
+        return LiveRunError(
+            f"the state at {files.root} is in use by {there.record.owner}, which renews its lease: stop the query first"
+        )
+
+    # It says what to do, where the lease's own error is for another run of the query.
+    until_free(log, None if claim is None else claim.id, live)
+    format_1_too = found is not None and found.record.format_1_too
+    lease = Lease(files, me, LEASE_MS, format_1_too=format_1_too, claim=claim)
+    lease.hold()
+    try:
+        yield lease
+    finally:
+        try:
+            last = log.newest()
+            if last is not None and last.record.owner.plan == me.plan:
+                log.append(last, replace(last.record, released=True, nonce=uuid.uuid4().hex))
+        except StateError as error:
+            # The query waits then until it lapses; an error of the work itself is what matters.
+            _LOGGER.warning("the lease of %s is not released: %s", files.root, error)
+
+
+class _Work:
+    """What is done while the lease is held.
+
+    Parameters
+    ----------
+    folder
+        The query folder.
+    places
+        It, and the same in the other backends.
+    wanted
+        The keys.
+    scratch
+        Local folder for temporary files.
+    lease
+        The lease.
+    """
+
+    def __init__(
+        self, folder: QueryFolder, places: Sequence[Folder], wanted: pa.RecordBatch, scratch: Path, lease: Lease
+    ) -> None:
+        self._folder = folder
+        self._places = places
+        self._wanted = wanted
+        self._keys = list(wanted.columns)
+        self._scratch = scratch
+        self._lease = lease
+        self._holds = HoldWatch()
+        # What requests tell that are done: which of the keys they name, and the last heartbeat that is known committed.
+        self._erased: set[int] = set()
+        self._done_heartbeat = 0
+        self._refuse_held()
+
+    def refuse_waiting(self) -> None:
+        """Refuse where a request with one of the keys was not carried out in all buckets; note those that were."""
+        requests = EraseFolder(self._folder.files)
+        for number, keys in self._requests():
+            named = np.flatnonzero(places_of(self._keys, keys) >= 0)
+            record = requests.done(number)
+            if record is not None:
+                self._done_heartbeat = max(self._done_heartbeat, record.heartbeat)
+                self._erased.update(named.tolist())
+            elif len(named):
+                raise UsageError(
+                    f"erase request {number} of {self._folder.files.root} names some of the keys and is not done: run "
+                    "the query until erase_status() says so, and stop it"
+                )
+
+    def erase_files(self, inline_batches: int) -> tuple[int, int]:
+        """Write all checkpoint files anew that have a key; how many these were, and how many rows they lost."""
+        buckets = [self._past(bucket) for bucket in range(self._folder.operator.buckets)]
+        # Somebody has begun the batch after those.
+        committed = max(self._done_heartbeat, max(past.heartbeat for past in buckets) - 1)
+        living = sum(len(past.living(self._erased, committed)) for past in buckets)
+        if living:
+            raise UsageError(
+                f"{living} of the keys are in the newest state at {self._folder.files.root}, or may be: ask for them "
+                "with erase_keys(), run the query until erase_status() says that it is done, and stop it"
+            )
+        self._refuse_young(buckets, inline_batches)
+        if any(past.with_keys() for past in buckets):
+            self._leave_local_stores()
+        files = rows = 0
+        for past in buckets:
+            for it in past.with_keys():
+                rows += rewrite(it, self._folder.schema, self._keys, self._scratch, self._allowed)
+                files += 1
+        return files, rows
+
+    def _refuse_young(self, buckets: Sequence[BucketPast], inline_batches: int) -> None:
+        """Refuse where a pointer may have a delta inline from before a tombstone: without it the key would be back."""
+        tombstones = [it for past in buckets if (it := past.tombstone_heartbeat) is not None]
+        if not tombstones or not inline_batches:
+            return
+        # In a batch every bucket has the same.
+        older_by = max(past.heartbeat for past in buckets) - max(tombstones)
+        lacking = recent_heartbeats(inline_batches) + 1 - older_by
+        if lacking > 0:
+            raise UsageError(
+                f"the keys were erased {older_by} batches with data ago, and batches that Spark retains may hold deltas"
+                f" from before inline: run {lacking} more batches with data and stop the query. Where it keeps nothing "
+                "inline, say inline_batches=0; where Spark retains fewer batches, say how many"
+            )
+
+    def _leave_local_stores(self) -> None:
+        """Have every executor begin with an empty local store.
+
+        A store that is older than a tombstone has the key, and the delta with the tombstone, which it would read next,
+        will be without. Stores lie in folders named after the operator file in force: so there is a new one, which says
+        the same. What is left behind goes as any store that nobody uses.
+        """
+        made = replace(self._folder.operator, schema_id=self._folder.operator.schema_id + 1)
+        name = operator_file_name(made.schema_id)
+        self._allowed()
+        if not self._folder.files.create(name, made.encode()):
+            raise LiveRunError(f"{self._folder.files.where(name)} was made by somebody else meanwhile: begin again")
+
+    def erase_requests(self) -> int:
+        """Have erase requests name the keys no more; how many these were."""
+        changed, requests = 0, EraseFolder(self._folder.files)
+        for number, keys in self._requests():
+            gone = matching(keys, self._keys)
+            if gone.any():
+                self._allowed()
+                request = requests.request(number)
+                requests.replace(number, replace(request, keys=request.keys.filter(pa.array(~gone))))
+                changed += 1
+        return changed
+
+    def _requests(self) -> Iterator[tuple[int, list[pa.Array]]]:
+        requests = EraseFolder(self._folder.files)
+        for number in sorted(requests.numbers().requests):
+            self._lease.hold()
+            where = f"erase request {number} of {self._folder.files.root}"
+            yield number, requests.request(number).columns(self._folder.schema.keys, where)
+
+    def _past(self, bucket: int) -> BucketPast:
+        past = BucketPast()
+        for place in self._places:
+            files = place.child(str(bucket))
+            for name in files.names():
+                self._lease.hold()
+                found = read_past(files, name, self._folder.schema, self._keys, self._scratch)
+                if found is not None:
+                    past.files.append(found)
+        return past
+
+    def _allowed(self) -> None:
+        self._lease.hold()
+        self._lease.check()
+        self._refuse_held()
+
+    def _refuse_held(self) -> None:
+        for hold in self._holds.living(self._folder.files):
+            raise LiveRunError(
+                f"the state at {self._folder.files.root} is being copied by {hold.holder}: wait until that is over"
+            )
+
+
+def _drop_stores(local_dir: Path, operator: str, query_folder: str) -> int:
+    """Remove a query's local stores; how many folders there were."""
+    dropped = 0
+    for operators in local_dir.glob(f"spark_state_ext-*/*-{operator}"):
+        if (operators / query_folder).is_dir():
+            # Renamed first: whoever opens it now makes a new one, and none sees half of it.
+            (operators / query_folder).rename(operators / f"{_GONE}{uuid.uuid4().hex}")
+            dropped += 1
+        for gone in operators.glob(f"{_GONE}*"):
+            shutil.rmtree(gone)
+    return dropped

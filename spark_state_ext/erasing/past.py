@@ -1,0 +1,215 @@
+"""What a bucket's files tell of some keys, checkpoint by checkpoint; and the same files without them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_schemas.equality import BoolArray
+from arrow_schemas.evolution import conform
+from arrow_schemas.lineage import BLOCKCRC, SNAPSHOT, CheckpointRef, LineageHeader, parse_file_name
+from arrow_schemas.row import DELETED, RowSchema
+from spark_state_ext.engine.erasing import matching, places_of
+from spark_state_ext.errors import CorruptFileError, StateError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed_body import NOT_ARROW, SealedBody, open_sealed, write_sealed
+from spark_state_ext.store.runs import CHUNK_ROWS, cut
+from spark_state_ext.worker.spill import local_errors
+
+__all__ = ["BucketPast", "FilePast", "read_past", "rewrite"]
+
+
+@dataclass(frozen=True)
+class FilePast:
+    """A checkpoint file.
+
+    Parameters
+    ----------
+    files, name
+        The bucket's folder in one of the backends, and the file.
+    ref, kind
+        What it is.
+    header
+        What it says of itself.
+    rows
+        Which of the keys it has, by their numbers: True where the key lives, False for a tombstone.
+    """
+
+    files: Folder
+    name: str
+    ref: CheckpointRef
+    kind: str
+    header: LineageHeader
+    rows: dict[int, bool]
+
+
+@dataclass
+class BucketPast:
+    """A bucket's files, in all backends."""
+
+    files: list[FilePast] = field(default_factory=list)
+
+    def with_keys(self) -> list[FilePast]:
+        """The files to write anew, in the order in which to: what removes a key comes after all that it removes.
+
+        At every moment, and in every checkpoint, a key is then as it was or gone.
+        """
+        return sorted((it for it in self.files if it.rows), key=lambda it: (it.ref.version, it.kind == SNAPSHOT))
+
+    @property
+    def heartbeat(self) -> int:
+        """The last one that its files tell."""
+        return max((it.header.writer.heartbeat for it in self.files), default=0)
+
+    @property
+    def tombstone_heartbeat(self) -> int | None:
+        """Heartbeat of the newest tombstone of a key; None: there is none."""
+        return max((it.header.writer.heartbeat for it in self.files if False in it.rows.values()), default=None)
+
+    def living(self, erased: Set[int] = frozenset(), committed: int = 0) -> set[int]:
+        """Numbers of the keys that live in what may be the committed checkpoint.
+
+        Which one is, only Spark knows. An attempt makes the checkpoint after the committed one, and none further. So it
+        is one of the newest, or of those before.
+
+        Parameters
+        ----------
+        erased
+            Keys that a request names which is done: their tombstones are committed.
+        committed
+            Batches up to this heartbeat are committed: nothing that is so old is an attempt that failed.
+        """
+        newest = max((it.ref.version for it in self.files), default=0)
+        last = {it.ref: it.header.writer.heartbeat for it in self.files if it.ref.version == newest}
+        before = {it.ref for it in self.files if it.ref.version == newest - 1}
+        living: set[int] = set().union(*(self._living_at(ref) for ref in last))
+        earlier: set[int] = set().union(*(self._living_at(ref) for ref in before))
+        known = all(heartbeat <= committed for heartbeat in last.values())
+        return living | (earlier - erased if known else earlier)
+
+    def _living_at(self, ref: CheckpointRef) -> set[int]:
+        by_ref: dict[CheckpointRef, list[FilePast]] = {}
+        for it in self.files:
+            by_ref.setdefault(it.ref, []).append(it)
+        found: dict[int, bool] = {}
+        line: list[CheckpointRef] = [ref]
+        while line:
+            files = by_ref.get(line.pop(), [])
+            for it in files:
+                for key, lives in it.rows.items():
+                    found.setdefault(key, lives)
+            if any(it.kind == SNAPSHOT for it in files):
+                # It has all that lives, so what it lacks is gone.
+                break
+            if files:
+                # What lacks a file may be inline in Spark's state: the ones before it count all the same.
+                line = list(files[0].header.lineage)
+        return {key for key, lives in found.items() if lives}
+
+
+def read_past(files: Folder, name: str, schema: RowSchema, keys: Sequence[pa.Array], scratch: Path) -> FilePast | None:
+    """What a checkpoint file tells of some keys; None for a file that is none.
+
+    Parameters
+    ----------
+    files, name
+        The bucket's folder, and the file.
+    schema
+        The operator's.
+    keys
+        Columns of the keys.
+    scratch
+        Local folder for temporary files.
+
+    Raises
+    ------
+    CorruptFileError
+        When it is damaged.
+    MissingCheckpointError
+        When it is gone.
+    """
+    parsed = parse_file_name(name)
+    if parsed is None:
+        return None
+    rows: dict[int, bool] = {}
+    with _opened(files, name, scratch) as body:
+        header = LineageHeader.decode(body.reader.schema.metadata, files.where(name))
+        for batch in body.reader:
+            written = conform(batch.replace_schema_metadata(None), schema)
+            at = places_of(keys, schema.key_columns(written))
+            deleted = written.column(DELETED)
+            rows |= {int(key): not deleted[int(at[key])].as_py() for key in np.flatnonzero(at >= 0)}
+    return FilePast(files, name, *parsed, header, rows)
+
+
+def rewrite(
+    past: FilePast, schema: RowSchema, keys: Sequence[pa.Array], scratch: Path, allowed: Callable[[], None]
+) -> int:
+    """Put a file in its own place without the rows of some keys; gives how many there were.
+
+    Parameters
+    ----------
+    past
+        The file.
+    schema, keys, scratch
+        As for `read_past`.
+    allowed
+        Asked right before it is published; raises where somebody else has the folder by now.
+
+    Raises
+    ------
+    StorageError
+        When it could not be written; the old one is there then.
+    """
+    made, removed = scratch / "rewritten", 0
+
+    def others(body: SealedBody) -> Iterator[pa.RecordBatch]:
+        nonlocal removed
+        for batch in body.reader:
+            plain = batch.replace_schema_metadata(None)
+            gone: BoolArray = matching(schema.key_columns(conform(plain, schema)), keys)
+            removed += int(gone.sum())
+            yield plain.filter(pa.array(~gone)) if gone.any() else plain
+
+    try:
+        with _opened(past.files, past.name, scratch) as body, local_errors(scratch), made.open("wb") as target:
+            # Of the stream's schema: it has the header as it was, and the placeholder of the body record.
+            batches: Iterable[pa.RecordBatch] = (it for it in others(body) if it.num_rows)
+            if body.record.algorithm == BLOCKCRC:
+                batches = cut(batches, CHUNK_ROWS)
+            write_sealed(target, body.reader.schema, batches, body.record.algorithm, _tombstones)
+            target.flush()
+            os.fsync(target.fileno())
+        allowed()
+        past.files.put_file(past.name, made)
+    finally:
+        made.unlink(missing_ok=True)
+    return removed
+
+
+def _tombstones(batch: pa.RecordBatch) -> int:
+    return int(batch.column(DELETED).true_count)
+
+
+@contextmanager
+def _opened(files: Folder, name: str, scratch: Path) -> Iterator[SealedBody]:
+    """A file whose checksum is right, from a copy on this machine; it is written anew while it is read."""
+    where, copy = files.where(name), scratch / "copy"
+    try:
+        with local_errors(scratch):
+            files.get_file(name, copy)
+        with pa.OSFile(str(copy)) as file:
+            body = open_sealed(file, where)
+            yield body
+    except StateError:
+        raise
+    except NOT_ARROW as error:
+        raise CorruptFileError(f"{where} cannot be read: {error}") from error
+    finally:
+        copy.unlink(missing_ok=True)
