@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from spark_state_ext.spark.client.session import disable, enable
     from spark_state_ext.spark.client.state import ArrowState
     from spark_state_ext.spark.client.tables import read_savepoint, write_savepoint
+    from spark_state_ext.spark.native.exporting import export_native
+    from spark_state_ext.spark.native.importing import ImportedJob, import_native
 
 __all__ = [
     "Agg",
     "ArrowState",
     "Backend",
+    "ImportedJob",
     "RetainedCheckpoint",
     "Savepoint",
     "StateBatch",
@@ -40,6 +43,8 @@ __all__ = [
     "deduplicate",
     "disable",
     "enable",
+    "export_native",
+    "import_native",
     "read_savepoint",
     "savepoint_tables",
     "sessionize",
@@ -54,6 +59,7 @@ _LAZY = {
     "Agg": "spark_state_ext.operators.agg",
     "ArrowState": "spark_state_ext.spark.client.state",
     "Backend": "spark_state_ext.backends.registry",
+    "ImportedJob": "spark_state_ext.spark.native.importing",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
     "StateBatch": "spark_state_ext.functions.state_batch",
@@ -65,6 +71,8 @@ _LAZY = {
     "deduplicate": "spark_state_ext.spark.client.operators",
     "disable": "spark_state_ext.spark.client.session",
     "enable": "spark_state_ext.spark.client.session",
+    "export_native": "spark_state_ext.spark.native.exporting",
+    "import_native": "spark_state_ext.spark.native.importing",
     "read_savepoint": "spark_state_ext.spark.client.tables",
     "savepoint_tables": "spark_state_ext.savepoints.reading",
     "sessionize": "spark_state_ext.spark.client.operators",
