@@ -62,8 +62,8 @@ def last_committed(offsets: frozenset[int], commits: frozenset[int], where: str)
     """
     if not commits:
         raise MissingCheckpointError(
-            f"{where} has no committed batch, so there is no state to import: start the query on this package as it is, "
-            "from a new checkpoint location"
+            f"{where} has no committed batch, so there is no state to import: start the query on this package as it "
+            "is, from a new checkpoint location"
         )
     last, planned = max(commits), max(offsets, default=-1)
     if planned not in (last, last + 1):

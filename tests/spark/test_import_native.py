@@ -11,7 +11,6 @@ from jobs import reads_state
 from native_job import FIRST, NEXT, NativeJob, conf_of
 
 from spark_state_ext import Savepoint, import_native, read_savepoint
-from spark_state_ext.savepoints.manifest_file import read_manifest
 from tests.helpers.soak import whole
 
 pytestmark = [pytest.mark.spark, reads_state]
@@ -26,7 +25,9 @@ MORE = [
 ]
 
 
-def _both(spark: Any, folder: Path, provider: str, version: int, back: int, planned: bool) -> tuple[NativeJob, NativeJob]:
+def _both(
+    spark: Any, folder: Path, provider: str, version: int, back: int, planned: bool
+) -> tuple[NativeJob, NativeJob]:
     """The job, stopped, twice."""
     (folder / "alone").mkdir()
     alone = NativeJob(spark, folder / "alone", conf_of(provider, version))

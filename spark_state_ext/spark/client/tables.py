@@ -220,8 +220,8 @@ def saved_table(spark: SparkSession, given: Savepoint, with_defined: bool = Fals
     spark, given
         As for `read_savepoint`.
     with_defined
-        With a last column, whether the key has a state, or only a timeout; and all columns are called ``c0``, ``c1`` and
-        so on.
+        With a last column, whether the key has a state, or only a timeout; and all columns are called ``c0``, ``c1``
+        and so on.
 
     Raises
     ------

@@ -21,10 +21,10 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.batch_logs import last_committed, needed_offsets, with_state_ids
 from spark_state_ext.savepoints.rows import answer
 
-__all__ = ["IMPORTING", "look", "reserve", "write_checkpoint"]
+__all__ = ["look", "reserve", "write_checkpoint"]
 
-# Folder in the new checkpoint location, in which a query of Spark's writes the marks of the buckets.
-IMPORTING = "importing"
+# Folder in the new checkpoint location, in which a query of Spark's writes the buckets' marks; the client names it.
+_IMPORTING = "importing"
 _METADATA, _OFFSETS, _COMMITS, _SOURCES, _STATE = "metadata", "offsets", "commits", "sources", "state"
 # Spark cannot read it, so that no query is started from a location that is not finished.
 _NOT_FINISHED = b"spark_state_ext is importing a job to this location, or was stopped before the end: do not use it\n"
@@ -51,7 +51,7 @@ def look(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
     top = old.names()
     if _METADATA not in top or not {_OFFSETS, _COMMITS} & set(top):
         raise UsageError(
-            f"{old.root} is no Spark checkpoint location of a query that has run: it has {', '.join(top) or 'nothing'}. "
+            f"{old.root} is no checkpoint location of a query that has run: it has {', '.join(top) or 'nothing'}. "
             "Give its checkpointLocation"
         )
     entries = old.tree()
@@ -126,12 +126,12 @@ def write_checkpoint(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -
     _refuse_going_on(old, plain)
     _move_marks(new, batch + 1)
     unknown = _copy_sources(old, new)
-    written = _text(new.child(IMPORTING), f"{_COMMITS}/0")
+    written = _text(new.child(_IMPORTING), f"{_COMMITS}/0")
     for number, text in plain["offsets"].items():
         new.put(f"{_OFFSETS}/{number}", text.encode())
     commit = with_state_ids(plain["commit"], written, old.where(f"{_COMMITS}/{batch}"))
     new.put(f"{_COMMITS}/{batch}", commit.encode())
-    new.remove_tree(IMPORTING)
+    new.remove_tree(_IMPORTING)
     # Again: what the query did in the meantime would be lost.
     _refuse_going_on(old, plain)
     query_id = str(uuid.uuid4())
@@ -143,14 +143,14 @@ def _refuse_going_on(old: Folder, plain: Mapping[str, Any]) -> None:
     now = last_committed(_logged(old, _OFFSETS), _logged(old, _COMMITS), old.root)
     if now != (plain["batch"], plain["planned"]):
         raise LiveRunError(
-            f"the query of {old.root} goes on: its last committed batch was {plain['batch']}, and is {now[0]} now. Stop "
-            "it, wait for its end, and import it again, to other places"
+            f"the query of {old.root} goes on: its last committed batch was {plain['batch']}, and is {now[0]} now. "
+            "Stop it, wait for its end, and import it again, to other places"
         )
 
 
 def _move_marks(new: Folder, version: int) -> None:
     """Spark wrote the marks as version 1 of a new query's state; here they are what the last batch has left."""
-    made = new.child(IMPORTING)
+    made = new.child(_IMPORTING)
     for entry in made.child(_STATE).tree():
         folder, name = posixpath.split(f"{_STATE}/{entry.name}")
         if name.startswith("."):

@@ -38,8 +38,8 @@ def export_native(
     Returns
     -------
     GroupedData
-        The rows of `read_savepoint`, grouped by key. The processor's ``handleInitialState`` gets each key's row, and sets
-        its state, and a timer for ``timeout_ms``.
+        The rows of `read_savepoint`, grouped by key. The processor's ``handleInitialState`` gets each key's row, and
+        sets its state, and a timer for ``timeout_ms``.
 
     Raises
     ------
@@ -52,8 +52,8 @@ def export_native(
     """
     if to == APPLY_IN_PANDAS_WITH_STATE:
         raise UnsupportedPlanError(
-            "the state of a savepoint cannot become that of Spark's own applyInPandasWithState: no release of PySpark up "
-            "to 4.3 has a public writer of state, and that operator takes no initial state. Go on with "
+            "the state of a savepoint cannot become that of Spark's own applyInPandasWithState: no release of PySpark "
+            "up to 4.3 has a public writer of state, and that operator takes no initial state. Go on with "
             "transformWithStateInPandas, which takes one, or keep the checkpoint of the job that was imported "
             "(docs/operating/importing.md)"
         )
@@ -74,7 +74,7 @@ def export_native(
     names = [*keys, *state, TIMEOUT_COLUMN]
     if len(set(names)) < len(names):
         raise UsageError(
-            f"the savepoint at {given.path} has columns of one name, of key, state and timeout: {', '.join(names)}. Read "
-            "it with read_savepoint, rename them with toDF(…), and group by the key yourself"
+            f"the savepoint at {given.path} has columns of one name, of key, state and timeout: {', '.join(names)}. "
+            "Read it with read_savepoint, rename them with toDF(…), and group by the key yourself"
         )
     return read_savepoint(spark, given).groupBy(*keys)

@@ -27,6 +27,7 @@ from spark_state_ext.spark.client.tables import TableSavepoint, save_table, save
 from spark_state_ext.spark.client.tasks import in_a_task
 from spark_state_ext.spark.native.checksums import TableSum, table_sum
 from spark_state_ext.spark.native.marks import write_marks
+from spark_state_ext.spark.native.settings import checkpoint_format, configured
 from spark_state_ext.spark.native.spark_state import SparkState, read_state, refuse_old_spark, translated
 from spark_state_ext.version import __version__
 
@@ -91,8 +92,8 @@ def import_native(
 ) -> ImportedJob:
     """Bring a stopped job on Spark's own ``applyInPandasWithState`` to this package, with its state and its offsets.
 
-    The old checkpoint location is only read: the old job can go on from it. The same query, with ``ArrowState(root,
-    operator, buckets=…, start_from=Savepoint(…))`` and the new checkpoint location, goes on with the next batch.
+    The old checkpoint location is only read, so that the old job can go on from it. The same query goes on with the
+    next batch, given an `ArrowState` with ``start_from=Savepoint(…)``, and the new checkpoint location.
 
     Parameters
     ----------
@@ -127,14 +128,17 @@ def import_native(
         When a key or state column has a type that cannot be stored.
     LiveRunError
         When the job runs, or may.
-    MissingCheckpointError
-        When it has committed no batch.
-    CorruptFileError
-        When the checkpoint is damaged, or the savepoint has other rows than Spark's state.
+    CorruptFileError, VersionSkewError
+        When a log of the checkpoint is damaged, or newer than this release; when the savepoint has other rows than
+        Spark's state.
     StorageError
-        When Spark cannot read its state, or a store fails.
+        When Spark cannot read its state, or cannot write the new query's.
     PySparkException
-        What tasks find comes as Spark's own error, with ours in its text. What was written then is of no use: remove it.
+        What tasks find comes as Spark's own error, with ours in its text: ``UsageError`` when there is something at a
+        place that must be free, ``MissingCheckpointError`` when no batch is committed, ``CorruptFileError`` when files
+        of the checkpoint are missing, ``LiveRunError`` when the job went on meanwhile, ``StorageError`` when a store
+        fails.
+        What was written then is of no use: remove it.
 
     Examples
     --------
@@ -158,25 +162,8 @@ def import_native(
     _refuse_running(spark, told["checkpoint"], found, idle_s)
     offsets = {int(number): text for number, text in found["offsets"].items()}
     logged = parsed_batch(found["batch"], found["planned"], offsets, found["commit"], told["checkpoint"])
-    state = read_state(spark, told["checkpoint"], logged.batch)
-    with translated(told["checkpoint"]):
-        before = table_sum(state.rows)
-    file = OperatorFile(operator, "", buckets, state.keys.json(), state.state.json())
-    key_fields(file.key_schema)
-    state_fields(file.state_schema)
-    in_a_task(spark, "reserve", told, "native")
-    taken = _saved(state, file, target, logged, found)
-    _compare(before, table_sum(saved_table(spark, target, with_defined=True)), target.path)
-    mark = ImportMark(target.path, taken.id)
-    places = f"{told['checkpoint']}/commits", f"{told['new_checkpoint']}/{_IMPORTING}"
-    write_marks(spark, mark, buckets, logged, state.has_timeout, places)
-    written = in_a_task(spark, "write_checkpoint", {**told, **found}, "native")
-    if written["unknown"]:
-        _LOGGER.warning(
-            "%s has files in sources/ that are no logs of Spark's, which were copied as they are: %s",
-            told["checkpoint"],
-            ", ".join(written["unknown"]),
-        )
+    with configured(spark, checkpoint_format(logged)):
+        taken, total, written = _imported(spark, told, found, logged, _Target(target, operator, buckets))
     return ImportedJob(
         savepoint=taken,
         checkpoint_location=told["new_checkpoint"],
@@ -184,11 +171,51 @@ def import_native(
         batch=logged.batch,
         replays=logged.planned,
         watermark_ms=logged.watermark_ms,
-        rows=before.rows,
-        states=before.states,
-        timeouts=before.timeouts,
-        checksum=before.checksum,
+        rows=total.rows,
+        states=total.states,
+        timeouts=total.timeouts,
+        checksum=total.checksum,
     )
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What the state becomes: a savepoint for an operator of so many buckets."""
+
+    savepoint: Savepoint
+    operator: str
+    buckets: int
+
+
+def _imported(
+    spark: SparkSession, told: Mapping[str, Any], found: Mapping[str, Any], logged: LoggedBatch, target: _Target
+) -> tuple[TakenSavepoint, TableSum, dict[str, Any]]:
+    """The savepoint, what is in it, and what the task answers that wrote the checkpoint: the last of all."""
+    location, path = told["checkpoint"], target.savepoint.path
+    state = read_state(spark, location, logged.batch)
+    with translated(location):
+        before = table_sum(state.rows)
+    file = OperatorFile(target.operator, "", target.buckets, state.keys.json(), state.state.json())
+    key_fields(file.key_schema)
+    state_fields(file.state_schema)
+    in_a_task(spark, "reserve", dict(told), "native")
+    taken = _saved(state, file, target.savepoint, logged, found)
+    after = table_sum(saved_table(spark, target.savepoint, with_defined=True))
+    if before != after:
+        raise CorruptFileError(
+            f"the savepoint at {path} does not have what Spark's state had: {after} in place of {before}. The new "
+            "checkpoint location was not finished. Remove both, and report this"
+        )
+    places = f"{location}/commits", f"{told['new_checkpoint']}/{_IMPORTING}"
+    write_marks(spark, ImportMark(path, taken.id), target.buckets, logged, state.has_timeout, places)
+    written = in_a_task(spark, "write_checkpoint", {**told, **found}, "native")
+    if written["unknown"]:
+        _LOGGER.warning(
+            "%s has files in sources/ that are no logs of Spark's, which were copied as they are: %s",
+            location,
+            ", ".join(written["unknown"]),
+        )
+    return taken, before, written
 
 
 def _told(
@@ -215,8 +242,8 @@ def _refuse_running(spark: SparkSession, where: str, found: Mapping[str, Any], i
     ago_s = found["written_ago_s"]
     if ago_s is not None and ago_s < idle_s:
         raise LiveRunError(
-            f"the query of {where} may run: it wrote there {ago_s:.0f} s ago. Stop it, and wait until {idle_s:g} s have "
-            "passed, or give idle_s=0 where it is known to have ended"
+            f"the query of {where} may run: it wrote there {ago_s:.0f} s ago. Stop it, and wait until {idle_s:g} s "
+            "have passed, or give idle_s=0 where it is known to have ended"
         )
 
 
@@ -235,11 +262,3 @@ def _saved(
         offsets=found["offsets"][str(logged.batch)],
     )
     return save_table(state.rows, wanted)
-
-
-def _compare(before: TableSum, after: TableSum, where: str) -> None:
-    if before != after:
-        raise CorruptFileError(
-            f"the savepoint at {where} does not have what Spark's state had: {after} in place of {before}. The new "
-            "checkpoint location was not finished. Remove both, and report this"
-        )

@@ -6,9 +6,6 @@ here knows how Spark lays its state out.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import PySparkException
@@ -20,14 +17,13 @@ from arrow_schemas.labels import bucket_label
 from spark_state_ext.errors import StorageError
 from spark_state_ext.savepoints.batch_logs import LoggedBatch
 from spark_state_ext.spark.client.plain import unpatched
+from spark_state_ext.spark.native.settings import checkpoint_format, configured
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 __all__ = ["write_marks"]
 
-_LOGGER = logging.getLogger("spark_state_ext")
-_STATE_STORE = "spark.sql.streaming.stateStore."
 # Due in the first batch whose watermark is above zero, or whose clock is.
 _DUE_MS = 1
 
@@ -60,11 +56,11 @@ def write_marks(
     source, location = places
     conf = {
         **logged.conf,
-        f"{_STATE_STORE}checkpointFormatVersion": "2" if logged.state_ids else "1",
+        **checkpoint_format(logged),
         # One whole file for each partition, in place of changes to what was not there.
-        f"{_STATE_STORE}rocksdb.changelogCheckpointing.enabled": "false",
+        "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "false",
     }
-    with _configured(spark, conf):
+    with configured(spark, conf):
         labels = F.explode(F.array(*[F.lit(bucket_label(bucket)) for bucket in range(buckets)]))
         # As in an operator's own plan, the label may be NULL as far as Spark knows; and no row is late.
         rows = spark.readStream.format("text").load(source).select("value", labels.alias("label"))
@@ -104,26 +100,3 @@ def _marking(value: bytes, due_ms: int) -> Any:
         return iter(())
 
     return mark_bucket
-
-
-@contextmanager
-def _configured(spark: SparkSession, conf: Mapping[str, str]) -> Iterator[None]:
-    """The session with other configuration, for a while."""
-    before = {name: spark.conf.get(name, None) for name in conf}
-    try:
-        for name, value in conf.items():
-            try:
-                spark.conf.set(name, value)
-            except PySparkException as error:
-                # One that no session may change; the query then has what this Spark has.
-                _LOGGER.info("%s stays as it is: %s", name, error)
-        yield
-    finally:
-        for name, old in before.items():
-            try:
-                if old is None:
-                    spark.conf.unset(name)
-                else:
-                    spark.conf.set(name, old)
-            except PySparkException as error:
-                _LOGGER.info("%s stays as it is: %s", name, error)

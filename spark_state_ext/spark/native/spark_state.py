@@ -16,7 +16,7 @@ from spark_state_ext.errors import StorageError, UnsupportedPlanError, UsageErro
 from spark_state_ext.spark.compat import SPARK_VERSION
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 __all__ = ["SparkState", "read_state", "refuse_old_spark", "translated"]
 
@@ -56,8 +56,8 @@ def refuse_old_spark() -> None:
     """
     if SPARK_VERSION < (4, 0):
         raise UsageError(
-            "PySpark 3.5 has no reader of Spark's state, which a job is imported with. Stop the job, and import it with "
-            "PySpark 4.0 or newer: that reads the checkpoint that 3.5 wrote."
+            "PySpark 3.5 has no reader of Spark's state, which a job is imported with. Stop the job, and import it "
+            "with PySpark 4.0 or newer: that reads the checkpoint that 3.5 wrote."
         )
 
 
@@ -109,7 +109,7 @@ def read_state(spark: SparkSession, location: str, batch: int) -> SparkState:
     return SparkState(plain.toDF(*names), keys, state, has_timeout)
 
 
-def _fields(group: F.Column, state: StructType) -> list[F.Column]:
+def _fields(group: Column, state: StructType) -> list[Column]:
     return [group.getField(name) for name in state.names]
 
 
@@ -120,8 +120,8 @@ def _only_operator(spark: SparkSession, location: str) -> int:
     }
     if len(operators) > 1:
         raise UnsupportedPlanError(
-            f"the query at {location} has several stateful operators, {', '.join(map(str, operators.values()))}: only a "
-            f"query whose one stateful operator is {_OPERATOR} can be imported, as the state of the others would be lost"
+            f"the query at {location} has several stateful operators, {', '.join(operators.values())}: only a query "
+            f"whose one stateful operator is {_OPERATOR} can be imported, as the state of the others would be lost"
         )
     for operator_id, name in operators.items():
         if name != _OPERATOR:
