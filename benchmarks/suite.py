@@ -25,6 +25,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "restore": ("--rows", "200000", "--repeats", "3", "--restarts", "1"),
     "savepoint": ("--quick",),
     "initial_state": ("--quick",),
+    "import_native": ("--quick",),
 }
 # What the committed result files come from. Takes some hours, a machine that does nothing else, and 60 GB of disk.
 FULL: dict[str, tuple[str, ...]] = {
@@ -37,6 +38,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "restore": (),
     "savepoint": (),
     "initial_state": (),
+    "import_native": (),
     "async_commit": (),
     "big_bucket": (),
 }

@@ -15,8 +15,9 @@ from streams import finish, read, using, write_batches
 
 from benchmarks.spark import ROCKSDB
 from spark_state_ext import Savepoint
+from tests.helpers.waiting import eventually
 
-__all__ = ["FIRST", "HDFS", "NEXT", "NativeJob", "conf_of", "spells"]
+__all__ = ["FIRST", "HDFS", "NEXT", "NativeJob", "conf_of", "due", "spells"]
 
 HDFS = "org.apache.spark.sql.execution.streaming.state.HDFSBackedStateStoreProvider"
 OUTPUT = "key string, n bigint, fired boolean"
@@ -63,6 +64,18 @@ def spells(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.Da
     yield pd.DataFrame({"key": [key[0]], "n": [n], "fired": [False]})
 
 
+def due(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
+    """Count a key's rows until twenty seconds have passed by the clock."""
+    n = 0 if state.getOption is None else state.getOption[0]
+    if state.hasTimedOut:
+        state.remove()
+    else:
+        n += sum(len(pdf) for pdf in pdfs)
+        state.update((n, None, None))
+        state.setTimeoutDuration(20_000)
+    yield pd.DataFrame({"key": [key[0]], "n": [n], "fired": [state.hasTimedOut]})
+
+
 @dataclass
 class NativeJob:
     """The job in a folder of its own: its input, its sink, and the checkpoint that it goes on from."""
@@ -92,6 +105,26 @@ class NativeJob:
                 writer = out.writeStream.format("parquet").option("path", str(self.sink)).outputMode("append")
                 location = str(self.folder / checkpoint)
                 finish(writer.option("checkpointLocation", location).trigger(availableNow=True).start())
+
+    def run_until(self, rows: int, start_from: Savepoint | None = None, checkpoint: str = "checkpoint") -> None:
+        """Run the job with `due`, whose batches do not end, until the sink has so many rows."""
+        with configured(self.session, self.conf):
+            stream = read(self.session, str(self.folder / "in"), ddl(TIMED))
+            operator = "spark" if start_from is None else "arrow"
+            with using(self.session, operator, self.folder, start_from=start_from):
+                out = stream.groupBy("key").applyInPandasWithState(
+                    due, OUTPUT, STATE, "append", GroupStateTimeout.ProcessingTimeTimeout
+                )
+                writer = out.writeStream.format("parquet").option("path", str(self.sink)).outputMode("append")
+                query = writer.option("checkpointLocation", str(self.folder / checkpoint)).start()
+                try:
+                    eventually(lambda: self.rows() >= rows or query.exception() is not None, 0.2)
+                finally:
+                    query.stop()
+                assert query.exception() is None, query.exception()
+
+    def rows(self) -> int:
+        return sum(map(len, self.emitted().values())) if self.sink.exists() else 0
 
     def last_batch(self) -> int:
         return max(int(path.name) for path in (self.checkpoint / "commits").glob("[0-9]*"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from jobs import reads_state
 from native_job import FIRST, NEXT, NativeJob, conf_of
+from streams import write_batches
 
 from spark_state_ext import Savepoint, import_native, read_savepoint
 from tests.helpers.soak import whole
@@ -56,3 +57,18 @@ def test_an_imported_job_goes_on_as_one_that_was_left_alone(
     later = [row for batch, rows in job.emitted().items() if batch > stopped_at for row in rows]
     assert any(fired for _, _, fired in later), "some timeouts were carried over"
     assert json.loads((job.folder / "new" / "metadata").read_text())["id"] == done.query_id
+
+
+def test_timeouts_by_the_clock_fire_without_input(spark: Any, tmp_path: Path) -> None:
+    job = NativeJob(spark, tmp_path, conf_of("hdfs", 1))
+    write_batches(tmp_path / "in", FIRST[:1])
+    job.run_until(3)
+
+    import_native(
+        spark, job.checkpoint, tmp_path / "savepoint", tmp_path / "new", buckets=3, operator="tested", idle_s=0
+    )
+    job.run_until(6, Savepoint(str(tmp_path / "savepoint")), "new")
+
+    assert sorted((row for rows in job.emitted().values() for row in rows), key=repr) == sorted(
+        [(key, 1, fired) for key in ("a", "b", None) for fired in (False, True)], key=repr
+    )
