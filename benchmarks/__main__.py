@@ -14,6 +14,7 @@ from benchmarks import (
     async_commit,
     big_bucket,
     growth,
+    import_native,
     initial_state,
     keyed_count,
     live,
@@ -77,6 +78,11 @@ _BENCHMARKS = {
     ),
     "big_bucket": _Benchmark(
         "gigabytes into one bucket in one batch, and the memory that takes", big_bucket.add_arguments, big_bucket.run
+    ),
+    "import_native": _Benchmark(
+        "importing a job on Spark's own operator, beside Spark's own reader of its state",
+        import_native.add_arguments,
+        import_native.run,
     ),
     "initial_state": _Benchmark(
         "a savepoint made of a table and read back, beside Spark's sorted parquet files of the same rows",

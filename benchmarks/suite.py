@@ -27,6 +27,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "initial_state": ("--quick",),
     "reading": ("--rows", "200000", "--repeats", "3"),
     "live": ("--quick",),
+    "import_native": ("--quick",),
 }
 # What the committed result files come from. Takes some hours, a machine that does nothing else, and 60 GB of disk.
 FULL: dict[str, tuple[str, ...]] = {
@@ -41,6 +42,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "initial_state": (),
     "reading": (),
     "live": (),
+    "import_native": (),
     "async_commit": (),
     "big_bucket": (),
 }

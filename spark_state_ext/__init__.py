@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from spark_state_ext.spark.client.session import disable, enable
     from spark_state_ext.spark.client.state import ArrowState
     from spark_state_ext.spark.client.tables import read_savepoint, write_savepoint
+    from spark_state_ext.spark.native.exporting import export_native
+    from spark_state_ext.spark.native.importing import ImportedJob, import_native
     from spark_state_ext.spark.source.frames import read_state, register
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "EraseReceipt",
     "EraseStatus",
     "ErasedHistory",
+    "ImportedJob",
     "LiveState",
     "OpenState",
     "RetainedCheckpoint",
@@ -59,6 +62,8 @@ __all__ = [
     "erase_keys",
     "erase_scan",
     "erase_status",
+    "export_native",
+    "import_native",
     "open_live",
     "open_state",
     "read_savepoint",
@@ -82,6 +87,7 @@ _LAZY = {
     "EraseReceipt": "spark_state_ext.erasing.receipt",
     "EraseStatus": "spark_state_ext.erasing.asking",
     "ErasedHistory": "spark_state_ext.erasing.history",
+    "ImportedJob": "spark_state_ext.spark.native.importing",
     "LiveState": "spark_state_ext.reading.live",
     "OpenState": "spark_state_ext.reading.state",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
@@ -99,6 +105,8 @@ _LAZY = {
     "erase_keys": "spark_state_ext.erasing.asking",
     "erase_scan": "spark_state_ext.erasing.scanning",
     "erase_status": "spark_state_ext.erasing.asking",
+    "export_native": "spark_state_ext.spark.native.exporting",
+    "import_native": "spark_state_ext.spark.native.importing",
     "open_live": "spark_state_ext.reading.live",
     "open_state": "spark_state_ext.reading.opening",
     "read_savepoint": "spark_state_ext.spark.client.tables",

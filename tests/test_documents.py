@@ -17,6 +17,7 @@ import pytest
 from pyspark.errors import AnalysisException
 
 import spark_state_ext
+from arrow_schemas.import_mark import IMPORT_MARK_FORMAT
 from arrow_schemas.lineage import DELTA, FILE_FORMATS, SNAPSHOT
 from arrow_schemas.operator import OPERATOR_FORMAT
 from arrow_schemas.pointer import POINTER_FORMAT
@@ -75,6 +76,7 @@ def test_formats_are_those_of_the_code() -> None:
         "delta file": FILE_FORMATS[DELTA],
         "snapshot file": FILE_FORMATS[SNAPSHOT],
         "pointer": POINTER_FORMAT,
+        "import mark": IMPORT_MARK_FORMAT,
         "lease": LEASE_FORMAT,
         "local store": _STORE_FORMAT,
     }

@@ -143,7 +143,7 @@ def test_a_page_runs_as_pasted(
     ):
         if used in code:
             pytest.importorskip(package)
-    if "take_savepoint" in code and SPARK < (4, 0):
+    if ("take_savepoint" in code or "import_native" in code) and SPARK < (4, 0):
         pytest.skip("PySpark 3.5 has no reader of state")
     spark = request.getfixturevalue("spark") if "SparkSession" in code else None
     queries = request.getfixturevalue("waited")

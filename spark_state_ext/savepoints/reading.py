@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import Writer
 from arrow_schemas.pointer import Pointer, ReplicationStatus
-from arrow_schemas.row import RowSchema
+from arrow_schemas.row import DEFINED, RowSchema
 from arrow_schemas.savepoint import SavepointManifest
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Replica
@@ -77,7 +77,9 @@ def saved_rows(files: Folder, pointer: Pointer, schema: RowSchema, scratch: Path
         yield from rows
 
 
-def shown_rows(savepoint: Folder, pointer: Pointer, schema: RowSchema, scratch: Path) -> Iterator[pa.RecordBatch]:
+def shown_rows(
+    savepoint: Folder, pointer: Pointer, schema: RowSchema, scratch: Path, with_defined: bool = False
+) -> Iterator[pa.RecordBatch]:
     """The rows of a bucket as they are shown: keys, state and ``timeout_ms``, without hash, marks and hidden columns.
 
     Parameters
@@ -86,10 +88,15 @@ def shown_rows(savepoint: Folder, pointer: Pointer, schema: RowSchema, scratch: 
         The savepoint's folder.
     pointer, schema, scratch
         As for `saved_rows`.
+    with_defined
+        With a last column ``defined``: whether the key has a state, or only a timeout.
     """
     shown, fields = schema.without_expiry(), _fields(schema)
+    if with_defined:
+        fields = fields.append(pa.field(DEFINED, pa.bool_()))
     for rows in saved_rows(savepoint.child(pointer.operator, str(pointer.bucket)), pointer, schema, scratch):
         columns = [*shown.key_columns(rows), *shown.state_columns(rows), rows.column("timeout_ms")]
+        columns += [rows.column(DEFINED)] if with_defined else []
         yield pa.RecordBatch.from_arrays(columns, schema=fields)
 
 

@@ -123,7 +123,7 @@ def keyed(*keys: str | None) -> Any:
     return table(KEYED, list(zip(keys, range(len(keys)), strict=True)))
 
 
-def event_rows(*rows: tuple[str, int | None, int]) -> Any:
+def event_rows(*rows: tuple[str | None, int | None, int]) -> Any:
     """A batch of `TIMED` rows: key, event time in seconds, value."""
     at = pa.array([None if s is None else s * 1_000_000 for _, s, _ in rows], pa.int64()).cast(TIMED.field("at").type)
     return pa.table([[k for k, _, _ in rows], at, pa.array([v for *_, v in rows], pa.int64())], schema=TIMED)

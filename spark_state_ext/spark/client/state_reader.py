@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import PySparkException
 
+from arrow_schemas.import_mark import MAGIC
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
 from spark_state_ext.spark.compat import SPARK_VERSION
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["POINTER", "CommittedBatch", "StateReader", "StoreOfState"]
 
 POINTER = "value.groupState.pointer"
+# Until an imported bucket's first call Spark's state has no pointer of it, but a mark (`arrow_schemas.import_mark`).
+_IS_POINTER = f"{POINTER} IS NOT NULL AND substring({POINTER}, 1, {len(MAGIC)}) != X'{MAGIC.hex()}'"
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class StateReader:
             tables = [(*store, self._state(*store)) for store in sorted(stores)]
             # The others are of other operators of the query, which are none of ours.
             return [
-                (operator_id, store_name, state.select(POINTER).where(f"{POINTER} IS NOT NULL"))
+                (operator_id, store_name, state.where(_IS_POINTER).select(POINTER))
                 for operator_id, store_name, state in tables
                 if "groupState.pointer" in _fields(state.schema["value"].dataType)
             ]
@@ -195,7 +198,7 @@ class StateReader:
         """
         with self._translated():
             state = self._state(store.operator_id, store.store_name, batch)
-            return state.select(POINTER).where(f"{POINTER} IS NOT NULL")
+            return state.where(_IS_POINTER).select(POINTER)
 
     def _state(self, operator_id: int, store_name: str, batch: int | None = None) -> DataFrame:
         reader = self._spark.read.format("statestore").option("operatorId", operator_id).option("storeName", store_name)

@@ -7,13 +7,15 @@ import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql import functions as F
-from pyspark.sql.types import IntegralType, LongType, StructField, StructType
+from pyspark.sql.types import BooleanType, IntegralType, LongType, StructField, StructType
 
 from arrow_schemas.evolution import state_change
 from arrow_schemas.operator import OperatorFile
+from arrow_schemas.row import DEFINED
 from arrow_schemas.savepoint import CANONICAL
 from arrow_schemas.spark_types import key_fields, state_fields
 from spark_state_ext.engine.limits import check_sizes
@@ -30,7 +32,7 @@ from spark_state_ext.version import __version__
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["TIMEOUT_COLUMN", "read_savepoint", "write_savepoint"]
+__all__ = ["TIMEOUT_COLUMN", "TableSavepoint", "read_savepoint", "save_table", "saved_table", "write_savepoint"]
 
 # A column of the table that says when a key times out, milliseconds since 1970.
 TIMEOUT_COLUMN = "timeout_ms"
@@ -96,7 +98,6 @@ def write_savepoint(
     """
     if df.isStreaming:
         raise UnsupportedPlanError("a savepoint is made of a batch DataFrame, and this one is streaming")
-    spark = df.sparkSession
     file = _operator_file(df, keys, state_schema, buckets, operator)
     savepoint = os.fspath(path).rstrip("/")
     # Refuses what no executor could use.
@@ -108,27 +109,80 @@ def write_savepoint(
     columns += [F.col(_quoted(field.name)).cast(field.dataType).alias(field.name) for field in state.fields]
     columns += [F.col(TIMEOUT_COLUMN).cast("long").alias(TIMEOUT_COLUMN)] if has_timeout else []
     chosen = df.select(*columns)
-    told: dict[str, Any] = {
-        "package_version": __version__,
-        "operator_file": file.encode().decode(),
-        "savepoint": savepoint,
-        "savepoint_options": dict(storage_options or {}),
-        "form": CANONICAL,
-        "id": uuid.uuid4().hex,
-        "made_ms": int(time.time() * 1000),
-        "has_timeout": has_timeout,
-        "watermark_ms": watermark_ms,
-        "memory_bytes_max": _MEMORY_BYTES_MAX,
-        "query_id": "",
-        "batch": -1,
-        "offsets": None,
-        "parts": [],
-    }
+    return save_table(
+        chosen, TableSavepoint(file, savepoint, dict(storage_options or {}), has_timeout, watermark_ms=watermark_ms)
+    )
+
+
+@dataclass(frozen=True)
+class TableSavepoint:
+    """A savepoint that is to be made of a table.
+
+    Parameters
+    ----------
+    operator_file
+        Its one operator.
+    path, storage_options
+        Its folder.
+    has_timeout, has_defined
+        Whether the table's columns, after keys and state, are when a key times out, and whether it has a state.
+    watermark_ms, query_id, batch, offsets
+        As the manifest has them.
+    """
+
+    operator_file: OperatorFile
+    path: str
+    storage_options: Mapping[str, Any]
+    has_timeout: bool = False
+    has_defined: bool = False
+    watermark_ms: int | None = None
+    query_id: str = ""
+    batch: int = -1
+    offsets: str | None = None
+
+    def told(self) -> dict[str, Any]:
+        """For tasks."""
+        return {
+            "package_version": __version__,
+            "operator_file": self.operator_file.encode().decode(),
+            "savepoint": self.path,
+            "savepoint_options": dict(self.storage_options),
+            "form": CANONICAL,
+            "id": uuid.uuid4().hex,
+            "made_ms": int(time.time() * 1000),
+            "has_timeout": self.has_timeout,
+            "has_defined": self.has_defined,
+            "watermark_ms": self.watermark_ms,
+            "memory_bytes_max": _MEMORY_BYTES_MAX,
+            "query_id": self.query_id,
+            "batch": self.batch,
+            "offsets": self.offsets,
+            "parts": [],
+        }
+
+
+def save_table(chosen: DataFrame, wanted: TableSavepoint) -> TakenSavepoint:
+    """Make a savepoint of a table whose columns go by position: keys, state, and what `wanted` says.
+
+    Parameters
+    ----------
+    chosen
+        The table.
+    wanted
+        What is made of it.
+
+    Raises
+    ------
+    PySparkException
+        As for `write_savepoint`.
+    """
+    spark, told, file = chosen.sparkSession, wanted.told(), wanted.operator_file
     in_a_task(spark, "refuse", told)
-    fields = StructType([chosen.schema[at] for at in range(len(keys))])
-    hashed = packable(chosen, chosen.schema, fields, tuple(range(len(keys))), [])
+    keys = len(file.row_schema().keys)
+    fields = StructType([chosen.schema[at] for at in range(keys)])
+    hashed = packable(chosen, chosen.schema, fields, tuple(range(keys)), [])
     packed = hashed.mapInArrow(task_entry("pack_rows", told, "tables"), "label int, payload binary")
-    spread = packed.repartition(min(buckets, _partitions(spark)), "label")
+    spread = packed.repartition(min(file.buckets, _partitions(spark)), "label")
     return finished(spark, told, spread.mapInArrow(task_entry("write_buckets", told, "tables"), SAVED).collect())
 
 
@@ -155,20 +209,42 @@ def read_savepoint(spark: SparkSession, savepoint: Savepoint | str | os.PathLike
         there is none that can be read.
     """
     given = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
+    return saved_table(spark, given)
+
+
+def saved_table(spark: SparkSession, given: Savepoint, with_defined: bool = False) -> DataFrame:
+    """The same table; its columns may have equal names, and go by position.
+
+    Parameters
+    ----------
+    spark, given
+        As for `read_savepoint`.
+    with_defined
+        With a last column, whether the key has a state, or only a timeout; and all columns are called ``c0``, ``c1``
+        and so on.
+
+    Raises
+    ------
+    PySparkException
+        As for `read_savepoint`.
+    """
     told: dict[str, Any] = {
         "package_version": __version__,
         "savepoint": given.path,
         "savepoint_options": dict(given.storage_options),
         "operator": given.operator,
+        "with_defined": with_defined,
     }
     found = in_a_task(spark, "describe", told)
     told["operator"] = found["operator"]
     columns = StructType.fromJson(found["key_schema"]).fields + StructType.fromJson(found["state_schema"]).fields
     nullable = [StructField(it.name, it.dataType, True) for it in columns]
     numbers = spark.range(found["buckets"]).repartition(min(found["buckets"], _partitions(spark)), "id")
-    return numbers.mapInArrow(
-        task_entry("read_rows", told, "tables"), StructType([*nullable, StructField(TIMEOUT_COLUMN, LongType())])
-    )
+    shown = StructType([*nullable, StructField(TIMEOUT_COLUMN, LongType())])
+    if with_defined:
+        fields = [*shown.fields, StructField(DEFINED, BooleanType())]
+        shown = StructType([StructField(f"c{at}", field.dataType) for at, field in enumerate(fields)])
+    return numbers.mapInArrow(task_entry("read_rows", told, "tables"), shown)
 
 
 def _operator_file(

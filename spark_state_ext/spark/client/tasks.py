@@ -24,8 +24,8 @@ def place_of(options: StateOptions) -> dict[str, Any]:
     return {"package_version": __version__, "options": options.to_plain()}
 
 
-def in_a_task(spark: SparkSession, what: str, told: dict[str, Any]) -> Any:
-    """Have one task do something of `spark.executor.saving`; gives its answer.
+def in_a_task(spark: SparkSession, what: str, told: dict[str, Any], module: str = "saving") -> Any:
+    """Have one task do something of a module in `spark.executor`; gives its answer.
 
     Parameters
     ----------
@@ -35,8 +35,10 @@ def in_a_task(spark: SparkSession, what: str, told: dict[str, Any]) -> Any:
         Name of the function.
     told
         What it is told.
+    module
+        The module.
     """
-    frame = spark.range(1).coalesce(1).mapInArrow(task_entry(what, told), ANSWER)
+    frame = spark.range(1).coalesce(1).mapInArrow(task_entry(what, told, module), ANSWER)
     return json.loads(frame.collect()[0].answer)
 
 

@@ -13,6 +13,7 @@ import pandas as pd
 import pyarrow as pa
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 
+from arrow_schemas.import_mark import ImportMark
 from arrow_schemas.labels import label_bucket
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.engine.aligned_timeouts import has_nothing_due, next_call_ms
@@ -30,7 +31,13 @@ from spark_state_ext.ownership.release import note_handed_over
 from spark_state_ext.savepoints.detaching import Detaching
 from spark_state_ext.savepoints.starting import Beginning, Starts
 from spark_state_ext.spark.executor.key_work import KeyWork
-from spark_state_ext.spark.executor.opening import CallFolders, CallInfo, OpenBucket, open_bucket
+from spark_state_ext.spark.executor.opening import (
+    CallFolders,
+    CallInfo,
+    OpenBucket,
+    open_bucket,
+    refuse_without_import,
+)
 from spark_state_ext.spark.shuffle.observed import numbers_of
 from spark_state_ext.spark.shuffle.pack import event_times
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, heartbeat_nonce
@@ -98,6 +105,8 @@ def _rested(job: Job, state: GroupState, task: TaskInfo) -> bool:
     if job.timeout_conf != GroupStateTimeout.ProcessingTimeTimeout:
         return False
     stored, now_ms = bytes(state.get[0]), state.getCurrentProcessingTimeMs()
+    if ImportMark.decode(stored) is not None:
+        return False
     pointer = Pointer.decode(stored, job.options.pointer_read)
     if not has_nothing_due(pointer, now_ms):
         return False
@@ -203,11 +212,15 @@ class _BucketCall:
         sorter = HashSorter(folders.scratch, HASH_COLUMN, self._job.options.memory_bytes_max)
         if self._info.stored is None:
             self._beginning = self._starts.of(self._job, self._info.bucket)
+            refuse_without_import(self._info, self._beginning)
             if self._beginning is not None:
                 self._info = self._info.not_before(self._beginning.pointer)
             # Where the state begins is told by the heartbeat, which is one of the payloads.
             self._fill(sorter, frames, folders.operator)
-        opened = self._opened = open_bucket(self._shared, self._info, folders, self._heartbeat or b"", self._beginning)
+        # An imported bucket's first batch may have no rows, and so no heartbeat.
+        imported = self._info.imported.nonce if self._info.imported is not None else b""
+        nonce = self._heartbeat or imported
+        opened = self._opened = open_bucket(self._shared, self._info, folders, nonce, self._beginning)
         self._call.query_id = self._task.query_id or opened.query_folder
         clean_ups = self._clean_ups(opened, folders.operator)
         # While the function runs; the commit waits for it.

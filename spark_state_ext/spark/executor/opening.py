@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pyspark.sql.streaming.state import GroupState
 
+from arrow_schemas.import_mark import ImportMark
 from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
@@ -29,6 +30,7 @@ from spark_state_ext.errors import (
     LineageError,
     MissingCheckpointError,
     OperatorChangedError,
+    UsageError,
 )
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_record import Claim
@@ -37,7 +39,7 @@ from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.key_work import Times
 from spark_state_ext.worker.retry import retried
 
-__all__ = ["CallFolders", "CallInfo", "OpenBucket", "open_bucket"]
+__all__ = ["CallFolders", "CallInfo", "OpenBucket", "open_bucket", "refuse_without_import"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class CallInfo:
         Clock of the batch.
     stored
         The pointer that Spark hands out; None where the bucket has no state yet.
+    imported
+        What Spark hands out in the place of a pointer where the bucket's state was imported, and it was not called yet.
     """
 
     job: Job
@@ -61,13 +65,17 @@ class CallInfo:
     task: TaskInfo
     times: Times
     stored: Pointer | None
+    imported: ImportMark | None = None
 
     @staticmethod
     def of(job: Job, bucket: int, state: GroupState, task: TaskInfo) -> CallInfo:
         """As Spark tells it with a bucket's state, and to the task."""
         times, stored = Times.of(state), state.getOption
-        pointer = Pointer.decode(bytes(stored[0]), job.options.pointer_read) if stored is not None else None
-        info = CallInfo(job, bucket, task, times, pointer)
+        value = bytes(stored[0]) if stored is not None else b""
+        imported = ImportMark.decode(value)
+        is_pointer = stored is not None and imported is None
+        pointer = Pointer.decode(value, job.options.pointer_read) if is_pointer else None
+        info = CallInfo(job, bucket, task, times, pointer, imported)
         return info if pointer is None else info.not_before(pointer)
 
     def not_before(self, pointer: Pointer) -> CallInfo:
@@ -148,6 +156,26 @@ class OpenBucket:
     def let_go(self) -> None:
         """The call is over: close what only it has read from."""
         close_all(self.sources)
+
+
+def refuse_without_import(call: CallInfo, beginning: Beginning | None) -> None:
+    """Refuse to begin an imported bucket with anything but the savepoint that its state was imported into.
+
+    Raises
+    ------
+    UsageError
+        When the job begins with another state, or with none.
+    """
+    mark, start = call.imported, call.job.options.start_from
+    if mark is None or (beginning is not None and beginning.record.source_id == mark.savepoint_id):
+        return
+    if beginning is None and start is not None and start.allow_non_restored:
+        return
+    raise UsageError(
+        f"the state of operator {call.job.operator!r} was imported into the savepoint {mark.savepoint_id}, and the job "
+        f"starts from {start if start is not None else 'nothing'}: give the ArrowState "
+        f"start_from=Savepoint({mark.savepoint!r}), or where that savepoint lies now"
+    )
 
 
 def open_bucket(

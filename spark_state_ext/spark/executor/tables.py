@@ -191,10 +191,13 @@ def _runs(plain: dict[str, Any], schema: RowSchema, sorter: HashSorter) -> Itera
             normal_array(column, field.type) if column.type != field.type else column
             for column, field in zip(columns[keys:], schema.state, strict=False)
         ]
+        defined = columns[keys + len(schema.state) + has_timeout] if plain.get("has_defined", False) else None
         for column, field in zip(state, schema.state, strict=False):
-            if not field.nullable and column.null_count:
+            # A key that has a timeout and no state has none of the columns.
+            there = column if defined is None else column.filter(defined)
+            if not field.nullable and there.null_count:
                 raise StateValueError(
-                    f"column {field.name!r} of the table is NULL in {column.null_count} rows, and the state schema "
+                    f"column {field.name!r} of the table is NULL in {there.null_count} rows, and the state schema "
                     "declares it NOT NULL: fill it, or declare it nullable"
                 )
         timeout = columns[keys + len(schema.state)].cast(pa.int64()) if has_timeout else pa.nulls(n, pa.int64())
@@ -204,7 +207,7 @@ def _runs(plain: dict[str, Any], schema: RowSchema, sorter: HashSorter) -> Itera
                 *mine,
                 *state,
                 timeout,
-                pa.array(np.ones(n, np.bool_)),
+                pa.array(np.ones(n, np.bool_)) if defined is None else defined,
                 pa.array(np.zeros(n, np.bool_)),
             ],
             schema=schema.arrow,
@@ -221,4 +224,8 @@ def read_rows(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Itera
             manifest = manifest or read_manifest(savepoint)
             saved = manifest.bucket(plain["operator"], bucket)
             schema = manifest.header.operators[plain["operator"]].row_schema()
-            yield from shown_rows(savepoint, saved.pointer, schema, scratch)
+            if not plain["with_defined"]:
+                yield from shown_rows(savepoint, saved.pointer, schema, scratch)
+                continue
+            for rows in shown_rows(savepoint, saved.pointer, schema, scratch, with_defined=True):
+                yield rows.rename_columns([f"c{at}" for at in range(rows.num_columns)])

@@ -1,0 +1,102 @@
+"""The state that an imported query finds in Spark's store: a mark of each bucket, written by Spark itself.
+
+A query of its own runs one batch, with the store, the partitions and the checkpoint format of the old one. So nothing
+here knows how Spark lays its state out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pyspark.errors import PySparkException
+from pyspark.sql import functions as F
+from pyspark.sql.streaming.state import GroupStateTimeout
+
+from arrow_schemas.import_mark import ImportMark
+from arrow_schemas.labels import bucket_label
+from spark_state_ext.errors import StorageError
+from spark_state_ext.savepoints.batch_logs import LoggedBatch
+from spark_state_ext.spark.client.plain import unpatched
+from spark_state_ext.spark.native.settings import checkpoint_format, configured
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["write_marks"]
+
+# Due in the first batch whose watermark is above zero, or whose clock is.
+_DUE_MS = 1
+
+
+def write_marks(
+    spark: SparkSession, mark: ImportMark, buckets: int, logged: LoggedBatch, has_timeout: bool, places: tuple[str, str]
+) -> None:
+    """Have Spark write the marks of all buckets.
+
+    Parameters
+    ----------
+    spark
+        A session.
+    mark
+        What each bucket's state is.
+    buckets
+        How many there are.
+    logged
+        The old query's batch.
+    has_timeout
+        Whether the old operator has timeouts.
+    places
+        A folder with text files to read, as a stream needs one; and the query's checkpoint location.
+
+    Raises
+    ------
+    StorageError
+        When the query fails.
+    """
+    source, location = places
+    conf = {
+        **logged.conf,
+        **checkpoint_format(logged),
+        # One whole file for each partition, in place of changes to what was not there.
+        "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "false",
+    }
+    with configured(spark, conf):
+        labels = F.explode(F.array(*[F.lit(bucket_label(bucket)) for bucket in range(buckets)]))
+        # As in an operator's own plan, the label may be NULL as far as Spark knows; and no row is late.
+        rows = spark.readStream.format("text").load(source).select("value", labels.alias("label"))
+        bucket = F.when(F.col("value").isNotNull(), F.col("label"))
+        rows = rows.select(bucket.alias("bucket"), F.timestamp_seconds(F.lit(1)).alias("at"))
+        with unpatched():
+            marked = (
+                rows.withWatermark("at", "10 days")
+                .groupBy("bucket")
+                .applyInPandasWithState(
+                    _marking(mark.encode(), _DUE_MS if has_timeout else 0),
+                    "bucket int",
+                    "pointer binary",
+                    "update",
+                    GroupStateTimeout.EventTimeTimeout if has_timeout else GroupStateTimeout.NoTimeout,
+                )
+            )
+        writer = marked.writeStream.format("noop").outputMode("update").option("checkpointLocation", location)
+        query = writer.trigger(availableNow=True).start()
+        try:
+            query.awaitTermination()
+        except PySparkException as error:
+            raise StorageError(f"Spark could not write the state of the new query to {location}: {error}") from error
+        finally:
+            query.stop()
+
+
+def _marking(value: bytes, due_ms: int) -> Any:
+    """Nested, so that Spark pickles it by value: this needs nothing of the package on executors."""
+
+    def mark_bucket(key: Any, frames: Any, state: Any) -> Any:
+        for _ in frames:
+            pass
+        state.update((value,))
+        if due_ms:
+            state.setTimeoutTimestamp(due_ms)
+        return iter(())
+
+    return mark_bucket

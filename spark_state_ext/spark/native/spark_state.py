@@ -1,0 +1,152 @@
+"""The state of a query on Spark's own operator, read with Spark's own reader of state (Spark 4.0 and newer)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyspark.errors import PySparkException
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
+
+from spark_state_ext.errors import StorageError, UnsupportedPlanError, UsageError
+from spark_state_ext.spark.compat import SPARK_VERSION
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+__all__ = ["SparkState", "read_state", "refuse_old_spark", "translated"]
+
+_OPERATOR = "applyInPandasWithState"
+_GROUP_STATE, _TIMEOUT = "groupState", "timeoutTimestamp"
+_POINTER = "pointer"
+
+
+@dataclass(frozen=True)
+class SparkState:
+    """The state that a batch has left.
+
+    Parameters
+    ----------
+    rows
+        Columns by position: the keys, the state, when the key times out (milliseconds, or NULL), and whether it has a
+        state. They are called ``c0``, ``c1`` and so on.
+    keys, state
+        Types of the grouping and of the state, under their own names.
+    has_timeout
+        Whether the operator has timeouts.
+    """
+
+    rows: DataFrame
+    keys: StructType
+    state: StructType
+    has_timeout: bool
+
+
+def refuse_old_spark() -> None:
+    """Refuse PySpark 3.5.
+
+    Raises
+    ------
+    UsageError
+        On PySpark 3.5, which has no reader of state.
+    """
+    if SPARK_VERSION < (4, 0):
+        raise UsageError(
+            "PySpark 3.5 has no reader of Spark's state, which a job is imported with. Stop the job, and import it "
+            "with PySpark 4.0 or newer: that reads the checkpoint that 3.5 wrote."
+        )
+
+
+def read_state(spark: SparkSession, location: str, batch: int) -> SparkState:
+    """The state of a query with one `applyInPandasWithState` and no other stateful operator; read when it is used.
+
+    Parameters
+    ----------
+    spark
+        A session.
+    location
+        The checkpoint location.
+    batch
+        A committed batch.
+
+    Raises
+    ------
+    UnsupportedPlanError
+        When the query has another stateful operator, or several.
+    UsageError
+        When the state is this package's own.
+    StorageError
+        When Spark cannot read it.
+    """
+    with translated(location):
+        operator_id = _only_operator(spark, location)
+        reader = spark.read.format("statestore").option("operatorId", operator_id).option("batchId", batch)
+        table = reader.load(location)
+        keys, value = table.schema["key"].dataType, table.schema["value"].dataType
+    state = value[_GROUP_STATE].dataType if isinstance(value, StructType) and _GROUP_STATE in value.names else None
+    if not isinstance(keys, StructType) or not isinstance(value, StructType) or not isinstance(state, StructType):
+        raise UnsupportedPlanError(
+            f"the state at {location} is not that of {_OPERATOR}: its value is {value.simpleString()[:200]}. Only jobs "
+            "on that operator can be imported"
+        )
+    if state.names == [_POINTER]:
+        raise UsageError(
+            f"the state at {location} is this package's own: start a query from it with take_savepoint, or with "
+            "start_from=RetainedCheckpoint(…)"
+        )
+    has_timeout = _TIMEOUT in value.names
+    group, timeout = F.col("value").getField(_GROUP_STATE), F.lit(None).cast("long")
+    if has_timeout:
+        # Spark keeps -1 where a key has no timeout.
+        due = F.col("value").getField(_TIMEOUT)
+        timeout = F.when(due >= 0, due).cast("long")
+    plain = table.select("key.*", *_fields(group, state), timeout, group.isNotNull())
+    names = [f"c{at}" for at in range(len(keys) + len(state) + 2)]
+    return SparkState(plain.toDF(*names), keys, state, has_timeout)
+
+
+def _fields(group: Column, state: StructType) -> list[Column]:
+    return [group.getField(name) for name in state.names]
+
+
+def _only_operator(spark: SparkSession, location: str) -> int:
+    operators = {
+        int(row.operatorId): str(row.operatorName)
+        for row in spark.read.format("state-metadata").load(location).collect()
+    }
+    if len(operators) > 1:
+        raise UnsupportedPlanError(
+            f"the query at {location} has several stateful operators, {', '.join(operators.values())}: only a query "
+            f"whose one stateful operator is {_OPERATOR} can be imported, as the state of the others would be lost"
+        )
+    for operator_id, name in operators.items():
+        if name != _OPERATOR:
+            raise UnsupportedPlanError(
+                f"the stateful operator of the query at {location} is {name}: only {_OPERATOR} can be imported"
+            )
+        return operator_id
+    # Spark 3.5 wrote no names of operators; what it is, its value tells.
+    return 0
+
+
+@contextmanager
+def translated(location: str) -> Iterator[None]:
+    """Spark's errors as ours."""
+    try:
+        yield
+    except PySparkException as error:
+        raise StorageError(f"Spark cannot read the state of {location}: {_first_line(str(error))}") from error
+    except Exception as error:
+        # A classic session hands some errors of the JVM on as they are.
+        if type(error).__name__ != "Py4JJavaError":
+            raise
+        raise StorageError(f"Spark cannot read the state of {location}: {_first_line(str(error))}") from error
+
+
+def _first_line(text: str) -> str:
+    found = re.search(r"\[[A-Z_.]+\][^\n]*", text)
+    return found[0] if found else text.strip().partition("\n")[0][:500]
