@@ -10,7 +10,6 @@ import base64
 import json
 import random
 import sys
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -41,18 +40,21 @@ def is_removed(key: int, batch: int) -> bool:
     return (key + batch) % 4 == 0
 
 
-@cache
+_states: list[State] = []
+
+
 def state_after(batch: int) -> State:
-    """What the state is; of a batch in the thousands ask for those before it first."""
-    if batch < 0:
-        return {}
-    state = dict(state_after(batch - 1))
-    for key in keys_of(batch):
-        if is_removed(key, batch):
-            state.pop(key, None)
-        else:
-            state[key] = state.get(key, (0, 0))[0] + 1, batch
-    return state
+    """What the state is; nothing after batch -1."""
+    while len(_states) <= batch:
+        number = len(_states)
+        state = dict(_states[-1]) if _states else {}
+        for key in keys_of(number):
+            if is_removed(key, number):
+                state.pop(key, None)
+            else:
+                state[key] = state.get(key, (0, 0))[0] + 1, number
+        _states.append(state)
+    return _states[batch] if batch >= 0 else {}
 
 
 def counted(batch: StateBatch) -> None:
