@@ -133,7 +133,13 @@ class OpenState:
         return self._files
 
     def leave_hold(self) -> str | None:
-        """End using the state here, and leave its hold to other processes, which renew it; gives its id."""
+        """End using the state here, and leave its hold to other processes, which renew it.
+
+        Returns
+        -------
+        str or None
+            Id of the hold; None where there is none.
+        """
         self._closed = True
         return None if self._hold is None else self._hold.leave()
 
@@ -373,7 +379,23 @@ class OpenState:
         return files_table([self._listed(bucket) for bucket in self._wanted(buckets)], self.checkpoints)
 
     def rows(self, bucket: int) -> Iterator[pa.RecordBatch]:
-        """Live rows of a bucket as they are in files, hash and marks included, ascending by hash."""
+        """Live rows of a bucket as they are in files, hash and marks included, ascending by hash.
+
+        Parameters
+        ----------
+        bucket
+            Its number.
+
+        Returns
+        -------
+        Iterator of pyarrow.RecordBatch
+            To be read while the state is open.
+
+        Raises
+        ------
+        MissingCheckpointError, CorruptFileError, LineageError, StorageError
+            As for `scan`.
+        """
         self._check()
         return live_rows(self._loaded(bucket), self._row_schema)
 
