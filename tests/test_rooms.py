@@ -90,6 +90,8 @@ def test_few_functions_have_many_parameters() -> None:
     found = set()
     for path, tree in _modules():
         for name, function in _functions(tree):
+            if path.parts[:3] == ("spark_state_ext", "cli", "commands") and name == "command":
+                continue  # Typer's way to have options: each is a parameter
             given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
             if len([it for it in given if it.arg not in ("self", "cls")]) > PARAMETERS_MAX:
                 found.add(f"{path}:{name}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.spark, reads_state]
 
 
 def test_pointers_tell_the_home_of_a_query_whose_id_is_another(
-    spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(spark, "arrow", tmp_path, count, output=COUNTS)
     job.run(keyed("a", "b"))
@@ -27,8 +27,8 @@ def test_pointers_tell_the_home_of_a_query_whose_id_is_another(
     (job.checkpoint / ".metadata.crc").unlink()
     metadata.write_text(json.dumps({"id": str(uuid.uuid4())}))
     command = ["abandoned", str(tmp_path / "root"), "--checkpoint", str(job.checkpoint), "-o", "jsonl"]
-    for path in query_folder.rglob("*"):
-        os.utime(path, (time.time() - 40 * 86_400,) * 2)
+    later_s = time.time() + 40 * 86_400
+    monkeypatch.setattr("spark_state_ext.cli.commands.abandoned.time", SimpleNamespace(time=lambda: later_s))
 
     def verdict(*more: str) -> str:
         assert main([*command, *more]) == 0

@@ -85,11 +85,11 @@ def _order(entry: Entry) -> tuple[int, str]:
     return (0 if parsed is None else parsed[0].version, entry.name)
 
 
-def _sum_up(done: list[BucketCleanUp], held_by: list[str], presumed: bool) -> None:
+def _sum_up(done: list[BucketCleanUp], held_by: list[str], suggested: bool) -> None:
     going = [entry for it in done for entry in it.entries if it.explanation.goes(entry.name)]
     files = sum(len(it.entries) for it in done)
     say(f"buckets={len(done)} files={files} going={len(going)} bytes={sum(entry.size_bytes for entry in going)}")
     if held_by:
         say(f"nothing is deleted while somebody copies from here: {', '.join(held_by)}")
-    if presumed:
+    if suggested:
         say("the newest checkpoint of each bucket was taken for the committed one: --checkpoint tells which that is")
