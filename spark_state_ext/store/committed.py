@@ -18,7 +18,7 @@ from pathlib import Path
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
-from spark_state_ext.errors import CorruptStoreError
+from spark_state_ext.errors import CorruptFileError, CorruptStoreError
 from spark_state_ext.worker.boot import boot_id
 
 __all__ = ["CommittedRecord", "operator_of", "read_committed", "write_committed"]
@@ -78,7 +78,7 @@ class CommittedRecord:
             fields = json.loads(body)
             ref = fields.pop("ref")
             return CommittedRecord(None if ref is None else CheckpointRef(*ref), **fields)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, CorruptFileError, KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"{where} is not what this release writes: {error}") from error
 
 
