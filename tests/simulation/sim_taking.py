@@ -200,6 +200,11 @@ class Task:
 
     what: str
     plain: dict[str, Any]
+    module: str = "saving"
+
+    def __post_init__(self) -> None:
+        if self.module != "saving":
+            raise AssertionError(f"no history has a task of {self.module}")
 
 
 def spark_parts(reader: type[SimReader] = SimReader) -> list[tuple[Any, str, Any]]:
