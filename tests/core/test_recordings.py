@@ -62,6 +62,13 @@ _LINES: dict[str, list[str]] = {
         "rollback state --to-batch 1",
     ],
     "metrics": ["metrics metrics -o jsonl"],
+    "erase": [
+        "erase scan STATE ann 0 bob",
+        "erase keys STATE nobody 1",
+        "erase keys STATE ann 0 bob 0.5",
+        "erase history STATE ann 0",
+        "erase history STATE ann 0 --yes",
+    ],
     "savepoint": [
         "savepoint status savepoint",
         "savepoint verify savepoint",

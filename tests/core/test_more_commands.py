@@ -1,0 +1,91 @@
+"""Commands for what functions of Python do: erasing keys, reports, and metrics as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_root import NAMES, QUERY, SmallRoot, small_root
+
+from arrow_schemas.erase import EraseDone
+from spark_state_ext.__main__ import main
+from spark_state_ext.files.erase_requests import EraseFolder
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.testing.model import Row
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> list[dict[str, Any]]:
+    """The rows that a command prints."""
+    assert main([*map(str, words), "-o", "jsonl"]) == code
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+# -- erase ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallRoot]:
+    with small_root(tmp_path) as made:
+        yield made
+
+
+def test_keys_are_asked_for_and_told_of_until_they_are_done(
+    small: SmallRoot, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, "erase", "status", small.root) == []
+    words = ["erase", "keys", small.root, "ann", "0", "bob", "0.5", "--json", '{"name": null, "x": 2}']
+    (asked,) = said(capsys, *words)
+    assert asked == {"operator": "counts", "query_folder": QUERY, "number": 1, "keys": 3}
+    requests = EraseFolder(Folder(str(small.query_folder)))
+    request = requests.request(1)
+    assert request.keys.to_pydict() == {"name": ["ann", "bob", None], "x": [0.0, 0.5, 2.0]}
+    (status,) = said(capsys, "erase", "status", small.root, "--operator", "counts", code=1)
+    assert (status["state"], status["keys"], status["done"], status["kept"]) == ("waiting", 3, None, True)
+    requests.note_done(1, EraseDone(request.id, 3, 1, 1_706_788_800_000, heartbeat=9, batch=7))
+    (status,) = said(capsys, "erase", "status", small.root)
+    assert (status["state"], status["done"], status["batch"]) == ("done", "2024-02-01T12:00:00+00:00", 7)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "name a key, as words or as --json; its columns are name (string), x (double)"),
+        (["ann"], "1 words are no whole number of keys"),
+        (["ann", "much"], "'much' is no value of the column 'x'"),
+        (["--json", "{}"], "the key must be a JSON object"),
+        (["ann", "0", "--operator", "others"], "has no operator 'others'"),
+        (["ann", "0", "--query-folder", "others"], "has no query folder 'others'"),
+    ],
+)
+def test_what_is_no_key_is_refused(
+    small: SmallRoot, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["erase", "keys", str(small.root), *words]) == 2
+    assert text in capsys.readouterr().err
+    assert not (small.query_folder / "erase").exists()
+
+
+def test_a_key_is_erased_from_the_past_where_somebody_says_yes(
+    small: SmallRoot, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = said(capsys, "erase", "scan", small.root, "cid", "1", code=1)
+    assert {row["verdict"] for row in rows} == {"found", "scanned", "out of reach"}
+    history = ["erase", "history", str(small.root), "cid", "1", "--inline-batches", "0"]
+    files = sorted(small.root.rglob("*.arrow"))
+    before = [path.read_bytes() for path in files]
+    assert main(history) == 2
+    assert "give --yes to do it" in capsys.readouterr().err
+    # It came back in batch 5, so it is in the newest state.
+    assert main([*history, "--yes"]) == 2
+    assert "newest state" in capsys.readouterr().err
+    assert [path.read_bytes() for path in files] == before
+    # Later batches of the key's bucket prove the one that removed it.
+    others = {(name, 0.5 * at): Row(at) for at, name in enumerate(NAMES) if name != "cid"}
+    for changes in ({**others, ("cid", 1.0): None}, others, others):
+        small.job.batch(changes)
+    rows = said(capsys, *history, "--yes")
+    assert {row["verdict"] for row in rows} == {"scanned", "out of reach"}
+    assert said(capsys, "erase", "scan", small.root, "cid", "1") == rows
