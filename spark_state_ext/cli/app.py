@@ -40,6 +40,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "abandoned": ("abandoned", "list and remove state that no Spark checkpoint names"),
     "savepoint": ("savepoint", "what is known of a savepoint, and what can be done with it"),
     "erase": ("erase", "erase keys that you name, and look for what holds them"),
+    "import-native": ("import_native", "bring a stopped job on Spark's own operator to this package, with Spark"),
+    "export-native": ("export_native", "write a savepoint's state for Spark's own transformWithState, with Spark"),
 }
 SAVEPOINT_COMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("savepoint_status", "what is in it, who was started from it, and whether it may be deleted"),

@@ -83,7 +83,7 @@ _LINES: dict[str, list[str]] = {
     ],
 }
 # They tell of the machine, or need Spark.
-_NOT_RECORDED = {"check", "doctor"}
+_NOT_RECORDED = {"check", "doctor", "import-native", "export-native"}
 _NOT_RECORDED_OF_SAVEPOINTS = {"create"}
 
 
