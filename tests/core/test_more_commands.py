@@ -15,6 +15,7 @@ from spark_state_ext.__main__ import main
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.testing.model import Row
+from spark_state_ext.worker.metrics import CallMetrics, MetricsLog
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> list[dict[str, Any]]:
@@ -89,3 +90,29 @@ def test_a_key_is_erased_from_the_past_where_somebody_says_yes(
     rows = said(capsys, *history, "--yes")
     assert {row["verdict"] for row in rows} == {"scanned", "out of reach"}
     assert said(capsys, "erase", "scan", small.root, "cid", "1") == rows
+
+
+# -- report -----------------------------------------------------------------------------------------
+
+
+def test_a_report_is_written(small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "page.html"
+    _log(tmp_path / "metrics", 7)
+    words = ["report", str(small.root), "--metrics", str(tmp_path / "metrics"), "--title", "Ours", "--out", str(page)]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"file={page} bytes={page.stat().st_size}\n")
+    text = page.read_text()
+    assert "<title>Ours</title>" in text
+    assert QUERY in text
+    assert main(["report", str(tmp_path / "scratch"), "--out", str(page)]) == 2
+    assert "there is nothing to report of" in capsys.readouterr().err
+    assert page.read_text() == text
+    assert main(["report", str(small.root), "--out", str(tmp_path / "nowhere" / "page.html")]) == 3
+
+
+def _log(folder: Path, batch: int) -> None:
+    log = MetricsLog(folder)
+    log.add(CallMetrics(QUERY, "run", batch, "counts", 0, ended_ms=1_000 * batch, rows=3, job_buckets=1))
+    log.flush()

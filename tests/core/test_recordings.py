@@ -62,6 +62,7 @@ _LINES: dict[str, list[str]] = {
         "rollback state --to-batch 1",
     ],
     "metrics": ["metrics metrics -o jsonl"],
+    "report": ["report metrics --out report.html", "report STATE", "report STATE --metrics checkpoint"],
     "erase": [
         "erase scan STATE ann 0 bob",
         "erase keys STATE nobody 1",
