@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,9 @@ from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.testing.model import Row
 from spark_state_ext.worker.metrics import CallMetrics, MetricsLog
+from tests.helpers.waiting import WAIT_S
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> list[dict[str, Any]]:
@@ -116,3 +123,48 @@ def _log(folder: Path, batch: int) -> None:
     log = MetricsLog(folder)
     log.add(CallMetrics(QUERY, "run", batch, "counts", 0, ended_ms=1_000 * batch, rows=3, job_buckets=1))
     log.flush()
+
+
+# -- metrics ----------------------------------------------------------------------------------------
+
+
+def test_metrics_are_watched_as_they_come(tmp_path: Path) -> None:
+    """In a process of its own, while another one writes."""
+    _log(tmp_path, 1)
+    words = ["metrics", str(tmp_path), "--watch", "--every", "0.2", "--looks", "400"]
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "spark_state_ext", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": "1", "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    seen = b""
+    try:
+        assert watching.stdout is not None
+        batch = 1
+        while b" 77 " not in seen:
+            line = watching.stdout.readline()
+            assert line, "it ended"
+            seen += line
+            if b"counts" in seen and batch == 1:
+                batch = 77
+                _log(tmp_path / "below", batch)
+        assert b"rows/s" in seen
+        watching.send_signal(signal.SIGINT)
+        _, err = watching.communicate(timeout=WAIT_S)
+    finally:
+        watching.kill()
+        watching.wait()
+    assert (watching.returncode, b"Traceback" in err) == (130, False), err
+
+
+@pytest.mark.parametrize(
+    "words", [["--every", "1"], ["--looks", "2"], ["--watch", "--calls"], ["--watch", "-o", "json"], ["--watch"]]
+)
+def test_what_cannot_be_watched_is_refused(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words != ["--watch"]:
+        _log(tmp_path, 1)
+    assert main(["metrics", str(tmp_path), *words]) == 2
+    assert "UsageError: " in capsys.readouterr().err
