@@ -1,4 +1,4 @@
-"""Commands for what functions of Python do: erasing keys, reports, and metrics as they come."""
+"""Commands for what functions of Python do: erasing keys, reports, metrics as they come, and executors."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from small_root import NAMES, QUERY, SmallRoot, small_root
 
 from arrow_schemas.erase import EraseDone
 from spark_state_ext.__main__ import main
+from spark_state_ext.cli.executors import NEEDED, diagnoses_of_executors
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.testing.model import Row
@@ -168,3 +169,32 @@ def test_what_cannot_be_watched_is_refused(
         _log(tmp_path, 1)
     assert main(["metrics", str(tmp_path), *words]) == 2
     assert "UsageError: " in capsys.readouterr().err
+
+
+# -- doctor -----------------------------------------------------------------------------------------
+
+_HERE = {"spark_state_ext": "0.1.0", "python": "3.11.4", "pyarrow": "20.0.0"}
+_GOOD = {"host": "one", "executable": "/python", **_HERE, **dict.fromkeys(NEEDED, "1.0")}
+
+
+@pytest.mark.parametrize(
+    ("other", "what", "problem", "change"),
+    [
+        ({"python": "3.11.9"}, "", "", ""),
+        ({"spark_state_ext": None}, "executors: spark_state_ext", "missing on two", "Install it on each"),
+        ({"lmdb": None}, "executors: lmdb", "missing on two", "Install it on each"),
+        ({"spark_state_ext": "0.2.0"}, "executors: spark_state_ext", "executors have 0.2.0", "spark_state_ext 0.1.0"),
+        ({"python": "3.12.4"}, "executors: python", "executors have 3.12.4", "at a Python 3.11 there"),
+        ({"pyarrow": "16.1.0"}, "executors: pyarrow", "executors have 16.1.0 and", "Install pyarrow 20.0.0"),
+        ({"fsspec": "2.0"}, "executors: fsspec", "executors differ", "one release of fsspec"),
+    ],
+)
+def test_executors_that_differ_are_found(other: dict[str, Any], what: str, problem: str, change: str) -> None:
+    found = diagnoses_of_executors([_GOOD, {**_GOOD, "host": "two", **other}], _HERE)
+    assert found[0].seen == "2 asked: one (/python), two (/python)"
+    assert [it.what for it in found if it.problem] == ([what] if what else [])
+    for it in found:
+        if it.problem:
+            assert problem in it.problem
+            assert change in it.change
+            assert "on one" in it.seen

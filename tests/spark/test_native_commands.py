@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +52,20 @@ def test_a_job_is_imported_and_exported_by_command(
 
     job.run(NEXT, Savepoint(str(savepoint)), "new")
     assert len(job.emitted()) > len(FIRST)
+
+
+def test_the_doctor_asks_executors(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["doctor", str(tmp_path / "root"), "--spark", "--all", "-o", "jsonl"]
+    assert main(words) == 0
+    rows = {row["what"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert f"({sys.executable})" in rows["executors"]["seen"]
+    for name, version in ((n, metadata.version(n)) for n in ("pyarrow", "pandas", "lmdb")):
+        assert rows[f"executors: {name}"]["seen"].startswith(f"{version} on ")
+    # The client has another release.
+    monkeypatch.setattr("spark_state_ext.cli.executors.__version__", "9.9.9")
+    assert main(words) == 1
+    rows = {row["what"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert [what for what, row in rows.items() if row["problem"]] == ["executors: spark_state_ext"]
+    assert "the client 9.9.9" in rows["executors: spark_state_ext"]["problem"]
