@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from pyspark.sql import SparkSession
 
-__all__ = ["NEEDED", "asked", "diagnoses_of_executors", "diagnoses_of_spark"]
+__all__ = ["NEEDED", "asked", "diagnoses_of_executors", "diagnoses_of_spark", "reason_in", "versions_here"]
 
 _PACKAGE, _PYTHON, _PYARROW = "spark_state_ext", "python", "pyarrow"
 # What a worker imports; none of them has to be what the client has, but for PyArrow, which reads what the other writes.
@@ -23,6 +23,7 @@ NEEDED = ("pandas", "numpy", "lmdb", "fsspec", "tenacity")
 _SEEN = (_PACKAGE, _PYTHON, _PYARROW, *NEEDED)
 # Long enough for tasks to be spread over executors that are idle.
 _TASK_S = 0.3
+_CAUSE = "Caused by: "
 _INSTALL = (
     "Install it on each executor's machine, in the Python that PYSPARK_PYTHON or spark.pyspark.python names there, or "
     "point these at a Python that has it."
@@ -38,23 +39,33 @@ def diagnoses_of_spark(settings: Mapping[str, str]) -> list[Diagnosis]:
         Spark settings for the session, where this process has none yet.
     """
     # PySpark is imported by nothing else of the doctor's.
-    from pyspark.errors import PySparkException
-
-    from spark_state_ext.cli.sessions import first_line, session_with
+    from spark_state_ext.cli.sessions import session_with
 
     try:
-        return diagnoses_of_executors(asked(session_with(settings)), versions_here())
-    except PySparkException as error:
-        return [_failed(first_line(str(error)))]
-    except (OSError, RuntimeError) as error:
-        # There is no Java, or no cluster at that address.
-        return [_failed(f"{type(error).__name__}: {first_line(str(error))}")]
+        rows = asked(session_with(settings))
+    except Exception as error:
+        # Whatever it is, such as a worker that cannot start: the finding tells it. Spark has no one class for these.
+        return [_failed(f"{type(error).__name__}: {reason_in(str(error))}")]
+    return diagnoses_of_executors(rows, versions_here())
+
+
+def reason_in(text: str) -> str:
+    """What is at the bottom of an error of Spark's: its last cause, or else its first line.
+
+    Parameters
+    ----------
+    text
+        All that it says.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    causes = [line for line in lines if line.startswith(_CAUSE)]
+    return causes[-1].removeprefix(_CAUSE) if causes else next(iter(lines), "it does not say why")
 
 
 def _failed(why: str) -> Diagnosis:
     change = (
-        "Mend what it says: workers need the client's minor release of Python, and pandas and PyArrow, before anything "
-        "else can be asked of them."
+        "Mend what it says, on the client or on the executors. Both need Spark's pandas and PyArrow, and one minor "
+        "release of Python, before anything else can be asked."
     )
     return Diagnosis("executors", "a small job failed", why, change)
 

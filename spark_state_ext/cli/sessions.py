@@ -13,7 +13,7 @@ from pyspark.sql import SparkSession
 from spark_state_ext import errors
 from spark_state_ext.errors import StateError, StorageError
 
-__all__ = ["errors_of_tasks", "first_line", "session_with"]
+__all__ = ["errors_of_tasks", "session_with"]
 
 _OURS = re.compile(r"spark_state_ext\.errors\.(\w+): (.*)")
 
@@ -52,7 +52,7 @@ def errors_of_tasks() -> Iterator[None]:
 def _told(text: str) -> StateError:
     found = _OURS.search(text)
     if found is None:
-        return StorageError(f"Spark failed: {first_line(text)}")
+        return StorageError(f"Spark failed: {_first_line(text)}")
     kind = getattr(errors, found[1], None)
     # One that is made of more than its text is told as what it is a kind of.
     if not (isinstance(kind, type) and issubclass(kind, StateError)) or "__init__" in vars(kind):
@@ -60,6 +60,6 @@ def _told(text: str) -> StateError:
     return kind(found[2])
 
 
-def first_line(text: str) -> str:
+def _first_line(text: str) -> str:
     """The first line of a text that says something."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "it does not say why")

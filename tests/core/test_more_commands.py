@@ -16,7 +16,7 @@ from small_root import NAMES, QUERY, SmallRoot, small_root
 
 from arrow_schemas.erase import EraseDone
 from spark_state_ext.__main__ import main
-from spark_state_ext.cli.executors import NEEDED, diagnoses_of_executors
+from spark_state_ext.cli.executors import NEEDED, diagnoses_of_executors, reason_in
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.testing.model import Row
@@ -98,6 +98,29 @@ def test_a_key_is_erased_from_the_past_where_somebody_says_yes(
     rows = said(capsys, *history, "--yes")
     assert {row["verdict"] for row in rows} == {"scanned", "out of reach"}
     assert said(capsys, "erase", "scan", small.root, "cid", "1") == rows
+
+
+def test_they_work_in_a_process_of_their_own(small: SmallRoot, tmp_path: Path) -> None:
+    """Which goes without pandas."""
+    _log(tmp_path / "metrics", 7)
+    root = str(small.root)
+    for words, code, text in (
+        (["erase", "keys", root, "ann", "0"], 0, "erase status tells when it is done"),
+        (["erase", "status", root], 1, "requests=1 waiting=1"),
+        (["erase", "scan", root, "ann", "0"], 1, "operator=counts keys=1 by_rows_only=1"),
+        (["erase", "history", root, "ann", "0", "--yes"], 2, "is not done: run the query"),
+        (["report", root, "--metrics", str(tmp_path), "--out", str(tmp_path / "page.html")], 0, "page.html bytes="),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "spark_state_ext", *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        assert text in done.stderr
 
 
 # -- report -----------------------------------------------------------------------------------------
@@ -198,3 +221,15 @@ def test_executors_that_differ_are_found(other: dict[str, Any], what: str, probl
             assert problem in it.problem
             assert change in it.change
             assert "on one" in it.seen
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("\n [X] it failed\n\tat org.apache\n", "[X] it failed"),
+        ("An error occurred\nCaused by: one\n\tat x\nCaused by: java.io.IOException: error=2\n\t... 3", None),
+        ("", "it does not say why"),
+    ],
+)
+def test_the_reason_is_at_the_bottom(text: str, reason: str | None) -> None:
+    assert reason_in(text) == (reason or "java.io.IOException: error=2")
