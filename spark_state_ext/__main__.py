@@ -16,8 +16,8 @@ __all__ = ["main"]
 
 # Of the extra.
 _NEEDED = ("typer", "rich")
-# They may start Spark, which may need pandas.
-_WITH_SPARK = frozenset({"abandoned", "gc", "savepoint"})
+# They may start Spark, which may need pandas; so does an option.
+_WITH_SPARK = frozenset({"abandoned", "export-native", "gc", "import-native", "savepoint", "--spark"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if not missing:
-        if arguments is None and not _WITH_SPARK.intersection(given[:1]):
+        if arguments is None and not _WITH_SPARK.intersection(given):
             sys.meta_path.insert(0, _WithoutPandas())
         from spark_state_ext.cli.app import main as run
 

@@ -17,7 +17,7 @@ from typer.main import get_command
 
 from spark_state_ext.cli.exits import BUG, REFUSED, WRONG_CALL
 
-__all__ = ["COMMANDS", "PROGRAM", "SAVEPOINT_COMMANDS", "application", "main"]
+__all__ = ["COMMANDS", "ERASE_COMMANDS", "GROUPS", "PROGRAM", "SAVEPOINT_COMMANDS", "application", "main"]
 
 PROGRAM = "spark-state-ext"
 _HERE = "spark_state_ext.cli.commands"
@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "check": ("check", "what is installed, and whether this machine can run it (also without a command)"),
     "doctor": ("doctor", "what is wrong with a configuration, and what to change"),
     "metrics": ("metrics", "what each batch did, from the files that executors write"),
+    "report": ("report", "write one page about a job, from its metrics and its root"),
     "rollback": ("rollback", "make an older batch the last one of a Spark checkpoint"),
     "show": ("show", "which state there is at a path, and which batches of it can be read"),
     "get": ("get", "the state of one key"),
@@ -39,6 +40,9 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "export": ("export", "write keys with their state to a Parquet or Arrow file"),
     "abandoned": ("abandoned", "list and remove state that no Spark checkpoint names"),
     "savepoint": ("savepoint", "what is known of a savepoint, and what can be done with it"),
+    "erase": ("erase", "erase keys that you name, and look for what holds them"),
+    "import-native": ("import_native", "bring a stopped job on Spark's own operator to this package, with Spark"),
+    "export-native": ("export_native", "write a savepoint's state for Spark's own transformWithState, with Spark"),
 }
 SAVEPOINT_COMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("savepoint_status", "what is in it, who was started from it, and whether it may be deleted"),
@@ -50,7 +54,14 @@ SAVEPOINT_COMMANDS: Mapping[str, tuple[str, str]] = {
     "release": ("savepoint_release", "free a claim whose query is gone for good"),
     "delete": ("savepoint_delete", "delete what its manifest names, where it may go"),
 }
-_GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {"savepoint": SAVEPOINT_COMMANDS}
+ERASE_COMMANDS: Mapping[str, tuple[str, str]] = {
+    "keys": ("erase_keys", "ask a query to take keys out of its state, in its next batch"),
+    "status": ("erase_status", "what has become of what was asked"),
+    "scan": ("erase_scan", "look for what holds keys, and say what could not be looked at"),
+    "history": ("erase_history", "erase keys from all checkpoint files of a stopped query"),
+}
+# Commands that are groups of others.
+GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {"savepoint": SAVEPOINT_COMMANDS, "erase": ERASE_COMMANDS}
 _TYPER: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
@@ -69,7 +80,7 @@ class _LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.known:
             return None
-        if cmd_name in _GROUPS and self.known is COMMANDS:
+        if cmd_name in GROUPS and self.known is COMMANDS:
             return _group(cmd_name)
         module = importlib.import_module(f"{_HERE}.{self.known[cmd_name][0]}")
         app = typer.Typer(add_completion=False, **_TYPER)
@@ -81,12 +92,9 @@ class _LazyGroup(TyperGroup):
             formatter.write_dl([(name, says) for name, (_, says) in self.known.items()])
 
 
-class _SavepointGroup(_LazyGroup):
-    known = SAVEPOINT_COMMANDS
-
-
 def _group(name: str) -> Any:
-    app = typer.Typer(name=name, cls=_SavepointGroup, add_completion=False, **_TYPER)
+    made = type(f"_{name.capitalize()}Group", (_LazyGroup,), {"known": GROUPS[name]})
+    app = typer.Typer(name=name, cls=made, add_completion=False, **_TYPER)
     app.callback(help=f"{COMMANDS[name][1].capitalize()}.")(lambda: None)
     return get_command(app)
 
@@ -153,5 +161,5 @@ def _called(given: Sequence[str]) -> str:
         if word not in known:
             break
         words.append(word)
-        known = _GROUPS.get(word, {})
+        known = GROUPS.get(word, {})
     return " ".join(words)

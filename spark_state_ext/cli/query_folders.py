@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pyspark import __version__
 from pyspark.sql import SparkSession
 
 from arrow_schemas.pointer import Pointer
+from spark_state_ext.cli.sessions import session_with
 from spark_state_ext.errors import StorageError, UsageError
 from spark_state_ext.spark.client.state_reader import StateReader
 
@@ -26,9 +25,7 @@ def session() -> SparkSession:
         raise UsageError(
             f"Spark {__version__} cannot read the state of a checkpoint: use Spark 4, or leave out what asks for Spark"
         )
-    builder: Any = SparkSession.builder
-    made: SparkSession = builder.appName("spark-state-ext").getOrCreate()
-    return made
+    return session_with({})
 
 
 def pointers_of(spark: SparkSession, location: str, operator: str, query_folder: str) -> dict[int, Pointer]:

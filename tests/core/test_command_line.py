@@ -20,13 +20,14 @@ from typer.testing import CliRunner
 
 from spark_state_ext.__main__ import main
 from spark_state_ext.cli import app
-from spark_state_ext.cli.app import COMMANDS, SAVEPOINT_COMMANDS, application
+from spark_state_ext.cli.app import COMMANDS, GROUPS, application
 from spark_state_ext.cli.output import Output, plain, shown, write_table
 from spark_state_ext.worker.metrics import CallMetrics, MetricsLog
 from tests.helpers.waiting import WAIT_S
 
 ROOT = Path(__file__).parent.parent.parent
-_WORDS = [[name] for name in COMMANDS if name != "savepoint"] + [["savepoint", name] for name in SAVEPOINT_COMMANDS]
+_WORDS = [[name] for name in COMMANDS if name not in GROUPS]
+_WORDS += [[group, name] for group, known in GROUPS.items() for name in known]
 
 
 def _process(*arguments: str, code: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
@@ -53,11 +54,13 @@ def test_the_list_of_commands_is_whole(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
     assert [name for name in COMMANDS if f"\n  {name} " not in said] == []
-    assert main(["savepoint", "--help"]) == 0
-    said = capsys.readouterr().out
-    assert [name for name in SAVEPOINT_COMMANDS if f"\n  {name} " not in said] == []
     page = (ROOT / "docs" / "operating" / "commands.md").read_text()
     assert [name for name in COMMANDS if f"`{name}" not in page] == []
+    for group, known in GROUPS.items():
+        assert main([group, "--help"]) == 0
+        said = capsys.readouterr().out
+        assert [name for name in known if f"\n  {name} " not in said] == []
+        assert [name for name in known if f"`{group} {name} " not in page] == []
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,14 @@ _LINES: dict[str, list[str]] = {
         "rollback state --to-batch 1",
     ],
     "metrics": ["metrics metrics -o jsonl"],
+    "report": ["report metrics --out report.html", "report STATE", "report STATE --metrics checkpoint"],
+    "erase": [
+        "erase scan STATE ann 0 bob",
+        "erase keys STATE nobody 1",
+        "erase keys STATE ann 0 bob 0.5",
+        "erase history STATE ann 0",
+        "erase history STATE ann 0 --yes",
+    ],
     "savepoint": [
         "savepoint status savepoint",
         "savepoint verify savepoint",
@@ -76,7 +84,7 @@ _LINES: dict[str, list[str]] = {
     ],
 }
 # They tell of the machine, or need Spark.
-_NOT_RECORDED = {"check", "doctor"}
+_NOT_RECORDED = {"check", "doctor", "import-native", "export-native"}
 _NOT_RECORDED_OF_SAVEPOINTS = {"create"}
 
 

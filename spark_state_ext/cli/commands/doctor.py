@@ -33,6 +33,9 @@ def command(
     properties_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Spark settings, such as spark-defaults.conf")
     ] = None,
+    spark: Annotated[
+        bool, typer.Option("--spark", help="ask the executors of a session, which is made with these settings")
+    ] = False,
     every: Annotated[bool, typer.Option("--all", help="list what is fine, too")] = False,
     storage_options: StorageOptions = "{}",
     output: OutputOption = Output.TABLE,
@@ -40,13 +43,18 @@ def command(
     """Say what is wrong with a configuration, and what to change; exits with 1 where there is anything.
 
     Run it on a machine of an executor, with its Python. It writes a small file below the root, and removes it. Spark's
-    settings are looked at where --conf or --properties-file gives some.
+    settings are looked at where --conf or --properties-file gives some. With --spark a small job asks executors which
+    releases they have; then run it where the client runs.
     """
     settings = {} if properties_file is None else read_properties(properties_file)
     settings |= dict(map(_pair, conf or ()))
     found = diagnoses_of_machine(local_dir or Path(tempfile.gettempdir()), buckets)
     found += diagnoses_of_root(root, options_of(storage_options), settings)
     found += diagnoses_of_settings(settings, buckets) if settings else []
+    if spark:
+        from spark_state_ext.cli.executors import diagnoses_of_spark
+
+        found += diagnoses_of_spark(settings)
     shown = [it for it in found if every or it.problem]
     if shown or output is not Output.TABLE:
         write_table(pa.Table.from_pylist([_row(it) for it in shown], schema=_ROWS), output)

@@ -14,14 +14,35 @@ from spark_state_ext.worker.metrics import FILES, by_batch, read
 
 __all__ = ["command"]
 
+_EVERY_S = 2.0
+
 
 def command(
     folder: Annotated[Path, typer.Argument(help="folder of the files; those in folders below count too")],
     calls: Annotated[bool, typer.Option("--calls", help="every call of every bucket")] = False,
+    live: Annotated[bool, typer.Option("--watch", help="show what operators are at, until you interrupt it")] = False,
+    every_s: Annotated[
+        float | None, typer.Option("--every", min=0.1, metavar="SECONDS", help="with --watch: between looks; 2")
+    ] = None,
+    looks: Annotated[
+        int | None, typer.Option("--looks", min=1, metavar="N", help="with --watch: end after so many")
+    ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Print what each batch did: sums over its buckets, from the files that executors write."""
+    """Print what each batch did: sums over its buckets, from the files that executors write.
+
+    With --watch: a line for each operator, with rates since the look before, again and again.
+    """
+    if not live and (every_s is not None or looks is not None):
+        raise UsageError("--every and --looks go with --watch")
+    if live and (calls or output is not Output.TABLE):
+        raise UsageError("--watch shows a table of operators: it goes neither with --calls nor with -o")
     _refuse_nothing(folder)
+    if live:
+        from spark_state_ext.cli.top import watch
+
+        watch(folder, _EVERY_S if every_s is None else every_s, looks)
+        return
     table = read(folder)
     write_table(table if calls else by_batch(table), output)
 

@@ -1,0 +1,235 @@
+"""Commands for what functions of Python do: erasing keys, reports, metrics as they come, and executors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_root import NAMES, QUERY, SmallRoot, small_root
+
+from arrow_schemas.erase import EraseDone
+from spark_state_ext.__main__ import main
+from spark_state_ext.cli.executors import NEEDED, diagnoses_of_executors, reason_in
+from spark_state_ext.files.erase_requests import EraseFolder
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.testing.model import Row
+from spark_state_ext.worker.metrics import CallMetrics, MetricsLog
+from tests.helpers.waiting import WAIT_S
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> list[dict[str, Any]]:
+    """The rows that a command prints."""
+    assert main([*map(str, words), "-o", "jsonl"]) == code
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+# -- erase ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[SmallRoot]:
+    with small_root(tmp_path) as made:
+        yield made
+
+
+def test_keys_are_asked_for_and_told_of_until_they_are_done(
+    small: SmallRoot, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said(capsys, "erase", "status", small.root) == []
+    words = ["erase", "keys", small.root, "ann", "0", "bob", "0.5", "--json", '{"name": null, "x": 2}']
+    (asked,) = said(capsys, *words)
+    assert asked == {"operator": "counts", "query_folder": QUERY, "number": 1, "keys": 3}
+    requests = EraseFolder(Folder(str(small.query_folder)))
+    request = requests.request(1)
+    assert request.keys.to_pydict() == {"name": ["ann", "bob", None], "x": [0.0, 0.5, 2.0]}
+    (status,) = said(capsys, "erase", "status", small.root, "--operator", "counts", code=1)
+    assert (status["state"], status["keys"], status["done"], status["kept"]) == ("waiting", 3, None, True)
+    requests.note_done(1, EraseDone(request.id, 3, 1, 1_706_788_800_000, heartbeat=9, batch=7))
+    (status,) = said(capsys, "erase", "status", small.root)
+    assert (status["state"], status["done"], status["batch"]) == ("done", "2024-02-01T12:00:00+00:00", 7)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "name a key, as words or as --json; its columns are name (string), x (double)"),
+        (["ann"], "1 words are no whole number of keys"),
+        (["ann", "much"], "'much' is no value of the column 'x'"),
+        (["--json", "{}"], "the key must be a JSON object"),
+        (["ann", "0", "--operator", "others"], "has no operator 'others'"),
+        (["ann", "0", "--query-folder", "others"], "has no query folder 'others'"),
+    ],
+)
+def test_what_is_no_key_is_refused(
+    small: SmallRoot, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["erase", "keys", str(small.root), *words]) == 2
+    assert text in capsys.readouterr().err
+    assert not (small.query_folder / "erase").exists()
+
+
+def test_a_key_is_erased_from_the_past_where_somebody_says_yes(
+    small: SmallRoot, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = said(capsys, "erase", "scan", small.root, "cid", "1", code=1)
+    assert {row["verdict"] for row in rows} == {"found", "scanned", "out of reach"}
+    history = ["erase", "history", str(small.root), "cid", "1", "--inline-batches", "0"]
+    files = sorted(small.root.rglob("*.arrow"))
+    before = [path.read_bytes() for path in files]
+    assert main(history) == 2
+    assert "give --yes to do it" in capsys.readouterr().err
+    # It came back in batch 5, so it is in the newest state.
+    assert main([*history, "--yes"]) == 2
+    assert "newest state" in capsys.readouterr().err
+    assert [path.read_bytes() for path in files] == before
+    # Later batches of the key's bucket prove the one that removed it.
+    others = {(name, 0.5 * at): Row(at) for at, name in enumerate(NAMES) if name != "cid"}
+    for changes in ({**others, ("cid", 1.0): None}, others, others):
+        small.job.batch(changes)
+    rows = said(capsys, *history, "--yes")
+    assert {row["verdict"] for row in rows} == {"scanned", "out of reach"}
+    assert said(capsys, "erase", "scan", small.root, "cid", "1") == rows
+
+
+def test_they_work_in_a_process_of_their_own(small: SmallRoot, tmp_path: Path) -> None:
+    """Which goes without pandas."""
+    _log(tmp_path / "metrics", 7)
+    root = str(small.root)
+    for words, code, text in (
+        (["erase", "keys", root, "ann", "0"], 0, "erase status tells when it is done"),
+        (["erase", "status", root], 1, "requests=1 waiting=1"),
+        (["erase", "scan", root, "ann", "0"], 1, "operator=counts keys=1 by_rows_only=1"),
+        (["erase", "history", root, "ann", "0", "--yes"], 2, "is not done: run the query"),
+        (["report", root, "--metrics", str(tmp_path), "--out", str(tmp_path / "page.html")], 0, "page.html bytes="),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "spark_state_ext", *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+        assert done.returncode == code, done.stderr
+        assert text in done.stderr
+
+
+# -- report -----------------------------------------------------------------------------------------
+
+
+def test_a_report_is_written(small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "page.html"
+    _log(tmp_path / "metrics", 7)
+    words = ["report", str(small.root), "--metrics", str(tmp_path / "metrics"), "--title", "Ours", "--out", str(page)]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"file={page} bytes={page.stat().st_size}\n")
+    text = page.read_text()
+    assert "<title>Ours</title>" in text
+    assert QUERY in text
+    assert main(["report", str(tmp_path / "scratch"), "--out", str(page)]) == 2
+    assert "there is nothing to report of" in capsys.readouterr().err
+    assert page.read_text() == text
+    assert main(["report", str(small.root), "--out", str(tmp_path / "nowhere" / "page.html")]) == 3
+
+
+def _log(folder: Path, batch: int) -> None:
+    log = MetricsLog(folder)
+    log.add(CallMetrics(QUERY, "run", batch, "counts", 0, ended_ms=1_000 * batch, rows=3, job_buckets=1))
+    log.flush()
+
+
+# -- metrics ----------------------------------------------------------------------------------------
+
+
+def test_metrics_are_watched_as_they_come(tmp_path: Path) -> None:
+    """In a process of its own, while another one writes."""
+    _log(tmp_path, 1)
+    words = ["metrics", str(tmp_path), "--watch", "--every", "0.2", "--looks", "400"]
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "spark_state_ext", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FORCE_COLOR": "1", "COLUMNS": "200"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    seen = b""
+    try:
+        assert watching.stdout is not None
+        batch = 1
+        while b" 77 " not in seen:
+            line = watching.stdout.readline()
+            assert line, "it ended"
+            seen += line
+            if b"counts" in seen and batch == 1:
+                batch = 77
+                _log(tmp_path / "below", batch)
+        assert b"rows/s" in seen
+        watching.send_signal(signal.SIGINT)
+        _, err = watching.communicate(timeout=WAIT_S)
+    finally:
+        watching.kill()
+        watching.wait()
+    assert (watching.returncode, b"Traceback" in err) == (130, False), err
+
+
+@pytest.mark.parametrize(
+    "words", [["--every", "1"], ["--looks", "2"], ["--watch", "--calls"], ["--watch", "-o", "json"], ["--watch"]]
+)
+def test_what_cannot_be_watched_is_refused(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words != ["--watch"]:
+        _log(tmp_path, 1)
+    assert main(["metrics", str(tmp_path), *words]) == 2
+    assert "UsageError: " in capsys.readouterr().err
+
+
+# -- doctor -----------------------------------------------------------------------------------------
+
+_HERE = {"spark_state_ext": "0.1.0", "python": "3.11.4", "pyarrow": "20.0.0"}
+_GOOD = {"host": "one", "executable": "/python", **_HERE, **dict.fromkeys(NEEDED, "1.0")}
+
+
+@pytest.mark.parametrize(
+    ("other", "what", "problem", "change"),
+    [
+        ({"python": "3.11.9"}, "", "", ""),
+        ({"spark_state_ext": None}, "executors: spark_state_ext", "missing on two", "Install it on each"),
+        ({"lmdb": None}, "executors: lmdb", "missing on two", "Install it on each"),
+        ({"spark_state_ext": "0.2.0"}, "executors: spark_state_ext", "executors have 0.2.0", "spark_state_ext 0.1.0"),
+        ({"python": "3.12.4"}, "executors: python", "executors have 3.12.4", "at a Python 3.11 there"),
+        ({"pyarrow": "16.1.0"}, "executors: pyarrow", "executors have 16.1.0 and", "Install pyarrow 20.0.0"),
+        ({"fsspec": "2.0"}, "executors: fsspec", "executors differ", "one release of fsspec"),
+    ],
+)
+def test_executors_that_differ_are_found(other: dict[str, Any], what: str, problem: str, change: str) -> None:
+    found = diagnoses_of_executors([_GOOD, {**_GOOD, "host": "two", **other}], _HERE)
+    assert found[0].seen == "2 asked: one (/python), two (/python)"
+    assert [it.what for it in found if it.problem] == ([what] if what else [])
+    for it in found:
+        if it.problem:
+            assert problem in it.problem
+            assert change in it.change
+            assert "on one" in it.seen
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("\n [X] it failed\n\tat org.apache\n", "[X] it failed"),
+        ("An error occurred\nCaused by: one\n\tat x\nCaused by: java.io.IOException: error=2\n\t... 3", None),
+        ("", "it does not say why"),
+    ],
+)
+def test_the_reason_is_at_the_bottom(text: str, reason: str | None) -> None:
+    assert reason_in(text) == (reason or "java.io.IOException: error=2")
