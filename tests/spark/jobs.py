@@ -148,14 +148,17 @@ def configured(session: Any, conf: dict[str, str]) -> Iterator[None]:
 def emitted(sink: Path, since: int = 0) -> Batches:
     """Rows that each batch has written through Spark's file sink, in no order; read without Spark."""
     batches: Batches = {}
-    for log in sorted((sink / "_spark_metadata").glob("[0-9]*"), key=lambda path: int(path.name)):
-        if int(log.name) < since:
-            continue
+    seen: set[str] = set()
+    # Every tenth log, `9.compact` for instance, names the files of those before it, too.
+    for log in sorted((sink / "_spark_metadata").glob("[0-9]*"), key=lambda path: int(path.stem)):
         rows: list[Row] = []
         for line in log.read_text().splitlines()[1:]:
-            part = pq.read_table(unquote(urlparse(json.loads(line)["path"]).path), partitioning=None)
-            rows += [tuple(row.values()) for row in part.to_pylist()]
-        batches[int(log.name)] = sorted(rows, key=repr)
+            path = unquote(urlparse(json.loads(line)["path"]).path)
+            if path not in seen and int(log.stem) >= since:
+                rows += [tuple(row.values()) for row in pq.read_table(path, partitioning=None).to_pylist()]
+            seen.add(path)
+        if int(log.stem) >= since:
+            batches[int(log.stem)] = sorted(rows, key=repr)
     return batches
 
 

@@ -131,9 +131,9 @@ class NativeJob:
 
     def cut_back(self, to_batch: int, planned: bool) -> None:
         """As if it had been killed after a batch, or when it had planned the next one."""
-        gone = [path for path in (self.checkpoint / "commits").glob("[0-9]*") if int(path.name) > to_batch]
-        gone += [path for path in (self.checkpoint / "offsets").glob("[0-9]*") if int(path.name) > to_batch + planned]
-        gone += [path for path in (self.sink / "_spark_metadata").glob("[0-9]*") if int(path.name) > to_batch]
+        gone = [path for path in (self.checkpoint / "commits").glob("[0-9]*") if int(path.stem) > to_batch]
+        gone += [path for path in (self.checkpoint / "offsets").glob("[0-9]*") if int(path.stem) > to_batch + planned]
+        gone += [path for path in (self.sink / "_spark_metadata").glob("[0-9]*") if int(path.stem) > to_batch]
         for path in gone:
             path.unlink()
             path.with_name(f".{path.name}.crc").unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from spark_state_ext.errors import VersionSkewError
 from spark_state_ext.spark.executor.call import run_bucket
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.store import LocalStore
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.spark
 
@@ -67,6 +68,8 @@ def test_every_bucket_is_called_and_restored_in_every_batch(spark: Any, tmp_path
     stores = [LocalStore.at(path.parent.parent, SCHEMA) for path in elsewhere.rglob("data.mdb")]
     assert len(stores) == buckets
     assert all(any(run.newest.version == 1 for run in store.runs()) for store in stores)
+    # The one delta is uploaded beside batches.
+    eventually(lambda: list((tmp_path / "root").rglob("2_*.arrow")) != [])
     written = [path.name for path in (tmp_path / "root").rglob("2_*.arrow")]
     assert len(written) == 1, "heartbeats write no file"
 
