@@ -160,7 +160,7 @@ def test_a_savepoint_of_the_first_release_is_transformed(form: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("retype", "text"),
     [
-        ("n=boolean", r"column 'n' cannot become bool: its value \d+ would become true"),
+        ("n=boolean", r"column 'n' cannot become bool: its value \d+ would become True"),
         (
             "total=decimal(10,1)",
             r"column 'total' cannot become decimal128\(10, 1\): its value \d\.[27]5 would become \d\.[38]\.",
