@@ -80,7 +80,7 @@ class ImportMark:
         try:
             fields = json.loads(data[_HEAD.size : _HEAD.size + length])
             found = ImportMark(str(fields["savepoint"]), str(fields["savepoint_id"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise CorruptPointerError(f"the mark of an import in Spark's state cannot be read: {error!r}") from error
         if not _ID.fullmatch(found.savepoint_id):
             raise CorruptPointerError(f"the mark of an import names a savepoint of no id: {found.savepoint_id[:40]!r}")

@@ -32,6 +32,7 @@ __all__ = [
     "HASH_NAME",
     "OPERATOR_FORMAT",
     "OperatorFile",
+    "is_operator_name",
     "operator_file_name",
     "parse_operator_file_name",
     "with_expiry",
@@ -44,6 +45,13 @@ HASH_NAME = "spark-xxhash64-42/high32-multiply"
 # What stands for a column in a parameter that is more than a column's name.
 EXPRESSION = "an expression"
 _NAME = re.compile(r"operator_(0|[1-9][0-9]{0,8})\.json")
+# It becomes the name of a folder, so none leads out of the folder above.
+_OPERATOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def is_operator_name(name: object) -> bool:
+    """Whether an operator may be called so: 1 to 100 letters, digits, '.', '_' and '-', the first a letter or digit."""
+    return isinstance(name, str) and _OPERATOR_NAME.fullmatch(name) is not None
 
 
 def with_expiry(state_schema: str) -> str:
@@ -141,6 +149,10 @@ class OperatorFile:
                 )
             if checksum != checksum_of(fields):
                 raise CorruptFileError(f"{where} fails its checksum")
+            if not is_operator_name(fields["operator"]):
+                raise CorruptFileError(
+                    f"{where} is of an operator {fields['operator']!r}, and none can be called so: do not use it"
+                )
             return OperatorFile(
                 operator=fields["operator"],
                 query_id=fields["query_id"],

@@ -18,7 +18,7 @@ import pyarrow as pa
 from arrow_schemas.errors import CorruptFileError, LineageError, StateError, VersionSkewError
 from arrow_schemas.headers import header_metadata, header_text
 from arrow_schemas.lineage import BODY_KEY, BODY_PLACEHOLDER, CheckpointRef, parse_file_name
-from arrow_schemas.operator import OperatorFile
+from arrow_schemas.operator import OperatorFile, is_operator_name
 from arrow_schemas.pointer import LineageEntry, Pointer
 
 __all__ = [
@@ -130,6 +130,9 @@ class SavepointHeader:
         if not _ID.fullmatch(self.id) or self.form not in _FORMS:
             raise CorruptFileError(f"no savepoint: id {self.id!r}, form {self.form!r}")
         for name, operator in self.operators.items():
+            if not is_operator_name(name):
+                # Its files lie in a folder of that name; whoever deletes the savepoint deletes there.
+                raise CorruptFileError(f"no savepoint: it has an operator {name!r}, and none can be called so")
             if name != operator.operator:
                 raise CorruptFileError(f"the operator file of {name!r} is that of {operator.operator!r}")
 

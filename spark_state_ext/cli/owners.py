@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from arrow_schemas.erase import ERASE_FOLDER, parse_erase_name
 from arrow_schemas.lineage import parse_file_name
 from arrow_schemas.operator import parse_operator_file_name
 from arrow_schemas.savepoint import MANIFEST_NAME
@@ -17,6 +18,7 @@ from spark_state_ext.files.folder import Folder, is_temporary
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.holds import HOLDS_FOLDER
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
+from spark_state_ext.ownership.release import CLAIMS_FOLDER
 from spark_state_ext.savepoints.claims import CLAIM_FOLDER, claim_of
 from spark_state_ext.savepoints.manifest_file import read_manifest
 
@@ -80,6 +82,11 @@ def owner_of(folder: Folder, name: str, storage_options: Mapping[str, Any], batc
     if folder.name == HOLDS_FOLDER:
         why = "somebody copies from the query folder; it goes when that ends, or was not renewed for ten minutes"
         return _of_query(above, "hold", why)
+    if folder.name == ERASE_FOLDER and (parsed := parse_erase_name(name)) is not None:
+        return _of_erasure(above, done=parsed[1])
+    if folder.name == CLAIMS_FOLDER and name.endswith(".json"):
+        why = "it tells that a query which claimed the folder was handed its state; savepoint release looks for it"
+        return _of_query(above, "note of a claim", why)
     if SPILL_FOLDER in (folder.name, above.name):
         why = "rows on their way through a batch: a later batch removes it, or after a day"
         return Owned("spill file", "the query", GOES, why)
@@ -128,6 +135,13 @@ def _of_claim(savepoint: Folder) -> Owned:
     claim = claim_of(savepoint)
     by = "a query" if claim is None else f"the query at {claim.by}"
     return Owned("claim", by, STAYS, f"{by} owns the savepoint, and deletes it; savepoint release frees it")
+
+
+def _of_erasure(query_folder: Folder, *, done: bool) -> Owned:
+    if done:
+        return _of_query(query_folder, "record of an erase request", "without it the request's number is given again")
+    why = "the keys to erase: the query removes it once the request is done and its batches are not retained any more"
+    return _of_query(query_folder, "erase request", why)
 
 
 def _of_query(query_folder: Folder, kind: str, why: str) -> Owned:

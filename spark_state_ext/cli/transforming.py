@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from arrow_schemas.equality import BoolArray, rows_equal
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
@@ -35,7 +36,7 @@ from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.version import __version__
 
-__all__ = ["Transformation", "changed_operator", "transformed"]
+__all__ = ["Transformation", "as_type", "changed_operator", "transformed"]
 
 # Spark's names of types in SQL, where these are others than in its JSON.
 _SQL = {
@@ -49,6 +50,7 @@ _SQL = {
 _TYPES = {"byte", "short", "integer", "long", "float", "double", "string", "binary", "boolean", "date", "timestamp"}
 _TYPES |= {"timestamp_ntz"}
 _DECIMAL = re.compile(r"decimal\(\d+,\d+\)")
+_OTHERWISE = "Choose another type, or leave such keys out with --keep."
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def transformed(
     UsageError
         When it cannot be, or there is something at the target.
     StateValueError
-        When a value does not fit its column's new type.
+        When a value would be another in its column's new type.
     ClaimedError
         When a query has claimed the savepoint, as it deletes it.
     StateError
@@ -255,6 +257,52 @@ def _rewritten(made: str, files: Folder, pointer: Pointer, into: Folder, rows: _
     )
 
 
+def as_type(column: pa.Array, wanted: pa.DataType, name: str) -> pa.Array:
+    """A column in another type, with the same values: Arrow refuses some changes of a value, and makes others.
+
+    Parameters
+    ----------
+    column
+        The column.
+    wanted
+        The type.
+    name
+        What the column is called.
+
+    Raises
+    ------
+    StateValueError
+        When a value cannot be had in the type, or would be another one.
+    """
+    if column.type == wanted:
+        return column
+    try:
+        made = column.cast(wanted)
+        changed = _is_too_large(column, made) if pa.types.is_string(column.type) else _differs(column, made)
+    except pa.ArrowException as error:
+        raise StateValueError(f"column {name!r} cannot become {wanted}: {error}. {_OTHERWISE}") from error
+    if changed.any():
+        at = int(changed.argmax())
+        raise StateValueError(
+            f"column {name!r} cannot become {wanted}: its value {column[at]} would become {made[at]}. {_OTHERWISE}"
+        )
+    return made
+
+
+def _differs(column: pa.Array, made: pa.Array) -> BoolArray:
+    """Of which rows the new value does not lead back to the old one."""
+    return ~rows_equal([column], [made.cast(column.type)])
+
+
+def _is_too_large(text: pa.Array, made: pa.Array) -> BoolArray:
+    """Of which rows a number in digits became infinite. A value has several texts, so no way leads back."""
+    if not pa.types.is_floating(made.type):
+        return np.zeros(len(text), dtype=np.bool_)
+    found = pc.and_(pc.is_inf(made), pc.match_substring_regex(text, "[0-9]")).fill_null(False)
+    result: BoolArray = found.to_numpy(zero_copy_only=False)
+    return result
+
+
 class _Rows:
     """Rows as they become, counted on their way."""
 
@@ -290,12 +338,6 @@ class _Rows:
         columns = list(batch.columns[: 1 + keys])
         for name, field in zip(self._sources, self.after.state, strict=True):
             column = batch.column(name)
-            try:
-                columns.append(column if column.type == field.type else column.cast(field.type))
-            except pa.ArrowException as error:
-                raise StateValueError(
-                    f"column {name.removeprefix('state.')!r} cannot become {field.type}: {error}. Choose another type, "
-                    "or leave such keys out with --keep."
-                ) from error
+            columns.append(as_type(column, field.type, name.removeprefix("state.")))
         columns += [batch.column(name) for name in arrow.names[len(columns) :]]
         return pa.RecordBatch.from_arrays(columns, schema=arrow)

@@ -8,16 +8,20 @@ from functools import partial
 from pathlib import Path
 
 from arrow_schemas.checksum import opened_document, readable
+from arrow_schemas.erase import ERASE_FOLDER, EraseDone, parse_erase_name
 from arrow_schemas.lineage import CheckpointRef, parse_file_name
 from arrow_schemas.operator import OperatorFile, parse_operator_file_name
 from arrow_schemas.savepoint import MANIFEST_NAME, SavedFile, SavepointManifest
 from spark_state_ext.cli.targets import QueryFolder, Target, bucket_folders
 from spark_state_ext.errors import ChangedJobError, CorruptError, CorruptFileError, LineageError, MissingError
 from spark_state_ext.files.checkpoint import announced, verify_checkpoint
+from spark_state_ext.files.erase_requests import decode_request
 from spark_state_ext.files.folder import Entry, Folder, is_temporary
+from spark_state_ext.files.operator_catalog import SPILL_FOLDER
 from spark_state_ext.ownership.holds import HOLDS_FOLDER, HoldRecord
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 from spark_state_ext.ownership.lease_record import LeaseRecord, refusal
+from spark_state_ext.ownership.release import CLAIMS_FOLDER
 from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.copying import digest_text
 from spark_state_ext.savepoints.manifest_file import decode_manifest
@@ -26,6 +30,8 @@ from spark_state_ext.savepoints.records import START_NAME, StartRecord
 __all__ = ["DAMAGED", "MISSING", "UNKNOWN", "WHOLE", "Check", "Checked", "checks_of"]
 
 WHOLE, DAMAGED, MISSING, UNKNOWN = "whole", "damaged", "missing", "unknown"
+# Folders of a query folder that hold one kind of document each; rows in transit lie in another one.
+_OF_DOCUMENTS = (LEASE_FOLDER, HOLDS_FOLDER, ERASE_FOLDER, CLAIMS_FOLDER)
 _DOCUMENTS = ("detached.json", "left_behind.json")
 _DOCUMENT_FORMAT_MAX = 1
 _CLAIM = "claim"
@@ -120,7 +126,9 @@ def _of_query_folder(query_folder: QueryFolder, scratch: Path) -> Iterator[Check
     for entry in folder.entries():
         if not entry.folder:
             yield _document(folder, entry)
-    for name in (LEASE_FOLDER, HOLDS_FOLDER):
+        elif entry.name not in (*_OF_DOCUMENTS, SPILL_FOLDER) and not entry.name.isdecimal():
+            yield Check(folder.where(entry.name), "folder", 0, None)
+    for name in _OF_DOCUMENTS:
         for entry in folder.child(name).entries():
             if not entry.folder and not is_temporary(entry.name):
                 yield _document(folder.child(name), entry, name)
@@ -140,6 +148,14 @@ def _document(folder: Folder, entry: Entry, within: str = "") -> Check:
         return check("lease", lambda data: LeaseRecord.decode(data, where))
     if within == HOLDS_FOLDER:
         return check("hold", lambda data: HoldRecord.decode(data, 0, where))
+    if within == ERASE_FOLDER and (parsed := parse_erase_name(name)) is not None:
+        if parsed[1]:
+            return check("erase record", lambda data: EraseDone.decode(data, where))
+        return check("erase request", lambda data: decode_request(data, where))
+    if within == CLAIMS_FOLDER and name.endswith(".json"):
+        return check("record", lambda data: _opened(data, where))
+    if within:
+        return Check(where, "file", entry.size_bytes, None)
     if parse_operator_file_name(name) is not None:
         return check("operator", lambda data: OperatorFile.decode(data, where))
     if name == START_NAME:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from arrow_schemas.operator import is_operator_name
 from arrow_schemas.pointer import BOTH, V1, V2
 from spark_state_ext.backends.registry import FSSPEC, Backend, configured, refuse_unusable
 from spark_state_ext.commit.decisions import CommitOptions
@@ -25,8 +25,6 @@ from spark_state_ext.files.folder import refuse_relative
 from spark_state_ext.functions.ttl import Ttl
 
 __all__ = ["StateOptions"]
-
-_OPERATOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ class StateOptions:
     start_from: StartFrom | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.operator, str) or not _OPERATOR_NAME.fullmatch(self.operator):
+        if not is_operator_name(self.operator):
             raise UsageError(
                 "operator must be a name of at most 100 letters, digits, '.', '_' and '-', the first a letter or "
                 f"digit, not {self.operator!r}"

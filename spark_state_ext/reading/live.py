@@ -254,7 +254,7 @@ class LiveState:
             return opened
         for bucket in self.buckets():
             with contextlib.suppress(StateGoneError):
-                return self._store(bucket)
+                return self._store_once_told(bucket)
         raise StateGoneError(
             f"no bucket of operator {self._operator!r} has a local store on this host any more, in {self._folder}"
         )
@@ -278,20 +278,30 @@ class LiveState:
 
     def _once(self, bucket: int, work: Callable[[View], pa.RecordBatch | list[pa.RecordBatch]]) -> LiveRows:
         opened = self._store(bucket)
-        record = read_committed(opened.folder)
-        if record is None:
-            raise StateGoneError(f"no call has told what is committed in {opened.folder}: ask again, or elsewhere")
-        if record.namespace != namespace():
-            raise UsageError(
-                f"the job runs in another container ({record.namespace}) than this process ({namespace()}): LMDB tells "
-                "processes apart by their numbers. Ask from within the job's"
-            )
+        try:
+            record = _told(opened.folder)
+        except UsageError:
+            # The store is another container's by now.
+            with self._opening:
+                self._drop(bucket)
+            raise
         found = work(opened.store.view(record.ref))
         batches = [found] if isinstance(found, pa.RecordBatch) else found
         rows = [
             opened.columns.of(_live(rows, record, opened.schema), opened.columns.default, bucket) for rows in batches
         ]
         return LiveRows(pa.Table.from_batches(rows, opened.columns.default), bucket, record.batch, record.called_ms)
+
+    def _store_once_told(self, bucket: int) -> _OpenStore:
+        """A store whose record may be being written just now."""
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return self._store(bucket)
+            except CorruptStoreError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(_PAUSE_S)
 
     def _store(self, bucket: int) -> _OpenStore:
         with self._opening:
@@ -307,7 +317,10 @@ class LiveState:
                 return opened
         self._drop(bucket)
         self._check()
-        made = self._open[bucket] = _OpenStore.of(self._newest(bucket), now_s + _LOOK_EVERY_S)
+        folder = self._newest(bucket)
+        # Before it is opened: the lock file that LMDB would write to is the other container's too.
+        _told(folder)
+        made = self._open[bucket] = _OpenStore.of(folder, now_s + _LOOK_EVERY_S)
         return made
 
     def _newest(self, bucket: int) -> Path:
@@ -367,6 +380,19 @@ class _OpenStore:
         except BaseException:
             environment.close()
             raise
+
+
+def _told(folder: Path) -> CommittedRecord:
+    """What is committed in a bucket's folder, where this process may read it."""
+    record = read_committed(folder)
+    if record is None:
+        raise StateGoneError(f"no call has told what is committed in {folder}: ask again, or elsewhere")
+    if record.namespace != namespace():
+        raise UsageError(
+            f"the job runs in another container ({record.namespace}) than this process ({namespace()}): LMDB tells "
+            "processes apart by their numbers. Ask from within the job's"
+        )
+    return record
 
 
 def _live(rows: pa.RecordBatch, record: CommittedRecord, schema: RowSchema) -> pa.RecordBatch:

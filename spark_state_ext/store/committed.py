@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -97,11 +98,7 @@ def write_committed(bucket_folder: Path, record: CommittedRecord, operator: Oper
     folder = bucket_folder / boot_id()
     try:
         if not (folder / _OPERATOR).exists():
-            # Whole, or not there.
-            written = folder / f"{_OPERATOR}-{uuid.uuid4().hex}"
-            written.write_bytes(operator.encode())
-            written.chmod(0o600)
-            written.replace(folder / _OPERATOR)
+            _put_operator(folder, operator)
         file = os.open(folder / _COMMITTED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             with contextlib.suppress(CorruptStoreError):
@@ -114,7 +111,24 @@ def write_committed(bucket_folder: Path, record: CommittedRecord, operator: Oper
     except FileNotFoundError:  # another process has just set the store aside
         return
     except OSError as error:
-        _LOGGER.warning("others cannot read the state of %s: %s", bucket_folder, error)
+        _tell(f"others cannot read the state of {bucket_folder}: {error.strerror}")
+
+
+def _put_operator(folder: Path, operator: OperatorFile) -> None:
+    """Whole, or not there; and nothing is left of it where the disk is full."""
+    written = folder / f"{_OPERATOR}-{uuid.uuid4().hex}"
+    try:
+        written.write_bytes(operator.encode())
+        written.chmod(0o600)
+        written.replace(folder / _OPERATOR)
+    finally:
+        written.unlink(missing_ok=True)
+
+
+@functools.cache
+def _tell(text: str) -> None:
+    """Once in a process: each call of a bucket would say the same."""
+    _LOGGER.warning(text)
 
 
 def read_committed(bucket_folder: Path) -> CommittedRecord | None:

@@ -28,7 +28,7 @@ import pyarrow as pa
 from spark_state_ext.worker.telemetry import Telemetry
 from spark_state_ext.worker.threads import DaemonPool
 
-__all__ = ["SCHEMA", "CallMetrics", "MetricsLog", "MetricsLogs", "by_batch", "read", "timed", "timing"]
+__all__ = ["SCHEMA", "CallMetrics", "MetricsLog", "MetricsLogs", "by_batch", "read", "timed", "timing", "whole_ms"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 FILES = "*.arrows"
@@ -279,6 +279,11 @@ class MetricsLogs:
         self._telemetry = Telemetry()
         self._pid = os.getpid()
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that made them, and no child that it forked."""
+        return os.getpid() == self._pid
+
     def at(self, folder: Path) -> MetricsLog:
         """The log in a folder."""
         with self._lock:
@@ -296,13 +301,18 @@ class MetricsLogs:
 
     def fail(self, call: CallMetrics) -> None:
         """A call failed, and so does its task: export that, and have written what its calls before held back."""
-        if os.getpid() != self._pid:
+        if not self.is_ours:
             return  # a child that the user's function forked; files, threads and locks are the worker's
         self._telemetry.record_failure(call)
         with self._lock:
             logs = list(self._logs.values())
         for log in logs:
             log.end_task()
+
+
+def whole_ms(spent_s: float) -> int:
+    """Seconds as a column of milliseconds holds them; for what never was, the most that it can."""
+    return int(min(1000 * spent_s, 2**63 - 1))
 
 
 @functools.cache

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+
 import pytest
 
 from arrow_schemas.errors import CorruptPointerError, VersionSkewError
-from arrow_schemas.import_mark import ImportMark
+from arrow_schemas.import_mark import IMPORT_MARK_FORMAT, MAGIC, ImportMark
 from arrow_schemas.pointer import Pointer
 
 MARK = ImportMark("/savepoints/monday", "0123456789abcdef" * 2)
@@ -41,3 +44,14 @@ def test_every_damaged_byte_is_found() -> None:
 def test_a_savepoint_of_no_id_is_refused() -> None:
     with pytest.raises(CorruptPointerError, match="no id"):
         ImportMark.decode(ImportMark("/s", "../x").encode())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"[" * 100_000, b"[]", b"1", b'{"savepoint": 1}', b"\xff"],
+    ids=["nested", "a list", "a number", "a field too few", "no text"],
+)
+def test_what_is_no_mark_behind_a_checksum_that_is_right_is_refused(text: bytes) -> None:
+    body = struct.pack("<4sHI", MAGIC, IMPORT_MARK_FORMAT, len(text)) + text
+    with pytest.raises(CorruptPointerError, match="cannot be read"):
+        ImportMark.decode(body + struct.pack("<I", zlib.crc32(body)))

@@ -20,6 +20,7 @@ import live_job
 import lmdb
 import pyarrow as pa
 import pytest
+from core_support import small_disk
 from live_job import BUCKETS, KEYS, OPERATOR, job, state_after
 
 from arrow_schemas.labels import buckets_of
@@ -269,6 +270,46 @@ def test_a_store_that_lacks_what_is_committed_is_being_restored(
         path.write_bytes(replace(record, namespace="pid:[1]").encode())
         with pytest.raises(UsageError, match="another container"):
             next(live.scan([0]))
+        path.write_bytes(record.encode())
+        assert next(live.scan([0])).batch == record.batch, "the refused store was closed, and is opened anew"
+
+
+def test_a_store_of_another_container_is_not_opened(tmp_path: Path) -> None:
+    asked = Asked(tmp_path)
+    asked.batch()
+    for bucket in range(BUCKETS):
+        record = read_committed(asked.store(bucket))
+        assert record is not None
+        path = asked.store(bucket) / boot_id() / "committed"
+        path.write_bytes(replace(record, namespace="pid:[1]").encode())
+    for lock in asked.store(0).parent.rglob("lock.mdb"):
+        lock.unlink()
+    with asked.live() as live:
+        with pytest.raises(UsageError, match="another container"):
+            live.get(1)
+        with pytest.raises(UsageError, match="another container"):
+            next(live.scan([0]))
+    # LMDB makes one where it opens an environment.
+    assert not list(asked.store(0).parent.rglob("lock.mdb"))
+
+
+def test_a_full_disk_is_told_once_and_not_filled_further(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    operator = Asked(tmp_path).job.operator_file("query")
+    with small_disk(tmp_path) as disk:
+        folder = disk / "bucket" / boot_id()
+        folder.mkdir(parents=True)
+        with (disk / "fill").open("wb", buffering=0) as fill, contextlib.suppress(OSError):
+            while True:
+                fill.write(b"x" * 4096)
+        for batch in range(3):
+            write_committed(disk / "bucket", CommittedRecord(None, batch, 1, "", ""), operator)
+        assert not list(folder.iterdir())
+        assert [it.getMessage() for it in caplog.records] == [
+            f"others cannot read the state of {disk / 'bucket'}: No space left on device"
+        ]
+        (disk / "fill").unlink()
+        write_committed(disk / "bucket", CommittedRecord(None, 4, 1, "", ""), operator)
+        assert sorted(it.name for it in folder.iterdir()) == ["committed", "operator.json"]
 
 
 def test_what_has_expired_is_not_seen(tmp_path: Path) -> None:

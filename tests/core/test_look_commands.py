@@ -16,10 +16,13 @@ import pytest
 from reading_support import as_model
 from small_root import NAMES, QUERY, SmallRoot, fixed_ids, savepoint_of, small_root
 
+from arrow_schemas.erase import EraseDone, EraseRequest
 from spark_state_ext.__main__ import main
+from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import CleanUp, clean_up
 from spark_state_ext.ownership.holds import Hold
+from spark_state_ext.ownership.release import note_handed_over
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint
 from spark_state_ext.testing.model import Row
 
@@ -98,6 +101,45 @@ def test_what_a_damaged_manifest_leaves_is_read_all_the_same(
     rows = said(capsys, "verify", savepoint, "--all", code=1)
     assert [row["status"] for row in rows if row["kind"] == "manifest"] == ["damaged"]
     assert len(rows) == len([path for path in savepoint.rglob("*") if path.is_file()])
+
+
+def test_erase_requests_and_notes_of_claims_are_known(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = EraseFolder(small.job.folder)
+    request = EraseRequest("ab" * 16, "counts", 1, pa.record_batch({"name": ["Jane Doe"], "x": [0.5]}), "0.1.0")
+    assert folder.add(request) == 1
+    folder.note_done(1, EraseDone(request.id, 1, 1, 2, 3, 4))
+    note_handed_over(small.job.folder, "cd" * 16)
+    below = small.query_folder
+    kinds = {
+        below / "erase" / "00000001.keys.arrow": ("erase request", "erase request"),
+        below / "erase" / "00000001.done.json": ("erase record", "record of an erase request"),
+        below / "claims" / f"{'cd' * 16}.json": ("record", "note of a claim"),
+    }
+    assert said(capsys, "verify", small.root) == []
+    rows = {Path(row["path"]): row for row in said(capsys, "verify", small.root, "--all")}
+    for path, (kind, owned) in kinds.items():
+        assert (rows[path]["kind"], rows[path]["status"]) == (kind, "whole")
+        (row,) = said(capsys, "why", path)
+        assert (row["kind"], row["owner"], row["does"]) == (owned, f"the query at {below}", "stays")
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+        (row,) = said(capsys, "verify", small.root, code=1)
+        assert (row["path"], row["kind"], row["status"]) == (str(path), kind, "damaged")
+        path.write_bytes(data)
+
+
+def test_folders_and_files_that_are_none_of_ours_are_named(
+    small: SmallRoot, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("backup", "erase", "lease"):
+        (small.query_folder / name).mkdir(exist_ok=True)
+    (small.query_folder / "backup" / "any.txt").write_text("mine")
+    (small.query_folder / "erase" / "operator_0.json").write_text("mine")
+    rows = said(capsys, "verify", small.root)
+    assert [(row["path"], row["status"]) for row in rows] == [
+        (str(small.query_folder / "backup"), "unknown"),
+        (str(small.query_folder / "erase" / "operator_0.json"), "unknown"),
+    ]
 
 
 # -- clean-up -------------------------------------------------------------------------------------

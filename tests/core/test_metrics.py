@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from spark_state_ext.__main__ import main
 from spark_state_ext.worker import metrics, telemetry
-from spark_state_ext.worker.metrics import CallMetrics, MetricsLog, by_batch, read
+from spark_state_ext.worker.metrics import SCHEMA, CallMetrics, MetricsLog, MetricsLogs, by_batch, read, whole_ms
 
 
 def _call(batch: int, bucket: int, **values: Any) -> CallMetrics:
@@ -145,3 +147,18 @@ def test_calls_go_to_open_telemetry(exported: Any, tmp_path: Path) -> None:
     assert dict(rows.attributes) == {"operator": "counts", "query_id": "query"}
     (waited,) = found["wait_ms"].data.data_points
     assert (waited.sum, waited.count, found["wait_ms"].unit, found["uploaded_bytes"].unit) == (6.0, 2, "ms", "By")
+
+
+@pytest.mark.parametrize(("spent_s", "expected"), [(0.0, 0), (1.5, 1_500), (math.inf, 2**63 - 1), (1e300, 2**63 - 1)])
+def test_an_age_without_end_fits_its_column(spent_s: float, expected: int) -> None:
+    assert pa.array([whole_ms(spent_s)], SCHEMA.field("lease_age_ms").type).to_pylist() == [expected]
+
+
+def test_a_forked_child_knows_that_the_logs_are_not_its_own() -> None:
+    logs = MetricsLogs()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if not logs.is_ours else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert logs.is_ours
+    logs.close()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from reading_support import as_model
 from small_root import SAVEPOINT_ID, SmallRoot, savepoint_of, small_root
@@ -17,6 +20,8 @@ from small_root import SAVEPOINT_ID, SmallRoot, savepoint_of, small_root
 from arrow_schemas.savepoint import SavepointManifest
 from spark_state_ext import open_state, savepoint_tables
 from spark_state_ext.__main__ import main
+from spark_state_ext.cli.transforming import as_type
+from spark_state_ext.errors import StateValueError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from tests.helpers.soak import whole
@@ -150,6 +155,70 @@ def test_a_savepoint_of_the_first_release_is_transformed(form: str, tmp_path: Pa
     assert [(it["labels"], it["n"], str(it["last"]), it["timeout_ms"]) for it in found] == [
         (it["tags"], float(it["n"]), it["last"], it["timeout_ms"]) for it in expected
     ]
+
+
+@pytest.mark.parametrize(
+    ("retype", "text"),
+    [
+        ("n=boolean", r"column 'n' cannot become bool: its value \d+ would become True"),
+        (
+            "total=decimal(10,1)",
+            r"column 'total' cannot become decimal128\(10, 1\): its value \d\.[27]5 would become \d\.[38]\.",
+        ),
+        ("last=date", r"column 'last' cannot become date32\[day\]: its value 1970-01-01 00:"),
+    ],
+)
+def test_no_value_becomes_another_one(
+    retype: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(GOLDEN / "native"), str(tmp_path / "to"), "--retype", retype]
+    assert main(["savepoint", "transform", *arguments]) == 2
+    assert re.search(text, capsys.readouterr().err)
+    assert not (tmp_path / "to" / "savepoint.arrow").exists()
+
+
+_WIDE = pa.decimal128(22, 2)
+
+
+@pytest.mark.parametrize(
+    ("column", "wanted"),
+    [
+        (pa.array([1.0, 1e300]), pa.float32()),
+        (pa.array([0.5, 0.1]), pa.float32()),
+        (pa.array([1, 7]), pa.bool_()),
+        (pa.array([0, 86_400_000_001], pa.timestamp("us", "UTC")), pa.date32()),
+        (pa.array([None, 0.19]), pa.decimal128(10, 1)),
+        (pa.array([Decimal(1), Decimal("12345678901234567890.12")], _WIDE), pa.float64()),
+        (pa.array([Decimal(1), Decimal("9" * 38)], pa.decimal128(38, 0)), pa.float64()),
+        (pa.array(["inf", "1e400"]), pa.float64()),
+    ],
+)
+def test_the_first_value_that_would_be_another_is_named(column: pa.Array, wanted: pa.DataType) -> None:
+    named = re.escape(f"column 'c' cannot become {wanted}: its value {column[1]} would become ")
+    with pytest.raises(StateValueError, match=named):
+        as_type(column, wanted, "c")
+
+
+@pytest.mark.parametrize(
+    ("column", "wanted"),
+    [
+        (pa.array([0.5, None, float("nan"), float("inf"), -0.0]), pa.float32()),
+        (pa.array([0, None, 1]), pa.bool_()),
+        (pa.array([0, 86_400_000_000, None], pa.timestamp("us", "UTC")), pa.date32()),
+        (pa.array([0, 1, None], pa.timestamp("us", "UTC")), pa.timestamp("us")),
+        (pa.array([None, 0.1, -2.5]), pa.decimal128(10, 1)),
+        (pa.array([Decimal("0.10"), None], _WIDE), pa.float64()),
+        (pa.array([1.5, 1e22, None]), pa.string()),
+        (pa.array(["1.50", "inf", "nan", None, "0.1"]), pa.float32()),
+        (pa.array(["07", None]), pa.int32()),
+        (pa.array([], pa.float64()), pa.float32()),
+    ],
+)
+def test_values_that_stay_may_have_another_type(column: pa.Array, wanted: pa.DataType) -> None:
+    made = as_type(column, wanted, "c")
+    assert made.type == wanted
+    assert made.is_null().to_pylist() == column.is_null().to_pylist()
+    assert made.equals(column.cast(wanted)) or pc.any(pc.is_nan(made)).as_py()
 
 
 @pytest.mark.parametrize(

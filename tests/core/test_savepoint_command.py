@@ -153,6 +153,26 @@ def test_files_of_an_operator_that_was_not_started_stay(tmp_path: Path, capsys: 
     assert not (tmp_path / "savepoint").exists()
 
 
+def test_a_manifest_cannot_have_files_of_another_query_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    savepoint, root, name = Folder(str(tmp_path / "from" / "savepoint")), tmp_path / "root", "../../root/counts/q"
+    ref = CheckpointRef(3, "0" * 32)
+    file = SavedFile(f"{ref}.snapshot.arrow", 4, "blkcrcs=" + "0" * 32)
+    theirs = Folder(str(root / "counts" / "q" / "0"))
+    theirs.put(file.name, b"rows")
+    pointer = replace(first_pointer(0), operator=name, buckets=1, lineage=(LineageEntry(ref, 4, 1),), rows=5)
+    operators = {name: OperatorFile(name, "query", 1, SCHEMA, SCHEMA)}
+    with monkeypatch.context() as unchecked:
+        for module in ("arrow_schemas.savepoint", "arrow_schemas.operator"):
+            unchecked.setattr(f"{module}.is_operator_name", lambda name: True)
+        header = SavepointHeader(ID, NATIVE, 0, operators, "0.2.0", "query", 7)
+        write_manifest(savepoint, SavepointManifest(header, (SavedBucket(name, 0, pointer, (file,)),)))
+    assert main(["savepoint", "delete", savepoint.root, "--root", str(root)]) == 3
+    assert "CorruptFileError" in capsys.readouterr().err
+    assert theirs.names() == [file.name]
+
+
 class _StoppedError(Exception):
     pass
 

@@ -135,3 +135,25 @@ def test_files_that_end_elsewhere_than_the_pointer_are_refused() -> None:
     pointer: Pointer = _bucket("a", 0).pointer
     with pytest.raises(LineageError):
         relocatable(pointer, ())
+
+
+@pytest.mark.parametrize("name", ["../../prod/counts/q", "..", "/prod", "a/b", "", "a" * 101])
+def test_a_name_that_leads_out_of_the_savepoint_is_none(
+    name: str, manifest: SavepointManifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operators = {name: replace(manifest.header.operators["a"], operator=name)}
+    with pytest.raises(CorruptFileError, match="none can be called so"):
+        replace(manifest.header, operators=operators)
+    # As one writes it who checks no names.
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr("arrow_schemas.savepoint.is_operator_name", lambda name: True)
+        buckets = tuple(_bucket(name, bucket) for bucket in range(2))
+        data = encode_manifest(SavepointManifest(replace(manifest.header, operators=operators), buckets))
+    with pytest.raises(CorruptFileError, match="none can be called so"):
+        decode_manifest(data, "it")
+
+
+def test_an_operator_file_of_such_a_name_is_refused() -> None:
+    data = OperatorFile("../counts", "query", 2, KEY, STATE).encode()
+    with pytest.raises(CorruptFileError, match=r"it is of an operator '\.\./counts', and none can be called so"):
+        OperatorFile.decode(data, "it")

@@ -44,7 +44,7 @@ from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, heartbeat
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.store.committed import CommittedRecord, write_committed
 from spark_state_ext.worker.memory import settle
-from spark_state_ext.worker.metrics import CallMetrics, timing
+from spark_state_ext.worker.metrics import CallMetrics, timing, whole_ms
 from spark_state_ext.worker.process import namespace
 from spark_state_ext.worker.spill import HashSorter, SpillBuffer
 from spark_state_ext.worker.worker import Worker
@@ -200,6 +200,8 @@ class _BucketCall:
 
     def tell_of_failure(self) -> None:
         """Metrics of a call that failed. Spark ends its worker."""
+        if not self._shared.metrics.is_ours:
+            return  # a child that the user's function forked: a thread of the worker may hold the locks for ever
         if self._opened is not None:
             self._count_beside(self._opened)
         self._shared.metrics.fail(self._call)
@@ -351,7 +353,7 @@ class _BucketCall:
         call.oldest_inline_ms = max((now_ms - delta.made_ms for delta in pointer.inline), default=0)
         call.restored_files, call.restore_gaps = opened.bucket.fetched_files, opened.bucket.restore_gaps
         call.cache_hit = call.restored_files == 0
-        call.lease_age_ms = int(1000 * opened.leases.age_s)
+        call.lease_age_ms = whole_ms(opened.leases.age_s)
 
     def _count_beside(self, opened: OpenBucket) -> None:
         """What they say of work beside batches."""
