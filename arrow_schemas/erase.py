@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -37,7 +37,7 @@ ERASE_FOLDER = "erase"
 _KEY = b"spark_state_ext.erase"
 _ID = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"(\d{8})\.(keys\.arrow|done\.json)")
-_MEND = "Remove the file, and ask for the erasure of its keys again"
+_MEND = "Withdraw it (withdraw_erasure), and ask for the erasure of its keys again; do not remove the file"
 
 
 def request_name(number: int) -> str:
@@ -68,19 +68,26 @@ class EraseMark:
         `Pointer.heartbeats` of the call that dealt with the last of them.
     settled
         Requests up to this number were dealt with at an earlier heartbeat.
+    id
+        Id of the request `through`. Where the folder has another of that number, or none, the mark is of other
+        requests: it says nothing of those that are there.
     """
 
     through: int
     heartbeat: int
-    settled: int = 0
+    settled: int
+    id: str
 
     def __post_init__(self) -> None:
         if not 0 <= self.settled <= self.through:
             raise CorruptPointerError(f"an erase mark has dealt with requests up to {self.through} and {self.settled}")
+        if not _ID.fullmatch(self.id):
+            raise CorruptPointerError(f"an erase mark names the request {self.id!r}")
 
-    def raised(self, through: int, heartbeat: int) -> EraseMark:
+    def raised(self, through: int, heartbeat: int, request_id: str) -> EraseMark:
         """The mark of a call that has dealt with more requests."""
-        return EraseMark(through, heartbeat, self.through if heartbeat > self.heartbeat else self.settled)
+        settled = self.through if heartbeat > self.heartbeat else self.settled
+        return EraseMark(through, heartbeat, settled, request_id)
 
     def done(self, heartbeats: int) -> int:
         """Up to which request *every* bucket has dealt with them, told by the mark of a committed pointer.
@@ -172,6 +179,10 @@ class EraseRequest:
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise CorruptFileError(f"{where} cannot be read: {error!r}. {_MEND}.") from error
+
+    def emptied(self, request_id: str | None = None) -> EraseRequest:
+        """The same without keys; of another id where one is given."""
+        return replace(self, id=request_id or self.id, keys=self.keys.slice(0, 0))
 
     def columns(self, fields: Sequence[pa.Field], where: str) -> list[pa.Array]:
         """The key columns, where they are those of an operator.

@@ -366,8 +366,8 @@ def _partitioning(values: list[Any] | None) -> tuple[str, int] | None:
 def _erase_mark(values: list[Any] | None) -> EraseMark | None:
     if values is None:
         return None
-    through, heartbeat, settled = values
-    return EraseMark(int(through), int(heartbeat), int(settled))
+    through, heartbeat, settled, request_id = values
+    return EraseMark(int(through), int(heartbeat), int(settled), str(request_id))
 
 
 def _inline(announced: list[list[Any]], blobs: bytes) -> tuple[InlineDelta, ...]:

@@ -12,7 +12,7 @@ from spark_state_ext.version import __version__
 if TYPE_CHECKING:
     from spark_state_ext.backends.registry import Backend
     from spark_state_ext.engine.start_from import RetainedCheckpoint, Savepoint
-    from spark_state_ext.erasing.asking import AskedErasure, EraseStatus, erase_keys, erase_status
+    from spark_state_ext.erasing.asking import AskedErasure, EraseStatus, erase_keys, erase_status, withdraw_erasure
     from spark_state_ext.erasing.history import ErasedHistory, erase_history
     from spark_state_ext.erasing.receipt import EraseReceipt
     from spark_state_ext.erasing.scanning import erase_scan
@@ -76,6 +76,7 @@ __all__ = [
     "stop_with_savepoint",
     "take_savepoint",
     "top_k",
+    "withdraw_erasure",
     "write_savepoint",
 ]
 
@@ -119,6 +120,7 @@ _LAZY = {
     "stop_with_savepoint": "spark_state_ext.spark.client.savepoints",
     "take_savepoint": "spark_state_ext.spark.client.savepoints",
     "top_k": "spark_state_ext.spark.client.operators",
+    "withdraw_erasure": "spark_state_ext.erasing.asking",
     "write_savepoint": "spark_state_ext.spark.client.tables",
 }
 

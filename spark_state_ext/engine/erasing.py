@@ -1,101 +1,19 @@
-"""What calls do about erase requests: which are new to a bucket, which of its rows they name, and when one is done.
-
-`docs/design/007b-erasing.md` has the argument. Decisions are functions over values; a process lists the requests once a
-batch, and reads one when a bucket needs it.
-"""
+"""Which rows of a bucket are those of some keys, and what takes their place: tombstones."""
 
 from __future__ import annotations
 
-import logging
-import threading
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray
-from arrow_schemas.erase import EraseDone, EraseMark, EraseRequest, request_name
-from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import DELETED, RowSchema
-from spark_state_ext.errors import MissingCheckpointError, OwnershipError, StateError
-from spark_state_ext.files.erase_requests import EraseFolder, EraseNumbers
-from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.functions.key_match import key_positions
-from spark_state_ext.store.runs import find, hashes_of, joined
+from spark_state_ext.store.runs import find, hashes_of, joined, sorted_run
 
-__all__ = ["EraseWatch", "ErasedRows", "NewRequests", "marked", "matching", "new_requests", "places_of"]
-
-_LOGGER = logging.getLogger("spark_state_ext")
-# Listings and requests that a process remembers: of the queries that run in it, and of the requests that are new.
-_LISTINGS_MAX = 256
-_REQUESTS_MAX = 16
-_RECORDS_MAX = 1_024
-_NONE_ERASED = EraseMark(0, -1)
-
-
-@dataclass(frozen=True)
-class NewRequests:
-    """What a call has to do about erase requests.
-
-    Parameters
-    ----------
-    numbers
-        Requests to carry out, in order.
-    through
-        Up to which they are dealt with then; the mark's where there is nothing new.
-    """
-
-    numbers: tuple[int, ...]
-    through: int
-
-
-def new_requests(listed: EraseNumbers, pointer: Pointer, where: str) -> NewRequests:
-    """Decide what is new to a bucket.
-
-    Parameters
-    ----------
-    listed
-        What is in the folder.
-    pointer
-        The input pointer, or the one that a bucket begins with.
-    where
-        The query folder, for messages.
-
-    Raises
-    ------
-    MissingCheckpointError
-        When the state is from before a request that was done and is gone: its keys would be back.
-    """
-    before = (pointer.erased or _NONE_ERASED).through
-    through = listed.through(before)
-    asked = range(before + 1, through + 1)
-    gone = [number for number in asked if number not in listed.requests]
-    if gone and pointer.ref is not None:
-        raise MissingCheckpointError(
-            f"the state at {where} is from before erase request {gone[0]} (batch {pointer.batch}), which was done, and "
-            "whose keys are not known any more: they would be in the state again. Go back to a later batch."
-        )
-    return NewRequests(tuple(number for number in asked if number in listed.requests), through)
-
-
-def marked(pointer: Pointer, through: int) -> Pointer:
-    """The pointer of a call that has dealt with requests up to a number.
-
-    Parameters
-    ----------
-    pointer
-        With this call's heartbeat counted.
-    through
-        The number.
-    """
-    mark = pointer.erased or _NONE_ERASED
-    return pointer if through <= mark.through else replace(pointer, erased=mark.raised(through, pointer.heartbeats))
+__all__ = ["ErasedRows", "matching", "places_of"]
 
 
 def matching(own: Sequence[pa.Array], wanted: Sequence[pa.Array]) -> BoolArray:
@@ -173,6 +91,13 @@ class ErasedRows:
                 pieces.append(_tombstones(batch.filter(pa.array(found)), schema))
         return ErasedRows(schema, joined(pieces) if pieces else None)
 
+    def with_those(self, others: ErasedRows) -> ErasedRows:
+        """These and others, each key once."""
+        fresh = self.without(others.rows)
+        if not len(self) or not fresh.num_rows:
+            return self if len(self) else others
+        return ErasedRows(self._schema, sorted_run(joined([self.rows, fresh])))
+
     def among(self, hashes: HashArray, keys: Sequence[pa.Array]) -> BoolArray:
         """Which of some keys are taken away; their hashes ascend."""
         gone: BoolArray = np.zeros(len(hashes), dtype=np.bool_)
@@ -203,144 +128,3 @@ def _tombstones(rows: pa.RecordBatch, schema: RowSchema) -> pa.RecordBatch:
     no, yes = np.zeros(count, dtype=np.bool_), np.ones(count, dtype=np.bool_)
     assert schema.arrow.names[-1] == DELETED, "the last column"
     return pa.RecordBatch.from_arrays([*arrays, pa.array(no), pa.array(yes)], schema=schema.arrow)
-
-
-class EraseWatch:
-    """What a process knows of erase requests; a `Worker` owns it."""
-
-    def __init__(self) -> None:
-        self._listings: OrderedDict[str, tuple[Any, EraseNumbers]] = OrderedDict()
-        self._requests: OrderedDict[str, EraseRequest] = OrderedDict()
-        self._records: OrderedDict[str, EraseDone] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def listed(self, query_folder: Folder, batch: Any) -> EraseNumbers:
-        """Which requests there are; listed once a batch.
-
-        Parameters
-        ----------
-        query_folder
-            The query folder.
-        batch
-            What tells the batch, and the run of the query, from all others that this process has seen.
-        """
-        key = query_folder.identity
-        with self._lock:
-            known = self._listings.get(key)
-        if known is not None and known[0] == batch:
-            return known[1]
-        numbers = EraseFolder(query_folder).numbers()
-        with self._lock:
-            _remember(self._listings, key, (batch, numbers), _LISTINGS_MAX)
-        return numbers
-
-    def keys_of(self, query_folder: Folder, numbers: Sequence[int], schema: RowSchema) -> Iterator[list[pa.Array]]:
-        """Key columns of requests, one after the other.
-
-        Raises
-        ------
-        CorruptFileError, VersionSkewError
-            When one cannot be read.
-        MissingCheckpointError
-            When one is gone.
-        StorageError
-            When the store fails.
-        """
-        folder = EraseFolder(query_folder)
-        for number in numbers:
-            where = folder.files.where(request_name(number))
-            key = f"{query_folder.identity} {number}"
-            with self._lock:
-                request = self._requests.get(key)
-            if request is None:
-                request = folder.request(number)
-                with self._lock:
-                    _remember(self._requests, key, request, _REQUESTS_MAX)
-            yield request.columns(schema.keys, where)
-
-    def in_turn(
-        self,
-        query_folder: Folder,
-        listed: EraseNumbers,
-        committed: Pointer,
-        drops: Callable[[], bool],
-        still_ours: Callable[[], None],
-    ) -> None:
-        """Write down which requests are done, or are not any more, and remove those that nobody needs.
-
-        For a query's first bucket. What fails is tried again in the next batch.
-
-        Parameters
-        ----------
-        query_folder, listed
-            As for `listed`.
-        committed
-            The input pointer of the call.
-        drops
-            Whether requests may be removed.
-        still_ours
-            Raises when another run has taken the state over.
-        """
-        if not listed.requests:
-            return
-        mark = committed.erased or _NONE_ERASED
-        proven = mark.done(committed.heartbeats)
-        folder = EraseFolder(query_folder)
-        try:
-            for number in sorted(listed.requests):
-                if number <= proven and number not in listed.done:
-                    still_ours()
-                    request = folder.request(number)
-                    now_ms = int(time.time() * 1000)
-                    folder.note_done(
-                        number,
-                        EraseDone(
-                            request.id,
-                            request.keys.num_rows,
-                            request.asked_ms,
-                            now_ms,
-                            committed.heartbeats,
-                            committed.batch,
-                        ),
-                    )
-                    _LOGGER.info("erase request %d of %s is done", number, query_folder.root)
-                elif number > mark.through and number in listed.done:
-                    still_ours()
-                    self._forget(query_folder, number)
-                    folder.take_back(number)
-                    _LOGGER.warning(
-                        "the query at %s went back to a batch from before erase request %d: it is carried out again",
-                        query_folder.root,
-                        number,
-                    )
-                elif number in listed.done and self._is_over(folder, query_folder, number, committed) and drops():
-                    still_ours()
-                    folder.drop(number)
-        except OwnershipError:
-            raise
-        except StateError as error:
-            _LOGGER.warning("erase requests of %s are looked after in the next batch: %s", query_folder.root, error)
-
-    def _is_over(self, folder: EraseFolder, query_folder: Folder, number: int, committed: Pointer) -> bool:
-        """Whether no pointer that Spark may hand out is from before a request was done."""
-        key = f"{query_folder.identity} {number}"
-        with self._lock:
-            record = self._records.get(key)
-        if record is None:
-            record = folder.done(number)
-            if record is None:
-                return False
-            with self._lock:
-                _remember(self._records, key, record, _RECORDS_MAX)
-        return committed.heartbeats > record.heartbeat + recent_heartbeats(committed.retained)
-
-    def _forget(self, query_folder: Folder, number: int) -> None:
-        with self._lock:
-            self._records.pop(f"{query_folder.identity} {number}", None)
-
-
-def _remember(known: OrderedDict[str, Any], key: str, value: Any, most: int) -> None:
-    known.pop(key, None)
-    known[key] = value
-    while len(known) > most:
-        known.popitem(last=False)

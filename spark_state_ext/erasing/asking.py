@@ -12,17 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+
 from arrow_schemas.erase import EraseRequest
 from spark_state_ext.erasing.folders import keys_as_stored, query_folders_below
-from spark_state_ext.errors import MissingCheckpointError, UsageError
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, UsageError, VersionSkewError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.version import __version__
 
-__all__ = ["AskedErasure", "EraseStatus", "erase_keys", "erase_status"]
+__all__ = ["AskedErasure", "EraseStatus", "erase_keys", "erase_status", "withdraw_erasure"]
 
 # Each process of the query holds a request's keys in memory while it carries the request out.
 KEYS_MAX = 1_000_000
-WAITING, DONE = "waiting", "done"
+WAITING, DONE, UNREADABLE = "waiting", "done", "unreadable"
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,13 @@ class EraseStatus:
     operator, query_folder, number
         Which one.
     keys
-        How many keys it names.
+        How many keys it names; 0 where that cannot be read.
     asked_ms
-        When it was made, milliseconds since 1970.
+        When it was made, milliseconds since 1970; 0 where that cannot be read.
     state
         ``"waiting"``; or ``"done"``: the committed state of every bucket is without these keys, but for rows that came
-        since.
+        since; or ``"unreadable"``: the file is damaged, or a newer release wrote it. It waits, and so do those after
+        it, until you withdraw it (`withdraw_erasure`).
     done_ms
         When it was known to be done; None: it is not.
     batch
@@ -160,7 +163,7 @@ def erase_status(
     UsageError
         When there is no such operator.
     CorruptFileError, VersionSkewError
-        When a file cannot be read.
+        When an operator file cannot be read.
     StorageError
         When the store fails.
 
@@ -180,16 +183,73 @@ def erase_status(
     return found
 
 
+def withdraw_erasure(
+    root: str,
+    number: int,
+    *,
+    operator: str = "state",
+    query_folder: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Have an erase request name no key any more: one that cannot be read, is missing, or was a mistake.
+
+    Its file stays, without keys, as those after it wait for its number. Buckets that have carried it out already stay
+    without the keys.
+
+    Parameters
+    ----------
+    root, operator, storage_options
+        As for `erase_keys`.
+    number
+        The request's number, as `erase_status` gives it.
+    query_folder
+        Name of the query folder; needed where the operator has several.
+
+    Raises
+    ------
+    UsageError
+        When there is no such operator or number, or the operator has several query folders.
+    VersionSkewError
+        When a newer release wrote the request: let that release withdraw it.
+    StorageError
+        When it could not be written.
+
+    Examples
+    --------
+    >>> withdraw_erasure("/state", 3, operator="count")  # doctest: +SKIP
+    """
+    folders = query_folders_below(root, operator, query_folder, storage_options)
+    if len(folders) > 1:
+        raise UsageError(
+            f"operator {operator!r} has {len(folders)} query folders below {root}: name one with query_folder "
+            f"({', '.join(it.name for it in folders[:5])})"
+        )
+    requests = EraseFolder(folders[0].files)
+    numbers = requests.numbers()
+    last = max(numbers.requests | numbers.done, default=0)
+    if type(number) is not int or not 0 < number <= last:
+        raise UsageError(f"{folders[0].files.root} has no erase request {number!r} that could be withdrawn")
+    fields = [field.with_nullable(True).remove_metadata() for field in folders[0].schema.keys]
+    none = pa.RecordBatch.from_arrays([pa.array([], field.type) for field in fields], schema=pa.schema(fields))
+    nothing = EraseRequest(uuid.uuid4().hex, operator, int(time.time() * 1000), none, __version__)
+    requests.withdraw(number, nothing)
+
+
 def _status(requests: EraseFolder, number: int, operator: str, query_folder: str, listed: bool) -> EraseStatus | None:
     """None for one that went away meanwhile: its record was taken back, and comes again."""
-    done = requests.done(number)
-    if done is not None:
+    try:
+        done = requests.done(number)
+        request = requests.request(number) if listed else None
+    except MissingCheckpointError:
+        return None
+    except (CorruptFileError, VersionSkewError):
+        return EraseStatus(operator, query_folder, number, 0, 0, UNREADABLE, None, None, listed)
+    # A record of another request of that number says nothing of this one.
+    if done is not None and (request is None or request.id == done.id):
         return EraseStatus(
             operator, query_folder, number, done.keys, done.asked_ms, DONE, done.done_ms, done.batch, listed
         )
-    try:
-        request = requests.request(number)
-    except MissingCheckpointError:
+    if request is None:
         return None
     return EraseStatus(
         operator, query_folder, number, request.keys.num_rows, request.asked_ms, WAITING, None, None, True

@@ -7,7 +7,9 @@ writes down that it is done and removes it in the end. The record that it is don
 from __future__ import annotations
 
 import io
+import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -65,6 +67,11 @@ class EraseNumbers:
             number += 1
         return number
 
+    def missing(self, before: int) -> list[int]:
+        """Numbers before one of which there is nothing."""
+        known = self.requests | self.done
+        return [number for number in range(1, before) if number not in known]
+
 
 def encode_request(request: EraseRequest) -> bytes:
     """The file's bytes."""
@@ -121,9 +128,12 @@ class EraseFolder:
         """
         data = encode_request(request)
         for _ in range(_ROUNDS_MAX):
-            # One that somebody has removed, damaged as it was, is made again: those after it wait for it.
-            number = self.numbers().through(0) + 1
+            numbers = self.numbers()
+            number = max(numbers.requests | numbers.done, default=0) + 1
             name = request_name(number)
+            # Pointers may say that they dealt with one that somebody has removed, so nobody's keys get its number.
+            for missing in numbers.missing(number):
+                self.files.create(request_name(missing), encode_request(request.emptied(uuid.uuid4().hex)))
             if self.files.create(name, data) and self._is_there(name, request.id):
                 return number
         raise StorageError(
@@ -168,7 +178,7 @@ class EraseFolder:
         self.files.remove(done_name(number))
 
     def replace(self, number: int, request: EraseRequest) -> None:
-        """Have a request name other keys, of a query that is stopped.
+        """Have a request name other keys, where nobody carries it out, or none.
 
         Raises
         ------
@@ -176,6 +186,47 @@ class EraseFolder:
             When it could not be written.
         """
         self.files.put(request_name(number), encode_request(request))
+
+    def id_of(self, number: int) -> str | None:
+        """Id of a request, told by the record that it is done where there is one; None: nothing is there.
+
+        Raises
+        ------
+        CorruptFileError, VersionSkewError
+            When it cannot be read.
+        StorageError
+            When the store fails.
+        """
+        record = self.done(number)
+        if record is not None:
+            return record.id
+        try:
+            return self.request(number).id
+        except MissingCheckpointError:
+            return None
+
+    def withdraw(self, number: int, nothing: EraseRequest) -> None:
+        """Have a request name no key any more. The file stays: others wait for its number, and marks name its id.
+
+        Parameters
+        ----------
+        number
+            The request; one that is missing is made. A record that it is done goes where it cannot be read.
+        nothing
+            A request without keys. The id of the one that is there is kept where it can be read.
+
+        Raises
+        ------
+        StorageError
+            When it could not be written.
+        """
+        with suppress(CorruptFileError, MissingCheckpointError):
+            nothing = self.request(number).emptied()
+        try:
+            self.done(number)
+        except CorruptFileError:
+            self.take_back(number)
+        self.replace(number, nothing)
 
     def drop(self, number: int) -> None:
         """Remove a request; the record that it is done stays."""

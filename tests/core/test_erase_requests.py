@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, RowSchema
 from arrow_schemas.erase import EraseDone, EraseMark, EraseRequest, done_name, request_name
 from spark_state_ext import erase_keys, erase_status
-from spark_state_ext.engine.erasing import EraseWatch, marked, matching, new_requests
+from spark_state_ext.engine.erase_turn import Dealt, EraseWatch, marked, new_requests
+from spark_state_ext.engine.erasing import matching
 from spark_state_ext.errors import (
     CorruptFileError,
     LiveRunError,
@@ -38,8 +39,21 @@ KEYS = pa.record_batch({"name": ["Jane Doe", None]})
 OPERATOR_JSON = '{"type":"struct","fields":[{"name":"%s","type":"%s","nullable":true,"metadata":{}}]}'
 
 
-def request(keys: pa.RecordBatch = KEYS) -> EraseRequest:
-    return EraseRequest(uuid.uuid4().hex, "count", 1, keys, "0.1.0")
+IDS = [f"{number:032x}" for number in range(100)]
+
+
+def request(keys: pa.RecordBatch = KEYS, request_id: str | None = None) -> EraseRequest:
+    return EraseRequest(request_id or uuid.uuid4().hex, "count", 1, keys, "0.1.0")
+
+
+def mark(through: int, heartbeat: int, settled: int = 0) -> EraseMark:
+    return EraseMark(through, heartbeat, settled, IDS[through])
+
+
+def dealt(before: Pointer, through: int) -> Dealt | None:
+    """What a call has dealt with."""
+    new = through > (before.erased.through if before.erased is not None else 0)
+    return Dealt(through, IDS[through], before.erased) if new else None
 
 
 def root_with(tmp_path: Path, *folders: str, key: str = "string") -> str:
@@ -160,12 +174,13 @@ def test_a_number_that_was_done_is_not_used_again(tmp_path: Path) -> None:
     folder.note_done(1, EraseDone("a" * 32, 1, 1, 2, 3, 4))
     folder.drop(1)
     assert folder.add(request()) == 2
-    # One that somebody has removed, as it was damaged, is made again: the others wait for it.
+    # Nor that of one that somebody has removed. Its place is taken, as those after it wait for it.
     assert folder.add(request()) == 3
     folder.files.remove(request_name(2))
     assert folder.numbers().through(0) == 1
-    assert folder.add(request()) == 2
-    assert folder.numbers().through(0) == 3
+    assert folder.add(request()) == 4
+    assert folder.numbers().through(0) == 4
+    assert folder.request(2).keys.num_rows == 0
 
 
 # -- what is new to a bucket -------------------------------------------------------------------------
@@ -184,34 +199,41 @@ def test_requests_are_dealt_with_in_order_and_without_gaps() -> None:
     assert new_requests(numbers(), pointer(), "it").numbers == ()
     found = new_requests(numbers(1, 2, 4), pointer(), "it")
     assert (found.numbers, found.through) == ((1, 2), 2)
-    found = new_requests(numbers(1, 2, 3, 4, done=[1]), pointer(EraseMark(2, 7)), "it")
+    found = new_requests(numbers(1, 2, 3, 4, done=[1]), pointer(mark(2, 7)), "it")
     assert (found.numbers, found.through) == ((3, 4), 4)
     # Those before the mark may be gone.
-    found = new_requests(numbers(3, done=[1, 2]), pointer(EraseMark(2, 7)), "it")
+    found = new_requests(numbers(3, done=[1, 2]), pointer(mark(2, 7)), "it")
     assert (found.numbers, found.through) == ((3,), 3)
 
 
 def test_state_from_before_a_request_that_is_gone_is_refused() -> None:
     listed = numbers(3, done=[1, 2, 3])
     with pytest.raises(MissingCheckpointError, match=r"before erase request 2.*Go back to a later batch"):
-        new_requests(listed, pointer(EraseMark(1, 7)), "it")
+        new_requests(listed, pointer(mark(1, 7)), "it")
     # A bucket without state has nothing to take away.
     found = new_requests(listed, pointer(state=False), "it")
     assert (found.numbers, found.through) == ((3,), 3)
 
 
 def test_marks_tell_what_every_bucket_has_dealt_with() -> None:
-    mark = marked(pointer(heartbeats=5), 2).erased
-    assert mark == EraseMark(2, 5, 0)
-    assert [mark.done(heartbeats) for heartbeats in (5, 6)] == [0, 2]
+    def after(before: Pointer, through: int) -> EraseMark:
+        found = marked(before, dealt(before, through)).erased
+        assert found is not None
+        return found
+
+    first = after(pointer(heartbeats=5), 2)
+    assert first == mark(2, 5)
+    assert [first.done(heartbeats) for heartbeats in (5, 6)] == [0, 2]
     # Requests in every batch: those before are known all the same.
-    later = marked(pointer(mark, heartbeats=6), 3).erased
-    assert later == EraseMark(3, 6, 2)
+    later = after(pointer(first, heartbeats=6), 3)
+    assert later == mark(3, 6, 2)
     assert [later.done(heartbeats) for heartbeats in (6, 7)] == [2, 3]
     # A call without a heartbeat, in which not every bucket was called.
-    same = marked(pointer(later, heartbeats=6), 4).erased
-    assert same == EraseMark(4, 6, 2)
-    assert marked(pointer(same, heartbeats=9), 4).erased is same
+    same = after(pointer(later, heartbeats=6), 4)
+    assert same == mark(4, 6, 2)
+    assert after(pointer(same, heartbeats=9), 4) is same
+    # A mark of other requests proves nothing of these.
+    assert marked(pointer(same, heartbeats=9), Dealt(1, IDS[1], None)).erased == mark(1, 9)
 
 
 @dataclass
@@ -236,14 +258,15 @@ def test_done_is_never_said_before_every_bucket_has_dealt_with_it(data: st.DataO
             asked += data.draw(st.integers(0, 1))
             before = pointer(buckets[at].mark, heartbeats)
             listed = numbers(*range(1, asked + 1))
-            done = (before.erased or EraseMark(0, -1)).done(heartbeats)
-            assert all((it.mark or EraseMark(0, -1)).through >= done for it in buckets)
+            done = 0 if before.erased is None else before.erased.done(heartbeats)
+            assert all((0 if it.mark is None else it.mark.through) >= done for it in buckets)
             through = new_requests(listed, before, "it").through
-            after.append((at, marked(replace(before, heartbeats=heartbeats + beats), through).erased))
+            now = replace(before, heartbeats=heartbeats + beats)
+            after.append((at, marked(now, dealt(before, through)).erased))
         if data.draw(st.booleans()):
             heartbeats += beats
-            for at, mark in after:
-                buckets[at].mark = mark
+            for at, made in after:
+                buckets[at].mark = made
 
 
 # -- which rows --------------------------------------------------------------------------------------
@@ -299,11 +322,15 @@ def test_requests_are_listed_once_a_batch_and_read_once(tmp_path: Path, monkeypa
     assert not listings
     assert watch.listed(files, "batch 2") == watch.listed(files, "batch 2") == numbers(1)
     assert listings == [str(tmp_path / "erase")]
-    assert [columns[0].to_pylist() for columns in watch.keys_of(files, [1], SCHEMA)] == [["Jane Doe", None]]
+    assert watch.request(files, 1).keys == KEYS
     (tmp_path / "erase" / request_name(1)).unlink()
-    assert [columns[0].to_pylist() for columns in watch.keys_of(files, [1], SCHEMA)] == [["Jane Doe", None]]
+    assert watch.request(files, 1).keys == KEYS
     with pytest.raises(MissingCheckpointError):
-        list(EraseWatch().keys_of(files, [1], SCHEMA))
+        EraseWatch().request(files, 1)
+    # Somebody may have put another one there.
+    assert watch.listed(files, "batch 3") == numbers()
+    with pytest.raises(MissingCheckpointError):
+        watch.request(files, 1)
 
 
 def in_turn(
@@ -315,12 +342,11 @@ def in_turn(
 
 
 def test_a_request_from_asked_to_gone(tmp_path: Path) -> None:
-    folder, made = EraseFolder(Folder(str(tmp_path))), request()
+    folder, made = EraseFolder(Folder(str(tmp_path))), request(request_id=IDS[1])
     folder.add(made)
     asked = [request_name(1)]
     both = [done_name(1), request_name(1)]
-    mark = EraseMark(1, 7)
-    at = replace(pointer(mark), retained=2, batch=30)
+    at = replace(pointer(mark(1, 7)), retained=2, batch=30)
     assert in_turn(tmp_path, at) == asked, "other buckets may not have dealt with it"
     assert in_turn(tmp_path, replace(at, heartbeats=7)) == asked
     assert in_turn(tmp_path, replace(at, heartbeats=8)) == both
@@ -336,8 +362,8 @@ def test_a_request_from_asked_to_gone(tmp_path: Path) -> None:
 
 def test_a_query_that_goes_back_has_requests_to_carry_out_again(tmp_path: Path) -> None:
     folder = EraseFolder(Folder(str(tmp_path)))
-    folder.add(request())
-    back, again = pointer(None, 3), pointer(EraseMark(1, 4), 5)
+    folder.add(request(request_id=IDS[1]))
+    back, again = pointer(None, 3), pointer(mark(1, 4), 5)
     assert done_name(1) in in_turn(tmp_path, again)
     assert in_turn(tmp_path, back) == [request_name(1)]
     assert new_requests(folder.numbers(), back, "it").numbers == (1,)
@@ -345,20 +371,20 @@ def test_a_query_that_goes_back_has_requests_to_carry_out_again(tmp_path: Path) 
 
 
 def test_a_run_that_lost_its_lease_writes_nothing(tmp_path: Path) -> None:
-    EraseFolder(Folder(str(tmp_path))).add(request())
+    EraseFolder(Folder(str(tmp_path))).add(request(request_id=IDS[1]))
 
     def lost() -> None:
         raise LiveRunError("another one")
 
     with pytest.raises(LiveRunError):
-        in_turn(tmp_path, pointer(EraseMark(1, 4), 5), still_ours=lost)
-    assert in_turn(tmp_path, pointer(EraseMark(1, 4), 4), still_ours=lost) == [request_name(1)]
+        in_turn(tmp_path, pointer(mark(1, 4), 5), still_ours=lost)
+    assert in_turn(tmp_path, pointer(mark(1, 4), 4), still_ours=lost) == [request_name(1)]
 
 
 def test_the_status_follows(tmp_path: Path) -> None:
     root = root_with(tmp_path, "a")
-    erase_keys(root, ["x"], operator="count")
-    in_turn(tmp_path / "count" / "a", replace(pointer(EraseMark(1, 4), 5), batch=9))
+    EraseFolder(Folder(root).child("count", "a")).add(request(KEYS.slice(0, 1), IDS[1]))
+    in_turn(tmp_path / "count" / "a", replace(pointer(mark(1, 4), 5), batch=9))
     (status,) = erase_status(root, operator="count")
     assert (status.state, status.batch, status.keys, status.kept) == ("done", 9, 1, True)
     EraseFolder(Folder(root).child("count", "a")).drop(1)

@@ -170,7 +170,7 @@ def test_what_the_old_format_has_no_place_for_is_refused() -> None:
 
 def test_an_erase_mark_makes_the_pointer_format_4() -> None:
     """Without one it is as older releases read it."""
-    marked = replace(_POINTER, erased=EraseMark(7, 12, 5))
+    marked = replace(_POINTER, erased=EraseMark(7, 12, 5, "ab" * 16))
     assert [int.from_bytes(it.encode()[4:6], "little") for it in (_POINTER, marked)] == [3, 4]
     assert Pointer.decode(marked.encode()) == marked
     assert Pointer.decode(_POINTER.encode()).erased is None
@@ -178,9 +178,11 @@ def test_an_erase_mark_makes_the_pointer_format_4() -> None:
         with pytest.raises(ValueError, match="erase mark"):
             replace(marked, inline=(), claim=None, origins=()).encode(write)
     with pytest.raises(CorruptPointerError, match="erase mark"):
-        Pointer.decode(_resealed(marked.encode(), b'"erased":[7,12,5]', b'"erased":[7,12,8]'))
+        Pointer.decode(_resealed(marked.encode(), b'"erased":[7,12,5,', b'"erased":[7,12,8,'))
+    with pytest.raises(CorruptPointerError, match="erase mark names"):
+        Pointer.decode(_resealed(marked.encode(), b"abab" * 8, b"abAB" * 8))
     with pytest.raises(CorruptPointerError, match="cannot be read"):
-        Pointer.decode(_resealed(marked.encode(), b'"erased":[7,12,5]', b'"erased":[7,12] '))
+        Pointer.decode(_resealed(marked.encode(), b'"erased":[7,12,5,', b'"erased":[7,12,'))
 
 
 def _resealed(data: bytes, old: bytes, new: bytes) -> bytes:

@@ -131,7 +131,7 @@ def test_the_expected_rows_are_of_every_kind(golden: Path) -> None:
 
 def test_the_erase_mark_of_a_pointer() -> None:
     marks = [Pointer.decode((path / "pointer.bin").read_bytes()).erased for path in _FORMATS]
-    assert marks == [None, None, None, EraseMark(3, 5, 2)]
+    assert marks == [None, None, None, EraseMark(3, 5, 2, "ab" * 16)]
 
 
 def test_an_erase_request_and_the_record_that_it_is_done() -> None:

@@ -148,7 +148,7 @@ def main(folder: Path) -> None:
             partitioning=("golden run", 4),
             claim="new-query",
             origins=("gold",),
-            erased=EraseMark(3, 5, 2),
+            erased=EraseMark(3, 5, 2, "ab" * 16),
         )
         files.put("pointer.bin", pointer.encode())
         expected = [row for batch in store.view(refs[-1]).scan() for row in batch.to_pylist()]

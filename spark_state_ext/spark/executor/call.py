@@ -19,13 +19,12 @@ from arrow_schemas.pointer import Pointer
 from spark_state_ext.engine.aligned_timeouts import has_nothing_due, next_call_ms
 from spark_state_ext.engine.bucket import CommitResult
 from spark_state_ext.engine.deferral import Partitioning, TaskEnd
-from spark_state_ext.engine.erasing import EraseWatch, marked, new_requests
+from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch, marked
 from spark_state_ext.engine.housekeeping import CleanUps
 from spark_state_ext.engine.job import PANDAS, Job
 from spark_state_ext.engine.shared import Shared
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CorruptFileError
-from spark_state_ext.files.erase_requests import EraseNumbers
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.release import note_handed_over
 from spark_state_ext.savepoints.detaching import Detaching
@@ -229,12 +228,12 @@ class _BucketCall:
         clean_ups.probe(opened.pointer, self._job.plan_id)
         if self._info.stored is not None:
             self._fill(sorter, frames, folders.operator)
-        work, bucket = self._key_work(opened), opened.bucket
+        work, bucket, erase_turn = self._key_work(opened), opened.bucket, self._erase_turn(opened)
         rows = SpillBuffer(folders.scratch, self._job.options.memory_bytes_max)
         # Also a bucket without rows is restored, so that no later batch has to wait for it.
         with timing(self._call, "read_ms"):
             bucket.read(lambda view: None)
-            erased_through = self._erase(opened, work)
+            erased = erase_turn.carry_out(work.erase)
         self._tell_what_is_committed(opened, work.expires_by_ms)
         for frame in work.run(sorter.ranges(), rows):
             # A child that the function forked, and that came back from it, ends here.
@@ -246,14 +245,16 @@ class _BucketCall:
         task_end, partitioning = self._shared.task_ends.of(self._task.attempt), self._partitioning()
         with timing(self._call, "commit_ms"):
             made = self._committed(opened, clean_ups, rows, task_end, partitioning)
-            pointer = self._stamped(made.pointer, opened, work.threshold_ms())
-            pointer = self._marked(pointer, erased_through)
+            pointer = marked(self._stamped(made.pointer, opened, work.threshold_ms()), erased)
         opened.let_go()
         if self._info.stored is None and pointer.claim is not None:
             note_handed_over(opened.files, pointer.claim)
         if self._info.bucket == 0 and self._info.stored is not None:
             self._detaching.in_turn(self._job, opened.files, opened.leases.check, self._shared.background)
-            self._look_after_requests(opened)
+            erase_turn.look_after(
+                lambda: self._job.options.clean_up and not self._shared.holds.living(opened.files),
+                opened.leases.check,
+            )
         if self._info.bucket == 0:
             self._shared.housekeeping.drop_spill_files(
                 folders.operator, self._task, pointer.calls, self._info.times.processing_ms
@@ -366,47 +367,16 @@ class _BucketCall:
 
     # -- erase requests ----------------------------------------------------------------------------
 
-    def _erase(self, opened: OpenBucket, work: KeyWork) -> int:
-        """Carry out the erase requests that are new to the bucket; gives the number up to which they are dealt with."""
-        new = new_requests(self._listed(opened), opened.pointer, opened.files.root)
-        if not new.numbers:
-            return new.through
-        if self._job.options.commit.format_1_too:
-            if self._info.bucket == 0:
-                _LOGGER.warning(
-                    "erase requests of %s wait (%s): pointers of format 1 cannot tell what is erased; set "
-                    "pointer_write='v2'",
-                    opened.files.root,
-                    ", ".join(map(str, new.numbers)),
-                )
-            return 0
-        keys = list(Worker.current().own(EraseWatch).keys_of(opened.files, new.numbers, opened.schema))
-        found = work.erase([pa.concat_arrays(columns) for columns in zip(*keys, strict=True)])
-        _LOGGER.info(
-            "erase requests up to %d of %s: bucket %d had %d of the keys",
-            new.through,
-            opened.files.root,
-            self._info.bucket,
-            found,
-        )
-        return new.through
-
-    def _listed(self, opened: OpenBucket) -> EraseNumbers:
-        batch = self._job.plan_id, self._info.batch, self._info.times.processing_ms
-        return Worker.current().own(EraseWatch).listed(opened.files, batch)
-
-    def _marked(self, pointer: Pointer, erased_through: int) -> Pointer:
-        if self._job.options.commit.format_1_too:
-            return replace(pointer, erased=None)
-        return marked(pointer, erased_through)
-
-    def _look_after_requests(self, opened: OpenBucket) -> None:
-        Worker.current().own(EraseWatch).in_turn(
+    def _erase_turn(self, opened: OpenBucket) -> EraseTurn:
+        commit = self._job.options.commit
+        return EraseTurn(
+            Worker.current().own(EraseWatch),
             opened.files,
-            self._listed(opened),
+            opened.schema,
             opened.pointer,
-            lambda: self._job.options.clean_up and not self._shared.holds.living(opened.files),
-            opened.leases.check,
+            (self._job.plan_id, self._info.batch, self._info.times.processing_ms),
+            commit.format_1_too,
+            commit.commit_timeout_ms / 1000,
         )
 
     # -- input -------------------------------------------------------------------------------------

@@ -146,6 +146,7 @@ class KeyWork:
         self._times = times
         self._metrics = metrics
         self._sweep = 0, 0
+        self._hold = hold
         self._erased = ErasedRows(schema)
         self._expiry = Expiry(schema, job.options.ttl, self._clock_ms())
         self._caller = caller_of(job, function, self._expiry.shown)
@@ -161,7 +162,7 @@ class KeyWork:
         )
 
     def erase(self, keys: Sequence[pa.Array]) -> int:
-        """Take keys' rows away before the function runs: it finds neither state nor timeouts of them.
+        """Take keys' rows away before the function runs, besides others: it finds neither state nor timeouts of them.
 
         Parameters
         ----------
@@ -171,10 +172,17 @@ class KeyWork:
         Returns
         -------
         int
-            How many of them the bucket has.
+            How many more of the bucket's rows that takes away.
         """
-        self._erased = ErasedRows.found(self._bucket.scan(), keys, self._schema)
-        return len(self._erased)
+        before = len(self._erased)
+        self._erased = self._erased.with_those(ErasedRows.found(self._held(self._bucket.scan()), keys, self._schema))
+        return len(self._erased) - before
+
+    def _held(self, live: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The same, while the lease stays renewed: a bucket may be large."""
+        for batch in live:
+            self._hold()
+            yield batch
 
     def run(self, ranges: Iterable[tuple[int, pa.Table | None]], rows: SpillBuffer) -> Iterator[pd.DataFrame]:
         """Call the function for all keys that have rows or time out.

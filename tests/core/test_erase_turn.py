@@ -1,0 +1,214 @@
+"""What a call does about erase requests: folders that are not the mark's, files that cannot be read, stores that fail."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from core_support import first_pointer
+
+from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, RowSchema
+from arrow_schemas.erase import EraseMark, EraseRequest, request_name
+from spark_state_ext import erase_keys, erase_status, withdraw_erasure
+from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch, marked
+from spark_state_ext.engine.erasing import ErasedRows
+from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
+from spark_state_ext.files.erase_requests import EraseFolder
+from spark_state_ext.files.folder import Folder
+
+SCHEMA = RowSchema((pa.field("name", pa.string()),), (pa.field("n", pa.int64()),))
+_JSON = '{"type":"struct","fields":[{"name":"%s","type":"%s","nullable":true,"metadata":{}}]}'
+
+
+class Query:
+    """One bucket of a query, as its calls see its erase folder; its state is a set of keys."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.watch, self.batch = root, EraseWatch(), 0
+        file = OperatorFile("count", "q", 1, _JSON % ("name", "string"), _JSON % ("n", "long"))
+        self.files.put("operator_0.json", file.encode())
+        lineage = (LineageEntry(CheckpointRef(1, "a" * 32), 10),)
+        self.pointer: Pointer = replace(first_pointer(), bucket=0, lineage=lineage, heartbeats=1)
+        self.keys = {"a", "b", "c"}
+        self.format_1_too = False
+
+    @property
+    def files(self) -> Folder:
+        return Folder(str(self.root)).child("count", "q")
+
+    def ask(self, *keys: str) -> int:
+        return erase_keys(str(self.root), list(keys), operator="count")[0].number
+
+    def states(self) -> list[str]:
+        return [it.state for it in erase_status(str(self.root), operator="count")]
+
+    def run(self, batches: int = 1, timeout_s: float = 0) -> set[str]:
+        for _ in range(batches):
+            self.batch += 1
+            turn = EraseTurn(self.watch, self.files, SCHEMA, self.pointer, self.batch, self.format_1_too, timeout_s)
+            dealt = turn.carry_out(self._erase)
+            turn.look_after(lambda: True, lambda: None)
+            self.pointer = replace(marked(self.pointer, dealt), heartbeats=self.pointer.heartbeats + 1)
+        return self.keys
+
+    def _erase(self, columns: Sequence[pa.Array]) -> int:
+        gone = set(columns[0].to_pylist()) & self.keys
+        self.keys -= gone
+        return len(gone)
+
+
+def test_a_folder_that_lost_its_requests_has_new_ones_carried_out(tmp_path: Path) -> None:
+    query = Query(tmp_path / "a")
+    query.ask("a")
+    assert query.run(3) == {"b", "c"}
+    assert query.states() == ["done"]
+    # As after a move to another root while the query runs.
+    shutil.rmtree(tmp_path / "a" / "count" / "q" / "erase")
+    assert query.run() == {"b", "c"}
+    assert query.ask("b") == 1
+    assert query.states() == ["waiting"]
+    assert query.run() == {"c"}
+    assert query.states() == ["waiting"]
+    assert query.run(2) == {"c"}
+    assert query.states() == ["done"]
+
+
+def test_a_request_that_somebody_removed_hides_no_other(tmp_path: Path) -> None:
+    query = Query(tmp_path)
+    assert [query.ask("a"), query.ask("nobody")] == [1, 2]
+    query.run()
+    EraseFolder(query.files).drop(2)
+    assert query.ask("b") == 2
+    assert query.run(4) == {"c"}
+    assert query.states() == ["done", "done"]
+    # One from before others.
+    query.ask("x")
+    query.ask("y")
+    query.run()
+    EraseFolder(query.files).drop(3)
+    assert query.ask("c") == 5
+    assert query.run(3) == set()
+    assert query.states() == ["done"] * 5
+
+
+def test_a_request_that_another_took_the_place_of_is_carried_out_again(tmp_path: Path) -> None:
+    """Stores that do not create exclusively let two have one number."""
+    query = Query(tmp_path)
+    query.ask("a")
+    query.run()
+    folder = EraseFolder(query.files)
+    folder.replace(1, EraseRequest(uuid.uuid4().hex, "count", 1, pa.record_batch({"name": ["b"]}), "0"))
+    assert query.run(3) == {"c"}
+    assert query.states() == ["done"]
+
+
+def test_a_state_from_before_a_request_that_is_gone_is_refused_whatever_its_mark(tmp_path: Path) -> None:
+    query = Query(tmp_path)
+    query.pointer = replace(query.pointer, erased=EraseMark(4, 0, 0, "4" * 32))
+    before = query.pointer
+    query.ask("a")
+    query.run(3)
+    EraseFolder(query.files).drop(1)
+    query.run()
+    query.pointer = before
+    with pytest.raises(MissingCheckpointError, match="before erase request 1"):
+        query.run()
+
+
+def test_format_1_is_refused_after_a_request_was_carried_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    query = Query(tmp_path)
+    query.format_1_too = True
+    query.ask("a")
+    with caplog.at_level(logging.WARNING):
+        assert query.run() == {"a", "b", "c"}
+    assert "wait (1)" in caplog.text
+    assert query.pointer.erased is None
+    query.format_1_too = False
+    query.run()
+    query.format_1_too = True
+    with pytest.raises(UsageError, match=r"erase requests up to 1 .* keep pointer_write='v2'"):
+        query.run()
+    query.format_1_too = False
+    assert query.run(2) == {"b", "c"}
+    assert query.states() == ["done"]
+
+
+def test_a_request_that_cannot_be_read_waits_until_it_is_withdrawn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    query = Query(tmp_path)
+    for key in "abc":
+        query.ask(key)
+    path = tmp_path / "count" / "q" / "erase" / request_name(2)
+    path.write_bytes(path.read_bytes()[:-40])
+    with caplog.at_level(logging.ERROR):
+        assert query.run(3) == {"b", "c"}
+    assert "erase request 2 of" in caplog.text
+    assert query.states() == ["done", "unreadable", "waiting"]
+    withdraw_erasure(str(tmp_path), 2, operator="count")
+    assert query.run(3) == {"b"}
+    assert query.states() == ["done", "done", "done"]
+    for number in (0, 4, "2"):
+        with pytest.raises(UsageError, match="no erase request"):
+            withdraw_erasure(str(tmp_path), number, operator="count")  # type: ignore[arg-type]
+
+
+def test_a_request_that_is_withdrawn_names_no_key(tmp_path: Path) -> None:
+    query = Query(tmp_path)
+    query.ask("a")
+    withdraw_erasure(str(tmp_path), query.ask("b"), operator="count")
+    assert query.run(3) == {"b", "c"}
+    assert query.states() == ["done", "done"]
+
+
+def test_a_listing_that_fails_once_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    query, names = Query(tmp_path), Folder.names
+    failed: list[str] = []
+    query.ask("a")
+
+    def listed(folder: Folder) -> list[str]:
+        if not failed:
+            failed.append(folder.root)
+            raise StorageError("503 Slow Down")
+        return names(folder)
+
+    monkeypatch.setattr(Folder, "names", listed)
+    assert query.run(timeout_s=30) == {"b", "c"}
+    assert failed
+
+
+def test_many_requests_cost_one_pass_and_large_ones_one_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    query = Query(tmp_path)
+    passes: list[int] = []
+    erase = query._erase
+
+    def counted(columns: Sequence[pa.Array]) -> int:
+        passes.append(len(columns[0]))
+        return erase(columns)
+
+    monkeypatch.setattr(query, "_erase", counted)
+    for key in "abab":
+        query.ask(key)
+    query.run()
+    monkeypatch.setattr("spark_state_ext.engine.erase_turn._REQUEST_BYTES_MAX", 20)
+    for key in "cab":
+        query.ask(key * 15)
+    query.run()
+    assert passes == [4, 1, 1, 1]
+    assert len(query.watch._requests) == 1
+
+
+def test_rows_that_two_requests_name_are_taken_away_once() -> None:
+    def rows(*keys: int) -> ErasedRows:
+        full = [{"key_hash": key, "key.name": str(key), "defined": False, "deleted": True} for key in keys]
+        return ErasedRows(SCHEMA, pa.RecordBatch.from_pylist(full, schema=SCHEMA.arrow))
+
+    found = rows(1, 4).with_those(rows(0, 4, 7)).with_those(ErasedRows(SCHEMA)).with_those(rows(1))
+    assert found.rows.column(0).to_pylist() == [0, 1, 4, 7]
+    assert len(ErasedRows(SCHEMA).with_those(rows(3))) == 1
