@@ -302,6 +302,8 @@ class EraseTurn:
         Whether pointers are written that have no place for the mark.
     timeout_s
         How long it tries to list the folder again, where the store fails.
+    looks
+        Whether the job looks for requests at all: a batch that does not asks the store for nothing.
     """
 
     watch: EraseWatch
@@ -311,6 +313,7 @@ class EraseTurn:
     batch: Any
     format_1_too: bool
     timeout_s: float
+    looks: bool = True
 
     def carry_out(self, erase: Callable[[Sequence[pa.Array]], int]) -> Dealt | None:
         """Carry out the requests that are new to the bucket; None: there is nothing new.
@@ -337,6 +340,8 @@ class EraseTurn:
                 f"erase requests up to {pointer.erased.through} of {where} were carried out, which pointers of format "
                 "1 cannot tell: keep pointer_write='v2'"
             )
+        if not self.looks:
+            return None
         listed = self._tried(partial(self.watch.listed, self.files, self.batch))
         if self.format_1_too:
             self._say_that_they_wait(listed)
@@ -355,7 +360,7 @@ class EraseTurn:
 
     def look_after(self, drops: Callable[[], bool], still_ours: Callable[[], None]) -> None:
         """What the query's first bucket does besides: `EraseWatch.in_turn`."""
-        if not self.format_1_too:
+        if self.looks and not self.format_1_too:
             listed = self._tried(partial(self.watch.listed, self.files, self.batch))
             self.watch.in_turn(self.files, listed, self.pointer, drops, still_ours)
 

@@ -70,6 +70,7 @@ class StateOptions:
     restore_from: str | None = None
     pointer_read: str = V2
     clean_up: bool = True
+    erase_requests: bool = False
     ttl: Ttl | None = None
     start_from: StartFrom | None = None
 
@@ -82,7 +83,12 @@ class StateOptions:
         if not isinstance(self.storage_options, Mapping):
             raise UsageError(f"storage_options must be a mapping, such as a dict, not {self.storage_options!r}")
         object.__setattr__(self, "storage_options", dict(self.storage_options))
-        check_flags(strict=self.strict, strict_output=self.strict_output, clean_up=self.clean_up)
+        check_flags(
+            strict=self.strict,
+            strict_output=self.strict_output,
+            clean_up=self.clean_up,
+            erase_requests=self.erase_requests,
+        )
         commit = self.commit
         check_sizes(self.buckets, self.memory_bytes_max, commit.inline_bytes_max, commit.task_inline_bytes_max)
         check_times(self.lease_ms, self.local_keep_s, commit.commit_delay_ms_max, commit.commit_timeout_ms)

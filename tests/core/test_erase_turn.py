@@ -36,7 +36,7 @@ class Query:
         lineage = (LineageEntry(CheckpointRef(1, "a" * 32), 10),)
         self.pointer: Pointer = replace(first_pointer(), bucket=0, lineage=lineage, heartbeats=1)
         self.keys = {"a", "b", "c"}
-        self.format_1_too = False
+        self.format_1_too, self.looks = False, True
 
     @property
     def files(self) -> Folder:
@@ -51,7 +51,9 @@ class Query:
     def run(self, batches: int = 1, timeout_s: float = 0) -> set[str]:
         for _ in range(batches):
             self.batch += 1
-            turn = EraseTurn(self.watch, self.files, SCHEMA, self.pointer, self.batch, self.format_1_too, timeout_s)
+            turn = EraseTurn(
+                self.watch, self.files, SCHEMA, self.pointer, self.batch, self.format_1_too, timeout_s, self.looks
+            )
             dealt = turn.carry_out(self._erase)
             turn.look_after(lambda: True, lambda: None)
             self.pointer = replace(marked(self.pointer, dealt), heartbeats=self.pointer.heartbeats + 1)
@@ -77,6 +79,26 @@ def test_a_folder_that_lost_its_requests_has_new_ones_carried_out(tmp_path: Path
     assert query.states() == ["waiting"]
     assert query.run(2) == {"c"}
     assert query.states() == ["done"]
+
+
+def test_a_query_that_does_not_look_asks_the_store_for_nothing_and_keeps_its_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = Query(tmp_path)
+    query.ask("a")
+    query.run(2)
+    mark = query.pointer.erased
+    assert mark is not None
+    query.ask("b")
+    query.looks = False
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "list", lambda *_: pytest.fail("it has listed a folder"))
+        patched.setattr(Folder, "names", lambda *_: pytest.fail("it has listed a folder"))
+        assert query.run(3) == {"b", "c"}
+    assert query.pointer.erased == mark
+    query.looks = True
+    assert query.run(3) == {"c"}
+    assert query.states() == ["done", "done"]
 
 
 def test_a_request_that_somebody_removed_hides_no_other(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.spark
 def test_erased_keys_begin_anew_and_every_bucket_says_so(session: Any, tmp_path: Path) -> None:
     job = ApiJob(session, "arrow", tmp_path, count_arrow, api="arrow")
     # Nothing goes inline.
-    job.options |= {"backends": ["fsspec"]}
+    job.options |= {"backends": ["fsspec"], "erase_requests": True}
     names = [f"key number {i}" for i in range(12)]
     job.run(keyed(*names), keyed(*names))
     # A machine that is not asked for a while.

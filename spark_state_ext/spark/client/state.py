@@ -77,6 +77,9 @@ class ArrowState:
         Within how many seconds the bytes of a removed key are gone from the checkpoint files; at least an hour. The
         query can go back to batches of a sixth of that time only, nothing goes inline, and each bucket that changes
         gets a full snapshot every sixth. None: they go after a number of batches (``docs/operating/erasing.md``).
+    erase_requests
+        Whether the query looks for requests to erase keys (`erase_keys`). It costs each worker process a listing of a
+        folder in every batch.
     ttl
         How long state lives that nobody writes; None: for ever. It may be set, changed and dropped from one start of a
         query to the next.
@@ -113,6 +116,7 @@ class ArrowState:
         pointer_read: str = V2,
         clean_up: bool = True,
         erase_within_s: int | None = None,
+        erase_requests: bool = False,
         ttl: Ttl | None = None,
         start_from: StartFrom | None = None,
     ) -> None:
@@ -139,6 +143,7 @@ class ArrowState:
             pointer_read=pointer_read,
             clean_up=clean_up,
             erase_within_s=erase_within_s,
+            erase_requests=erase_requests,
             ttl=ttl,
             start_from=start_from,
         )

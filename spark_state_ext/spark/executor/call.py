@@ -377,6 +377,7 @@ class _BucketCall:
             (self._job.plan_id, self._info.batch, self._info.times.processing_ms),
             commit.format_1_too,
             commit.commit_timeout_ms / 1000,
+            self._job.options.erase_requests,
         )
 
     # -- input -------------------------------------------------------------------------------------
