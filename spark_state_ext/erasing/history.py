@@ -9,8 +9,10 @@ keys. Local stores, which may be older and would miss a tombstone that is no mor
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ import pyarrow as pa
 from arrow_schemas.operator import operator_file_name
 from spark_state_ext.backends.registry import FSSPEC, Backend
 from spark_state_ext.engine.erasing import matching, places_of
+from spark_state_ext.engine.folders import root_id
 from spark_state_ext.erasing.folders import QueryFolder, keys_as_stored, query_folders_below
 from spark_state_ext.erasing.past import BucketPast, read_past, rewrite
 from spark_state_ext.erasing.receipt import EraseReceipt
@@ -44,6 +47,7 @@ _LOGGER = logging.getLogger("spark_state_ext")
 # A file is read and written anew within it, or the next one finds the lease renewed late, and says so.
 LEASE_MS = 30_000
 _GONE = "erased-"
+_LATELY_S = 900
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def erase_history(
         work.refuse_waiting()
         files, rows = work.erase_files(inline_batches)
         requests = work.erase_requests()
-        stores = sum(_drop_stores(Path(path), operator, folder.name) for path in local_dirs)
+        stores = sum(_drop_stores(Path(path), root, operator, folder.name) for path in local_dirs)
     receipt = erase_scan(
         root,
         keys,
@@ -348,14 +352,27 @@ class _Work:
             )
 
 
-def _drop_stores(local_dir: Path, operator: str, query_folder: str) -> int:
-    """Remove a query's local stores; how many folders there were."""
-    dropped = 0
-    for operators in local_dir.glob(f"spark_state_ext-*/*-{operator}"):
-        if (operators / query_folder).is_dir():
+def _drop_stores(local_dir: Path, root: str, operator: str, query_folder: str) -> int:
+    """Remove a query's local stores; how many folders there were.
+
+    Whose a folder is its name does not tell for other containers. So one that was used lately stays where it may be
+    that of a query that runs, on another root: the scan tells of it.
+    """
+    dropped, mine = 0, root_id(root)
+    for operators in local_dir.glob("spark_state_ext-*/*"):
+        if not re.fullmatch(r"[0-9a-f]{16}-" + re.escape(operator), operators.name):
+            continue
+        stores = operators / query_folder
+        if stores.is_dir() and (operators.name.startswith(mine) or not _used_lately(stores)):
             # Renamed first: whoever opens it now makes a new one, and none sees half of it.
-            (operators / query_folder).rename(operators / f"{_GONE}{uuid.uuid4().hex}")
+            stores.rename(operators / f"{_GONE}{uuid.uuid4().hex}")
             dropped += 1
         for gone in operators.glob(f"{_GONE}*"):
             shutil.rmtree(gone)
     return dropped
+
+
+def _used_lately(stores: Path) -> bool:
+    """Whether a call was made on one of them in the last quarter of an hour, by their records."""
+    newest_s = max((path.stat().st_mtime for path in stores.glob("s*/*/*/committed")), default=0.0)
+    return time.time() - newest_s < _LATELY_S

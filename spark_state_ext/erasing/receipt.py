@@ -82,6 +82,8 @@ class OutOfReach:
         How much of it there is, as far as that is known.
     why
         Why it could not be looked at, and what becomes of it.
+    unread
+        Whether it is something named to the scan that may hold keys: while there is such a thing, no key is absent.
     """
 
     kind: str
@@ -89,6 +91,7 @@ class OutOfReach:
     files: int
     size_bytes: int
     why: str
+    unread: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,11 @@ class EraseReceipt:
 
     @property
     def absent(self) -> bool:
-        """Whether nothing that was looked at has any of the keys."""
-        return not self.found
+        """Whether nothing has any of the keys that lies where the scan was told to look, and all there was read.
+
+        Places that it was not told of, and Spark's own state, do not count: `out_of_reach` names them.
+        """
+        return not self.found and not any(it.unread for it in self.out_of_reach)
 
     def to_table(self) -> pa.Table:
         """All of it, one row a part.

@@ -7,6 +7,7 @@ Nothing is decided by names alone, and nothing is passed over in silence: what c
 from __future__ import annotations
 
 import posixpath
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,7 +110,14 @@ def erase_scan(
             if backend.kind == FSSPEC:
                 tops.append(Folder(backend.root, backend.storage_options))
             else:
-                scan.beyond("backend", backend.name, 0, 0, f"of the kind {backend.kind}, which is another package's")
+                scan.beyond(
+                    "backend",
+                    backend.name,
+                    0,
+                    0,
+                    f"of the kind {backend.kind}, which is another package's",
+                    unread=True,
+                )
         schemas = {folder.name: folder.schema for folder in folders}
         for top in tops:
             scan.operator(top.child(operator), schemas, folders[0].schema)
@@ -163,8 +171,8 @@ class _Scan:
             tuple(self._beyond),
         )
 
-    def beyond(self, kind: str, where: str, files: int, size_bytes: int, why: str) -> None:
-        self._beyond.append(OutOfReach(kind, where, files, size_bytes, why))
+    def beyond(self, kind: str, where: str, files: int, size_bytes: int, why: str, unread: bool = False) -> None:
+        self._beyond.append(OutOfReach(kind, where, files, size_bytes, why, unread))
 
     def _note(self, kind: str, below: str, where: str, size_bytes: int, search: Search) -> None:
         before = self._scanned.get((kind, below), Scanned(kind, below, 0, 0, 0))
@@ -195,6 +203,7 @@ class _Scan:
                     1,
                     entry.size_bytes,
                     "searched as bytes only: its rows may be compressed; clean-up removes it after a day",
+                    unread=True,
                 )
             elif parse_file_name(parts[-1]) is not None:
                 self._checkpoint("checkpoint file", folder, entry, own)
@@ -207,7 +216,7 @@ class _Scan:
         if spills:
             size = sum(entry.size_bytes for entry in spills)
             why = "rows in transit, compressed: the next batch of the query removes them"
-            self.beyond("spill file", folder.root, len(spills), size, why)
+            self.beyond("spill file", folder.root, len(spills), size, why, unread=True)
 
     def savepoint(self, folder: Folder, operator: str) -> None:
         """All of a savepoint."""
@@ -226,7 +235,14 @@ class _Scan:
                 self._checkpoint("savepoint file", folder, entry, schema)
             elif parse_file_name(parts[-1]) is not None and schema is None:
                 self._bytes("savepoint file", folder, entry)
-                self.beyond("savepoint file", folder.where(entry.name), 1, entry.size_bytes, "no manifest tells of it")
+                self.beyond(
+                    "savepoint file",
+                    folder.where(entry.name),
+                    1,
+                    entry.size_bytes,
+                    "no manifest tells of it",
+                    unread=True,
+                )
             else:
                 # Other operators have other keys; their rows may mention these all the same.
                 self._bytes("other file", folder, entry)
@@ -236,7 +252,8 @@ class _Scan:
         if not local_dir.is_dir():
             raise UsageError(f"there is no folder {local_dir}: give the local_dir of the ArrowState")
         for stores in sorted(local_dir.glob(_STORES)):
-            places = [*stores.glob(f"*-{operator}"), stores / "scratch"]
+            own = re.compile("[0-9a-f]{16}-" + re.escape(operator))
+            places = [*(place for place in stores.iterdir() if own.fullmatch(place.name)), stores / "scratch"]
             for path in sorted(file for place in places for file in place.rglob("*") if file.is_file()):
                 try:
                     size, search = path.stat().st_size, Search(self._wanted)
@@ -251,7 +268,7 @@ class _Scan:
                 except FileNotFoundError:  # a query that runs has removed it
                     continue
                 except OSError as error:
-                    self.beyond("local store", str(path), 1, 0, f"it cannot be read: {error}")
+                    self.beyond("local store", str(path), 1, 0, f"it cannot be read: {error}", unread=True)
                     continue
                 self._note("local store", str(stores), str(path), size, search)
         if self._wanted.by_rows_only:
@@ -289,7 +306,7 @@ class _Scan:
             return
         except CorruptError as error:
             search.in_file(lambda start, end: files.get_range(name, start, end), entry.size_bytes)
-            self.beyond(kind, files.where(name), 1, entry.size_bytes, f"searched as bytes only: {error}")
+            self.beyond(kind, files.where(name), 1, entry.size_bytes, f"searched as bytes only: {error}", unread=True)
         self._note(kind, folder.root, files.where(name), entry.size_bytes, search)
 
     def _rows_of(self, files: Readable, name: str, schema: RowSchema, search: Search) -> None:
@@ -325,7 +342,7 @@ class _Scan:
         except MissingCheckpointError:
             return
         except CorruptError as error:
-            self.beyond("erase request", where, 1, entry.size_bytes, f"searched as bytes only: {error}")
+            self.beyond("erase request", where, 1, entry.size_bytes, f"searched as bytes only: {error}", unread=True)
         self._note("erase request", folder.root, where, entry.size_bytes, search)
 
     def _pointers(
@@ -347,7 +364,7 @@ class _Scan:
         except MissingCheckpointError:
             return
         except CorruptError as error:
-            self.beyond(kind, where, 1, entry.size_bytes, f"searched as bytes only: {error}")
+            self.beyond(kind, where, 1, entry.size_bytes, f"searched as bytes only: {error}", unread=True)
         self._note(kind, folder.root, where, entry.size_bytes, search)
 
     def _inline(self, pointer: Pointer, schema: RowSchema | None, where: str, search: Search) -> None:

@@ -25,6 +25,7 @@ from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext import Backend, erase_history, erase_keys, erase_status
 from spark_state_ext.commit import cadence
 from spark_state_ext.commit.decisions import CommitOptions
+from spark_state_ext.engine.folders import root_id
 from spark_state_ext.erasing.history import ErasedHistory
 from spark_state_ext.errors import CorruptFileError, LiveRunError, StorageError, UsageError
 from spark_state_ext.files.checkpoint import announced
@@ -132,16 +133,29 @@ def test_again_after_it_is_done(life: Life) -> None:
 def test_all_backends_and_local_stores(tmp_path: Path) -> None:
     life = life_at(tmp_path, PLACE, "second/counts/q")
     lived(life)
-    stores = tmp_path / "disk" / "spark_state_ext-0" / "abc-counts"
+    stores = tmp_path / "disk" / "spark_state_ext-0" / f"{root_id(str(tmp_path / 'root'))}-counts"
     shutil.copytree(tmp_path / "store", stores / "q" / "s0" / "3")
     (stores / "another" / "s0" / "3").mkdir(parents=True)
     (stores / "another" / "s0" / "3" / "data.mdb").write_text(TEXT)
+    # Another operator whose name ends alike; another root, on which a query runs.
+    others = [stores.parent / f"{stores.name[:17]}more-counts", stores.parent / f"{'0' * 16}-counts"]
+    for other in others:
+        shutil.copytree(tmp_path / "store", other / "q" / "s0" / "3")
+        (other / "q" / "s0" / "3" / "boot").mkdir()
+        (other / "q" / "s0" / "3" / "boot" / "committed").write_text(TEXT)
+    (others[0] / "erased-1").mkdir()
+    # One that nobody uses any more, as a container has left it.
+    shutil.copytree(tmp_path / "store", stores.parent / f"{'1' * 16}-counts" / "q" / "s0" / "3")
     # What a run that was stopped has left.
     shutil.copytree(tmp_path / "store", stores / "erased-0" / "s0" / "3")
     done = erase(life, backends=[Backend(str(tmp_path / "second"))], local_dirs=[str(tmp_path / "disk")])
     assert files_with(TEXT, tmp_path / "root", tmp_path / "second") == []
-    assert done.stores == 1
+    assert done.stores == 2
     assert sorted(path.name for path in stores.iterdir()) == ["another"]
+    assert [sorted(path.name for path in other.iterdir()) for other in others] == [["erased-1", "q"], ["q"]]
+    # The scan tells of the other root, and not of the other operator.
+    assert not any("more-counts" in it.where for it in done.receipt.found)
+    assert any(f"{'0' * 16}-counts" in it.where for it in done.receipt.found)
     # Another query's store is not touched, and the receipt says that it has the key.
     assert {it.kind for it in done.receipt.found} == {"local store"}
     for name in life.names:
@@ -384,7 +398,8 @@ def test_stopped_at_every_step_and_run_again(tmp_path: Path, monkeypatch: pytest
             assert life.restored(pointer) in (model, without(model)), f"step {step}"
         # Its lease lapses.
         shutil.rmtree(life.local / PLACE / "lease", ignore_errors=True)
-        assert erase(life).receipt.absent
+        # It is not called absent where a file that was not finished lies there.
+        assert erase(life).receipt.found == ()
         assert files_with(TEXT, life.local / "root") == []
         for pointer, model in zip(life.pointers, life.models, strict=True):
             assert life.restored(pointer) == without(model)

@@ -136,11 +136,15 @@ def test_a_damaged_file_is_searched_as_it_is_and_told(life: Life) -> None:
     (beyond,) = [it for it in receipt.out_of_reach if it.kind == "checkpoint file"]
     assert beyond.where == str(path)
     assert "fails its checksum" in beyond.why
+    assert not receipt.absent
+    # Whatever key it may have.
+    other = scan(life, {"name": ["nobody at all"], "x": [2.0]})
+    assert (other.found, other.absent) == ((), False)
 
 
 def test_pages_of_local_stores_that_are_free_still_hold_the_key(life: Life, tmp_path: Path) -> None:
     """What LMDB does not use any more is searched as what it uses."""
-    store = tmp_path / "disk" / "spark_state_ext-0" / "abc-counts" / "q" / "s0" / "3"
+    store = tmp_path / "disk" / "spark_state_ext-0" / f"{0:016x}-counts" / "q" / "s0" / "3"
     life.batch({JANE: Row(1, "x" * 5000)})
     life.batch({JANE: None})
     for _ in range(6):
