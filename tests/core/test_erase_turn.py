@@ -48,7 +48,7 @@ class Query:
     def states(self) -> list[str]:
         return [it.state for it in erase_status(str(self.root), operator="count")]
 
-    def run(self, batches: int = 1, timeout_s: float = 0) -> set[str]:
+    def go_on(self, batches: int = 1, timeout_s: float = 0) -> set[str]:
         for _ in range(batches):
             self.batch += 1
             turn = EraseTurn(
@@ -68,16 +68,16 @@ class Query:
 def test_a_folder_that_lost_its_requests_has_new_ones_carried_out(tmp_path: Path) -> None:
     query = Query(tmp_path / "a")
     query.ask("a")
-    assert query.run(3) == {"b", "c"}
+    assert query.go_on(3) == {"b", "c"}
     assert query.states() == ["done"]
     # As after a move to another root while the query runs.
     shutil.rmtree(tmp_path / "a" / "count" / "q" / "erase")
-    assert query.run() == {"b", "c"}
+    assert query.go_on() == {"b", "c"}
     assert query.ask("b") == 1
     assert query.states() == ["waiting"]
-    assert query.run() == {"c"}
+    assert query.go_on() == {"c"}
     assert query.states() == ["waiting"]
-    assert query.run(2) == {"c"}
+    assert query.go_on(2) == {"c"}
     assert query.states() == ["done"]
 
 
@@ -86,7 +86,7 @@ def test_a_query_that_does_not_look_asks_the_store_for_nothing_and_keeps_its_mar
 ) -> None:
     query = Query(tmp_path)
     query.ask("a")
-    query.run(2)
+    query.go_on(2)
     mark = query.pointer.erased
     assert mark is not None
     query.ask("b")
@@ -94,28 +94,28 @@ def test_a_query_that_does_not_look_asks_the_store_for_nothing_and_keeps_its_mar
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "names", lambda *_: pytest.fail("it has listed a folder"))
         patched.setattr(Folder, "entries", lambda *_: pytest.fail("it has listed a folder"))
-        assert query.run(3) == {"b", "c"}
+        assert query.go_on(3) == {"b", "c"}
     assert query.pointer.erased == mark
     query.looks = True
-    assert query.run(3) == {"c"}
+    assert query.go_on(3) == {"c"}
     assert query.states() == ["done", "done"]
 
 
 def test_a_request_that_somebody_removed_hides_no_other(tmp_path: Path) -> None:
     query = Query(tmp_path)
     assert [query.ask("a"), query.ask("nobody")] == [1, 2]
-    query.run()
+    query.go_on()
     EraseFolder(query.files).drop(2)
     assert query.ask("b") == 2
-    assert query.run(4) == {"c"}
+    assert query.go_on(4) == {"c"}
     assert query.states() == ["done", "done"]
     # One from before others.
     query.ask("x")
     query.ask("y")
-    query.run()
+    query.go_on()
     EraseFolder(query.files).drop(3)
     assert query.ask("c") == 5
-    assert query.run(3) == set()
+    assert query.go_on(3) == set()
     assert query.states() == ["done"] * 5
 
 
@@ -123,10 +123,10 @@ def test_a_request_that_another_took_the_place_of_is_carried_out_again(tmp_path:
     """Stores that do not create exclusively let two have one number."""
     query = Query(tmp_path)
     query.ask("a")
-    query.run()
+    query.go_on()
     folder = EraseFolder(query.files)
     folder.replace(1, EraseRequest(uuid.uuid4().hex, "count", 1, pa.record_batch({"name": ["b"]}), "0"))
-    assert query.run(3) == {"c"}
+    assert query.go_on(3) == {"c"}
     assert query.states() == ["done"]
 
 
@@ -135,12 +135,12 @@ def test_a_state_from_before_a_request_that_is_gone_is_refused_whatever_its_mark
     query.pointer = replace(query.pointer, erased=EraseMark(4, 0, 0, "4" * 32))
     before = query.pointer
     query.ask("a")
-    query.run(3)
+    query.go_on(3)
     EraseFolder(query.files).drop(1)
-    query.run()
+    query.go_on()
     query.pointer = before
     with pytest.raises(MissingCheckpointError, match="before erase request 1"):
-        query.run()
+        query.go_on()
 
 
 def test_format_1_is_refused_after_a_request_was_carried_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,16 +148,16 @@ def test_format_1_is_refused_after_a_request_was_carried_out(tmp_path: Path, cap
     query.format_1_too = True
     query.ask("a")
     with caplog.at_level(logging.WARNING):
-        assert query.run() == {"a", "b", "c"}
+        assert query.go_on() == {"a", "b", "c"}
     assert "wait (1)" in caplog.text
     assert query.pointer.erased is None
     query.format_1_too = False
-    query.run()
+    query.go_on()
     query.format_1_too = True
     with pytest.raises(UsageError, match=r"erase requests up to 1 .* keep pointer_write='v2'"):
-        query.run()
+        query.go_on()
     query.format_1_too = False
-    assert query.run(2) == {"b", "c"}
+    assert query.go_on(2) == {"b", "c"}
     assert query.states() == ["done"]
 
 
@@ -170,11 +170,11 @@ def test_a_request_that_cannot_be_read_waits_until_it_is_withdrawn(
     path = tmp_path / "count" / "q" / "erase" / request_name(2)
     path.write_bytes(path.read_bytes()[:-40])
     with caplog.at_level(logging.ERROR):
-        assert query.run(3) == {"b", "c"}
+        assert query.go_on(3) == {"b", "c"}
     assert "erase request 2 of" in caplog.text
     assert query.states() == ["done", "unreadable", "waiting"]
     withdraw_erasure(str(tmp_path), 2, operator="count")
-    assert query.run(3) == {"b"}
+    assert query.go_on(3) == {"b"}
     assert query.states() == ["done", "done", "done"]
     for number in (0, 4, "2"):
         with pytest.raises(UsageError, match="no erase request"):
@@ -185,7 +185,7 @@ def test_a_request_that_is_withdrawn_names_no_key(tmp_path: Path) -> None:
     query = Query(tmp_path)
     query.ask("a")
     withdraw_erasure(str(tmp_path), query.ask("b"), operator="count")
-    assert query.run(3) == {"b", "c"}
+    assert query.go_on(3) == {"b", "c"}
     assert query.states() == ["done", "done"]
 
 
@@ -201,7 +201,7 @@ def test_a_listing_that_fails_once_is_tried_again(tmp_path: Path, monkeypatch: p
         return names(folder)
 
     monkeypatch.setattr(Folder, "names", listed)
-    assert query.run(timeout_s=30) == {"b", "c"}
+    assert query.go_on(timeout_s=30) == {"b", "c"}
     assert failed
 
 
@@ -217,11 +217,11 @@ def test_many_requests_cost_one_pass_and_large_ones_one_each(tmp_path: Path, mon
     monkeypatch.setattr(query, "_erase", counted)
     for key in "abab":
         query.ask(key)
-    query.run()
+    query.go_on()
     monkeypatch.setattr("spark_state_ext.engine.erase_turn._REQUEST_BYTES_MAX", 20)
     for key in "cab":
         query.ask(key * 15)
-    query.run()
+    query.go_on()
     assert passes == [4, 1, 1, 1]
     assert len(query.watch._requests) == 1
 
