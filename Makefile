@@ -23,7 +23,7 @@ check: ## lint, types and quick tests without Spark, for every change
 	@$(IN_VENV) python -m mypy
 	@$(IN_VENV) python -m pytest -n 2 -q $(UNITS)
 
-# It took 22 minutes on two cores; on a busy machine it takes longer, and says the same.
+# It took 17 minutes on two cores; on a busy machine it takes longer, and says the same.
 test: ## lint, types and the whole test suite (TESTS="..." hands arguments to pytest)
 	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) python -m ruff check .
