@@ -1,7 +1,11 @@
 """Spark's ``xxhash64(key columns …)`` of one key, in Python: which bucket a key is in can be told without Spark.
 
-For one key, or a few: what is hashed by the million is hashed by Spark. NULLs leave the hash as it is, so keys that
-differ in NULLs may have one hash, and whoever looks a key up compares the key too (`arrow_schemas.equality`).
+For one key, or a few: what is hashed by the million is hashed by Spark, or by columns (`spark_hashes`). It is written
+a second time as a lookup from nothing must be fast, and the conversions of PyArrow that columns need import pandas. A
+test compares both with Spark and with each other.
+
+NULLs leave the hash as it is, so keys that differ in NULLs may have one hash, and whoever looks a key up compares the
+key too (`arrow_schemas.equality`).
 """
 
 from __future__ import annotations

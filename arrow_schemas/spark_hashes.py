@@ -1,5 +1,7 @@
 """Hashes of keys, as Spark computes them in a plan: ``xxhash64`` with the seed 42, without Spark.
 
+For many keys at once; `spark_hash` is the same for one key, with few imports.
+
 Each column goes on from the hash of the column before it, NULL leaves it as it is, and structs and lists go on from
 value to value. Floats are hashed by Java's bits: ``-0.0`` as ``0.0``, every NaN as one.
 """

@@ -69,4 +69,5 @@ def _writer(path: Path, schema: pa.Schema, ending: str) -> AbstractContextManage
         return made
     import pyarrow.parquet as pq
 
-    return pq.ParquetWriter(str(path), schema)  # type: ignore[no-any-return]
+    writer: AbstractContextManager[Any] = pq.ParquetWriter(str(path), schema)
+    return writer

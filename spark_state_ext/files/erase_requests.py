@@ -6,13 +6,10 @@ writes down that it is done and removes it in the end. The record that it is don
 
 from __future__ import annotations
 
-import io
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-
-import pyarrow as pa
 
 from arrow_schemas.erase import (
     ERASE_FOLDER,
@@ -22,10 +19,9 @@ from arrow_schemas.erase import (
     parse_erase_name,
     request_name,
 )
-from arrow_schemas.lineage import BLAKE2B
-from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StateError, StorageError
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed_body import NOT_ARROW, open_sealed, write_sealed
+from spark_state_ext.files.sealed_table import sealed_table, unsealed_table
 
 __all__ = ["EraseFolder", "EraseNumbers", "decode_request", "encode_request"]
 
@@ -75,9 +71,7 @@ class EraseNumbers:
 
 def encode_request(request: EraseRequest) -> bytes:
     """The file's bytes."""
-    buffer = io.BytesIO()
-    write_sealed(buffer, request.schema(), [request.keys], BLAKE2B)
-    return buffer.getvalue()
+    return sealed_table(request.schema(), request.keys)
 
 
 def decode_request(data: bytes, where: str) -> EraseRequest:
@@ -90,16 +84,7 @@ def decode_request(data: bytes, where: str) -> EraseRequest:
     VersionSkewError
         When a newer release wrote it.
     """
-    body = open_sealed(pa.BufferReader(pa.py_buffer(data)), where)
-    try:
-        found = EraseRequest.of(body.reader.schema, body.reader, where)
-    except StateError:
-        raise
-    except NOT_ARROW as error:
-        raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
-    if found.keys.num_rows != body.record.rows:
-        raise CorruptFileError(f"{where} holds {found.keys.num_rows} keys and announces {body.record.rows}")
-    return found
+    return unsealed_table(data, where, EraseRequest.of, lambda found: int(found.keys.num_rows))
 
 
 class EraseFolder:

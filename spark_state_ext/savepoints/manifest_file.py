@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import io
-
-import pyarrow as pa
-
-from arrow_schemas.lineage import BLAKE2B
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
-from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StateError, UsageError
+from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed_body import NOT_ARROW, open_sealed, write_sealed
+from spark_state_ext.files.sealed_table import sealed_table, unsealed_table
 
 __all__ = ["decode_manifest", "encode_manifest", "read_manifest", "refuse_existing", "write_manifest"]
 
 
 def encode_manifest(manifest: SavepointManifest) -> bytes:
     """The file's bytes."""
-    buffer = io.BytesIO()
-    write_sealed(buffer, manifest.schema(), [manifest.batch()], BLAKE2B)
-    return buffer.getvalue()
+    return sealed_table(manifest.schema(), manifest.batch())
 
 
 def decode_manifest(data: bytes, where: str) -> SavepointManifest:
@@ -32,16 +25,7 @@ def decode_manifest(data: bytes, where: str) -> SavepointManifest:
     VersionSkewError
         When a newer release wrote it.
     """
-    body = open_sealed(pa.BufferReader(pa.py_buffer(data)), where)
-    try:
-        found = SavepointManifest.of(body.reader.schema, body.reader, where)
-    except StateError:
-        raise
-    except NOT_ARROW as error:
-        raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
-    if len(found.buckets) != body.record.rows:
-        raise CorruptFileError(f"{where} holds {len(found.buckets)} rows and announces {body.record.rows}")
-    return found
+    return unsealed_table(data, where, SavepointManifest.of, lambda found: len(found.buckets))
 
 
 def write_manifest(savepoint: Folder, manifest: SavepointManifest) -> None:

@@ -179,7 +179,8 @@ class Buckets:
     def _group_state(self, held: _Held, times: Times, timed_out: bool) -> GroupState:
         """As Spark hands it out."""
         return GroupState(
-            optionalValue=None if held.pointer is None else (held.pointer,),  # type: ignore[arg-type]  # as a Row
+            # Declared as a Row, which is a tuple; a plain one is what the worker of Spark hands in.
+            optionalValue=None if held.pointer is None else (held.pointer,),  # type: ignore[arg-type]
             batchProcessingTimeMs=times.processing_ms,
             eventTimeWatermarkMs=times.watermark_ms,
             timeoutConf=self._job.timeout_conf,

@@ -176,6 +176,7 @@ def test_a_request_that_cannot_be_read_waits_until_it_is_withdrawn(
     withdraw_erasure(str(tmp_path), 2, operator="count")
     assert query.go_on(3) == {"b"}
     assert query.states() == ["done", "done", "done"]
+    # The text is a mistake that no type checker sees in a notebook.
     for number in (0, 4, "2"):
         with pytest.raises(UsageError, match="no erase request"):
             withdraw_erasure(str(tmp_path), number, operator="count")  # type: ignore[arg-type]

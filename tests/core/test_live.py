@@ -143,6 +143,7 @@ def test_asking_leaves_no_reader_behind(running: Callable[[], subprocess.Popen[b
         for bucket in range(BUCKETS):
             next(live.scan([bucket]))
     stores = [next((tmp_path / "local").glob(f"*/*/*/s0/{bucket}/{boot_id()}")) for bucket in range(BUCKETS)]
+    # Readers' slots are LMDB's own business, so nothing public shows them.
     held = [live._store(bucket).store._environment._env for bucket in range(BUCKETS)]  # type: ignore[attr-defined]
     mine = str(os.getpid())
     for environment in held:
