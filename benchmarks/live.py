@@ -1,7 +1,8 @@
 """A running job, and another process that asks for its state: how long an answer takes, and what the job notices.
 
-Each key has one row in each batch, so what a key's count has to be after a batch is known. Batches run in turns with
-the other process asking and pausing.
+Each key has one row in each batch, so what a key's count has to be after a batch is known. Batches run in turns: the
+other process asks; it pauses; and it wakes as often as if it asked, and counts for as long as an answer takes at best.
+The last is the floor: what a machine whose cores are all the job's does to anybody, and anybody to the job.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ P99_MS_AT_MOST = 2.0
 THROUGHPUT_AT_LEAST = 0.98
 _OPERATOR = "asked"
 _FILES = 2
+_ASKED, _ALONE, _FLOOR = _TURNS = ("asked", "left alone", "floor")
+# What an answer takes where nobody else wants the processor.
+_COUNTED_S = 0.0001
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line."""
     parser.add_argument("--keys", type=int, default=1_000_000, metavar="N", help="keys, and rows of a batch")
-    parser.add_argument("--batches", type=int, default=22, metavar="N", help="batches; the first two are a warm-up")
+    parser.add_argument("--batches", type=int, default=33, metavar="N", help="batches; the first three are a warm-up")
     parser.add_argument("--asks-per-s", type=int, default=200, metavar="N", help="how often the other process asks")
     add_quick(parser, "few keys and batches")
     add_buckets(parser)
@@ -54,9 +58,9 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     from benchmarks.spark import session
     from benchmarks.streams import TimedStream
 
-    keys, batches = (50_000, 8) if options.quick else (options.keys, options.batches)
-    if batches < 4:
-        raise BenchmarkError("--batches must be at least 4: the first two are not counted")
+    keys, batches = (50_000, 9) if options.quick else (options.keys, options.batches)
+    if batches < 2 * len(_TURNS):
+        raise BenchmarkError("--batches must be at least 6: the first three are not counted")
     names = ("asks_per_s", "buckets", "cores", "memory", "seed")
     report = Report("live", {"keys": keys, "batches": batches, **{name: getattr(options, name) for name in names}})
 
@@ -74,9 +78,9 @@ def run(options: argparse.Namespace, work: Path) -> Report:
         stream.process(rows)
         with _Asker(work, keys, options.asks_per_s, options.seed) as asker:
             for number in range(1, batches):
-                asker.ask(number % 2 == 1)
+                how = _TURNS[number % len(_TURNS)]
+                asker.turn(how)
                 stream.process(rows)
-                how = "asked" if number % 2 == 1 else "left alone"
                 print(f"batch {number}, {how}: {stream.seconds[-1]:.2f} s", file=sys.stderr, flush=True)
             told = asker.over()
         stream.stop()
@@ -92,32 +96,46 @@ def counted(batch: Any) -> Any:
 
 
 def _judge(report: Report, seconds: list[float], told: dict[str, Any]) -> None:
-    if not told["took_ms"]:
+    if not (told["took_ms"] and told["floor_ms"]):
         raise BenchmarkError(f"no answer came: {told['gone']}")
     report.check(f"{len(told['took_ms'])} answers are what was committed after their batch", not told["wrong"])
-    took = np.array(told["took_ms"])
+    took, floor = np.array(told["took_ms"]), np.array(told["floor_ms"])
     p50, p99 = (float(np.percentile(took, at)) for at in (50, 99))
     report.details |= {
         "get: p50, ms": p50,
         "get: p99, ms": p99,
         "get: largest, ms": float(took.max()),
         "get: answers": len(took),
+        "get: processor time of an answer, ms": told["asked_cpu_s"] * 1000 / len(took),
         "get: buckets without a store just then": len(told["gone"]),
+        "floor: p50, ms": float(np.percentile(floor, 50)),
+        "floor: p99, ms": float(np.percentile(floor, 99)),
+        "floor: counted for, ms": 1000 * _COUNTED_S,
         "age of answers: median, ms": statistics.median(told["age_ms"]),
     }
     report.timing("get, while a batch runs", [ms / 1000 for ms in told["took_ms"][:: max(1, len(took) // 1_000)]])
-    asked = report.timing("batch, asked", seconds[3::2])
-    alone = report.timing("batch, left alone", seconds[2::2])
+    turns = {
+        how: report.timing(f"batch, {how}", [it for at, it in enumerate(seconds) if _is_counted(at, how)])
+        for how in _TURNS
+    }
+    report.ratio("throughput, floor / left alone", turns[_ALONE] / turns[_FLOOR])
     report.bar("get: p99", p99, "at most", P99_MS_AT_MOST, "ms")
-    report.bar("throughput, asked / left alone", alone / asked, "at least", THROUGHPUT_AT_LEAST, "times")
+    report.bar(
+        "throughput, asked / left alone", turns[_ALONE] / turns[_ASKED], "at least", THROUGHPUT_AT_LEAST, "times"
+    )
     print(f"get: p50 {p50:.3f} ms, p99 {p99:.3f} ms", file=sys.stderr)
 
 
+def _is_counted(batch: int, how: str) -> bool:
+    return batch >= len(_TURNS) and _TURNS[batch % len(_TURNS)] == how
+
+
 class _Asker:
-    """The other process: asks while a file is there."""
+    """The other process: does what a file tells it."""
 
     def __init__(self, work: Path, keys: int, asks_per_s: int, seed: int) -> None:
-        self._flag, self._end = work / "ask", work / "end"
+        self._turn, self._end = work / "turn", work / "end"
+        self.turn(_ALONE)
         command = [sys.executable, "-m", "benchmarks.live", str(work), str(keys), str(asks_per_s), str(seed)]
         root = Path(__file__).resolve().parent.parent
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
@@ -129,12 +147,11 @@ class _Asker:
         self._process.kill()
         self._process.wait()
 
-    def ask(self, asking: bool) -> None:
-        """Have it ask, or pause."""
-        if asking:
-            self._flag.touch()
-        else:
-            self._flag.unlink(missing_ok=True)
+    def turn(self, how: str) -> None:
+        """Have it ask, pause, or wake for nothing."""
+        written = self._turn.with_suffix(".new")
+        written.write_text(how)
+        written.replace(self._turn)
 
     def over(self) -> dict[str, Any]:
         """End it; returns what it found."""
@@ -160,24 +177,34 @@ def asking(work: Path, keys: int, asks_per_s: int, seed: int) -> dict[str, Any]:
     from spark_state_ext.errors import StateGoneError
 
     chosen = np.random.default_rng(seed)
-    found: dict[str, Any] = {"took_ms": [], "age_ms": [], "gone": [], "wrong": []}
+    found: dict[str, Any] = {
+        "took_ms": [], "age_ms": [], "gone": [], "wrong": [], "floor_ms": [], "asked_cpu_s": 0.0
+    }  # fmt: skip
     with open_live(str(work / "local-state"), _OPERATOR) as live:
         while not (work / "end").exists():
-            if not (work / "ask").exists():
-                time.sleep(0.005)
+            turn = (work / "turn").read_text()
+            if turn == _ALONE:
+                time.sleep(0.05)
                 continue
             key = int(chosen.integers(keys))
-            begun_s = time.perf_counter()
-            try:
-                answer = live.get(key)
-            except StateGoneError as error:
-                found["gone"].append(str(error))
-                continue
-            took_s = time.perf_counter() - begun_s
-            found["took_ms"].append(1000 * took_s)
-            found["age_ms"].append(answer.age_ms)
-            if [row["n"] for row in answer.rows.to_pylist()] != ([] if answer.batch < 0 else [answer.batch + 1]):
-                found["wrong"].append([key, answer.batch, answer.rows.to_pylist()])
+            begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
+            if turn == _FLOOR:
+                while time.thread_time() - begun_cpu_s < _COUNTED_S:
+                    pass
+                took_s = time.perf_counter() - begun_s
+                found["floor_ms"].append(1000 * took_s)
+            else:
+                try:
+                    answer = live.get(key)
+                except StateGoneError as error:
+                    found["gone"].append(str(error))
+                    continue
+                took_s = time.perf_counter() - begun_s
+                found["asked_cpu_s"] += time.thread_time() - begun_cpu_s
+                found["took_ms"].append(1000 * took_s)
+                found["age_ms"].append(answer.age_ms)
+                if [row["n"] for row in answer.rows.to_pylist()] != ([] if answer.batch < 0 else [answer.batch + 1]):
+                    found["wrong"].append([key, answer.batch, answer.rows.to_pylist()])
             time.sleep(max(0.0, 1 / asks_per_s - took_s))
     return found
 

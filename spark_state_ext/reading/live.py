@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.row import EXPIRES_MS, RowSchema
 from spark_state_ext.engine.folders import root_id, stores_path
@@ -33,7 +33,7 @@ from spark_state_ext.errors import (
 from spark_state_ext.reading.lookup import WantedKey
 from spark_state_ext.reading.shown import ShownColumns
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.store.committed import CommittedRecord, operator_of, read_committed
+from spark_state_ext.store.committed import CommittedRecord, committed_bytes, operator_of
 from spark_state_ext.store.read_only import ReadOnlyEnvironment
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.process import namespace
@@ -209,7 +209,7 @@ class LiveState:
         wanted = WantedKey.of(key, some.columns.key.names, some.schema)
 
         def looked_up(view: View) -> pa.RecordBatch:
-            return view.lookup(np.array([wanted.hash], dtype=np.uint64), wanted.columns).rows
+            return view.row(wanted.hash, lambda row: wanted.is_in(row, some.schema))
 
         return self._read(wanted.bucket(some.operator.buckets), looked_up)
 
@@ -265,6 +265,8 @@ class LiveState:
         while True:
             try:
                 return self._once(bucket, work)
+            except _DroppedError:
+                continue
             except (ClosedEnvironmentError, CorruptStoreError, MissingRunError, StateGoneError) as error:
                 # A call may have gone on and pruned what was told before, or builds the store anew.
                 if time.monotonic() > deadline_s:
@@ -279,13 +281,13 @@ class LiveState:
     def _once(self, bucket: int, work: Callable[[View], pa.RecordBatch | list[pa.RecordBatch]]) -> LiveRows:
         opened = self._store(bucket)
         try:
-            record = _told(opened.folder)
+            record = opened.told()
         except UsageError:
             # The store is another container's by now.
             with self._opening:
                 self._drop(bucket)
             raise
-        found = work(opened.store.view(record.ref))
+        found = opened.at(record.ref, work)
         batches = [found] if isinstance(found, pa.RecordBatch) else found
         rows = [
             opened.columns.of(_live(rows, record, opened.schema), opened.columns.default, bucket) for rows in batches
@@ -319,7 +321,7 @@ class LiveState:
         self._check()
         folder = self._newest(bucket)
         # Before it is opened: the lock file that LMDB would write to is the other container's too.
-        _told(folder)
+        _told(folder, committed_bytes(folder))
         made = self._open[bucket] = _OpenStore.of(folder, now_s + _LOOK_EVERY_S)
         return made
 
@@ -341,6 +343,10 @@ class LiveState:
         opened = self._open.pop(bucket, None)
         if opened is not None:
             opened.store.close()
+
+
+class _DroppedError(Exception):
+    """The job has dropped runs of a view that was remembered: they were merged, most likely."""
 
 
 @dataclass
@@ -365,6 +371,38 @@ class _OpenStore:
     schema: RowSchema
     columns: ShownColumns
     look_at_s: float
+    # What was told last, as it stood there and as it was understood; and the view of one checkpoint.
+    _said: tuple[bytes, CommittedRecord] | None = None
+    _view: tuple[CheckpointRef | None, View] | None = None
+
+    def told(self) -> CommittedRecord:
+        """As `_told`; what is there as it was before is not looked at again."""
+        data = committed_bytes(self.folder)
+        said = self._said
+        if said is None or data != said[0]:
+            self._said = said = data or b"", _told(self.folder, data)
+        return said[1]
+
+    def at(self, ref: CheckpointRef | None, work: Callable[[View], T]) -> T:
+        """Work on the state at a checkpoint.
+
+        Raises
+        ------
+        _DroppedError
+            When runs of the view are gone that an earlier call has found. A new view may have others.
+        MissingRunError, CorruptStoreError, StorageError
+            When there is no state of that checkpoint, or it cannot be read.
+        """
+        known = self._view
+        if known is None or known[0] != ref:
+            view = self.store.view(ref)
+            self._view = ref, view
+            return work(view)
+        try:
+            return work(known[1])
+        except MissingRunError as error:
+            self._view = None
+            raise _DroppedError from error
 
     @staticmethod
     def of(folder: Path, look_at_s: float) -> _OpenStore:
@@ -382,11 +420,11 @@ class _OpenStore:
             raise
 
 
-def _told(folder: Path) -> CommittedRecord:
+def _told(folder: Path, data: bytes | None) -> CommittedRecord:
     """What is committed in a bucket's folder, where this process may read it."""
-    record = read_committed(folder)
-    if record is None:
+    if data is None:
         raise StateGoneError(f"no call has told what is committed in {folder}: ask again, or elsewhere")
+    record = CommittedRecord.decode(data, str(folder))
     if record.namespace != namespace():
         raise UsageError(
             f"the job runs in another container ({record.namespace}) than this process ({namespace()}): LMDB tells "

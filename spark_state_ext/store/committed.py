@@ -22,7 +22,7 @@ from arrow_schemas.operator import OperatorFile
 from spark_state_ext.errors import CorruptFileError, CorruptStoreError
 from spark_state_ext.worker.boot import boot_id
 
-__all__ = ["CommittedRecord", "operator_of", "read_committed", "write_committed"]
+__all__ = ["CommittedRecord", "committed_bytes", "operator_of", "read_committed", "write_committed"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _COMMITTED, _OPERATOR = "committed", "operator.json"
@@ -139,12 +139,20 @@ def read_committed(bucket_folder: Path) -> CommittedRecord | None:
     CorruptStoreError
         When the record is damaged, or being written just now.
     """
-    path = bucket_folder / boot_id() / _COMMITTED
+    data = committed_bytes(bucket_folder)
+    return None if data is None else CommittedRecord.decode(data, str(bucket_folder))
+
+
+def committed_bytes(bucket_folder: Path) -> bytes | None:
+    """What is committed, as it stands there; None where no call has told."""
     try:
-        data = path.read_bytes()
+        file = os.open(f"{bucket_folder}/{boot_id()}/{_COMMITTED}", os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return CommittedRecord.decode(data, str(path))
+    try:
+        return os.read(file, _BYTES)
+    finally:
+        os.close(file)
 
 
 def operator_of(bucket_folder: Path) -> OperatorFile | None:

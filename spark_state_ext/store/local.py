@@ -19,15 +19,17 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
-from spark_state_ext.errors import MissingRunError, StateError, StorageError
+from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import manifest, pins, records
-from spark_state_ext.store.base_file import check_blocks, chunks_in, file_of, mapped
+from spark_state_ext.store.base_file import chunks_in, file_of, mapped
+from spark_state_ext.store.checksums import PartlyChecked
+from spark_state_ext.store.chunks import Chunks
 from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_compaction, choose_runs, droppable, outgrown
 from spark_state_ext.store.environment import MAP_BYTES_MIN
 from spark_state_ext.store.identity import check_identity
 from spark_state_ext.store.incoming import Incoming, remove_abandoned
-from spark_state_ext.store.pending import Pending, chunk_key
-from spark_state_ext.store.runs import CHUNK_ROWS, Chunk, Run, cut, decode_chunk, encode_chunk
+from spark_state_ext.store.pending import Pending
+from spark_state_ext.store.runs import CHUNK_ROWS, Run, cut, encode_chunk
 from spark_state_ext.store.shared import SharedEnvironment
 from spark_state_ext.store.transaction import Reader, Writing
 from spark_state_ext.store.view import View
@@ -39,8 +41,6 @@ Store = TypeVar("Store", bound="LocalStore")
 _LOGGER = logging.getLogger("spark_state_ext")
 # Chunks of one write transaction; LMDB keeps a transaction's dirty pages in memory.
 _TRANSACTION_BYTES = 16 << 20
-# Chunks remembered as checked; beyond, all are checked anew.
-_CHECKED_MAX = 100_000
 # A writer that died left its chunks without a run; they are removed after this time.
 _ABANDONED_AFTER_S = 3600.0
 
@@ -75,8 +75,7 @@ class LocalStore:
         self.schema = schema
         self._chunk_rows = chunk_rows
         self._compaction_bytes_max = compaction_bytes_max
-        self._checked: set[tuple[str, int]] = set()
-        self._maps: dict[str, pa.Buffer] = {}
+        self._chunks = Chunks(schema)
         self._closed = False
         self._incoming = Incoming()
         self._environment = environment
@@ -122,8 +121,7 @@ class LocalStore:
             When a run of its lineage is absent; `ref` says at which checkpoint.
         """
         runs = self._environment.read(lambda txn: choose_runs(manifest.every(txn), head))
-        if len(self._checked) > _CHECKED_MAX:
-            self._checked.clear()
+        self._chunks.forget_some()
         return View(self, runs)
 
     def rollback(self, head: CheckpointRef | None) -> View:
@@ -240,8 +238,7 @@ class LocalStore:
         if written is not run:
             file_of(folder, run.key).unlink(missing_ok=True)
         else:
-            self._maps[run.key] = data
-            self._checked.update((run.key, block) for block in range(len(blocks)))
+            self._chunks.note_file(run, data)
         return written
 
     def outgrown(self, view: View) -> bool:
@@ -305,7 +302,7 @@ class LocalStore:
         for run in dropped:
             if run.file_bytes:
                 # Whoever has it mapped goes on reading it.
-                self._maps.pop(run.key, None)
+                self._chunks.forget_file(run.key)
                 file_of(self._environment.folder, run.key).unlink(missing_ok=True)
         return len(dropped)
 
@@ -356,8 +353,7 @@ class LocalStore:
     def rebuild(self) -> None:
         """Set a damaged environment aside and begin with an empty one."""
         self._environment.discard()
-        self._checked.clear()
-        self._maps.clear()
+        self._chunks.forget_all()
         check_identity(self._environment, self.schema)
 
     def check_process(self) -> None:
@@ -375,7 +371,7 @@ class LocalStore:
         more. (Another object of the same folder opens it again when it needs it.)
         """
         self._closed = True
-        self._maps.clear()
+        self._chunks.close_files()
         self._environment.close()
 
     def _stay_closed(self) -> None:
@@ -396,28 +392,17 @@ class LocalStore:
         """
 
         def with_txn(txn: Reader) -> None:
-            work(lambda run, i: self._chunk(txn, run, i))
+            work(lambda run, i: self._chunks.opened(self._environment.folder, txn, run, i))
 
         self._environment.read(with_txn)
 
-    def _chunk(self, txn: Reader, run: Run, index: int) -> pa.RecordBatch:
-        if run.file_bytes:
-            return self._chunk_of_file(run, run.chunks[index])
-        data = txn.get(b"chunks", chunk_key(run.key, index))
-        if data is None:
-            raise MissingRunError(f"run {run.newest} was dropped from the local store while it was read", run.newest)
-        check = (run.key, index) not in self._checked
-        batch = decode_chunk(data, run.chunks[index], self.schema.arrow, check)
-        if check:
-            self._checked.add((run.key, index))
-        return batch
+    def read_partly(self, work: Callable[[Callable[[Run, int], PartlyChecked]], None]) -> None:
+        """As `read`, where little of each chunk is looked at; only that is compared with its checksums."""
 
-    def _chunk_of_file(self, run: Run, chunk: Chunk) -> pa.RecordBatch:
-        data = self._maps.get(run.key)
-        if data is None:
-            data = self._maps[run.key] = mapped(self._environment.folder, run)
-        check_blocks(data, run, chunk, self._checked)
-        return pa.ipc.read_record_batch(data.slice(chunk.offset, chunk.size_bytes), self.schema.arrow)
+        def with_txn(txn: Reader) -> None:
+            work(lambda run, i: self._chunks.partly(self._environment.folder, txn, run, i))
+
+        self._environment.read(with_txn)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -443,8 +428,8 @@ class LocalStore:
     ) -> Run:
         pending = Pending(uuid.uuid4().hex)
         for batch in cut(batches, self._chunk_rows):
-            chunk, data = encode_chunk(batch)
-            pending.add(chunk, data)
+            chunk, data, crcs = encode_chunk(batch)
+            pending.add(chunk, data, crcs)
             del batch, data  # LMDB holds a copy while a transaction is open; two are enough
             if pending.waiting_bytes >= _TRANSACTION_BYTES:
                 self._environment.write(pending.put_waiting, pending.waiting_bytes)
@@ -478,8 +463,8 @@ class LocalStore:
             return run
 
         written = self._environment.write(finish, pending.waiting_bytes)
-        # What this process wrote it need not check again at the first read.
-        self._checked.update((written.key, i) for i in range(len(written.chunks)) if written is run)
+        if written is run:
+            self._chunks.note_written(run)
         return written
 
     def _worth_pruning(self, head: CheckpointRef | None) -> bool:
@@ -487,11 +472,7 @@ class LocalStore:
             if manifest.begun(txn):
                 return True
             runs = list(manifest.every(txn))
-            # A worker lives long and runs do not: forget what was checked of those that are gone.
-            keys = {run.key for run in runs}
-            # Of copies: the background reads from this store too.
-            self._checked = {chunk for chunk in self._checked.copy() if chunk[0] in keys}
-            self._maps = {key: data for key, data in self._maps.copy().items() if key in keys}
+            self._chunks.keep({run.key for run in runs})
             return bool(droppable(runs, head, frozenset()))
 
         return self._environment.read(work)

@@ -10,7 +10,7 @@ from spark_state_ext.store import manifest
 from spark_state_ext.store.runs import Chunk
 from spark_state_ext.store.transaction import Writing
 
-__all__ = ["Pending", "chunk_key"]
+__all__ = ["Pending", "chunk_key", "crcs_key"]
 
 
 @dataclass
@@ -21,21 +21,22 @@ class Pending:
 
     def __post_init__(self) -> None:
         self.chunks: list[Chunk] = []
-        self.waiting: list[tuple[int, pa.Buffer]] = []
+        self.waiting: list[tuple[int, pa.Buffer, bytes]] = []
         self.waiting_bytes = 0
         self.any_flushed = False
 
-    def add(self, chunk: Chunk, data: pa.Buffer) -> None:
-        """Add the next chunk."""
+    def add(self, chunk: Chunk, data: pa.Buffer, crcs: bytes) -> None:
+        """Add the next chunk, with the checksums of its blocks."""
         self.chunks.append(chunk)
-        self.waiting.append((len(self.chunks) - 1, data))
+        self.waiting.append((len(self.chunks) - 1, data, crcs))
         self.waiting_bytes += data.size
 
     def put_waiting(self, txn: Writing) -> None:
         """Write what waits."""
         manifest.begin(txn, self.key)
-        for index, data in self.waiting:
+        for index, data, crcs in self.waiting:
             txn.put(b"chunks", chunk_key(self.key, index), memoryview(data))
+            txn.put(b"chunks", crcs_key(self.key, index), crcs)
 
     def flushed(self) -> None:
         """It is written, and visible to nobody: a run exists only once the manifest names it."""
@@ -47,3 +48,8 @@ class Pending:
 def chunk_key(run_key: str, index: int) -> bytes:
     """Where a chunk lies in the database."""
     return bytes.fromhex(run_key) + index.to_bytes(4, "big")
+
+
+def crcs_key(run_key: str, index: int) -> bytes:
+    """Where the checksums of its blocks lie."""
+    return chunk_key(run_key, index) + b"/crc"

@@ -158,7 +158,7 @@ class ReadOnlyEnvironment(SharedEnvironment):
     def is_replaced(self) -> bool:
         """Whether the job has removed the environment, or begun a new one in its place."""
         try:
-            return not os.path.samestat(os.fstat(self._file), (self._folder / DATA_FILE).stat())
+            return not os.path.samestat(os.fstat(self._file), os.stat(f"{self._folder}/{DATA_FILE}"))
         except OSError:
             return True
 

@@ -20,13 +20,14 @@ from arrow_schemas.equality import HashArray, IndexArray, group_by_key, rows_equ
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import DELETED, KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.errors import CorruptStoreError, StorageError
+from spark_state_ext.store.checksums import block_crcs
 
 __all__ = [
     "CHUNK_ROWS",
     "Chunk",
     "Run",
+    "aligned",
     "cut",
-    "decode_chunk",
     "describe",
     "encode_chunk",
     "find",
@@ -160,10 +161,11 @@ def hashes_of(batch: pa.RecordBatch) -> HashArray:
     return view
 
 
-def encode_chunk(batch: pa.RecordBatch) -> tuple[Chunk, pa.Buffer]:
-    """A chunk's bytes and what the manifest keeps of it."""
+def encode_chunk(batch: pa.RecordBatch) -> tuple[Chunk, pa.Buffer, bytes]:
+    """What the manifest keeps of a chunk, its bytes and their checksums."""
     data = batch.serialize()
-    return describe(batch, data.size, zlib.crc32(data)), data
+    crcs = block_crcs(data)
+    return describe(batch, data.size, zlib.crc32(crcs)), data, crcs
 
 
 def describe(batch: pa.RecordBatch, size_bytes: int, crc: int, offset: int = 0) -> Chunk:
@@ -185,20 +187,18 @@ def describe(batch: pa.RecordBatch, size_bytes: int, crc: int, offset: int = 0) 
     )
 
 
-def decode_chunk(data: memoryview, chunk: Chunk, schema: pa.Schema, check: bool) -> pa.RecordBatch:
-    """A chunk as a record batch over the same memory (valid as long as that memory is).
+def aligned(data: memoryview, chunk: Chunk) -> pa.Buffer:
+    """A chunk's bytes, as Arrow needs them.
 
     Raises
     ------
     CorruptStoreError
-        When size or, with `check`, checksum differ from the manifest.
+        When they are not as many as the manifest says.
     """
-    if len(data) != chunk.size_bytes or (check and zlib.crc32(data) != chunk.crc):
-        raise CorruptStoreError("a chunk of the local store differs from its checksum")
+    if len(data) != chunk.size_bytes:
+        raise CorruptStoreError("a chunk of the local store has another size than the manifest says")
     buffer = pa.py_buffer(data)
-    if buffer.address % _ALIGNMENT:
-        buffer = pa.py_buffer(bytes(data))
-    return pa.ipc.read_record_batch(buffer, schema)
+    return pa.py_buffer(bytes(data)) if buffer.address % _ALIGNMENT else buffer
 
 
 def cut(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.RecordBatch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from arrow_schemas.row import DELETED, TIMEOUT_MS, RowSchema
 from spark_state_ext.store.runs import Run, find, hashes_of, joined, newest_wins
 
 if TYPE_CHECKING:
+    from spark_state_ext.store.checksums import PartlyChecked
     from spark_state_ext.store.local import LocalStore
 
 __all__ = ["Lookup", "View"]
@@ -115,6 +117,43 @@ class View:
 
         self._store.read(work)
         return Lookup(index, _concatenated(taken, self._schema))
+
+    def row(self, wanted: int, is_wanted: Callable[[pa.RecordBatch], bool]) -> pa.RecordBatch:
+        """Find one key, by a process that keeps nothing but a few blocks of each chunk in its memory.
+
+        Parameters
+        ----------
+        wanted
+            Its hash.
+        is_wanted
+            Whether a row with that hash is the key's.
+
+        Returns
+        -------
+        RecordBatch
+            One row, or none; memory of its own.
+        """
+        found: pa.RecordBatch | None = None
+
+        def work(open_partly: Callable[[Run, int], PartlyChecked]) -> None:
+            nonlocal found
+            found = None
+            for run in self.runs:
+                for i in range(bisect_left(run.chunks, wanted, key=lambda it: it.hash_max), len(run.chunks)):
+                    if run.chunks[i].hash_min > wanted:
+                        break
+                    chunk = open_partly(run, i)
+                    at = chunk.first_at_least(wanted)
+                    while chunk.hash_at(at) == wanted:
+                        row = chunk.row(at)
+                        if is_wanted(row):
+                            if not row.column(DELETED)[0].as_py():
+                                found = row
+                            return
+                        at += 1
+
+        self._store.read_partly(work)
+        return self._schema.empty() if found is None else found
 
     def scan(self, *, keep_tombstones: bool = False) -> Iterator[pa.RecordBatch]:
         """All live rows, ascending by hash, in batches of bounded size; one short transaction each."""

@@ -354,7 +354,7 @@ def test_a_damaged_local_store_does_not_stop_the_job(replica: Replica) -> None:
             txn.put(b"chunks", key, value[:-1] + bytes([value[-1] ^ 0xFF]))  # type: ignore[attr-defined]
 
     for step in ("read", "commit", "merge"):
-        store._checked.clear()
+        store._chunks.forget_all()
         store._environment.write(spoil)
         if step == "read":
             assert replica.state(pointers[-1]) == models[-1]
@@ -370,7 +370,7 @@ def test_a_damaged_local_store_does_not_stop_the_job(replica: Replica) -> None:
 def test_a_damaged_local_store_is_noticed_by_the_snapshot(replica: Replica) -> None:
     pointers, models = replica.history(3)
     store = replica.machine()
-    store._checked.clear()
+    store._chunks.forget_all()
 
     def spoil(txn: object) -> None:
         for key, value in [(k, bytes(v)) for k, v in txn.items(b"chunks")]:  # type: ignore[attr-defined]

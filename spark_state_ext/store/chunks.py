@@ -1,0 +1,153 @@
+"""The chunks of a store's runs, opened and compared with their checksums: what was compared is not compared again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import pyarrow as pa
+
+from arrow_schemas.row import RowSchema
+from spark_state_ext.errors import MissingRunError
+from spark_state_ext.store.base_file import check_blocks, mapped
+from spark_state_ext.store.checksums import CHECK_BYTES, PartlyChecked, check_all, opened_crcs
+from spark_state_ext.store.pending import chunk_key, crcs_key
+from spark_state_ext.store.runs import Chunk, Run, aligned
+from spark_state_ext.store.transaction import Reader
+
+__all__ = ["Chunks"]
+
+# Chunks, or blocks of files, remembered as checked, whole or partly; beyond, all are checked anew.
+_CHECKED_MAX = 100_000
+_PARTLY_MAX = 1_000
+
+
+class Chunks:
+    """What a process knows of the chunks of a store.
+
+    Parameters
+    ----------
+    schema
+        Row schema of the runs.
+    """
+
+    def __init__(self, schema: RowSchema) -> None:
+        self._schema = schema.arrow
+        # By the run's key and the number of the chunk, or of the block where the run has a file.
+        self._checked: set[tuple[str, int]] = set()
+        self._partly: dict[tuple[str, int], tuple[bytes, bytearray]] = {}
+        self._maps: dict[str, pa.Buffer] = {}
+
+    @property
+    def checked(self) -> int:
+        """How many chunks and blocks are known to be as they were written."""
+        return len(self._checked)
+
+    def opened(self, folder: Path, txn: Reader, run: Run, index: int) -> pa.RecordBatch:
+        """A chunk, compared whole; valid as long as the transaction.
+
+        Parameters
+        ----------
+        folder
+            The environment's.
+        txn
+            A transaction of it.
+        run, index
+            Which chunk.
+
+        Raises
+        ------
+        MissingRunError
+            When the run was dropped.
+        CorruptStoreError
+            When it differs from its checksum.
+        """
+        chunk = run.chunks[index]
+        if run.file_bytes:
+            data = self._file(folder, run)
+            check_blocks(data, run, chunk, self._checked)
+            return pa.ipc.read_record_batch(data.slice(chunk.offset, chunk.size_bytes), self._schema)
+        data = _data(txn, run, index)
+        if (run.key, index) not in self._checked:
+            check_all(data, _crcs(txn, run, index))
+            self._checked.add((run.key, index))
+        return pa.ipc.read_record_batch(data, self._schema)
+
+    def partly(self, folder: Path, txn: Reader, run: Run, index: int) -> PartlyChecked:
+        """A chunk of which is compared what is looked at; else as `opened`."""
+        chunk = run.chunks[index]
+        if run.file_bytes:
+            # Few files come in, and each is compared in blocks of megabytes, once.
+            data = self._file(folder, run)
+            check_blocks(data, run, chunk, self._checked)
+            data, crcs, compared = data.slice(chunk.offset, chunk.size_bytes), b"", _all_compared(chunk)
+        else:
+            data = _data(txn, run, index)
+            if (run.key, index) in self._checked:
+                crcs, compared = b"", _all_compared(chunk)
+            else:
+                known = self._partly.get((run.key, index))
+                if known is None:
+                    crcs = _crcs(txn, run, index)
+                    known = self._partly[run.key, index] = crcs, bytearray(len(crcs) // 4)
+                crcs, compared = known
+        return PartlyChecked(data, crcs, compared, self._schema, chunk.hash_min, chunk.hash_max)
+
+    def note_file(self, run: Run, data: pa.Buffer) -> None:
+        """A run's file was compared while it came in."""
+        self._maps[run.key] = data
+        self._checked.update((run.key, block) for block in range(len(run.blocks)))
+
+    def note_written(self, run: Run) -> None:
+        """What this process wrote it need not check again at the first read."""
+        self._checked.update((run.key, index) for index in range(len(run.chunks)))
+
+    def keep(self, run_keys: Collection[str]) -> None:
+        """Forget the chunks of all other runs: a worker lives long and runs do not."""
+        # Of copies: the background reads from this store too.
+        self._checked = {it for it in self._checked.copy() if it[0] in run_keys}
+        self._partly = {key: it for key, it in self._partly.copy().items() if key[0] in run_keys}
+        self._maps = {key: data for key, data in self._maps.copy().items() if key in run_keys}
+
+    def forget_file(self, run_key: str) -> None:
+        """A run was dropped, and its file goes."""
+        self._maps.pop(run_key, None)
+
+    def forget_some(self) -> None:
+        """Forget what is known where it has become much."""
+        if len(self._checked) > _CHECKED_MAX:
+            self._checked.clear()
+        if len(self._partly) > _PARTLY_MAX:
+            self._partly.clear()
+
+    def forget_all(self) -> None:
+        """Forget everything: the environment is another one now."""
+        self._checked.clear()
+        self._partly.clear()
+        self._maps.clear()
+
+    def close_files(self) -> None:
+        """Let go of the runs' files."""
+        self._maps.clear()
+
+    def _file(self, folder: Path, run: Run) -> pa.Buffer:
+        data = self._maps.get(run.key)
+        if data is None:
+            data = self._maps[run.key] = mapped(folder, run)
+        return data
+
+
+def _data(txn: Reader, run: Run, index: int) -> pa.Buffer:
+    data = txn.get(b"chunks", chunk_key(run.key, index))
+    if data is None:
+        raise MissingRunError(f"run {run.newest} was dropped from the local store while it was read", run.newest)
+    return aligned(data, run.chunks[index])
+
+
+def _crcs(txn: Reader, run: Run, index: int) -> bytes:
+    chunk = run.chunks[index]
+    return opened_crcs(txn.get(b"chunks", crcs_key(run.key, index)), chunk.size_bytes, chunk.crc)
+
+
+def _all_compared(chunk: Chunk) -> bytearray:
+    return bytearray(b"\1") * -(-chunk.size_bytes // CHECK_BYTES)

@@ -1,0 +1,206 @@
+"""Chunks of which only that is compared with its checksums which is looked at."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_search import SHAPES
+
+from arrow_schemas import CheckpointRef, RowSchema
+from arrow_schemas.lineage import new_checkpoint_id
+from arrow_schemas.row import DEFINED, DELETED, KEY_HASH
+from spark_state_ext.errors import CorruptStoreError
+from spark_state_ext.store import LocalStore, checksums, chunks
+from spark_state_ext.store.checksums import CHECK_BYTES, PartlyChecked, block_crcs, check_all
+from spark_state_ext.store.runs import encode_chunk
+
+SCHEMA = RowSchema(
+    (pa.field("name", pa.string()),),
+    (
+        pa.field("n", pa.int64()),
+        pa.field("flag", pa.bool_()),
+        pa.field("raw", pa.binary()),
+        pa.field("price", pa.decimal128(20, 2)),
+        pa.field("day", pa.date32()),
+        pa.field("nothing", pa.null()),
+        pa.field("small", pa.int8()),
+        pa.field("tags", pa.list_(pa.string())),
+    ),
+)
+
+
+def a_chunk(rows: int, seed: int, hashes: Any = None) -> pa.RecordBatch:
+    rng = np.random.default_rng(seed)
+    if hashes is None:
+        hashes = np.sort(rng.integers(0, 2**64, rows, dtype=np.uint64))
+    numbers = range(rows)
+    state = [
+        pa.array([None if at % 7 == 0 else at for at in numbers], pa.int64()),
+        pa.array([None if at % 5 == 0 else at % 2 == 0 for at in numbers], pa.bool_()),
+        pa.array([bytes([at % 256]) * (at % 9) for at in numbers], pa.binary()),
+        pa.array([decimal.Decimal(at) / 4 for at in numbers], pa.decimal128(20, 2)),
+        pa.array([datetime.date(2024, 1, 1) + datetime.timedelta(at) for at in numbers]),
+        pa.nulls(rows),
+        pa.array([at % 100 for at in numbers], pa.int8()),
+        pa.array([[str(at)] * (at % 3) for at in numbers], pa.list_(pa.string())),
+    ]
+    names = pa.array([f"name {at}" for at in numbers], pa.string())
+    rest = [pa.nulls(rows, pa.int64()), pa.array([True] * rows), pa.array([at % 11 == 3 for at in numbers])]
+    assert SCHEMA.arrow.names[-2:] == [DEFINED, DELETED]
+    return pa.RecordBatch.from_arrays([pa.array(hashes), names, *state, *rest], schema=SCHEMA.arrow)
+
+
+@pytest.fixture(params=[64, CHECK_BYTES])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Blocks of the real size hold all of a chunk that a test can afford."""
+    size: int = request.param
+    monkeypatch.setattr(checksums, "CHECK_BYTES", size)
+    monkeypatch.setattr(chunks, "CHECK_BYTES", size)
+    return size
+
+
+def opened(data: pa.Buffer, batch: pa.RecordBatch, crcs: bytes, compared: bytearray | None = None) -> PartlyChecked:
+    hashes = batch.column(KEY_HASH).to_numpy()
+    known = bytearray(len(crcs) // 4) if compared is None else compared
+    return PartlyChecked(data, crcs, known, SCHEMA.arrow, int(hashes[0]), int(hashes[-1]))
+
+
+def test_rows_are_those_of_the_chunk(blocks: int) -> None:
+    batch = a_chunk(50, 1)
+    _, data, crcs = encode_chunk(batch)
+    check_all(data, crcs)
+    chunk = opened(data, batch, crcs)
+    for at, wanted in enumerate(batch.column(KEY_HASH).to_pylist()):
+        assert chunk.first_at_least(wanted) == at
+        assert chunk.hash_at(at) == wanted
+        assert chunk.row(at).equals(batch.slice(at, 1))
+    assert chunk.hash_at(50) is None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@settings(deadline=None, max_examples=10)
+@given(rows=st.integers(1, 3_000), seed=st.integers(0, 2**32 - 1), wanted=st.integers(0, 2**64 - 1))
+def test_any_spread_of_hashes(shape: str, rows: int, seed: int, wanted: int) -> None:
+    schema = RowSchema((), ())
+    hashes = np.sort(SHAPES[shape](np.random.default_rng(seed).integers(0, 2**64, rows, dtype=np.uint64)))
+    n = len(hashes)
+    flags = pa.array(np.ones(n, dtype=np.bool_))
+    batch = pa.RecordBatch.from_arrays([pa.array(hashes), pa.nulls(n, pa.int64()), flags, flags], schema=schema.arrow)
+    _, data, crcs = encode_chunk(batch)
+    chunk = PartlyChecked(data, crcs, bytearray(len(crcs) // 4), schema.arrow, int(hashes[0]), int(hashes[-1]))
+    for asked in {wanted, 0, 2**64 - 1, int(hashes[0]), int(hashes[-1]), int(hashes[n // 2])}:
+        assert chunk.first_at_least(asked) == int(np.searchsorted(hashes, np.uint64(asked)))
+
+
+def test_no_damage_is_ever_read() -> None:
+    """Each byte is spoiled once: what is found is right, or an error."""
+    batch = a_chunk(40, 2)
+    refused = 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checksums, "CHECK_BYTES", 64)
+        _, data, crcs = encode_chunk(batch)
+        whole = data.to_pybytes()
+        for spoiled in range(len(whole)):
+            damaged = bytearray(whole)
+            damaged[spoiled] ^= 0xFF
+            with pytest.raises(CorruptStoreError):
+                check_all(pa.py_buffer(damaged), crcs)
+            at = spoiled % 40
+            wanted = batch.column(KEY_HASH)[at].as_py()
+            try:
+                chunk = opened(pa.py_buffer(bytes(damaged)), batch, crcs)
+                found = chunk.first_at_least(wanted)
+                assert (found, chunk.hash_at(found)) == (at, wanted)
+                assert chunk.row(found).equals(batch.slice(at, 1))
+            except CorruptStoreError:
+                refused += 1
+    assert refused > 0
+
+
+def test_little_of_a_chunk_is_compared() -> None:
+    schema = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
+    rows = 100_000
+    hashes = np.sort(np.random.default_rng(3).integers(0, 2**64, rows, dtype=np.uint64))
+    numbers, flags = pa.array(np.arange(rows)), pa.array(np.ones(rows, dtype=np.bool_))
+    batch = pa.RecordBatch.from_arrays(
+        [pa.array(hashes), numbers, numbers, pa.nulls(rows, pa.int64()), flags, flags], schema=schema.arrow
+    )
+    _, data, crcs = encode_chunk(batch)
+    compared = bytearray(len(crcs) // 4)
+    chunk = PartlyChecked(data, crcs, compared, schema.arrow, int(hashes[0]), int(hashes[-1]))
+    assert chunk.row(chunk.first_at_least(int(hashes[70_000]))).column("state.n").to_pylist() == [70_000]
+    # The header, the hashes around it, and a block of each column.
+    assert 0 < sum(compared) < 12 < len(compared) // 3
+
+
+Rows = dict[str, tuple[int | None, bool]]
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    runs=st.lists(
+        st.dictionaries(st.sampled_from("abcdefgh"), st.tuples(st.none() | st.integers(0, 9), st.booleans())),
+        min_size=1,
+        max_size=4,
+    ),
+    colliding=st.booleans(),
+    chunk_rows=st.integers(1, 4),
+)
+def test_a_row_is_the_one_that_a_lookup_finds(
+    tmp_path_factory: pytest.TempPathFactory, runs: list[Rows], colliding: bool, chunk_rows: int
+) -> None:
+    """In any number of runs, with keys removed, and keys that share a hash over the borders of chunks."""
+    schema = RowSchema((pa.field("k", pa.string()),), (pa.field("n", pa.int64()),))
+    store = LocalStore.at(tmp_path_factory.mktemp("store"), schema, chunk_rows=chunk_rows)
+    hash_of = (lambda key: ord(key) // 4) if colliding else ord
+    parent: CheckpointRef | None = None
+    for version, changes in enumerate(runs, 1):
+        keys = sorted(changes, key=lambda key: (hash_of(key), key))
+        ref = CheckpointRef(version, new_checkpoint_id())
+        n = len(keys)
+        batch = pa.RecordBatch.from_arrays(
+            [
+                pa.array([hash_of(key) for key in keys], pa.uint64()),
+                pa.array(keys, pa.string()),
+                pa.array([changes[key][0] for key in keys], pa.int64()),
+                pa.nulls(n, pa.int64()),
+                pa.array([True] * n, pa.bool_()),
+                pa.array([changes[key][1] for key in keys], pa.bool_()),
+            ],
+            schema=schema.arrow,
+        )
+        store.apply([batch], ref, parent)
+        parent = ref
+    # Another process's knowledge: nothing is taken for checked.
+    store._chunks.forget_all()
+    view = store.view(parent)
+    for key in "abcdefghz":
+        columns = [pa.array([key])]
+        by_lookup = view.lookup(np.array([hash_of(key)], dtype=np.uint64), columns).rows
+
+        def is_wanted(row: pa.RecordBatch, key: str = key) -> bool:
+            return bool(row.column("key.k")[0].as_py() == key)
+
+        by_row = view.row(hash_of(key), is_wanted)
+        assert by_row.equals(by_lookup), json.dumps([key, runs])
+    store.close()
+
+
+def test_checksums_have_one_too(tmp_path: Path) -> None:
+    data = pa.py_buffer(b"x" * 200_000)
+    crcs = block_crcs(data)
+    assert len(crcs) == 4 * 4
+    with pytest.raises(CorruptStoreError, match="checksums of a chunk"):
+        checksums.opened_crcs(memoryview(crcs[:-1] + b"?"), 200_000, zlib.crc32(crcs))
+    with pytest.raises(CorruptStoreError, match="checksums of a chunk"):
+        checksums.opened_crcs(None, 200_000, zlib.crc32(crcs))
