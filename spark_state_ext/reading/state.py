@@ -23,11 +23,17 @@ from spark_state_ext.reading.lookup import WantedKey
 from spark_state_ext.reading.merging import live_rows, row_of_key
 from spark_state_ext.reading.shown import ShownColumns, filtered
 from spark_state_ext.reading.table_of_files import files_table
+from spark_state_ext.worker.threads import ahead
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
 
 __all__ = ["AsOf", "OpenState", "StateFiles"]
+
+# Buckets that a scan opens before it is asked for them. Checksums are computed without Python's lock.
+_AHEAD_MAX = 2
+# Buckets whose files are kept, and so mapped: a process may map 65,000 pieces by default.
+_KEPT_MAX = 2_000
 
 
 @dataclass(frozen=True)
@@ -248,7 +254,8 @@ class OpenState:
     ) -> pa.RecordBatchReader:
         """All keys and their state, bucket by bucket, ascending by hash within each.
 
-        Files are opened as the reader gets to them. Columns of a local snapshot are read in place, without a copy.
+        Files are opened, and compared with their checksums, shortly before the reader gets to them; those on a disk
+        of this machine once while the state is open. Columns of a local snapshot are read in place, without a copy.
 
         Parameters
         ----------
@@ -285,15 +292,19 @@ class OpenState:
     def _scanned(
         self, fields: pa.Schema, condition: pc.Expression | None, buckets: Sequence[int]
     ) -> Iterator[pa.RecordBatch]:
-        for bucket in buckets:
-            # Not remembered: a scan reads each file once.
-            for rows in live_rows(self._loaded(bucket), self._row_schema):
+        for bucket, bodies in self._opened_ahead(buckets):
+            for rows in live_rows(bodies, self._row_schema):
                 self._check()
                 if condition is None:
                     yield self._columns.of(rows, fields, bucket)
                     continue
                 found = filtered(self._columns.of(rows, self._columns.all, bucket), condition)
                 yield from found.select(fields.names).cast(fields).to_batches()
+
+    def _opened_ahead(self, buckets: Sequence[int]) -> Iterator[tuple[int, list[Body]]]:
+        """The files of each bucket, opened and checked while those before are read."""
+        known = ahead("scan", _AHEAD_MAX, lambda bucket: self._known(bucket, self._keeps), buckets)
+        yield from zip(buckets, known, strict=True)
 
     def get(self, key: Any) -> pa.Table:
         """The state of one key: one row, or none. Reads the files of one bucket.
@@ -325,9 +336,7 @@ class OpenState:
         self._check()
         wanted = WantedKey.of(key, self._columns.key.names, self._row_schema)
         bucket = wanted.bucket(self.buckets)
-        if bucket not in self._bodies:
-            self._bodies[bucket] = self._loaded(bucket)
-        rows = row_of_key(self._bodies[bucket], wanted, self._row_schema)
+        rows = row_of_key(self._known(bucket, True), wanted, self._row_schema)
         return pa.Table.from_batches([self._columns.of(rows, self._columns.default, bucket)])
 
     def timeouts(self, buckets: Iterable[int] | None = None) -> pa.RecordBatchReader:
@@ -403,6 +412,20 @@ class OpenState:
     def columns(self) -> ShownColumns:
         """Names of columns, and where they are in a row of a file."""
         return self._columns
+
+    def _known(self, bucket: int, keep: bool) -> list[Body]:
+        """A bucket's files, opened and checked; once for as long as the state is open, where they are kept."""
+        bodies = self._bodies.get(bucket)
+        if bodies is None:
+            bodies = self._loaded(bucket)
+            if keep and len(self._bodies) < _KEPT_MAX and not self._closed:
+                self._bodies[bucket] = bodies
+        return bodies
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether a scan keeps files: those that are mapped take no memory."""
+        return self._files.folder.is_local and self._scratch.memory_map
 
     def _loaded(self, bucket: int) -> list[Body]:
         pointer = self._files.pointers[bucket]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from typing import Any, TypeVar
 
 from spark_state_ext.errors import StorageError
 
-__all__ = ["CallerExecutor", "DaemonPool", "side_by_side"]
+__all__ = ["CallerExecutor", "DaemonPool", "ahead", "side_by_side"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -126,6 +128,32 @@ def side_by_side(name: str, threads: int, work: Callable[[S], T], items: Iterabl
         futures = [pool.submit(work, item) for item in items]
         wait(futures, return_when=FIRST_EXCEPTION)
         return [future.result() for future in futures]
+    finally:
+        pool.close()
+
+
+def ahead(name: str, threads: int, work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+    """Results of `work` for each item, in their order, a few of them made before they are asked for.
+
+    Parameters
+    ----------
+    name
+        Of the threads.
+    threads
+        How many there are at most, and how many results wait.
+    work, items
+        What to do, and for what. An error is raised when it is its turn.
+    """
+    pool = DaemonPool(name)
+    pool.threads_max = threads
+    rest = iter(items)
+    waiting: deque[Future[T]] = deque()
+    try:
+        while True:
+            waiting.extend(pool.submit(work, item) for item in itertools.islice(rest, threads - len(waiting)))
+            if not waiting:
+                return
+            yield waiting.popleft().result()
     finally:
         pool.close()
 

@@ -37,7 +37,7 @@ from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Row, scanned
 from spark_state_ext.worker import retry
 from spark_state_ext.worker.retry import retried
-from spark_state_ext.worker.threads import DaemonPool, side_by_side
+from spark_state_ext.worker.threads import DaemonPool, ahead, side_by_side
 from tests.helpers.waiting import WAIT_S, eventually
 
 # What each request takes, and after which time at most all must be over: the speed of the machine does not matter.
@@ -234,6 +234,23 @@ def test_side_by_side_results_are_in_order_and_the_first_error_is_raised() -> No
     with pytest.raises(ZeroDivisionError):
         side_by_side("p", 4, lambda n: 1 // (n - 30), range(50))
     assert side_by_side("p", 4, int, []) == []
+
+
+def test_results_are_made_ahead_in_order_and_no_further_than_asked() -> None:
+    begun: list[int] = []
+
+    def work(n: int) -> int:
+        begun.append(n)
+        return 1 // (n - 7)
+
+    results = ahead("p", 3, work, range(50))
+    assert begun == []
+    assert [next(results) for _ in range(7)] == [1 // (n - 7) for n in range(7)]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    assert sorted(begun) == list(range(max(begun) + 1))
+    assert max(begun) < 7 + 3
+    assert list(ahead("p", 3, int, [])) == []
 
 
 def test_a_load_that_fails_for_a_snapshot_fails_the_commit(restores: Restores, monkeypatch: pytest.MonkeyPatch) -> None:

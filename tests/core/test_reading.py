@@ -20,6 +20,7 @@ from spark_state_ext.errors import CannotHoldError, CorruptFileError, MissingChe
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import CleanUp, clean_up
 from spark_state_ext.ownership.holds import HoldWatch
+from spark_state_ext.reading import bodies
 from spark_state_ext.reading.holding import ReaderHold
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Row, canonical
 
@@ -207,6 +208,31 @@ def test_a_snapshot_is_read_in_place(job: Job, tmp_path: Path) -> None:
         batches = list(state.scan(["count", "key_hash"], buckets=[bucket]))
         assert sum(batch.num_rows for batch in batches) > 0
         assert pa.total_allocated_bytes() == allocated
+
+
+def test_a_file_that_is_mapped_is_compared_once_while_the_state_is_open(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lived(job, 14)
+    compared: list[str] = []
+    real = bodies._checked
+
+    def counted(data: pa.Buffer, where: str) -> Any:
+        compared.append(where)
+        return real(data, where)
+
+    monkeypatch.setattr(bodies, "_checked", counted)
+    with open_state(job.root) as state:
+        first = state_of(state)
+        files = sorted(compared)
+        assert len(files) == len(set(files)) > 0
+        assert state_of(state) == first == job.models[state.batch]
+        assert sorted(compared) == files
+    compared.clear()
+    with open_state(job.root, memory_map=False) as state:
+        assert [state_of(state), state_of(state)] == [first, first]
+    # Those that take memory are not kept.
+    assert sorted(compared) == sorted([*files, *files])
 
 
 def test_lineage_tells_of_each_file(job: Job) -> None:
