@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -133,6 +134,20 @@ class Rows:
         if self.json is None:
             self.json = struct_json(table.schema, "the schema of the first batch")
         return self._conformed(table) if table.num_rows else None
+
+    def tables(self, batches: Iterable[Any]) -> Iterator[pa.Table | None]:
+        """The rows of all batches. So many are asked for at once as it takes until one has columns; then one by one.
+
+        Parameters
+        ----------
+        batches
+            As `table` takes each.
+        """
+        source = iter(batches)
+        first: list[pa.Table | None] = []
+        while self.json is None and (given := next(source, self)) is not self:
+            first.append(self.table(given))
+        return itertools.chain(first, map(self.table, source))
 
     def known(self) -> str:
         """The schema.
