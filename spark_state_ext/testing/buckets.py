@@ -23,9 +23,8 @@ from pyspark.sql.types import BinaryType, StructField, StructType
 from arrow_schemas.labels import bucket_label
 from arrow_schemas.lineage import Writer
 from arrow_schemas.pointer import Pointer
-from arrow_schemas.row import DELETED, RowSchema
+from arrow_schemas.row import DELETED
 from arrow_schemas.spark_hashes import key_hashes
-from arrow_schemas.spark_types import key_fields
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.folders import local_folder, scratch_folder
@@ -83,7 +82,7 @@ class Buckets:
         self._plain = job.to_plain()
         self._function = function
         self._combiner = combiner
-        self._schema = RowSchema(key_fields(job.key_schema), ())
+        self._schema = job.operator_file("").row_schema()
         self._held = [_Held() for _ in range(job.options.buckets)]
         self._worker = Worker()
 
@@ -124,7 +123,7 @@ class Buckets:
         pyarrow.Table
             The keys, the state, and ``timeout_ms``. State is NULL where a key has nothing but a timeout.
         """
-        schema = self.job.operator_file("").row_schema()
+        schema = self._schema
         shown = schema.without_expiry()
         fields = [field.with_nullable(True) for field in (*shown.keys, *shown.state)]
         out = pa.schema([*fields, pa.field("timeout_ms", pa.int64())])
@@ -133,9 +132,11 @@ class Buckets:
         expiry = Expiry(schema, ttl, max(times.watermark_ms, 0) if by_event_time else times.processing_ms)
         batches = []
         for held in self._held:
-            for rows in self._rows(held, schema):
+            for rows in self._rows(held):
                 live = expiry.due(rows)
-                live = live.filter(pc.invert(live.column(DELETED)))
+                deleted = live.column(DELETED)
+                if deleted.true_count:
+                    live = live.filter(pc.invert(deleted))
                 columns = [*shown.key_columns(live), *shown.state_columns(live), live.column("timeout_ms")]
                 batches.append(pa.RecordBatch.from_arrays(columns, schema=out))
         return pa.Table.from_batches(batches, out).combine_chunks()
@@ -213,7 +214,7 @@ class Buckets:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def _rows(self, held: _Held, schema: RowSchema) -> Iterator[pa.RecordBatch]:
+    def _rows(self, held: _Held) -> Iterator[pa.RecordBatch]:
         if held.pointer is None:
             return
         job, shared = self.job, Shared.of(self._worker)
@@ -221,5 +222,5 @@ class Buckets:
         scratch = scratch_folder(job.options.local_dir)
         folder = local_folder(job, pointer.query_folder, pointer.schema_id, pointer.bucket)
         replicas = shared.replicas.of(job, pointer.query_folder, pointer.bucket, scratch)
-        store = shared.stores.at(str(folder), schema)
+        store = shared.stores.at(str(folder), self._schema)
         yield from Bucket(store, replicas, pointer, _READER, CommitContext(scratch)).scan()

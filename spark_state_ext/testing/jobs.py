@@ -10,15 +10,18 @@ from typing import Any
 from pyspark.sql.types import StructField, StructType
 
 from arrow_schemas.spark_types import key_fields
-from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.job import PANDAS, Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import UsageError
 from spark_state_ext.functions.ttl import Ttl
 from spark_state_ext.spark.client.planner import check_types
 from spark_state_ext.spark.client.state import ArrowState
+from spark_state_ext.spark.shuffle.payload import NO_ROW_LIMIT
 
 __all__ = ["check_delay", "check_restart", "job_of", "options_in"]
 
+# Rows of a frame of pandas, as on Spark by default. Where no frames are made, payloads may be as large as they ever
+# are: each costs some calls, whatever is in it.
 _ROWS_MAX = 10_000
 
 
@@ -94,7 +97,7 @@ def job_of(
         state_schema=state.json(),
         columns=tuple(given.names),
         key_positions=tuple(key_positions),
-        frame_rows_max=_ROWS_MAX,
+        frame_rows_max=_ROWS_MAX if api == PANDAS else NO_ROW_LIMIT,
         late_by_previous_watermark=True,
         application_id="run",
         local_mode=True,
