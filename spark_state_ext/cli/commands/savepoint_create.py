@@ -47,6 +47,7 @@ def command(
     """
     # PySpark is imported by nothing else here.
     from spark_state_ext.cli.query_folders import session
+    from spark_state_ext.cli.sessions import errors_of_tasks
     from spark_state_ext.spark.client.savepoints import take_savepoint
     from spark_state_ext.spark.client.state import ArrowState
     from spark_state_ext.spark.client.state_reader import StateReader
@@ -55,9 +56,10 @@ def command(
     operators = sorted({it.operator for it in StateReader(spark, checkpoint).stores()})
     states = [ArrowState(root, name, storage_options=options_of(root_options)) for name in operators]
     options = options_of(storage_options)
-    taken = take_savepoint(
-        spark, path, checkpoint, states, form=form, batch=batch, verify=verify, storage_options=options
-    )
+    with errors_of_tasks():
+        taken = take_savepoint(
+            spark, path, checkpoint, states, form=form, batch=batch, verify=verify, storage_options=options
+        )
     record = {
         "path": taken.path,
         "id": taken.id,
