@@ -54,11 +54,11 @@ def test_a_job_is_imported_and_exported_by_command(
     # Spark's file systems are not fsspec's, and what its JVM raises then is no error of PySpark's.
     assert main([*words[:2], "nosuch://there/files"]) == 3
     assert main(["import-native", str(job.checkpoint), str(tmp_path / "other"), "memory://there", *at_once]) == 3
-    said = capsys.readouterr().err
+    refused = capsys.readouterr().err
     for command, scheme in (("export-native", "nosuch"), ("import-native", "memory")):
-        assert f"spark-state-ext {command}: StorageError: Spark failed: " in said
-        assert f'No FileSystem for scheme "{scheme}"' in said
-    assert "Traceback" not in said
+        assert f"spark-state-ext {command}: StorageError: Spark failed: " in refused
+        assert f'No FileSystem for scheme "{scheme}"' in refused
+    assert "Traceback" not in refused
 
     job.run(NEXT, Savepoint(str(savepoint)), "new")
     assert len(job.emitted()) > len(FIRST)
