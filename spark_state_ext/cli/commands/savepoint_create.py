@@ -8,7 +8,7 @@ import pyarrow as pa
 import typer
 
 from spark_state_ext.cli.output import Output, write_record
-from spark_state_ext.cli.parameters import OutputOption, StorageOptions, json_object, options_of
+from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_for, options_of
 
 __all__ = ["command"]
 
@@ -36,9 +36,7 @@ def command(
     batch: Annotated[int | None, typer.Option(metavar="N", help="the batch; by default the last committed")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="read every file to the last byte")] = False,
     storage_options: StorageOptions = "{}",
-    root_options: Annotated[
-        str, typer.Option(metavar="JSON", callback=json_object, help="as --storage-options, of the root")
-    ] = "{}",
+    root_options: Annotated[str, options_for("the root")] = "{}",
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Take a savepoint of a query, which may run meanwhile. Needs PySpark 4.0 or newer.
