@@ -14,11 +14,11 @@ from pyspark.sql.types import StructType
 from spark_state_ext.engine.job import ARROW, PANDAS, ROWS
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.functions.ttl import Ttl
-from spark_state_ext.spark.client.operators import aggregate, deduplicate, sessionize, top_k
 from spark_state_ext.spark.client.planner import TIMEOUT_CONFS
 from spark_state_ext.testing.batches import Clock, RunResult, event_time_position, run_result
 from spark_state_ext.testing.buckets import Buckets
 from spark_state_ext.testing.jobs import check_delay, check_restart, job_of, options_in
+from spark_state_ext.testing.operator_columns import OPERATORS
 from spark_state_ext.testing.schemas import Rows, struct_json
 
 __all__ = ["run"]
@@ -143,7 +143,7 @@ def _struct(given: StructType | pa.Schema | str, what: str) -> StructType:
 def _check(func: Any, api: str, timeout_conf: str, event_time: str | None, delay_ms: Any, watermarks: Any) -> None:
     if not callable(func):
         raise UsageError(f"func must be a function, not {func!r}")
-    if func in (aggregate, deduplicate, sessionize, top_k):
+    if func in OPERATORS:
         raise UsageError(f"{func.__name__} is a built-in operator: run_operator() runs it")
     if api not in (PANDAS, ARROW, ROWS):
         raise UsageError(f"api must be {PANDAS!r}, {ARROW!r} or {ROWS!r}, not {api!r}")

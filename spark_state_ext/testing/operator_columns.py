@@ -40,7 +40,9 @@ from spark_state_ext.spark.client.operator_plans import (
 )
 from spark_state_ext.spark.client.operators import aggregate, deduplicate, sessionize, top_k
 
-__all__ = ["OperatorRun", "Window", "planned_run"]
+__all__ = ["OPERATORS", "OperatorRun", "Window", "planned_run"]
+
+OPERATORS = (aggregate, deduplicate, sessionize, top_k)
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,14 @@ from spark_state_ext.engine.job import ARROW
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.functions.ttl import Ttl
 from spark_state_ext.spark.client.columns import WATERMARK_KEY, event_time_of
-from spark_state_ext.spark.client.operators import aggregate, deduplicate, sessionize, top_k
 from spark_state_ext.spark.shuffle.combine import Combiner
 from spark_state_ext.testing.batches import Clock, RunResult, event_time_position, run_result
 from spark_state_ext.testing.buckets import Buckets
 from spark_state_ext.testing.jobs import check_delay, check_restart, job_of, options_in
-from spark_state_ext.testing.operator_columns import OperatorRun, planned_run
+from spark_state_ext.testing.operator_columns import OPERATORS, OperatorRun, planned_run
 from spark_state_ext.testing.schemas import Rows, struct_json
 
 __all__ = ["run_operator"]
-
-_OPERATORS = (aggregate, deduplicate, sessionize, top_k)
 
 
 def run_operator(
@@ -114,8 +111,8 @@ def run_operator(
 
 def _arguments(operator: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """An operator's arguments by name, but the state and the frame."""
-    if operator not in _OPERATORS:
-        names = ", ".join(known.__name__ for known in _OPERATORS)
+    if operator not in OPERATORS:
+        names = ", ".join(known.__name__ for known in OPERATORS)
         raise UsageError(f"operator must be one of {names}, not {operator!r}: run() runs functions")
     try:
         bound = inspect.signature(operator).bind(None, None, *arguments, **named)

@@ -204,9 +204,9 @@ def test_sessions(drawn: list[Any], restart: Any) -> None:
 def test_every_operator_and_every_method_of_a_state_is_run() -> None:
     """Whoever adds one has to say how it is run without Spark."""
     from spark_state_ext.spark.client import operators
-    from spark_state_ext.testing.operator_run import _OPERATORS
+    from spark_state_ext.testing.operator_columns import OPERATORS
 
-    assert {operator.__name__ for operator in _OPERATORS} == set(operators.__all__)
+    assert {operator.__name__ for operator in OPERATORS} == set(operators.__all__)
     methods = {name for name in vars(ArrowState) if not name.startswith("_")}
     # run(…, api="pandas"), api="arrow" and api="rows".
     assert methods == {"apply_in_pandas_with_state", "apply_in_arrow_with_state", "apply_rows_with_state"}
