@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from arrow_schemas.errors import UnsupportedTypeError, UsageError
 
-__all__ = ["key_fields", "normal_type", "state_fields"]
+__all__ = ["flat_name", "key_fields", "normal_type", "state_fields"]
 
 _FLAT: dict[str, pa.DataType] = {
     "byte": pa.int8(),
@@ -31,6 +31,7 @@ _FLAT: dict[str, pa.DataType] = {
     "timestamp": pa.timestamp("us", tz="UTC"),
     "timestamp_ntz": pa.timestamp("us"),
 }
+_NAMES = {data_type: name for name, data_type in _FLAT.items()}
 _DECIMAL = re.compile(r"decimal\((\d+),\s*(-?\d+)\)")
 _CHARACTERS = re.compile(r"(var)?char\(\d+\)")
 _COLLATIONS_KEY = "__COLLATIONS"
@@ -92,6 +93,17 @@ def normal_type(data_type: pa.DataType) -> pa.DataType:
     if types.is_map(data_type):
         return pa.map_(normal_type(data_type.key_type), _normal_field(data_type.item_field))
     return data_type
+
+
+def flat_name(data_type: pa.DataType) -> str | None:
+    """Spark's name of a type without parts or digits; None for any other type.
+
+    Parameters
+    ----------
+    data_type
+        A type of Arrow, in whatever form.
+    """
+    return _NAMES.get(normal_type(data_type))
 
 
 def _normal_field(field: pa.Field) -> pa.Field:

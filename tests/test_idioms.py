@@ -11,7 +11,6 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,8 @@ import pyarrow as pa
 import pytest
 from batch_driver import Driver
 
-from spark_state_ext.testing import run
+from spark_state_ext import Agg, aggregate, deduplicate, top_k
+from spark_state_ext.testing import run, run_operator
 
 PAGE = (Path(__file__).parent.parent / "docs" / "vectorised.md").read_text()
 Rows = list[dict[str, Any]]
@@ -377,30 +377,76 @@ def test_trying_a_function_without_spark() -> None:
     assert repr(names["batch"]) == "StateBatch(3 rows of 2 keys, 0 keys timed out, bucket 0, batch 0)"
 
 
-def test_rows() -> None:
+@pytest.mark.parametrize("restart", [False, True])
+def test_rows(restart: bool) -> None:
     names: dict[str, Any] = {}
     exec(blocks(section("Rows"))[0], names)
-
-    class State:
-        """As much of a `GroupState` as the function asks for."""
-
-        getOption: tuple[int] | None = None
-
-        def update(self, value: tuple[int]) -> None:
-            self.getOption = value
-
-    state, alerts = State(), []
     outcomes = "0110001000000110"
-    for start in range(0, len(outcomes), 4):
-        rows = [SimpleNamespace(succeeded=it == "1", at=at) for at, it in enumerate(outcomes)][start : start + 4]
-        alerts += list(names["three_in_a_row"](SimpleNamespace(user="u"), rows, state))
-    assert alerts == [("u", 5), ("u", 9)]
+    logins = [
+        {"user": "u", "at": START + at * dt.timedelta(minutes=1), "succeeded": it == "1"}
+        for at, it in enumerate(outcomes)
+    ]
+    # A batch's rows come in no order.
+    given = [logins[start : start + 4][::-1] for start in range(0, len(logins), 4)]
+    schemas = "user string, at timestamp", "failures bigint"
+    found = run(names["three_in_a_row"], given, "user", *schemas, api="rows", restart=restart)
+    assert [row["at"] for row in found.output.to_pylist()] == [logins[at]["at"] for at in (5, 9)]
+    assert found.state.select(["user", "failures"]).to_pylist() == [{"user": "u", "failures": 1}]
 
 
 def test_time_to_live() -> None:
+    """A day without a row, and the count begins anew; by event time with `refresh="read"` too."""
     names: dict[str, Any] = {}
     exec(blocks(section("Time to live"))[0], names)
-    assert names["by_event_time"].refresh == "read"
+    exec("\n".join([*blocks(section("Ten idioms")), *blocks(section("Count"))]), names)
+    times = [START + day * dt.timedelta(days=1) for day in (0, 0.9, 1.8, 2.9)]
+    given = [[{"user": "u", "at": time}] for time in times]
+    schemas = "user", "user string, n bigint", "n bigint"
+    processing = [milliseconds(time) for time in times]
+    by_clock = run(names["count"], given, *schemas, api="arrow", ttl=names["a_day"], processing_times_ms=processing)
+    assert [output["n"].to_pylist() for output in by_clock.outputs] == [[1], [2], [3], [1]]
+    # A batch's watermark is that of the rows before it, and so no time is over until another user has come.
+    later = START + dt.timedelta(days=5)
+    given += [[{"user": "v", "at": later}], [{"user": "u", "at": later}]]
+    by_rows = run(names["count"], given, *schemas, api="arrow", ttl=names["by_event_time"], event_time="at")
+    assert [output["n"].to_pylist() for output in by_rows.outputs] == [[1], [2], [3], [4], [1], [1]]
+
+
+def test_operators_do_as_the_idioms() -> None:
+    """The table in docs/operators.md: where a row says no more than that an operator is faster, it gives the same."""
+    chosen = random.Random(8)
+    orders = [
+        [{"id": chosen.randint(0, 30), "user": user(chosen), "amount": amount(chosen)} for _ in range(count)]
+        for count in (3, 40, 40)
+    ]
+
+    def idiom(title: str, name: str, columns: list[tuple[str, str]]) -> list[Rows]:
+        one = Idiom(title, name)
+        return [one.batch([{new: row[old] for new, old in columns} for row in rows]) for rows in orders]
+
+    def operator(function: Callable[..., Any], *arguments: Any) -> list[Rows]:
+        found = run_operator(function, orders, *arguments, input_schema="id bigint, user string, amount double")
+        return [output.to_pylist() for output in found.outputs]
+
+    own = idiom("Count", "count", [("user", "user")])
+    built_in = operator(aggregate, "user", {"n": Agg.count()})
+    for mine, theirs in zip(own, built_in, strict=True):
+        same(mine, theirs)
+    own = idiom("Sum", "total", [("user", "user"), ("amount", "amount")])
+    built_in = operator(aggregate, "user", {"total": Agg.sum("amount")})
+    for mine, theirs in zip(own, built_in, strict=True):
+        same(mine, theirs)
+    own = idiom("Duplicates", "first_of_each", [("id", "id"), ("text", "user")])
+    for mine, theirs in zip(own, operator(deduplicate, "id"), strict=True):
+        same(mine, [{"id": row["id"], "text": row["user"]} for row in theirs])
+    pytest.importorskip("polars")
+    own = idiom("The largest few", "top_three", [("shop", "user"), ("amount", "amount")])
+    best: dict[Any, list[float]] = {}
+    for mine, theirs in zip(own, operator(top_k, "user", "amount", 3), strict=True):
+        # Only those keys whose best rows changed.
+        for key, ranked in by(theirs, "user").items():
+            best[key] = [row["amount"] for row in sorted(ranked, key=lambda row: row["rank"])]
+        same(mine, [{"shop": row["shop"], "best": best[row["shop"]]} for row in mine])
 
 
 def test_the_page_names_what_there_is() -> None:

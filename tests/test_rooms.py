@@ -50,6 +50,7 @@ MANY_PARAMETERS = {
     "spark_state_ext/spark/client/state.py:ArrowState.__init__",
     "spark_state_ext/functions/state_batch.py:StateBatch.__init__",
     "spark_state_ext/testing/function_run.py:run",
+    "spark_state_ext/testing/operator_run.py:run_operator",
 }
 # Classes whose instances are kept in a class or a module. The worker is the one that should be.
 KEPT = {

@@ -11,7 +11,7 @@ import typer
 from spark_state_ext.backends.registry import Backend
 from spark_state_ext.cli.exits import DONE, NO
 from spark_state_ext.cli.output import Output, say, write_table
-from spark_state_ext.cli.parameters import json_object, options_of
+from spark_state_ext.cli.parameters import options_for, options_of
 from spark_state_ext.cli.roots import operators_below
 from spark_state_ext.cli.targets import as_given
 from spark_state_ext.cli.values import key_of
@@ -46,7 +46,7 @@ BackendsOption = Annotated[
 ]
 BackendOptions = Annotated[
     str,
-    typer.Option("--backend-options", metavar="JSON", callback=json_object, help="as --storage-options, of backends"),
+    options_for("backends", "--backend-options"),
 ]
 LocalDirsOption = Annotated[
     list[str] | None, typer.Option("--local-dir", metavar="FOLDER", help="local_dir of the ArrowState, on this machine")

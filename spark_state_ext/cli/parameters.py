@@ -9,7 +9,7 @@ import typer
 
 from spark_state_ext.cli.output import Output
 
-__all__ = ["OutputOption", "StorageOptions", "json_object", "options_of"]
+__all__ = ["OutputOption", "StorageOptions", "json_object", "options_for", "options_of"]
 
 
 def json_object(text: str) -> str:
@@ -39,6 +39,19 @@ def options_of(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise typer.BadParameter(f'it is no JSON object, such as {{"anon": true}}: {text}')
     return found
+
+
+def options_for(whose: str, *names: str) -> Any:
+    """An option as ``--storage-options``, of something else.
+
+    Parameters
+    ----------
+    whose
+        Of what, for the help.
+    *names
+        Its names; by default that of the parameter.
+    """
+    return typer.Option(*names, metavar="JSON", callback=json_object, help=f"as --storage-options, of {whose}")
 
 
 StorageOptions = Annotated[

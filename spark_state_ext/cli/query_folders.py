@@ -6,7 +6,7 @@ from pyspark import __version__
 from pyspark.sql import SparkSession
 
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.cli.sessions import session_with
+from spark_state_ext.cli.sessions import errors_of_tasks, session_with
 from spark_state_ext.errors import StorageError, UsageError
 from spark_state_ext.spark.client.state_reader import StateReader
 
@@ -20,12 +20,16 @@ def session() -> SparkSession:
     ------
     UsageError
         On Spark 3.5, which has no reader of state.
+    StorageError
+        When Spark does not start.
     """
     if int(__version__.partition(".")[0]) < 4:
         raise UsageError(
             f"Spark {__version__} cannot read the state of a checkpoint: use Spark 4, or leave out what asks for Spark"
         )
-    return session_with({})
+    with errors_of_tasks():
+        return session_with({})
+    raise AssertionError("unreachable: errors_of_tasks raises what it catches")
 
 
 def pointers_of(spark: SparkSession, location: str, operator: str, query_folder: str) -> dict[int, Pointer]:
@@ -54,7 +58,8 @@ def pointers_of(spark: SparkSession, location: str, operator: str, query_folder:
             f"{location} is no checkpoint of the query with the folder {query_folder} of operator {operator!r}: give "
             "the checkpointLocation of that query"
         )
-    rows = reader.pointers(stores[0], reader.batch().batch).collect()
+    with errors_of_tasks():
+        rows = reader.pointers(stores[0], reader.batch().batch).collect()
     pointers = [Pointer.decode(bytes(row.pointer)) for row in rows]
     return {it.bucket: it for it in pointers}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.cli.roots import operators_below
+from spark_state_ext.cli.targets import given_folder
 from spark_state_ext.errors import NotClaimableError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
@@ -17,7 +18,7 @@ from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
 from spark_state_ext.savepoints.status import Started, Verdict, claimed, judged, started_below
 
-__all__ = ["Status", "delete", "release", "savepoint_folder", "status_of"]
+__all__ = ["Status", "delete", "release", "status_of"]
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,6 @@ class Status:
     manifest: SavepointManifest
     started: tuple[Started, ...]
     verdict: Verdict
-
-
-def savepoint_folder(path: str, storage_options: Mapping[str, Any]) -> Folder:
-    """The folder of a savepoint, as somebody gave it."""
-    return Folder(path.rstrip("/") or path, storage_options)
 
 
 def status_of(savepoint: Folder, roots: Sequence[str], storage_options: Mapping[str, Any]) -> Status:
@@ -70,7 +66,7 @@ def status_of(savepoint: Folder, roots: Sequence[str], storage_options: Mapping[
 def _root(path: str, storage_options: Mapping[str, Any]) -> Folder:
     """A root in which somebody has state: below a wrong one nobody would be found."""
     refuse_relative(path, "a root")
-    root = Folder(path.rstrip("/") or path, storage_options)
+    root = given_folder(path, storage_options)
     operators_below(root)
     return root
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from spark_state_ext import errors
 from spark_state_ext.errors import StateError, StorageError
+from spark_state_ext.spark.compat import is_of_spark, said_by_spark
 
 __all__ = ["errors_of_tasks", "session_with"]
 
@@ -36,7 +36,7 @@ def session_with(settings: Mapping[str, str]) -> SparkSession:
 
 @contextmanager
 def errors_of_tasks() -> Iterator[None]:
-    """Raise what a task raised, in place of the error that Spark made of it.
+    """Raise what a task raised, in place of the error that Spark made of it, or that its JVM did.
 
     Raises
     ------
@@ -45,21 +45,18 @@ def errors_of_tasks() -> Iterator[None]:
     """
     try:
         yield
-    except PySparkException as error:
+    except Exception as error:
+        if not is_of_spark(error):
+            raise
         raise _told(str(error)) from error
 
 
 def _told(text: str) -> StateError:
     found = _OURS.search(text)
     if found is None:
-        return StorageError(f"Spark failed: {_first_line(text)}")
+        return StorageError(f"Spark failed: {said_by_spark(text)}")
     kind = getattr(errors, found[1], None)
     # One that is made of more than its text is told as what it is a kind of.
     if not (isinstance(kind, type) and issubclass(kind, StateError)) or "__init__" in vars(kind):
         return StorageError(f"a task failed: {found[1]}: {found[2]}")
     return kind(found[2])
-
-
-def _first_line(text: str) -> str:
-    """The first line of a text that says something."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "it does not say why")

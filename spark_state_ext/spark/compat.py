@@ -3,6 +3,9 @@
 PySpark 3.5 names the parameters of its errors `error_class` and `message_parameters`; 4.0 and later `errorClass` and
 `messageParameters`. Before pandas 3, joining frames passes over columns of nothing but None where others hold floats,
 and names of columns are Python objects, which are compared otherwise than arrays of strings.
+
+A classic session makes a `PySparkException` of most errors of the JVM, and hands others on as py4j's: which ones, is
+another matter in each release. Connect has no py4j.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ from importlib import metadata
 from typing import Any
 
 import pyspark
+from pyspark.errors import PySparkException
 
 __all__ = [
     "NUMBERS_JOIN",
     "PANDAS_MAJOR",
     "SPARK_VERSION",
     "STATE_BINARY",
+    "is_of_spark",
     "labels_of",
+    "said_by_spark",
     "same_labels",
 ]
 
@@ -34,6 +40,36 @@ PANDAS_MAJOR: int = int(metadata.version("pandas").split(".")[0])
 # Whether whole numbers beside floats become floats when Spark joins frames. It puts one beside them that has no rows,
 # and objects for its columns: pandas 2 minds it for other mixtures only, with pandas 3 every value stays what it was.
 NUMBERS_JOIN: bool = PANDAS_MAJOR < 3
+
+
+# Errors of a JVM that failed, and of one that is gone. By name, as py4j is Spark's and not always there.
+_OF_THE_JVM = frozenset({("py4j.protocol", "Py4JJavaError"), ("py4j.protocol", "Py4JNetworkError")})
+_ERROR_CLASS = re.compile(r"\[[A-Z][A-Z0-9_.]+\][^\n]*")
+_JAVA_ERROR = re.compile(r"^: (\S[^\n]*)", re.MULTILINE)
+_REASON_MAX = 500
+
+
+def is_of_spark(error: BaseException) -> bool:
+    """Whether an error is Spark's: one of PySpark, or one of the JVM that a classic session hands on as it is."""
+    kinds = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
+    return isinstance(error, PySparkException) or not _OF_THE_JVM.isdisjoint(kinds)
+
+
+def said_by_spark(text: str) -> str:
+    """The line of an error of Spark's that says what happened.
+
+    Parameters
+    ----------
+    text
+        All that it says.
+    """
+    # With a class of errors; or what Java said, below py4j's own line; or the first line.
+    found = _ERROR_CLASS.search(text)
+    if found is not None:
+        return found[0]
+    java = _JAVA_ERROR.search(text)
+    lines = [java[1]] if java is not None else [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0][:_REASON_MAX] if lines else "it does not say why"
 
 
 def labels_of(columns: Any) -> Any:

@@ -23,9 +23,8 @@ from pyspark.sql.types import BinaryType, StructField, StructType
 from arrow_schemas.labels import bucket_label
 from arrow_schemas.lineage import Writer
 from arrow_schemas.pointer import Pointer
-from arrow_schemas.row import DELETED, RowSchema
+from arrow_schemas.row import DELETED
 from arrow_schemas.spark_hashes import key_hashes
-from arrow_schemas.spark_types import key_fields
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.folders import local_folder, scratch_folder
@@ -79,11 +78,11 @@ class Buckets:
     """
 
     def __init__(self, job: Job, function: Callable[..., Any], combiner: Combiner | None = None) -> None:
-        self._job = job
+        self.job = job
         self._plain = job.to_plain()
         self._function = function
         self._combiner = combiner
-        self._schema = RowSchema(key_fields(job.key_schema), ())
+        self._schema = job.operator_file("").row_schema()
         self._held = [_Held() for _ in range(job.options.buckets)]
         self._worker = Worker()
 
@@ -95,7 +94,8 @@ class Buckets:
         number
             Of the batch.
         table
-            Its rows, the packed columns; None: it has none. Then only buckets are called whose time is up.
+            Its rows: the packed columns, or what the combiner gets. None: it has none. Then only buckets are called
+            whose time is up.
         times
             Its clock.
 
@@ -123,18 +123,20 @@ class Buckets:
         pyarrow.Table
             The keys, the state, and ``timeout_ms``. State is NULL where a key has nothing but a timeout.
         """
-        schema = self._job.operator_file("").row_schema()
+        schema = self._schema
         shown = schema.without_expiry()
         fields = [field.with_nullable(True) for field in (*shown.keys, *shown.state)]
         out = pa.schema([*fields, pa.field("timeout_ms", pa.int64())])
-        ttl = self._job.options.ttl
+        ttl = self.job.options.ttl
         by_event_time = ttl is not None and ttl.clock == "event"
         expiry = Expiry(schema, ttl, max(times.watermark_ms, 0) if by_event_time else times.processing_ms)
         batches = []
         for held in self._held:
-            for rows in self._rows(held, schema):
+            for rows in self._rows(held):
                 live = expiry.due(rows)
-                live = live.filter(pc.invert(live.column(DELETED)))
+                deleted = live.column(DELETED)
+                if deleted.true_count:
+                    live = live.filter(pc.invert(deleted))
                 columns = [*shown.key_columns(live), *shown.state_columns(live), live.column("timeout_ms")]
                 batches.append(pa.RecordBatch.from_arrays(columns, schema=out))
         return pa.Table.from_batches(batches, out).combine_chunks()
@@ -151,8 +153,11 @@ class Buckets:
         """Go on as another process does, on another machine: without local stores, and knowing of nothing but what
         Spark's state holds."""
         self.close()
-        shutil.rmtree(self._job.options.local_dir or "")
-        Path(self._job.options.local_dir or "").mkdir()
+        local = Path(self.job.options.local_dir or "")
+        # Not there before a bucket was called.
+        if local.exists():
+            shutil.rmtree(local)
+        local.mkdir()
         self._worker = Worker()
 
     def close(self) -> None:
@@ -162,7 +167,7 @@ class Buckets:
     # -- a call ------------------------------------------------------------------------------------
 
     def _is_due(self, held: _Held, times: Times) -> bool:
-        by_event_time = self._job.timeout_conf == GroupStateTimeout.EventTimeTimeout
+        by_event_time = self.job.timeout_conf == GroupStateTimeout.EventTimeTimeout
         return _NEVER < held.timeout_ms < (times.watermark_ms if by_event_time else times.processing_ms)
 
     def _call(self, number: int, bucket: int, payloads: list[bytes] | None, times: Times) -> Iterator[pd.DataFrame]:
@@ -170,7 +175,7 @@ class Buckets:
         held = self._held[bucket]
         state = self._group_state(held, times, payloads is None)
         frame = pd.DataFrame({"payload": pd.Series(payloads or [], dtype=object)})
-        task = TaskInfo(_QUERY, _RUN, number, self._job.batches_retained, state_has_ids=True, stage=number)
+        task = TaskInfo(_QUERY, _RUN, number, self.job.batches_retained, state_has_ids=True, stage=number)
         key = (bucket_label(bucket),)
         yield from run_bucket(self._plain, self._function, key, [frame], state, self._worker, task)
         held.pointer = bytes(state.get[0])
@@ -183,7 +188,7 @@ class Buckets:
             optionalValue=None if held.pointer is None else (held.pointer,),  # type: ignore[arg-type]
             batchProcessingTimeMs=times.processing_ms,
             eventTimeWatermarkMs=times.watermark_ms,
-            timeoutConf=self._job.timeout_conf,
+            timeoutConf=self.job.timeout_conf,
             hasTimedOut=timed_out,
             watermarkPresent=times.watermark_present,
             defined=held.pointer is not None,
@@ -196,7 +201,8 @@ class Buckets:
 
     def _payloads(self, number: int, table: pa.Table) -> list[list[bytes]]:
         """The payloads of each bucket; the first is a heartbeat, as in every batch with rows."""
-        keys = self._schema.normalise_keys([table.column(at) for at in self._job.key_positions])
+        positions = self.job.key_positions if self._combiner is None else self._combiner.key_positions
+        keys = self._schema.normalise_keys([table.column(at) for at in positions])
         hashes = pa.array(key_hashes(keys).view(np.int64))
         names = [f"c{at}" for at in range(table.num_columns)]
         packed = pa.table([*table.columns, hashes], names=[*names, HASH_COLUMN])
@@ -208,13 +214,13 @@ class Buckets:
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def _rows(self, held: _Held, schema: RowSchema) -> Iterator[pa.RecordBatch]:
+    def _rows(self, held: _Held) -> Iterator[pa.RecordBatch]:
         if held.pointer is None:
             return
-        job, shared = self._job, Shared.of(self._worker)
+        job, shared = self.job, Shared.of(self._worker)
         pointer = Pointer.decode(held.pointer)
         scratch = scratch_folder(job.options.local_dir)
         folder = local_folder(job, pointer.query_folder, pointer.schema_id, pointer.bucket)
         replicas = shared.replicas.of(job, pointer.query_folder, pointer.bucket, scratch)
-        store = shared.stores.at(str(folder), schema)
+        store = shared.stores.at(str(folder), self._schema)
         yield from Bucket(store, replicas, pointer, _READER, CommitContext(scratch)).scan()

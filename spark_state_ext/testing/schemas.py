@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
-from arrow_schemas.spark_types import state_fields
+from arrow_schemas.spark_types import flat_name, state_fields
 from spark_state_ext.errors import StateValueError, UnsupportedTypeError, UsageError
 from spark_state_ext.functions.tables import as_table, cast_column, is_table, refuse_nulls
 from spark_state_ext.testing.ddl import ddl_struct
 
 __all__ = ["Rows", "struct_json"]
-
-_FLAT = {
-    pa.int8(): "byte",
-    pa.int16(): "short",
-    pa.int32(): "integer",
-    pa.int64(): "long",
-    pa.float32(): "float",
-    pa.float64(): "double",
-    pa.string(): "string",
-    pa.large_string(): "string",
-    pa.binary(): "binary",
-    pa.large_binary(): "binary",
-    pa.bool_(): "boolean",
-    pa.date32(): "date",
-}
 
 
 def struct_json(given: Any, what: str) -> str:
@@ -70,13 +56,12 @@ def _spark_type(kind: pa.DataType, path: str, what: str) -> Any:
     types = pa.types
     if types.is_dictionary(kind):
         kind = kind.value_type
-    if kind in _FLAT:
-        return _FLAT[kind]
+    name = flat_name(kind)
+    if name is not None:
+        return name
     # Not in every release of PyArrow.
     if str(kind) in ("string_view", "binary_view"):
         return str(kind).removesuffix("_view")
-    if types.is_timestamp(kind):
-        return "timestamp" if kind.tz else "timestamp_ntz"
     if types.is_decimal128(kind):
         return f"decimal({kind.precision},{kind.scale})"
     if types.is_list(kind) or types.is_large_list(kind):
@@ -133,6 +118,20 @@ class Rows:
         if self.json is None:
             self.json = struct_json(table.schema, "the schema of the first batch")
         return self._conformed(table) if table.num_rows else None
+
+    def tables(self, batches: Iterable[Any]) -> Iterator[pa.Table | None]:
+        """The rows of all batches. So many are asked for at once as it takes until one has columns; then one by one.
+
+        Parameters
+        ----------
+        batches
+            As `table` takes each.
+        """
+        source = iter(batches)
+        first: list[pa.Table | None] = []
+        while self.json is None and (given := next(source, self)) is not self:
+            first.append(self.table(given))
+        return itertools.chain(first, map(self.table, source))
 
     def known(self) -> str:
         """The schema.

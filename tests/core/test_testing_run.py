@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime as dt
 import decimal
+import itertools
 import random
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -165,6 +167,61 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     left = {thread.name for thread in threading.enumerate()} - before
     # It sleeps for a second, and then finds that nothing is held back.
     assert {name for name in left if "metrics" not in name and "leases" not in name} == set()
+
+
+# -- cost ----------------------------------------------------------------------------------------
+
+
+def calls_of(count: int) -> tuple[int, int]:
+    """How many Python functions a run over so many rows calls in all, and how often the user's function."""
+    called = [0, 0]
+
+    def counting(batch: Any) -> Any:
+        called[1] += 1
+        return count_tables(batch)
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        called[0] += event == "call"
+
+    batches = [pa.table({"user": pa.array(range(count)).cast(pa.string())}), {"user": ["7", "x"]}]
+    sys.setprofile(note)
+    try:
+        found = run(counting, batches, "user", COUNTED, STATE, api="arrow")
+    finally:
+        sys.setprofile(None)
+    assert found.state.num_rows == count + 1
+    return called[0], called[1]
+
+
+def test_no_python_runs_for_a_row_but_the_functions() -> None:
+    """A vectorised function is called once a batch, and 400 times as many rows and keys cost few calls more."""
+    calls_of(10)  # what is imported and made once
+    small, large = calls_of(1_000), calls_of(400_000)
+    assert small[1] == large[1] == 2
+    assert large[0] < 1.12 * small[0], (small, large)
+
+
+def test_a_batch_costs_the_same_whatever_came_before() -> None:
+    """As many calls for the fortieth batches as for the first ones."""
+    seen: list[int] = []
+    calls = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    def batches() -> Iterator[Any]:
+        for _ in range(40):
+            seen.append(calls)
+            yield {"user": ["a", "b"]}
+
+    sys.setprofile(note)
+    try:
+        run(count_tables, batches(), "user", COUNTED, STATE, api="arrow")
+    finally:
+        sys.setprofile(None)
+    each = [after - before for before, after in itertools.pairwise(seen)]
+    assert sum(each[-16:]) < 1.5 * sum(each[4:20])
 
 
 # -- times ----------------------------------------------------------------------------------------

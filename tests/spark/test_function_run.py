@@ -15,7 +15,8 @@ from streams import collect, read, using, write_batches
 from test_testing_run import COUNTED, EVENT_TIME, STATE, dicts, random_keys
 
 from arrow_schemas.spark_hashes import key_hashes
-from spark_state_ext.testing import run
+from spark_state_ext import Agg, aggregate, sessionize
+from spark_state_ext.testing import Window, run, run_operator
 from spark_state_ext.testing.ddl import ddl_struct
 from tests.helpers.timed_sessions import at, sessions
 
@@ -75,3 +76,45 @@ def read_once(spark: Any, folder: Path, table: pa.Table) -> Any:
     folder.mkdir()
     pq.write_table(table, folder / "keys.parquet")
     return spark.read.parquet(str(folder)).coalesce(1)
+
+
+@pytest.mark.spark
+def test_spark_gives_the_same_of_operators(spark: Any, tmp_path: Path) -> None:
+    """Windows and sessions of Spark's own, and `run_operator` on the same rows."""
+    chosen = random.Random(6)
+    batches = [
+        [
+            {**at(chosen.choice("abcde"), 12 * number + chosen.randint(-30, 5)), "value": chosen.randint(0, 9)}
+            for _ in range(8)
+        ]
+        for number in range(6)
+    ]
+    batches[2][0]["at"] = None
+    schema = pa.schema([("user", pa.string()), ("at", pa.timestamp("us", "UTC")), ("value", pa.int64())])
+    folder = write_batches(tmp_path / "in", [pa.Table.from_pylist(rows, schema) for rows in batches])
+    stream = read(spark, folder, "user string, at timestamp, value bigint").withWatermark("at", "5 seconds")
+    ours = {"n": Agg.count(), "total": Agg.sum("value")}
+    theirs = [F.count("*").alias("n"), F.sum("value").alias("total")]
+    rows = [pa.Table.from_pylist(rows, schema) for rows in batches]
+    # Spark goes on without data until the watermark has been told to all.
+    given: Any = {"batches": [*rows, None], "event_time": "at", "delay_ms": 5_000, "buckets": 2, "restart": [3]}
+    windows = run_operator(
+        aggregate, keys=[Window("at", 10_000), "user"], aggregates=ours, output_mode="append", **given
+    )
+    sessions_found = run_operator(sessionize, keys="user", time="at", gap_ms=6_000, aggregates=ours, **given)
+    for found, key in (
+        (windows, F.window("at", "10 seconds")),
+        (sessions_found, F.session_window("at", "6 seconds")),
+    ):
+        name = "window" if found is windows else "session_window"
+        out = stream.groupBy(key, "user").agg(*theirs)
+        bounds = [F.unix_micros(out[name][bound]).alias(bound) for bound in ("start", "end")]
+        wanted = sorted(map(tuple, collect(spark, out.select("user", *bounds, "n", "total"), "append")))
+        mine = found.output.combine_chunks()
+        times = [mine.column(name).chunk(0).field(bound).cast(pa.int64()) for bound in ("start", "end")]
+        assert len(wanted) > 8
+        assert sorted(zip(*(column.to_pylist() for column in columns_of(mine, times)), strict=True)) == wanted
+
+
+def columns_of(found: pa.Table, times: list[pa.Array]) -> list[Any]:
+    return [found.column("user"), *times, found.column("n"), found.column("total")]

@@ -26,6 +26,7 @@ def test_a_job_is_imported_and_exported_by_command(
     job.run(FIRST)
     savepoint, new, files = tmp_path / "savepoint", job.folder / "new", tmp_path / "files"
     words = ["import-native", str(job.checkpoint), str(savepoint), str(new), "--operator", "tested", "--buckets", "3"]
+    at_once = ["--operator", "tested", "--buckets", "3", "--idle-s", "0"]
     assert main(words) == 3
     assert capsys.readouterr().err.startswith("spark-state-ext import-native: LiveRunError: ")
     assert main([*words, "--idle-s", "0", "-o", "json"]) == 0
@@ -49,6 +50,15 @@ def test_a_job_is_imported_and_exported_by_command(
     assert sorted(spark.read.parquet(str(files)).collect(), key=repr) == rows
     assert main(words) == 3, "it is there"
     assert "StorageError: Spark failed: [PATH_ALREADY_EXISTS]" in capsys.readouterr().err
+
+    # Spark's file systems are not fsspec's, and what its JVM raises then is no error of PySpark's.
+    assert main([*words[:2], "nosuch://there/files"]) == 3
+    assert main(["import-native", str(job.checkpoint), str(tmp_path / "other"), "memory://there", *at_once]) == 3
+    refused = capsys.readouterr().err
+    for command, scheme in (("export-native", "nosuch"), ("import-native", "memory")):
+        assert f"spark-state-ext {command}: StorageError: Spark failed: " in refused
+        assert f'No FileSystem for scheme "{scheme}"' in refused
+    assert "Traceback" not in refused
 
     job.run(NEXT, Savepoint(str(savepoint)), "new")
     assert len(job.emitted()) > len(FIRST)

@@ -20,7 +20,7 @@ from spark_state_ext.cli.abandoned import (
     remove,
 )
 from spark_state_ext.cli.output import Output, say, write_table
-from spark_state_ext.cli.parameters import OutputOption, StorageOptions, json_object, options_of
+from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_for, options_of
 from spark_state_ext.files.folder import Folder, refuse_relative
 
 __all__ = ["command"]
@@ -60,9 +60,7 @@ def command(
     ] = OLDER_THAN_DAYS,
     do_remove: Annotated[bool, typer.Option("--remove", help="remove what is abandoned")] = False,
     storage_options: StorageOptions = "{}",
-    checkpoint_options: Annotated[
-        str, typer.Option(metavar="JSON", callback=json_object, help="as --storage-options, of the checkpoints")
-    ] = "{}",
+    checkpoint_options: Annotated[str, options_for("the checkpoints")] = "{}",
     output: OutputOption = Output.TABLE,
 ) -> None:
     """List the folders of queries that no Spark checkpoint names. Without --remove nothing is changed."""

@@ -19,7 +19,7 @@ from spark_state_ext.cli.opening import (
     opened,
 )
 from spark_state_ext.cli.output import progress, say
-from spark_state_ext.cli.parameters import StorageOptions, json_object, options_of
+from spark_state_ext.cli.parameters import StorageOptions, options_for, options_of
 from spark_state_ext.reading.state import OpenState
 
 __all__ = ["command"]
@@ -35,9 +35,7 @@ def command(
     unproven: UnprovenOption = False,
     hold: HoldOption = True,
     storage_options: StorageOptions = "{}",
-    to_options: Annotated[
-        str, typer.Option(metavar="JSON", callback=json_object, help="as --storage-options, of the file")
-    ] = "{}",
+    to_options: Annotated[str, options_for("the file")] = "{}",
 ) -> None:
     """Write all keys with their state to a file: Parquet, or an Arrow IPC file.
 

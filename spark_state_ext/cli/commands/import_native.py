@@ -8,7 +8,7 @@ import pyarrow as pa
 import typer
 
 from spark_state_ext.cli.output import Output, say, write_record
-from spark_state_ext.cli.parameters import OutputOption, StorageOptions, json_object, options_of
+from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
 
 __all__ = ["command"]
 
@@ -56,7 +56,7 @@ def command(
     from spark_state_ext.spark.native.importing import import_native
 
     options = options_of(storage_options)
-    of_savepoint = options if savepoint_options is None else options_of(json_object(savepoint_options))
+    of_savepoint = options if savepoint_options is None else options_of(savepoint_options)
     target = Savepoint(savepoint, storage_options=of_savepoint)
     with errors_of_tasks():
         done = import_native(

@@ -8,7 +8,7 @@ import typer
 
 from spark_state_ext.cli.copying import copy_savepoint
 from spark_state_ext.cli.output import progress, say
-from spark_state_ext.cli.parameters import StorageOptions, json_object, options_of
+from spark_state_ext.cli.parameters import StorageOptions, options_for, options_of
 from spark_state_ext.cli.targets import given_folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
 
@@ -19,9 +19,7 @@ def command(
     path: Annotated[str, typer.Argument(help="the savepoint's folder: a path or a URL")],
     to: Annotated[str, typer.Argument(metavar="TARGET", help="the copy's folder, which does not exist yet")],
     storage_options: StorageOptions = "{}",
-    to_options: Annotated[
-        str, typer.Option(metavar="JSON", callback=json_object, help="as --storage-options, of the copy")
-    ] = "{}",
+    to_options: Annotated[str, options_for("the copy")] = "{}",
 ) -> None:
     """Copy what the manifest of a savepoint names, and the manifest last. The copy has the same id.
 

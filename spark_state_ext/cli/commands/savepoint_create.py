@@ -8,7 +8,7 @@ import pyarrow as pa
 import typer
 
 from spark_state_ext.cli.output import Output, write_record
-from spark_state_ext.cli.parameters import OutputOption, StorageOptions, json_object, options_of
+from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_for, options_of
 
 __all__ = ["command"]
 
@@ -36,9 +36,7 @@ def command(
     batch: Annotated[int | None, typer.Option(metavar="N", help="the batch; by default the last committed")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="read every file to the last byte")] = False,
     storage_options: StorageOptions = "{}",
-    root_options: Annotated[
-        str, typer.Option(metavar="JSON", callback=json_object, help="as --storage-options, of the root")
-    ] = "{}",
+    root_options: Annotated[str, options_for("the root")] = "{}",
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Take a savepoint of a query, which may run meanwhile. Needs PySpark 4.0 or newer.
@@ -47,6 +45,7 @@ def command(
     """
     # PySpark is imported by nothing else here.
     from spark_state_ext.cli.query_folders import session
+    from spark_state_ext.cli.sessions import errors_of_tasks
     from spark_state_ext.spark.client.savepoints import take_savepoint
     from spark_state_ext.spark.client.state import ArrowState
     from spark_state_ext.spark.client.state_reader import StateReader
@@ -55,9 +54,10 @@ def command(
     operators = sorted({it.operator for it in StateReader(spark, checkpoint).stores()})
     states = [ArrowState(root, name, storage_options=options_of(root_options)) for name in operators]
     options = options_of(storage_options)
-    taken = take_savepoint(
-        spark, path, checkpoint, states, form=form, batch=batch, verify=verify, storage_options=options
-    )
+    with errors_of_tasks():
+        taken = take_savepoint(
+            spark, path, checkpoint, states, form=form, batch=batch, verify=verify, storage_options=options
+        )
     record = {
         "path": taken.path,
         "id": taken.id,

@@ -9,7 +9,8 @@ import typer
 from spark_state_ext.cli.commands.savepoint_status import RootsOption
 from spark_state_ext.cli.output import say
 from spark_state_ext.cli.parameters import StorageOptions, options_of
-from spark_state_ext.cli.savepoint import delete, savepoint_folder
+from spark_state_ext.cli.savepoint import delete
+from spark_state_ext.cli.targets import given_folder
 
 __all__ = ["command"]
 
@@ -22,4 +23,4 @@ def command(
 ) -> None:
     """Delete what the manifest of a savepoint names, where no query needs it any more."""
     options = options_of(storage_options)
-    say(f"deleted={delete(savepoint_folder(path, options), root or (), options, force)}")
+    say(f"deleted={delete(given_folder(path, options), root or (), options, force)}")

@@ -8,7 +8,8 @@ import typer
 
 from spark_state_ext.cli.output import say
 from spark_state_ext.cli.parameters import StorageOptions, options_of
-from spark_state_ext.cli.savepoint import release, savepoint_folder
+from spark_state_ext.cli.savepoint import release
+from spark_state_ext.cli.targets import given_folder
 
 __all__ = ["command"]
 
@@ -19,4 +20,4 @@ def command(
     storage_options: StorageOptions = "{}",
 ) -> None:
     """Free the claim to a savepoint or to a query folder, whose query is gone for good."""
-    say(f"released: the claim of {release(savepoint_folder(path, options_of(storage_options)), force)}")
+    say(f"released: the claim of {release(given_folder(path, options_of(storage_options)), force)}")

@@ -9,7 +9,8 @@ import typer
 
 from spark_state_ext.cli.output import Output, write_record
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
-from spark_state_ext.cli.savepoint import Status, savepoint_folder, status_of
+from spark_state_ext.cli.savepoint import Status, status_of
+from spark_state_ext.cli.targets import given_folder
 
 __all__ = ["RootsOption", "command"]
 
@@ -54,7 +55,7 @@ def command(
 ) -> None:
     """Say what is in a savepoint, who was started from it, and whether it may be deleted."""
     options = options_of(storage_options)
-    write_record(_record(status_of(savepoint_folder(path, options), root or (), options)), _RECORD, output)
+    write_record(_record(status_of(given_folder(path, options), root or (), options)), _RECORD, output)
 
 
 def _record(status: Status) -> dict[str, Any]:

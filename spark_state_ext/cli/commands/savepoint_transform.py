@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from spark_state_ext.cli.output import progress, say
-from spark_state_ext.cli.parameters import StorageOptions, json_object, options_of
+from spark_state_ext.cli.parameters import StorageOptions, options_for, options_of
 from spark_state_ext.cli.targets import given_folder
 from spark_state_ext.cli.transforming import Transformation, transformed
 from spark_state_ext.errors import UsageError
@@ -30,9 +30,7 @@ def command(
         str | None, typer.Option(metavar="FILTER", help="keep the keys that it is true of, such as: count > 10")
     ] = None,
     storage_options: StorageOptions = "{}",
-    to_options: Annotated[
-        str, typer.Option(metavar="JSON", callback=json_object, help="as --storage-options, of the new one")
-    ] = "{}",
+    to_options: Annotated[str, options_for("the new one")] = "{}",
 ) -> None:
     """Write a new canonical savepoint of a savepoint's rows, with other columns or fewer keys, without Spark.
 

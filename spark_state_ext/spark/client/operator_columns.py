@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 from pyspark.sql import functions as F
 from pyspark.sql.types import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PLAIN",
     "Keys",
+    "bound_to",
     "checked_aggregates",
     "column_of",
     "functions_of",
@@ -48,15 +50,15 @@ __all__ = [
     "listed",
     "name_of",
     "order_text",
+    "orders_of",
     "plain",
     "quoted",
     "refuse_doubles",
     "refuse_nested",
-    "refuse_no_columns",
-    "refuse_sort_orders",
     "result_fields",
     "selected",
     "state_type_of",
+    "values_of",
 ]
 
 Keys = KeyLike | Sequence[KeyLike]
@@ -78,7 +80,7 @@ def listed(columns: Keys) -> list[Any]:
     return list(columns) if isinstance(columns, (list, tuple)) else [columns]
 
 
-def refuse_no_columns(given: Sequence[Any], what: str) -> None:
+def _refuse_no_columns(given: Sequence[Any], what: str) -> None:
     """Raise a UsageError for what is neither a column's name nor an expression."""
     for column in given:
         if not isinstance(column, str) and not hasattr(column, "alias"):
@@ -90,7 +92,7 @@ def column_of(given: KeyLike) -> Column:
     return F.col(given) if isinstance(given, str) else given
 
 
-def refuse_sort_orders(orders: Sequence[KeyLike], inputs: Sequence[str]) -> None:
+def _refuse_sort_orders(orders: Sequence[KeyLike], inputs: Sequence[str]) -> None:
     """Refuse ``F.col("v").desc()``, which Spark only notices when it runs."""
     for order in orders:
         text = str(order)
@@ -101,6 +103,20 @@ def refuse_sort_orders(orders: Sequence[KeyLike], inputs: Sequence[str]) -> None
                 f"order_by of top_k has {text}, a column with an order of its own: give the column as it is, and use "
                 "descending=True or False, for each of them if they differ. NULLs are the smallest."
             )
+
+
+def orders_of(order_by: Keys, descending: bool | Sequence[bool], inputs: Sequence[str]) -> tuple[list[Any], list[bool]]:
+    """What rows of `top_k` are ordered by, and whether the largest come first, for each."""
+    orders = listed(order_by)
+    _refuse_no_columns(orders, "order_by of top_k")
+    given = descending if isinstance(descending, (list, tuple)) else [descending] * len(orders)
+    if not all(isinstance(value, (bool, np.bool_)) for value in given):
+        raise UsageError(f"descending of top_k must be True or False, or a list of these, not {descending!r}")
+    downwards = [bool(value) for value in given]
+    if not orders or len(orders) != len(downwards):
+        raise UsageError(f"order_by of top_k has {len(orders)} columns, and descending {len(downwards)} values")
+    _refuse_sort_orders(orders, inputs)
+    return orders, downwards
 
 
 def identity(name: str, parameters: Mapping[str, Any]) -> str:
@@ -180,27 +196,47 @@ def selected(
     df: DataFrame, keys: Sequence[KeyLike], specs: Mapping[str, Aggregate], *more: Column
 ) -> tuple[DataFrame, tuple[Bound, ...]]:
     """The keys, `more`, and the columns that are aggregated, each once; and the functions of these."""
-    names: dict[Any, str] = {}
-    values = []
-    for spec in specs.values():
-        # Columns of Spark have no equality; the same object is the same expression.
-        known = spec.column if isinstance(spec.column, str) else id(spec.column)
-        if spec.column is not None and known not in names:
-            names[known] = f"__v{len(names)}"
-            values.append(column_of(spec.column).alias(names[known], metadata=PLAIN))
-    narrow = df.select(*keys, *more, *values)
+    values = values_of(specs)
+    columns = [column_of(column).alias(name, metadata=PLAIN) for name, column in values.values()]
+    narrow = df.select(*keys, *more, *columns)
     refuse_session_windows(narrow.schema.fields[: len(keys)])
-    refuse_doubles(narrow.columns, "keys")
+    return narrow, bound_to(specs, narrow.schema)
+
+
+def values_of(specs: Mapping[str, Aggregate]) -> dict[Any, tuple[str, Any]]:
+    """The columns that are aggregated, each once, by what tells them apart: their names, and the columns as given."""
+    found: dict[Any, tuple[str, Any]] = {}
+    for spec in specs.values():
+        if spec.column is not None:
+            found.setdefault(_told_by(spec.column), (f"__v{len(found)}", spec.column))
+    return found
+
+
+def _told_by(column: Any) -> Any:
+    # Columns of Spark have no equality; the same object is the same expression.
+    return column if isinstance(column, str) else id(column)
+
+
+def bound_to(specs: Mapping[str, Aggregate], narrow: StructType) -> tuple[Bound, ...]:
+    """The aggregates as functions of the columns that `values_of` names.
+
+    Parameters
+    ----------
+    specs
+        The aggregates.
+    narrow
+        The selected columns: keys, and those.
+    """
+    refuse_doubles(narrow.names, "keys")
+    names = {known: name for known, (name, _) in values_of(specs).items()}
     bound = []
     for name, spec in specs.items():
-        column = (
-            None if spec.column is None else names[spec.column if isinstance(spec.column, str) else id(spec.column)]
-        )
-        field = None if column is None else narrow.schema[column]
+        column = None if spec.column is None else names[_told_by(spec.column)]
+        field = None if column is None else narrow[column]
         if field is not None and spec.function in ("min", "max", "approx_count_distinct"):
             refuse_nested(field, f"column of the aggregate {name!r}")
         bound.append(Bound(name, kernel_of(spec, None if field is None else arrow_type(field), name), column))
-    return narrow, tuple(bound)
+    return tuple(bound)
 
 
 def arrow_type(field: StructField) -> pa.DataType:

@@ -8,58 +8,46 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from pyspark.sql import functions as F
-from pyspark.sql.streaming.state import GroupStateTimeout
-from pyspark.sql.types import (
-    ArrayType,
-    IntegerType,
-    LongType,
-    StructField,
-    StructType,
-    TimestampType,
-)
 
 from spark_state_ext.engine.job import ARROW
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.operators.agg import Aggregate
-from spark_state_ext.operators.aggregate import Aggregates, Aggregation, PartialAggregation
-from spark_state_ext.operators.deduplicate import EXPIRES_US, Deduplication
-from spark_state_ext.operators.sessionize import END, SESSION_WINDOW, SESSIONS, START, Sessions
-from spark_state_ext.operators.top_k import TOP, TopK
 from spark_state_ext.spark.client.columns import WATERMARK_KEY, KeyLike, event_time_of, resolve_keys
 from spark_state_ext.spark.client.operator_columns import (
     PLAIN,
     Keys,
     checked_aggregates,
     column_of,
-    functions_of,
-    identity,
     listed,
     name_of,
     order_text,
-    plain,
+    orders_of,
     quoted,
     refuse_doubles,
-    refuse_nested,
-    refuse_no_columns,
-    refuse_sort_orders,
-    result_fields,
     selected,
-    state_type_of,
+)
+from spark_state_ext.spark.client.operator_plans import (
+    SESSION_END,
+    OperatorPlan,
+    Order,
+    aggregation,
+    check_gap,
+    check_output_mode,
+    check_top,
+    deduplication,
+    ordering,
+    sessions,
+    timed_field,
+    top,
 )
 from spark_state_ext.spark.client.planner import Request, planned
 from spark_state_ext.spark.client.state import ArrowState
-from spark_state_ext.spark.shuffle.combine import Combining
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 __all__ = ["aggregate", "deduplicate", "sessionize", "top_k"]
-
-# A thousand years: with it no time of today comes near to 64 bits of microseconds.
-_GAP_MS_MAX = 2**45
-_EVENT_TIME, _NO_TIMEOUT = GroupStateTimeout.EventTimeTimeout, GroupStateTimeout.NoTimeout
 
 
 def aggregate(
@@ -107,48 +95,17 @@ def aggregate(
         When an argument cannot work.
     """
     _check(state, df, "aggregate")
-    if output_mode not in ("update", "append"):
-        raise UsageError(f"output_mode of aggregate must be 'update' or 'append', not {output_mode!r}")
+    check_output_mode(output_mode)
     specs = checked_aggregates(aggregates, "aggregate")
     key_columns = listed(keys)
     narrow, bound = selected(df, key_columns, specs)
-    key_fields = narrow.schema.fields[: len(key_columns)]
-    names = [field.name for field in key_fields]
-    state_type = state_type_of(bound, narrow.schema)
-    refuse_doubles([*names, *aggregates], "output columns of aggregate")
-    found = event_time_of(narrow.schema)
-    lives_by = event_time_of(df.schema) if found is None and state.options.ttl is not None else None
+    timed = state.options.ttl is None or event_time_of(narrow.schema) is not None
+    lives_by = None if timed else event_time_of(df.schema)
     if lives_by is not None:
-        # Comes along for the time to live, whose clock it may be.
+        # Comes along for the time to live, whose clock it may be: each row's time counts.
         narrow, _ = selected(df, key_columns, specs, F.col(quoted(df.columns)[lives_by[0]]).alias("__at"))
-    if found is None and output_mode == "append":
-        raise UnsupportedPlanError(
-            "aggregate in append mode gives a group when the watermark has passed it, and no key has a watermark: call "
-            "withWatermark, and group by that column or a window of it, or use output_mode='update'"
-        )
-    partial = PartialAggregation(Aggregates(bound), tuple(names))
-    refuse_doubles([*names, *partial.aggregates.buffer_names], "columns of aggregate, its own among them,")
-    # For the time to live each row's time counts.
-    combining = None if lives_by is not None else _partially(partial, key_fields, state_type)
-    function = Aggregation(
-        partial.aggregates, names[found[0]] if found else None, output_mode == "append", combining is not None
-    )
-    output = StructType([*(plain(field) for field in key_fields), *result_fields(bound, narrow.schema)])
-    timeout = _EVENT_TIME if found else _NO_TIMEOUT
-    asked = Request(
-        ARROW,
-        narrow,
-        quoted(names),
-        function,
-        output,
-        state_type,
-        output_mode,
-        timeout,
-        "aggregate",
-        combining=combining,
-        function=identity("aggregate", functions_of(specs, bound, narrow.schema)),
-    )
-    return planned(state.options, asked)
+    plan = aggregation(narrow.schema, len(key_columns), specs, bound, output_mode, combine=lives_by is None)
+    return planned(state.options, _asked(narrow, quoted(narrow.columns[: len(key_columns)]), plan))
 
 
 def deduplicate(
@@ -190,22 +147,11 @@ def deduplicate(
     schema = df.schema
     refuse_doubles(schema.names, "columns of the input of deduplicate")
     key_columns = quoted(schema.names) if keys is None else listed(keys)
-    event_time = event_time_of(schema)
-    function = Deduplication()
-    if within_watermark:
-        if event_time is None or not isinstance(schema[event_time[0]].dataType, TimestampType):
-            raise UnsupportedPlanError(
-                "deduplicate with within_watermark=True needs a watermark on a timestamp column: call withWatermark"
-            )
-        function = Deduplication(row_time=schema.names[event_time[0]], delay_us=1000 * event_time[1])
-    elif event_time is not None:
-        timed = [f.name for f in df.select(*key_columns).schema.fields if WATERMARK_KEY in (f.metadata or {})]
-        function = Deduplication(key_time=timed[0] if timed else None)
-    output = StructType([plain(field) for field in schema.fields])
-    state_type = StructType([StructField(EXPIRES_US, LongType())])
-    # Spark's operators drop late rows under an event-time timeout, whether or not there is one.
-    timeout = _NO_TIMEOUT if event_time is None else _EVENT_TIME
-    return state.apply_in_arrow_with_state(df, key_columns, function, output, state_type, "append", timeout)
+    # Only an event time among the input's columns can be one among the keys.
+    of_keys = [] if event_time_of(schema) is None else df.select(*key_columns).schema.fields
+    timed = [field.name for field in of_keys if WATERMARK_KEY in (field.metadata or {})]
+    plan = deduplication(schema, timed[0] if timed else None, within_watermark)
+    return planned(state.options, _asked(df, key_columns, plan))
 
 
 def sessionize(
@@ -253,49 +199,16 @@ def sessionize(
         When an argument cannot work.
     """
     _check(state, df, "sessionize")
-    if isinstance(gap_ms, bool) or not isinstance(gap_ms, int) or not 1 <= gap_ms <= _GAP_MS_MAX:
-        raise UsageError(f"gap_ms of sessionize must be a whole number from 1 to {_GAP_MS_MAX}, not {gap_ms!r}")
+    check_gap(gap_ms)
     specs = checked_aggregates(aggregates, "sessionize")
     key_columns = listed(keys)
-    timed = df.select(time).schema.fields[0]
-    if WATERMARK_KEY not in (timed.metadata or {}) or not isinstance(timed.dataType, TimestampType):
-        raise UnsupportedPlanError(
-            f"sessionize gives a session when the watermark has reached its end, and {timed.name!r} is no timestamp "
-            "with a watermark: call withWatermark"
-        )
+    timed = timed_field(df.select(time).schema.fields[0])
     own_end = F.timestamp_micros(F.unix_micros(column_of(time)) + F.lit(1000 * gap_ms))
-    ended = own_end.alias("__end", metadata={WATERMARK_KEY: timed.metadata[WATERMARK_KEY]})
+    ended = own_end.alias(SESSION_END, metadata={WATERMARK_KEY: timed.metadata[WATERMARK_KEY]})
     narrow, bound = selected(df, key_columns, specs, ended)
-    narrow = narrow.where(F.col("__end").isNotNull())
-    key_fields = narrow.schema.fields[: len(key_columns)]
-    names = [field.name for field in key_fields]
-    kept = state_type_of(bound, narrow.schema)
-    refuse_doubles([*names, SESSION_WINDOW, *aggregates], "output columns of sessionize")
-    refuse_doubles([START, END, *kept.names], "state columns of sessionize")
-    session = StructType([StructField(START, TimestampType()), StructField(END, TimestampType()), *kept.fields])
-    window = StructType([StructField("start", TimestampType()), StructField("end", TimestampType())])
-    output = StructType(
-        [
-            *(plain(field) for field in key_fields),
-            StructField(SESSION_WINDOW, window),
-            *result_fields(bound, narrow.schema),
-        ]
-    )
-    state_type = StructType([StructField(SESSIONS, ArrayType(session))])
-    function = Sessions(Aggregates(bound), "__end", 1000 * gap_ms)
-    asked = Request(
-        ARROW,
-        narrow,
-        quoted(names),
-        function,
-        output,
-        state_type,
-        "append",
-        _EVENT_TIME,
-        "sessionize",
-        function=identity("sessionize", functions_of(specs, bound, narrow.schema)),
-    )
-    return planned(state.options, asked)
+    narrow = narrow.where(F.col(SESSION_END).isNotNull())
+    plan = sessions(narrow.schema, len(key_columns), specs, bound, gap_ms)
+    return planned(state.options, _asked(narrow, quoted(narrow.columns[: len(key_columns)]), plan))
 
 
 def top_k(
@@ -353,83 +266,42 @@ def top_k(
         When an argument cannot work.
     """
     _check(state, df, "top_k")
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise UsageError(f"k of top_k must be a whole number from 1 on, not {k!r}")
-    if emit not in ("all", "changed"):
-        raise UsageError(f"emit of top_k must be 'all' or 'changed', not {emit!r}")
-    if not isinstance(rank, str) or not rank:
-        raise UsageError(f"rank of top_k is the name of a column, not {rank!r}")
-    orders, downwards = _orders(order_by, descending, df.schema.names)
+    check_top(k, emit, rank)
+    orders, downwards = orders_of(order_by, descending, df.schema.names)
     order_names = [name_of(order, df.schema.names) for order in orders]
     key_names, extra_names, derived = _top_k_keys(df, keys, rank)
     inputs = df.schema.names
-    # An order column that the key has too is kept beside it.
-    ordered = [
-        name if name is not None and name not in key_names else f"__order{i}" for i, name in enumerate(order_names)
-    ]
+    ordered = ordering(order_names, key_names)
     hidden = [
         column_of(order).alias(name, metadata=PLAIN)
         for order, name, own in zip(orders, ordered, order_names, strict=True)
         if name != own
     ]
     wide = df.select("*", *derived, *hidden)
-    refuse_doubles(wide.schema.names, "columns of top_k, its own among them,")
-    for name in ordered:
-        refuse_nested(wide.schema[name], "order column")
-    kept = [field for field in wide.schema.fields if field.name not in key_names]
-    output = [plain(field) for field in wide.schema.fields if field.name in {*inputs, *extra_names}]
-    function = TopK(
-        k,
-        tuple(zip(ordered, downwards, strict=True)),
-        tuple(field.name for field in kept),
-        tuple(field.name for field in output),
-        rank,
-        emit == "changed",
-    )
-    rows = StructType([StructField(field.name, field.dataType) for field in kept])
-    output_type = StructType([*output, StructField(rank, IntegerType())])
-    state_type = StructType([StructField(TOP, ArrayType(rows))])
-    asked = Request(
-        ARROW,
-        wide,
-        quoted(key_names),
-        function,
-        output_type,
-        state_type,
-        "update",
-        _NO_TIMEOUT,
-        "top_k",
-        # Under a time to live by event time each row's time counts.
-        combining=None if state.options.ttl is not None else Combining(function.thin, wide.schema),
-        function=identity("top_k", {"k": k, "order_by": order_text(orders, order_names, downwards)}),
-    )
-    return planned(state.options, asked)
-
-
-def _partially(partial: PartialAggregation, keys: Sequence[StructField], buffers: StructType) -> Combining:
-    """Aggregate a task's rows before the shuffle: their columns are then keys and buffers."""
-    columns = [
-        StructField(name, field.dataType)
-        for name, field in zip(partial.aggregates.buffer_names, buffers.fields, strict=True)
-    ]
-    return Combining(partial, StructType([*keys, *columns]))
+    order = Order(ordered, tuple(downwards), order_text(orders, order_names, downwards))
+    # Under a time to live by event time each row's time counts.
+    combine = state.options.ttl is None
+    plan = top(wide.schema, key_names, [*inputs, *extra_names], order, k, emit, rank, combine)
+    return planned(state.options, _asked(wide, quoted(key_names), plan))
 
 
 # -- inside --------------------------------------------------------------------------------------------------
 
 
-def _orders(order_by: Keys, descending: bool | Sequence[bool], inputs: Sequence[str]) -> tuple[list[Any], list[bool]]:
-    """What rows of `top_k` are ordered by, and whether the largest come first, for each."""
-    orders = listed(order_by)
-    refuse_no_columns(orders, "order_by of top_k")
-    given = descending if isinstance(descending, (list, tuple)) else [descending] * len(orders)
-    if not all(isinstance(value, (bool, np.bool_)) for value in given):
-        raise UsageError(f"descending of top_k must be True or False, or a list of these, not {descending!r}")
-    downwards = [bool(value) for value in given]
-    if not orders or len(orders) != len(downwards):
-        raise UsageError(f"order_by of top_k has {len(orders)} columns, and descending {len(downwards)} values")
-    refuse_sort_orders(orders, inputs)
-    return orders, downwards
+def _asked(df: DataFrame, keys: Sequence[KeyLike], plan: OperatorPlan) -> Request:
+    return Request(
+        ARROW,
+        df,
+        keys,
+        plan.func,
+        plan.output,
+        plan.state,
+        plan.output_mode,
+        plan.timeout_conf,
+        plan.name,
+        combining=plan.combining,
+        function=plan.identity,
+    )
 
 
 def _top_k_keys(df: DataFrame, keys: Keys, rank: str) -> tuple[list[str], list[str], list[Any]]:

@@ -175,10 +175,9 @@ def _columns(options: StateOptions, asked: Request, case_sensitive: bool) -> _Co
         assert not extra_keys, "operators select their keys"
         combiner = Combiner(asked.combining.function, tuple(input_type.names), positions)
         given_type = asked.combining.row_type
-        names = [input_type.names[at] for at in positions]
-        positions = tuple(given_type.names.index(name) for name in names)
+        positions = asked.combining.places(input_type, positions)
         if event_time is not None:
-            event_time = given_type.names.index(input_type.names[event_time[0]]), event_time[1]
+            event_time = asked.combining.places(input_type, [event_time[0]])[0], event_time[1]
     return _Columns(key_type, state_type, output_type, given_type, positions, event_time, packed, combiner)
 
 

@@ -8,12 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyspark.errors import PySparkException
-
 from arrow_schemas.import_mark import MAGIC
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
-from spark_state_ext.spark.compat import SPARK_VERSION
+from spark_state_ext.spark.compat import SPARK_VERSION, is_of_spark, said_by_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -214,8 +212,12 @@ class StateReader:
     def _translated(self) -> Iterator[None]:
         try:
             yield
-        except PySparkException as error:
-            raise StorageError(f"Spark cannot read the state of {self._location}: {error}") from error
+        except Exception as error:
+            if not is_of_spark(error):
+                raise
+            raise StorageError(
+                f"Spark cannot read the state of {self._location}: {said_by_spark(str(error))}"
+            ) from error
 
 
 def _fields(value: Any) -> set[str]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from spark_state_ext.errors import StorageError, UnsupportedPlanError, UsageError
-from spark_state_ext.spark.compat import SPARK_VERSION
+from spark_state_ext.spark.compat import SPARK_VERSION, is_of_spark, said_by_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -138,15 +136,7 @@ def translated(location: str) -> Iterator[None]:
     """Spark's errors as ours."""
     try:
         yield
-    except PySparkException as error:
-        raise StorageError(f"Spark cannot read the state of {location}: {_first_line(str(error))}") from error
     except Exception as error:
-        # A classic session hands some errors of the JVM on as they are.
-        if type(error).__name__ != "Py4JJavaError":
+        if not is_of_spark(error):
             raise
-        raise StorageError(f"Spark cannot read the state of {location}: {_first_line(str(error))}") from error
-
-
-def _first_line(text: str) -> str:
-    found = re.search(r"\[[A-Z_.]+\][^\n]*", text)
-    return found[0] if found else text.strip().partition("\n")[0][:500]
+        raise StorageError(f"Spark cannot read the state of {location}: {said_by_spark(str(error))}") from error

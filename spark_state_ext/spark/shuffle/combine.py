@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,10 @@ class Combining:
 
     function: Combine
     row_type: StructType
+
+    def places(self, input_type: StructType, positions: Sequence[int]) -> tuple[int, ...]:
+        """Where some of the input's columns are among those that it gives."""
+        return tuple(self.row_type.names.index(input_type.names[at]) for at in positions)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,231 @@
+"""The batches of a run: the times that they run at, and what came of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql.streaming.state import GroupState
+from pyspark.sql.types import StructType, TimestampNTZType, TimestampType
+
+from arrow_schemas.columns import event_times_us
+from arrow_schemas.spark_types import state_fields
+from spark_state_ext.engine.job import PANDAS
+from spark_state_ext.errors import UnsupportedPlanError, UsageError
+from spark_state_ext.spark.executor.key_work import Times
+from spark_state_ext.testing.buckets import Buckets
+from spark_state_ext.testing.outputs import table_of_frames, table_of_payloads
+
+__all__ = ["BatchResult", "Clock", "RunResult", "event_time_position", "run_result"]
+
+# 2024-01-01 UTC: what a batch does must not depend on when a test runs.
+_FIRST_MS, _EVERY_MS = 1_704_067_200_000, 1_000
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """What came of one batch.
+
+    Parameters
+    ----------
+    output
+        What the function gave, with the columns of the output schema.
+    state
+        All state after the batch, in the order of the keys' hashes: the keys, the state columns and ``timeout_ms``
+        (milliseconds since 1970; NULL for none). A key that has a timeout and no state is there, with NULLs.
+    watermark_ms
+        The watermark that the batch ran with; None where there is none.
+    processing_time_ms
+        The time that the batch ran at.
+    """
+
+    output: pa.Table
+    state: pa.Table
+    watermark_ms: int | None
+    processing_time_ms: int
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What came of all batches.
+
+    Parameters
+    ----------
+    batches
+        One for each.
+    """
+
+    batches: tuple[BatchResult, ...]
+
+    @property
+    def outputs(self) -> list[pa.Table]:
+        """The output of each batch."""
+        return [batch.output for batch in self.batches]
+
+    @property
+    def states(self) -> list[pa.Table]:
+        """The state after each batch."""
+        return [batch.state for batch in self.batches]
+
+    @property
+    def output(self) -> pa.Table:
+        """The output of all batches."""
+        return pa.concat_tables(self.outputs)
+
+    @property
+    def state(self) -> pa.Table:
+        """The state after the last batch."""
+        return self.batches[-1].state
+
+
+def event_time_position(event_time: str | None, input_type: StructType) -> int:
+    """Place of the column that has the watermark; -1 for none.
+
+    Raises
+    ------
+    UsageError
+        When there is no such column.
+    UnsupportedPlanError
+        When it has no times.
+    """
+    if event_time is None:
+        return -1
+    if event_time not in input_type.names:
+        raise UsageError(
+            f"event_time={event_time!r} is no column of the input, which has {', '.join(input_type.names)}"
+        )
+    kind = input_type[event_time].dataType
+    # Or of a window, which counts by its end.
+    time = kind["end"].dataType if isinstance(kind, StructType) and "end" in kind.names else kind
+    if not isinstance(time, (TimestampType, TimestampNTZType)):
+        raise UnsupportedPlanError(
+            f"event_time={event_time!r} is of type {kind.simpleString()}: a watermark needs a timestamp, or a window"
+        )
+    return input_type.names.index(event_time)
+
+
+def run_result(
+    buckets: Buckets,
+    tables: Iterable[pa.Table | None],
+    clock: Clock,
+    restart: bool | Collection[int],
+    selected: Callable[[pa.Table], pa.Table] | None = None,
+) -> RunResult:
+    """Run all batches.
+
+    Parameters
+    ----------
+    buckets
+        The operator's; they are closed.
+    tables
+        The rows of each batch; None for one without.
+    clock
+        Their times.
+    restart
+        Before which batches the job starts again.
+    selected
+        What the operator gets of a batch's rows; None: all columns.
+
+    Raises
+    ------
+    UsageError
+        When there is no batch.
+    """
+    found = tuple(_results(buckets, tables, clock, restart, selected))
+    if not found:
+        raise UsageError("batches has none: give at least one")
+    return RunResult(found)
+
+
+def _results(
+    buckets: Buckets,
+    tables: Iterable[pa.Table | None],
+    clock: Clock,
+    restart: bool | Collection[int],
+    selected: Callable[[pa.Table], pa.Table] | None,
+) -> Iterator[BatchResult]:
+    job = buckets.job
+    fields = state_fields(job.output_schema, "output")
+    try:
+        for number, table in enumerate(tables):
+            if number and (restart if isinstance(restart, bool) else number in restart):
+                buckets.restart()
+            times = clock.of_batch(number)
+            frames = buckets.batch(number, table if table is None or selected is None else selected(table), times)
+            if job.api == PANDAS:
+                output = table_of_frames(frames, fields, job.timezone)
+            else:
+                output = table_of_payloads(frames, fields)
+            clock.note(table)
+            watermark_ms = times.watermark_ms if times.watermark_present else None
+            yield BatchResult(output, buckets.state(times), watermark_ms, times.processing_ms)
+    finally:
+        buckets.close()
+
+
+class Clock:
+    """The times that batches run at.
+
+    Parameters
+    ----------
+    event_time_position
+        Column that has the watermark, or -1.
+    delay_ms
+        How far the watermark stays behind it.
+    watermarks_ms, processing_times_ms
+        As they are given; None: they are made.
+    """
+
+    def __init__(
+        self,
+        event_time_position: int,
+        delay_ms: int,
+        watermarks_ms: Iterable[int] | None,
+        processing_times_ms: Iterable[int] | None,
+    ) -> None:
+        self._at = event_time_position
+        self._delay_ms = delay_ms
+        self._given = None if watermarks_ms is None else iter(watermarks_ms)
+        times: Iterable[int] = itertools.count(_FIRST_MS, _EVERY_MS)
+        self._times = iter(times if processing_times_ms is None else processing_times_ms)
+        self.has_watermark = self._given is not None or event_time_position >= 0
+        self._watermark_ms = 0
+
+    def of_batch(self, number: int) -> Times:
+        """The clock of a batch.
+
+        Raises
+        ------
+        UsageError
+            When a time was not given, or is none, or the watermark goes back.
+        """
+        now_ms = _time(next(self._times, None), number, "processing_times_ms")
+        if self._given is not None:
+            watermark_ms = _time(next(self._given, None), number, "watermarks_ms")
+            if watermark_ms < self._watermark_ms:
+                raise UsageError(
+                    f"watermarks_ms has {watermark_ms} for batch {number} behind {self._watermark_ms}: a watermark "
+                    "never goes back"
+                )
+            self._watermark_ms = watermark_ms
+        return Times(now_ms, self._watermark_ms if self.has_watermark else GroupState.NO_TIMESTAMP, self.has_watermark)
+
+    def note(self, table: pa.Table | None) -> None:
+        """A batch has run: its rows move the watermark of the next one."""
+        if table is None or self._at < 0 or self._given is not None:
+            return
+        latest_us = pc.max(event_times_us(table.column(self._at))).as_py()
+        if latest_us is not None:
+            self._watermark_ms = max(self._watermark_ms, latest_us // 1000 - self._delay_ms)
+
+
+def _time(given: Any, number: int, name: str) -> int:
+    if given is None:
+        raise UsageError(f"{name} has no time for batch {number}: give one for each batch")
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise UsageError(f"{name} has {given!r} for batch {number}: give whole milliseconds since 1970")
+    return given

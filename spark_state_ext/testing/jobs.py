@@ -1,0 +1,110 @@
+"""What a plan would send to executors, made without Spark."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql.types import StructField, StructType
+
+from arrow_schemas.spark_types import key_fields
+from spark_state_ext.engine.job import PANDAS, Job
+from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.errors import UsageError
+from spark_state_ext.functions.ttl import Ttl
+from spark_state_ext.spark.client.planner import check_types
+from spark_state_ext.spark.client.state import ArrowState
+from spark_state_ext.spark.shuffle.payload import NO_ROW_LIMIT
+
+__all__ = ["check_delay", "check_restart", "job_of", "options_in"]
+
+# Rows of a frame of pandas, as on Spark by default. Where no frames are made, payloads may be as large as they ever
+# are: each costs some calls, whatever is in it.
+_ROWS_MAX = 10_000
+
+
+def check_restart(restart: Any) -> None:
+    """Raise a UsageError for what does not say when to start again."""
+    if not isinstance(restart, (bool, Collection)) or isinstance(restart, str):
+        raise UsageError(f"restart must be True, False, or numbers of batches, not {restart!r}")
+
+
+def check_delay(delay_ms: Any) -> None:
+    """Raise a UsageError for what is no delay."""
+    if isinstance(delay_ms, bool) or not isinstance(delay_ms, int) or delay_ms < 0:
+        raise UsageError(f"delay_ms must be a whole number from 0 on, not {delay_ms!r}")
+
+
+def options_in(folder: str, buckets: int, ttl: Ttl | None, *, restart: Any, strict_output: bool = True) -> StateOptions:
+    """Where and how a run keeps state.
+
+    Parameters
+    ----------
+    folder
+        A folder of its own.
+    buckets, ttl, strict_output
+        As for `ArrowState`.
+    restart
+        Before which batches it starts again.
+    """
+    return ArrowState(
+        Path(folder) / "root",
+        "run",
+        buckets=buckets,
+        local_dir=Path(folder) / "local",
+        # Restarts load from checkpoint files alone, so that nothing may be left in pointers.
+        backends=("changelog", "fsspec") if restart is False else ("fsspec",),
+        ttl=ttl,
+        strict_output=strict_output,
+    ).options
+
+
+def job_of(
+    options: StateOptions,
+    api: str,
+    given: StructType,
+    key_positions: Sequence[int],
+    state: StructType,
+    output: StructType,
+    **others: Any,
+) -> Job:
+    """What a plan would send to executors; refuses what a plan refuses.
+
+    Parameters
+    ----------
+    options
+        Where and how state is kept.
+    api
+        How the function is called.
+    given
+        The columns that the function gets.
+    key_positions
+        Which of them are keys.
+    state, output
+        The state's columns and the output's.
+    **others
+        Of `Job`, what differs from run to run.
+    """
+    fields = [given.fields[at] for at in key_positions]
+    key_type = StructType([StructField(field.name, field.dataType, field.nullable) for field in fields])
+    key_fields(key_type.json())
+    check_types(api, state, output, given, case_sensitive=False)
+    return Job(
+        options=options,
+        key_schema=key_type.json(),
+        state_schema=state.json(),
+        columns=tuple(given.names),
+        key_positions=tuple(key_positions),
+        frame_rows_max=_ROWS_MAX if api == PANDAS else NO_ROW_LIMIT,
+        late_by_previous_watermark=True,
+        application_id="run",
+        local_mode=True,
+        plan_id=uuid.uuid4().hex,
+        batches_retained=100,
+        api=api,
+        input_schema=given.json(),
+        output_schema=output.json(),
+        **others,
+    )

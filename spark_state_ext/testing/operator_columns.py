@@ -1,0 +1,317 @@
+"""Built-in operators over tables: what Spark's plan selects of the input's columns, selected without Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql.types import StructField, StructType
+
+from arrow_schemas.columns import event_times_us, flat
+from arrow_schemas.equality import IndexArray
+from spark_state_ext.errors import UnsupportedPlanError, UsageError
+from spark_state_ext.operators.agg import Aggregate
+from spark_state_ext.spark.client.columns import WATERMARK_KEY, event_time_of, unquoted
+from spark_state_ext.spark.client.operator_columns import (
+    bound_to,
+    checked_aggregates,
+    listed,
+    order_text,
+    orders_of,
+    refuse_doubles,
+    values_of,
+)
+from spark_state_ext.spark.client.operator_plans import (
+    SESSION_END,
+    OperatorPlan,
+    Order,
+    aggregation,
+    check_gap,
+    check_output_mode,
+    check_top,
+    deduplication,
+    ordering,
+    sessions,
+    timed_field,
+    top,
+)
+from spark_state_ext.spark.client.operators import aggregate, deduplicate, sessionize, top_k
+
+__all__ = ["OPERATORS", "OperatorRun", "Window", "planned_run"]
+
+OPERATORS = (aggregate, deduplicate, sessionize, top_k)
+
+
+@dataclass(frozen=True)
+class Window:
+    """A key of `aggregate`: the window of fixed length that a row's time lies in, as ``F.window(time, …)`` gives it.
+
+    Parameters
+    ----------
+    time
+        Name of a column of timestamps. Rows without a time are in no window, and left out.
+    duration_ms
+        How long a window is, milliseconds; they begin at multiples of it since 1970.
+    name
+        Name of the output's column.
+
+    Raises
+    ------
+    UsageError
+        When the length is no whole number from 1 on.
+
+    Examples
+    --------
+    >>> Window("at", 3_600_000).name
+    'window'
+    """
+
+    time: str
+    duration_ms: int
+    name: str = "window"
+
+    def __post_init__(self) -> None:
+        duration = self.duration_ms
+        if isinstance(duration, bool) or not isinstance(duration, int) or duration < 1:
+            raise UsageError(f"duration_ms of a Window must be a whole number from 1 on, not {duration!r}")
+
+
+@dataclass(frozen=True)
+class _Selected:
+    """A column that an operator works on.
+
+    Parameters
+    ----------
+    field
+        Its name and type; an event time has the watermark's delay with it.
+    source
+        The input's column.
+    made
+        What makes it of that; None: it is that.
+    """
+
+    field: StructField
+    source: str
+    made: Callable[[pa.ChunkedArray], pa.Array] | None = None
+
+
+@dataclass(frozen=True)
+class OperatorRun:
+    """An operator, planned for the columns of an input.
+
+    Parameters
+    ----------
+    plan
+        What it comes to.
+    columns
+        The columns that it works on.
+    keys
+        Names of those that are keys.
+    """
+
+    plan: OperatorPlan
+    columns: tuple[_Selected, ...]
+    keys: tuple[str, ...]
+
+    @property
+    def row_type(self) -> StructType:
+        """The type of the rows that it works on."""
+        return _struct(self.columns)
+
+    def rows(self, table: pa.Table) -> pa.Table:
+        """The rows that it works on, of a table of the input."""
+        for column in self.columns:
+            # What has no time is in no window and in no session.
+            if column.made is not None and table.column(column.source).null_count:
+                table = table.filter(table.column(column.source).is_valid())
+        found = [
+            table.column(column.source) if column.made is None else column.made(table.column(column.source))
+            for column in self.columns
+        ]
+        return pa.table(found, names=[column.field.name for column in self.columns])
+
+
+def planned_run(
+    operator: Callable[..., Any], arguments: Mapping[str, Any], input_type: StructType, has_ttl: bool
+) -> OperatorRun:
+    """Plan an operator for the columns of an input.
+
+    Parameters
+    ----------
+    operator
+        One of the built-in operators.
+    arguments
+        Its arguments by name, all of them, but the state and the frame.
+    input_type
+        The input's columns; the one with the watermark has its delay in its metadata, as on Spark.
+    has_ttl
+        Whether state has a time to live.
+
+    Raises
+    ------
+    UsageError, UnsupportedPlanError, UnsupportedTypeError
+        As on Spark.
+    """
+    given = dict(arguments)
+    columns = _Columns(input_type, operator.__name__)
+    if operator is aggregate:
+        return _aggregated(columns, has_ttl=has_ttl, **given)
+    if operator is deduplicate:
+        return _deduplicated(columns, **given)
+    if operator is sessionize:
+        return _sessions(columns, **given)
+    assert operator is top_k, operator
+    return _top(columns, has_ttl=has_ttl, **given)
+
+
+# -- inside --------------------------------------------------------------------------------------------------
+
+
+class _Columns:
+    """The input's columns, by the names that an operator's arguments give."""
+
+    def __init__(self, input_type: StructType, operator: str) -> None:
+        self.type = input_type
+        self._operator = operator
+
+    def named(self, given: Any, name: str | None = None) -> _Selected:
+        """A column by its name, under another one where that is given; raises a UsageError for anything else."""
+        if not isinstance(given, str):
+            raise UsageError(
+                f"{self._operator} has {given!r} where run_operator() takes names of columns only: give an expression "
+                "as a column of the batches, or test the query with Spark"
+            )
+        source = unquoted(given)
+        if source not in self.type.names:
+            raise UsageError(
+                f"{self._operator} names the column {given!r}, which the input does not have; it has "
+                f"{', '.join(self.type.names)}"
+            )
+        field = self.type[source]
+        # What an aggregate or an order takes has no watermark.
+        own = field if name is None else StructField(name, field.dataType, field.nullable)
+        return _Selected(own, source)
+
+    def keys(self, given: Any) -> list[_Selected]:
+        """Keys: columns, or windows of them."""
+        return [self._window(key) if isinstance(key, Window) else self.named(key) for key in listed(given)]
+
+    def _window(self, window: Window) -> _Selected:
+        time = self.named(window.time)
+        _refuse_no_time(time.field)
+        bounds = StructType([StructField(name, time.field.dataType) for name in ("start", "end")])
+        field = StructField(window.name, bounds, False, time.field.metadata)
+        duration_us = 1000 * window.duration_ms
+
+        def made(column: pa.ChunkedArray) -> pa.Array:
+            times = _us(column)
+            starts = times - np.mod(times, duration_us)
+            ends = [pa.array(bound).cast(column.type) for bound in (starts, starts + duration_us)]
+            return pa.StructArray.from_arrays(ends, names=["start", "end"])
+
+        return _Selected(field, time.source, made)
+
+    def values(self, specs: Mapping[str, Aggregate]) -> list[_Selected]:
+        """The columns that are aggregated."""
+        return [self.named(column, name) for name, column in values_of(specs).values()]
+
+    def all(self) -> list[_Selected]:
+        return [_Selected(field, field.name) for field in self.type.fields]
+
+
+def _refuse_no_time(field: StructField) -> None:
+    """Raise an UnsupportedPlanError for a column that is no timestamp."""
+    if not field.dataType.typeName().startswith("timestamp"):
+        raise UnsupportedPlanError(
+            f"a Window goes by a timestamp, and {field.name!r} is of type {field.dataType.simpleString()}"
+        )
+
+
+def _struct(columns: Iterable[_Selected]) -> StructType:
+    return StructType([column.field for column in columns])
+
+
+def _us(column: pa.ChunkedArray) -> IndexArray:
+    found: IndexArray = flat(event_times_us(column)).to_numpy()
+    return found
+
+
+def _aggregated(
+    columns: _Columns, *, has_ttl: bool, keys: Any, aggregates: Mapping[str, Aggregate], output_mode: str
+) -> OperatorRun:
+    check_output_mode(output_mode)
+    specs = checked_aggregates(aggregates, "aggregate")
+    chosen = columns.keys(keys)
+    lives_by = None
+    if has_ttl and event_time_of(_struct(chosen)) is None:
+        lives_by = event_time_of(columns.type)
+    more = []
+    if lives_by is not None:
+        # Comes along for the time to live, whose clock it may be: each row's time counts.
+        timed = columns.type[lives_by[0]]
+        more = [_Selected(StructField("__at", timed.dataType, timed.nullable, timed.metadata), timed.name)]
+    narrow = [*chosen, *more, *columns.values(specs)]
+    row_type = _struct(narrow)
+    bound = bound_to(specs, row_type)
+    plan = aggregation(row_type, len(chosen), specs, bound, output_mode, combine=lives_by is None)
+    return OperatorRun(plan, tuple(narrow), _names(chosen))
+
+
+def _deduplicated(columns: _Columns, *, keys: Any, within_watermark: bool) -> OperatorRun:
+    refuse_doubles(columns.type.names, "columns of the input of deduplicate")
+    chosen = columns.all() if keys is None else _without_windows(columns.keys(keys), "deduplicate")
+    timed = [one.field.name for one in chosen if WATERMARK_KEY in (one.field.metadata or {})]
+    plan = deduplication(columns.type, timed[0] if timed else None, within_watermark)
+    return OperatorRun(plan, tuple(columns.all()), _names(chosen))
+
+
+def _sessions(
+    columns: _Columns, *, keys: Any, time: Any, gap_ms: int, aggregates: Mapping[str, Aggregate]
+) -> OperatorRun:
+    check_gap(gap_ms)
+    specs = checked_aggregates(aggregates, "sessionize")
+    chosen = _without_windows(columns.keys(keys), "sessionize")
+    timed = columns.named(time)
+    field = timed_field(timed.field)
+
+    def ended(column: pa.ChunkedArray) -> pa.Array:
+        return pa.array(_us(column) + 1000 * gap_ms).cast(column.type)
+
+    end = _Selected(StructField(SESSION_END, field.dataType, True, field.metadata), timed.source, ended)
+    narrow = [*chosen, end, *columns.values(specs)]
+    row_type = _struct(narrow)
+    plan = sessions(row_type, len(chosen), specs, bound_to(specs, row_type), gap_ms)
+    return OperatorRun(plan, tuple(narrow), _names(chosen))
+
+
+def _top(
+    columns: _Columns, *, has_ttl: bool, keys: Any, order_by: Any, k: int, descending: Any, emit: str, rank: str
+) -> OperatorRun:
+    check_top(k, emit, rank)
+    inputs = columns.type.names
+    orders, downwards = orders_of(order_by, descending, inputs)
+    key_names = _names(_without_windows(columns.keys(keys), "top_k"))
+    refuse_doubles(key_names, "keys of top_k")
+    refuse_doubles([*inputs, rank], "output columns of top_k")
+    own = [columns.named(order).source for order in orders]
+    ordered = ordering(own, key_names)
+    hidden = [
+        columns.named(given, name) for given, name, source in zip(orders, ordered, own, strict=True) if name != source
+    ]
+    wide = [*columns.all(), *hidden]
+    order = Order(ordered, tuple(downwards), order_text(orders, own, downwards))
+    plan = top(_struct(wide), key_names, inputs, order, k, emit, rank, combine=not has_ttl)
+    return OperatorRun(plan, tuple(wide), key_names)
+
+
+def _without_windows(keys: list[_Selected], operator: str) -> list[_Selected]:
+    if any(key.made is not None for key in keys):
+        raise UsageError(f"a Window is a key of aggregate only, and {operator} has one")
+    return keys
+
+
+def _names(keys: Sequence[_Selected]) -> tuple[str, ...]:
+    return tuple(key.field.name for key in keys)

@@ -1,0 +1,157 @@
+"""`run_operator`: a built-in operator over batches, in this process and without Spark."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.types import StructField, StructType
+
+from spark_state_ext.engine.job import ARROW
+from spark_state_ext.errors import UnsupportedPlanError, UsageError
+from spark_state_ext.functions.ttl import Ttl
+from spark_state_ext.spark.client.columns import WATERMARK_KEY, event_time_of
+from spark_state_ext.spark.shuffle.combine import Combiner
+from spark_state_ext.testing.batches import Clock, RunResult, event_time_position, run_result
+from spark_state_ext.testing.buckets import Buckets
+from spark_state_ext.testing.jobs import check_delay, check_restart, job_of, options_in
+from spark_state_ext.testing.operator_columns import OPERATORS, OperatorRun, planned_run
+from spark_state_ext.testing.schemas import Rows, struct_json
+
+__all__ = ["run_operator"]
+
+
+def run_operator(
+    operator: Callable[..., Any],
+    batches: Iterable[Any],
+    *arguments: Any,
+    input_schema: StructType | pa.Schema | str | None = None,
+    event_time: str | None = None,
+    delay_ms: int = 0,
+    watermarks_ms: Iterable[int] | None = None,
+    processing_times_ms: Iterable[int] | None = None,
+    restart: bool | Collection[int] = False,
+    buckets: int = 1,
+    ttl: Ttl | None = None,
+    **named: Any,
+) -> RunResult:
+    """Run a built-in operator over batches, in this process: no Spark session, no JVM, no cluster.
+
+    It is planned by the code that plans it on Spark, and then run as `run` runs a function.
+
+    Parameters
+    ----------
+    operator
+        `aggregate`, `deduplicate`, `sessionize` or `top_k`.
+    batches
+        The rows of each micro-batch, as for `run`.
+    *arguments, **named
+        The operator's own arguments, behind the state and the DataFrame. Columns are given by name; a key of
+        `aggregate` may be a `Window`.
+    input_schema
+        The input's columns; None: those of the first batch that has some.
+    event_time
+        The column that has the watermark, as in `withWatermark`.
+    delay_ms
+        How far the watermark stays behind the latest event time, milliseconds; it is also what `deduplicate` with
+        ``within_watermark=True`` goes by.
+    watermarks_ms, processing_times_ms, restart
+        As for `run`.
+    buckets, ttl
+        As for `ArrowState`.
+
+    Returns
+    -------
+    RunResult
+        Output and state of each batch. ``watermark_ms`` is None where no watermark reaches the operator, as none of
+        its columns has one.
+
+    Raises
+    ------
+    UsageError, UnsupportedPlanError, UnsupportedTypeError
+        When an argument cannot work, as on Spark; for expressions, which take Spark.
+    StateValueError
+        When an aggregate is beyond its type, or a batch is no table of the input.
+
+    Examples
+    --------
+    >>> from spark_state_ext import Agg, aggregate
+    >>> batches = [{"user": ["a", "a"]}, {"user": ["a"]}]
+    >>> result = run_operator(aggregate, batches, "user", {"n": Agg.count()})
+    >>> result.output.to_pylist()
+    [{'user': 'a', 'n': 2}, {'user': 'a', 'n': 3}]
+    """
+    bound = _arguments(operator, arguments, named)
+    check_delay(delay_ms)
+    check_restart(restart)
+    if event_time is None and (delay_ms or watermarks_ms is not None):
+        raise UsageError("delay_ms and watermarks_ms are of the watermark on event_time: give event_time")
+    rows = Rows(None if input_schema is None else struct_json(input_schema, "the input schema"))
+    tables = rows.tables(batches)
+    input_type = _with_watermark(StructType.fromJson(json.loads(rows.known())), event_time, delay_ms)
+    run = planned_run(operator, bound, input_type, has_ttl=ttl is not None)
+    # Whether the watermark reaches the operator, as on Spark.
+    timed = event_time_of(run.row_type)
+    if ttl is not None and ttl.clock == "event" and timed is None:
+        raise UnsupportedPlanError("a Ttl with clock='event' needs an input with a watermark: give event_time")
+    clock = Clock(
+        -1 if timed is None else event_time_position(event_time, input_type),
+        delay_ms,
+        None if timed is None else watermarks_ms,
+        processing_times_ms,
+    )
+    with tempfile.TemporaryDirectory(prefix="spark_state_ext-run-") as folder:
+        running = _buckets(options_in(folder, buckets, ttl, restart=restart), run, -1 if timed is None else timed[0])
+        return run_result(running, tables, clock, restart, run.rows)
+
+
+def _arguments(operator: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """An operator's arguments by name, but the state and the frame."""
+    if operator not in OPERATORS:
+        names = ", ".join(known.__name__ for known in OPERATORS)
+        raise UsageError(f"operator must be one of {names}, not {operator!r}: run() runs functions")
+    try:
+        bound = inspect.signature(operator).bind(None, None, *arguments, **named)
+    except TypeError as error:
+        raise UsageError(f"{operator.__name__} does not take these arguments: {error}") from error
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if name not in ("state", "df")}
+
+
+def _with_watermark(input_type: StructType, event_time: str | None, delay_ms: int) -> StructType:
+    """The input's columns, the event time's as `withWatermark` leaves it."""
+    at = event_time_position(event_time, input_type)
+    return StructType(
+        [
+            StructField(field.name, field.dataType, field.nullable, {WATERMARK_KEY: delay_ms} if place == at else None)
+            for place, field in enumerate(input_type.fields)
+        ]
+    )
+
+
+def _buckets(options: Any, run: OperatorRun, event_at: int) -> Buckets:
+    plan, row_type = run.plan, run.row_type
+    positions = tuple(row_type.names.index(key) for key in run.keys)
+    combiner, given = None, row_type
+    if plan.combining is not None:
+        combiner = Combiner(plan.combining.function, tuple(row_type.names), positions)
+        given = plan.combining.row_type
+        positions = plan.combining.places(row_type, positions)
+        event_at = plan.combining.places(row_type, [event_at])[0] if event_at >= 0 else -1
+    job = job_of(
+        options,
+        ARROW,
+        given,
+        positions,
+        plan.state,
+        plan.output,
+        timeout_conf=plan.timeout_conf,
+        event_time_position=event_at,
+        timezone="UTC",
+        function=plan.identity,
+    )
+    return Buckets(job, plan.func, combiner)

@@ -1,0 +1,44 @@
+"""Which errors are Spark's, and what they say."""
+
+from __future__ import annotations
+
+import pytest
+from pyspark.errors import AnalysisException, PySparkValueError
+
+from spark_state_ext.errors import StorageError
+from spark_state_ext.spark.compat import is_of_spark, said_by_spark
+
+JAVA = """An error occurred while calling o91.parquet.
+: org.apache.hadoop.fs.UnsupportedFileSystemException: No FileSystem for scheme "nosuch"
+\tat org.apache.hadoop.fs.FileSystem.getFileSystemClass(FileSystem.java:3585)
+"""
+
+
+def test_errors_of_spark_are_told_apart() -> None:
+    # Which clients of Connect may lack.
+    py4j = pytest.importorskip("py4j.protocol")
+    assert is_of_spark(AnalysisException("no such column"))
+    assert is_of_spark(PySparkValueError("no"))
+    # The JVM has gone. That a method is not there is a mistake of this package.
+    assert is_of_spark(py4j.Py4JNetworkError("Answer from Java side is empty"))
+    assert not is_of_spark(py4j.Py4JError("o91.nosuch does not exist in the JVM"))
+    assert not is_of_spark(StorageError("no"))
+    assert not is_of_spark(KeyError("no"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (JAVA, 'org.apache.hadoop.fs.UnsupportedFileSystemException: No FileSystem for scheme "nosuch"'),
+        (
+            "Job aborted:\n[PATH_NOT_FOUND] Path does not exist: /a. SQLSTATE: 42K03\n  at …",
+            "[PATH_NOT_FOUND] Path does not exist: /a. SQLSTATE: 42K03",
+        ),
+        ("[UDF_ERROR.CODE_2] it failed", "[UDF_ERROR.CODE_2] it failed"),
+        ("\n  Connection refused\nmore", "Connection refused"),
+        ("x" * 900, "x" * 500),
+        (" \n", "it does not say why"),
+    ],
+)
+def test_the_line_that_says_what_happened(text: str, said: str) -> None:
+    assert said_by_spark(text) == said
