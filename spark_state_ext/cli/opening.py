@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from spark_state_ext.cli.output import say
 from spark_state_ext.cli.parameters import options_of
 from spark_state_ext.cli.targets import as_given
 from spark_state_ext.errors import UsageError
@@ -77,7 +78,7 @@ def opened(
         return _opened_by_spark(
             path, checkpoint, at, operator, query_folder, unproven, hold, options_of(storage_options)
         )
-    return open_state(
+    state = open_state(
         as_given(path),
         operator=operator,
         batch=at,
@@ -86,6 +87,12 @@ def opened(
         hold=hold,
         storage_options=options_of(storage_options),
     )
+    if not state.proven:
+        say(
+            f"unproven: files do not prove what is read of {state.unit} {state.batch}. It may have rows of an attempt "
+            "that failed, and lack rows that no file has yet"
+        )
+    return state
 
 
 def _opened_by_spark(
