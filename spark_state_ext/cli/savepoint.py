@@ -8,7 +8,7 @@ from typing import Any
 
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.cli.roots import operators_below
-from spark_state_ext.cli.targets import as_given
+from spark_state_ext.cli.targets import absolute
 from spark_state_ext.errors import NotClaimableError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
@@ -70,7 +70,7 @@ def status_of(savepoint: Folder, roots: Sequence[str], storage_options: Mapping[
 
 def _root(path: str, storage_options: Mapping[str, Any]) -> Folder:
     """A root in which somebody has state: below a wrong one nobody would be found."""
-    root = Folder(as_given(path), storage_options)
+    root = Folder(absolute(path), storage_options)
     operators_below(root)
     return root
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,20 @@ from arrow_schemas.operator import OperatorFile, operator_file_name, parse_opera
 from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.cli.roots import operators_below
 from spark_state_ext.errors import MissingCheckpointError, UsageError
-from spark_state_ext.files.folder import Entry, Folder
+from spark_state_ext.files.folder import Entry, Folder, refuse_relative
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 
-__all__ = ["QueryFolder", "Target", "as_given", "bucket_folders", "given_folder", "query_folder_at", "target_of"]
+__all__ = [
+    "QueryFolder",
+    "Target",
+    "absolute",
+    "as_given",
+    "bucket_folders",
+    "given_folder",
+    "query_folder_at",
+    "target_of",
+]
 
 _NAMED_MAX = 10
 
@@ -68,6 +78,20 @@ def given_folder(path: str, storage_options: Mapping[str, Any]) -> Folder:
 def as_given(path: str) -> str:
     """A path as somebody gave it, without a slash at its end."""
     return path.rstrip("/") or path
+
+
+def absolute(path: str) -> str:
+    """A path that other processes understand too: a relative one is of this process's folder.
+
+    Raises
+    ------
+    UsageError
+        When it is a URL of a relative path.
+    """
+    given = as_given(path)
+    found = given if "://" in given else os.path.abspath(given)
+    refuse_relative(found, "a root or savepoint")
+    return found
 
 
 def target_of(folder: Folder) -> Target:
