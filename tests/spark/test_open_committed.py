@@ -14,6 +14,7 @@ from jobs import COUNTS, SPARK, Job, count, keyed, reads_state
 from spark_state_ext import OpenState, open_committed, open_state, read_state
 from spark_state_ext.__main__ import main
 from spark_state_ext.errors import MissingCheckpointError, UsageError
+from spark_state_ext.spark.source.options import SourceOptions
 
 pytestmark = pytest.mark.spark
 
@@ -88,3 +89,8 @@ def test_the_newest_batch_is_read_at_once_and_older_ones_too(
 def test_pyspark_3_5_says_what_to_do(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"Read with PySpark 4\.0 or newer"):
         open_committed(spark, tmp_path, tmp_path / "checkpoint")
+
+
+def test_a_data_source_cannot_ask_spark_and_says_who_can() -> None:
+    with pytest.raises(UsageError, match=r"read_state\(spark, path, checkpoint_location=…\) does"):
+        SourceOptions.of({"path": "/state", "checkpointLocation": "/checkpoints/clicks"})
