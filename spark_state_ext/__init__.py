@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from spark_state_ext.spark.client.tables import read_savepoint, write_savepoint
     from spark_state_ext.spark.native.exporting import export_native
     from spark_state_ext.spark.native.importing import ImportedJob, import_native
+    from spark_state_ext.spark.source.exact import open_committed
     from spark_state_ext.spark.source.frames import read_state, register
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "erase_status",
     "export_native",
     "import_native",
+    "open_committed",
     "open_live",
     "open_state",
     "read_savepoint",
@@ -108,6 +110,7 @@ _LAZY = {
     "erase_status": "spark_state_ext.erasing.asking",
     "export_native": "spark_state_ext.spark.native.exporting",
     "import_native": "spark_state_ext.spark.native.importing",
+    "open_committed": "spark_state_ext.spark.source.exact",
     "open_live": "spark_state_ext.reading.live",
     "open_state": "spark_state_ext.reading.opening",
     "read_savepoint": "spark_state_ext.spark.client.tables",

@@ -47,6 +47,7 @@ LINES_MAX, PARAMETERS_MAX = 70, 8
 # Users' own signatures: nothing else has so many.
 MANY_PARAMETERS = {
     "spark_state_ext/reading/opening.py:open_state",
+    "spark_state_ext/spark/source/exact.py:open_committed",
     "spark_state_ext/spark/client/state.py:ArrowState.__init__",
     "spark_state_ext/functions/state_batch.py:StateBatch.__init__",
     "spark_state_ext/testing/function_run.py:run",

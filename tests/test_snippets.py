@@ -220,6 +220,7 @@ def test_few_snippets_are_not_run_and_say_why() -> None:
         "erasing.md",
         "savepoints.md",
         "reading.md",
+        "reading.md",
     ]
     for block in left:
         assert len(block.why_not) > 20, block.place

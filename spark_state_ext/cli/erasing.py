@@ -13,12 +13,12 @@ from spark_state_ext.cli.exits import DONE, NO
 from spark_state_ext.cli.output import Output, say, write_table
 from spark_state_ext.cli.parameters import options_for, options_of
 from spark_state_ext.cli.roots import operators_below
-from spark_state_ext.cli.targets import as_given
+from spark_state_ext.cli.targets import absolute
 from spark_state_ext.cli.values import key_of
 from spark_state_ext.erasing.folders import query_folders_below
 from spark_state_ext.erasing.receipt import EraseReceipt
 from spark_state_ext.errors import UsageError
-from spark_state_ext.files.folder import Folder, refuse_relative
+from spark_state_ext.files.folder import Folder
 
 __all__ = [
     "BackendOptions",
@@ -54,7 +54,7 @@ LocalDirsOption = Annotated[
 
 
 def operator_at(root: str, operator: str | None, storage_options: Mapping[str, Any]) -> tuple[str, str]:
-    """A root without a slash at its end, and the operator that is meant.
+    """A root, absolute and without a slash at its end, and the operator that is meant.
 
     Parameters
     ----------
@@ -70,8 +70,7 @@ def operator_at(root: str, operator: str | None, storage_options: Mapping[str, A
     StorageError
         When it cannot be listed.
     """
-    refuse_relative(root, "root")
-    root = as_given(root)
+    root = absolute(root)
     found = sorted(operators_below(Folder(root, storage_options), () if operator is None else (operator,)))
     if len(found) > 1:
         raise UsageError(f"{root} has {len(found)} operators: name one with --operator ({', '.join(found[:10])})")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
+from spark_state_ext.cli.output import say
 from spark_state_ext.cli.parameters import options_of
 from spark_state_ext.cli.targets import as_given
+from spark_state_ext.errors import UsageError
 from spark_state_ext.reading.opening import open_state
 from spark_state_ext.reading.state import OpenState
 
 __all__ = [
     "AtOption",
+    "CheckpointOption",
     "HoldOption",
     "OperatorOption",
     "QueryFolderOption",
@@ -25,7 +29,16 @@ StatePath = Annotated[
     str, typer.Argument(metavar="PATH", help="a root, a query folder or a savepoint: a path or a URL")
 ]
 AtOption = Annotated[
-    int | None, typer.Option("--at", metavar="BATCH", help="after which batch; by default the newest that files prove")
+    int | None,
+    typer.Option("--at", metavar="BATCH", help="after which batch; by default the newest known to be committed"),
+]
+CheckpointOption = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="LOCATION",
+        help="the query's checkpointLocation: Spark (4.0 or newer) says what is committed, so the last batch is read",
+    ),
 ]
 OperatorOption = Annotated[str | None, typer.Option("--operator", metavar="NAME", help="where there are several")]
 QueryFolderOption = Annotated[
@@ -47,20 +60,25 @@ def opened(
     unproven: bool = False,
     hold: bool = True,
     storage_options: str = "{}",
+    checkpoint: str | None = None,
 ) -> OpenState:
     """Open a state, to be closed.
 
     Parameters
     ----------
-    path, at, operator, query_folder, unproven, hold, storage_options
+    path, at, operator, query_folder, unproven, hold, storage_options, checkpoint
         As the options of commands say.
 
     Raises
     ------
     StateError
-        As `open_state`.
+        As `open_state`, or `open_committed`.
     """
-    return open_state(
+    if checkpoint is not None:
+        return _opened_by_spark(
+            path, checkpoint, at, operator, query_folder, unproven, hold, options_of(storage_options)
+        )
+    state = open_state(
         as_given(path),
         operator=operator,
         batch=at,
@@ -68,4 +86,33 @@ def opened(
         unproven=unproven,
         hold=hold,
         storage_options=options_of(storage_options),
+    )
+    if not state.proven:
+        say(
+            f"unproven: files do not prove what is read of {state.unit} {state.batch}. It may have rows of an attempt "
+            "that failed, and lack rows that no file has yet"
+        )
+    return state
+
+
+def _opened_by_spark(
+    path: str,
+    checkpoint: str,
+    at: int | None,
+    operator: str | None,
+    query_folder: str | None,
+    unproven: bool,
+    hold: bool,
+    storage_options: Mapping[str, Any],
+) -> OpenState:
+    if unproven:
+        raise UsageError("--unproven does not go with --checkpoint, by which all that is read is committed")
+    if query_folder is not None:
+        raise UsageError("--query-folder does not go with --checkpoint, whose pointers name the folder: leave it out")
+    # PySpark is imported by nothing else here.
+    from spark_state_ext.cli.query_folders import session
+    from spark_state_ext.spark.source.exact import open_committed
+
+    return open_committed(
+        session(), as_given(path), checkpoint, operator=operator, batch=at, hold=hold, storage_options=storage_options
     )

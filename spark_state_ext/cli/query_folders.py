@@ -58,10 +58,7 @@ def pointers_of(spark: SparkSession, location: str, operator: str, query_folder:
             f"{location} is no checkpoint of the query with the folder {query_folder} of operator {operator!r}: give "
             "the checkpointLocation of that query"
         )
-    with errors_of_tasks():
-        rows = reader.pointers(stores[0], reader.batch().batch).collect()
-    pointers = [Pointer.decode(bytes(row.pointer)) for row in rows]
-    return {it.bucket: it for it in pointers}
+    return reader.by_bucket(stores[0], reader.batch().batch)
 
 
 def query_folders_of(spark: SparkSession, location: str) -> frozenset[str]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.cli.roots import operators_below
-from spark_state_ext.cli.targets import given_folder
+from spark_state_ext.cli.targets import absolute, given_folder
 from spark_state_ext.errors import NotClaimableError, UsageError
-from spark_state_ext.files.folder import Folder, refuse_relative
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 from spark_state_ext.ownership.release import release_query_folder
 from spark_state_ext.savepoints.claims import CLAIM_FOLDER, release_claim
@@ -65,8 +65,7 @@ def status_of(savepoint: Folder, roots: Sequence[str], storage_options: Mapping[
 
 def _root(path: str, storage_options: Mapping[str, Any]) -> Folder:
     """A root in which somebody has state: below a wrong one nobody would be found."""
-    refuse_relative(path, "a root")
-    root = given_folder(path, storage_options)
+    root = given_folder(absolute(path), storage_options)
     operators_below(root)
     return root
 

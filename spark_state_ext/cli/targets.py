@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,22 @@ from arrow_schemas.operator import OperatorFile, operator_file_name, parse_opera
 from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.cli.roots import operators_below
 from spark_state_ext.errors import MissingCheckpointError, UsageError
-from spark_state_ext.files.folder import Entry, Folder
+from spark_state_ext.files.folder import Entry, Folder, refuse_relative
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 
-__all__ = ["QueryFolder", "Target", "as_given", "bucket_folders", "given_folder", "query_folder_at", "target_of"]
+__all__ = [
+    "QueryFolder",
+    "Target",
+    "absolute",
+    "as_given",
+    "bucket_folders",
+    "given_folder",
+    "query_folder_at",
+    "target_of",
+]
+
+_NAMED_MAX = 10
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,20 @@ def as_given(path: str) -> str:
     return path.rstrip("/") or path
 
 
+def absolute(path: str) -> str:
+    """A path that other processes understand too: a relative one is of this process's folder.
+
+    Raises
+    ------
+    UsageError
+        When it is a URL of a relative path.
+    """
+    given = as_given(path)
+    found = given if "://" in given else os.path.abspath(given)
+    refuse_relative(found, "a root or savepoint")
+    return found
+
+
 def target_of(folder: Folder) -> Target:
     """Find out what a folder is.
 
@@ -111,14 +137,31 @@ def query_folder_at(folder: Folder) -> OperatorFile:
     """
     numbers = [number for name in folder.names() if (number := parse_operator_file_name(name)) is not None]
     if not numbers:
+        below = _query_folders_below(folder)
         raise UsageError(
-            f"{folder.root} is no query folder, as it has no operator file: give <root>/<operator>/<query folder>"
+            f"{folder.root} is no query folder, as it has no operator file: give "
+            f"{', '.join(below[:_NAMED_MAX]) if below else '<root>/<operator>/<query folder>'}"
+            f"{', …' if len(below) > _NAMED_MAX else ''}"
         )
     name = operator_file_name(max(numbers))
     try:
         return OperatorFile.decode(folder.get(name), folder.where(name))
     except MissingCheckpointError as error:
         raise UsageError(f"{folder.where(name)} went away meanwhile: run the command again") from error
+
+
+def _query_folders_below(folder: Folder) -> list[str]:
+    """Query folders of a root, or of the folder of an operator: one of them may be meant."""
+    found: list[str] = []
+    near = [folder.child(entry.name) for entry in folder.entries() if entry.folder]
+    for each in near:
+        entries = each.entries()
+        if _is_query_folder(entries):
+            found.append(each.root)
+            continue
+        further = [each.child(entry.name) for entry in entries if entry.folder]
+        found += [it.root for it in further if _is_query_folder(it.entries())]
+    return found
 
 
 def bucket_folders(folder: Folder) -> list[tuple[int, Folder]]:

@@ -102,9 +102,11 @@ class _Told:
         (origin,) = self.files.headers.origins([ref])
         if origin.heartbeat >= self.recent:
             which = "" if ref in self.line.refs else ", of another attempt than the committed one,"
+            # The first call of a bucket is at heartbeat 1.
+            since = f"heartbeat {self.recent}" if self.recent > 1 else "the first"
             return (
                 f"it was made at heartbeat {origin.heartbeat}: a batch that Spark retains may name a checkpoint{which} "
-                f"from heartbeat {self.recent} on"
+                f"from {since} on"
             )
         if ref in self.line.refs:
             return self._on_the_line(ref, kind)

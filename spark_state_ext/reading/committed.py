@@ -112,7 +112,8 @@ class Line:
                 return head
             raise MissingCheckpointError(
                 f"the files in {self.files.folder.root} do not tell whether checkpoint {head}, with which the query "
-                "began, was committed: wait until the query has changed the bucket, or read with unproven=True"
+                "began, was committed: wait until the query has changed the bucket, have Spark say it, with "
+                "open_committed (--checkpoint), or read with unproven=True"
             )
         return None
 

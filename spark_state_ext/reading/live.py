@@ -47,6 +47,8 @@ _PATIENCE_S = 1.0
 _PAUSE_S = 0.002
 # How often it is looked whether a bucket has a store under another schema.
 _LOOK_EVERY_S = 1.0
+# Folders of operators' stores: the root's id before the name.
+_STORES_OF = re.compile(r"[0-9a-f]{16}-(.+)")
 _SCHEMA = re.compile(r"s(\d+)")
 
 
@@ -127,9 +129,11 @@ def open_live(
     ]
     used = [(used_s, folder) for used_s, folder in found if used_s > 0]
     if not used:
+        others = sorted({it[1] for place in _folders(stores) if (it := _STORES_OF.fullmatch(place.name))} - {operator})
+        there = f", which has those of {', '.join(others)}" if others else ""
         raise StateGoneError(
-            f"there is no local store of operator {operator!r} in {stores}: no task of this host has worked on it, or "
-            "local_dir (and root, query_folder) are not the job's"
+            f"there is no local store of operator {operator!r} in {stores}{there}: no task of this host has worked on "
+            "it, or local_dir (and operator, root, query_folder) are not the job's"
         )
     return LiveState(max(used)[1], operator)
 

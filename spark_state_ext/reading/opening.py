@@ -39,7 +39,8 @@ def open_state(
 
     The job may run meanwhile. What is read is the state after a batch that is committed for certain, of all buckets
     after the same one. Files tell of a batch only once a later one has changed the bucket, so that is mostly the last
-    batch but one; a bucket that did not change for long holds the others back (see ``unproven``).
+    batch but one; a bucket that did not change for long holds the others back (see ``unproven``). `open_committed` has
+    Spark say what is committed, and reads the last batch exactly.
 
     Parameters
     ----------
@@ -111,6 +112,7 @@ def open_pointers(
     pointers: Mapping[int, Pointer],
     batch: int,
     *,
+    retained: tuple[int, int] | None = None,
     hold: ReaderHold | None = None,
     scratch: Scratch | None = None,
 ) -> OpenState:
@@ -126,6 +128,8 @@ def open_pointers(
         By bucket; buckets that are not named have no state.
     batch
         The batch that made them.
+    retained
+        The oldest and the newest batch whose pointers can be had; None: there is only this one.
     hold
         A hold from before they were read.
     scratch
@@ -133,7 +137,8 @@ def open_pointers(
     """
     none = Pointer(operator.operator, 0, operator.buckets, operator.schema_id, batch, None)
     whole = {bucket: pointers.get(bucket, replace(none, bucket=bucket)) for bucket in range(operator.buckets)}
-    as_of = AsOf(batch, BATCH, batch, lambda: batch, batch)
+    oldest, newest = retained or (batch, batch)
+    as_of = AsOf(batch, BATCH, newest, lambda: oldest, newest)
     return OpenState(StateFiles(query_folder, operator, whole), as_of, hold, scratch or Scratch())
 
 
@@ -173,8 +178,8 @@ def _nothing(folder: Folder, found: Timeline) -> str:
     return (
         f"the files in {folder.root} do not prove that a batch is committed: they tell that of a bucket once a later "
         f"batch has changed it, and a bucket with one file holds the others back. The newest that has left a file is "
-        f"{found.clock.unit} {found.begun}. Wait for a batch that changes every bucket, read with Spark, or "
-        "with unproven=True"
+        f"{found.clock.unit} {found.begun}. Wait for a batch that changes every bucket, or have Spark say what is "
+        "committed, with open_committed (--checkpoint), or read with unproven=True"
     )
 
 
@@ -185,7 +190,8 @@ def _unreadable(folder: Folder, found: Timeline, wanted: int, newest: int) -> Mi
         oldest = f"one that is not known ({error})"
     return MissingCheckpointError(
         f"{found.clock.unit} {wanted} of {folder.root} cannot be read: the files tell of {found.clock.unit} {oldest} "
-        f"to {newest}. Choose one of these; later ones may be committed already, which only Spark knows."
+        f"to {newest}. Choose one of these; later ones may be committed already, which only Spark knows: "
+        "open_committed (--checkpoint) asks it."
     )
 
 

@@ -195,6 +195,8 @@ def test_what_a_batch_wrote_is_seen_once_a_later_one_was_handed_it(tmp_path: Pat
         asked.live()
     for batch in range(6):
         asked.batch()
+        with pytest.raises(StateGoneError, match=r"operator 'askedfor' in .*, which has those of asked-for: no task"):
+            open_live(str(tmp_path / "local"), "askedfor")
         with asked.live() as live:
             assert live.buckets() == list(range(BUCKETS))
             assert live.query_folder == "query"

@@ -194,7 +194,11 @@ def test_only_a_query_deletes(small: SmallRoot, capsys: pytest.CaptureFixture[st
     assert main(["gc", str(small.query_folder), "--dry-run", "--bucket", "9"]) == 2
     assert "has no bucket 9" in capsys.readouterr().err
     assert main(["gc", str(small.root), "--dry-run"]) == 2
-    assert "is no query folder" in capsys.readouterr().err
+    assert f"is no query folder, as it has no operator file: give {small.query_folder}\n" in capsys.readouterr().err
+    assert main(["log", str(small.query_folder / "0")]) == 2
+    assert "give <root>/<operator>/<query folder>" in capsys.readouterr().err
+    assert main(["why", str(small.query_folder)]) == 2
+    assert "is a folder: name a file in it" in capsys.readouterr().err
 
 
 def test_each_kind_of_file_says_whose_it_is(

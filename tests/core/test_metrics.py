@@ -107,7 +107,10 @@ def test_the_command_tells_where_there_is_nothing(tmp_path: Path, capsys: pytest
     for name, text in (
         ("missing", f"there is no folder {tmp_path / 'missing'}\n"),
         ("file.arrows", f"there is no folder {tmp_path / 'file.arrows'}, that is a file\n"),
-        ("empty", f"no *.arrows files below {tmp_path / 'empty'}\n"),
+        (
+            "empty",
+            f"no *.arrows files below {tmp_path / 'empty'}: give the job's local_dir, where executors write them\n",
+        ),
     ):
         for arguments in ([], ["--calls"]):
             assert main(["metrics", str(tmp_path / name), *arguments]) == 2

@@ -42,11 +42,16 @@ def small(tmp_path: Path) -> Iterator[SmallRoot]:
 
 
 def test_keys_are_asked_for_and_told_of_until_they_are_done(
-    small: SmallRoot, capsys: pytest.CaptureFixture[str]
+    small: SmallRoot, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(small.root)
+    assert said(capsys, "erase", "status", ".") == []
     assert said(capsys, "erase", "status", small.root) == []
     words = ["erase", "keys", small.root, "ann", "0", "bob", "0.5", "--json", '{"name": null, "x": 2}']
-    (asked,) = said(capsys, *words)
+    assert main([*map(str, words), "-o", "jsonl"]) == 0
+    out, err = capsys.readouterr()
+    asked = json.loads(out)
+    assert "a query with erase_requests=True carries it out" in err
     assert asked == {"operator": "counts", "query_folder": QUERY, "number": 1, "keys": 3}
     requests = EraseFolder(Folder(str(small.query_folder)))
     request = requests.request(1)
@@ -126,11 +131,14 @@ def test_they_work_in_a_process_of_their_own(small: SmallRoot, tmp_path: Path) -
 # -- report -----------------------------------------------------------------------------------------
 
 
-def test_a_report_is_written(small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_written(
+    small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     page = tmp_path / "page.html"
     _log(tmp_path / "metrics", 7)
-    words = ["report", str(small.root), "--metrics", str(tmp_path / "metrics"), "--title", "Ours", "--out", str(page)]
+    monkeypatch.chdir(small.root.parent)
+    words = ["report", small.root.name, "--metrics", str(tmp_path / "metrics"), "--title", "Ours", "--out", str(page)]
     assert main(words) == 0
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", f"file={page} bytes={page.stat().st_size}\n")

@@ -49,6 +49,10 @@ def test_what_is_there_is_shown(small: SmallRoot, tmp_path: Path, capsys: pytest
         ("count", "int64", "state"),
         ("note", "string", "state"),
     ]
+    (row,) = said(capsys, "show", small.root, "--unproven")
+    assert (row["batch"], row["proven"]) == (6, False)
+    assert main(["get", str(small.root), "ann", "0.0", "--unproven"]) == 0
+    assert "unproven: files do not prove what is read of batch 6" in capsys.readouterr().err
     (row,) = said(capsys, "show", savepoint_of(small.job, tmp_path / "savepoint").root)
     assert (row["batch"], row["oldest_batch"], row["proven"]) == (7, 7, True)
 

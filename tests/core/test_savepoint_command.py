@@ -73,7 +73,7 @@ def test_it_says_what_is_in_it(savepoint: Folder, tmp_path: Path, capsys: pytest
 
 
 def test_it_may_go_once_every_query_is_detached(
-    savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "root"
     first, second = (_started(root, name, savepoint) for name in ("first", "second"))
@@ -85,6 +85,9 @@ def test_it_may_go_once_every_query_is_detached(
     assert main(["savepoint", "delete", savepoint.root, "--root", str(root)]) == 3
     assert "NotClaimableError" in capsys.readouterr().err
     note_detached(second)
+    monkeypatch.chdir(tmp_path)
+    assert main(["savepoint", "status", "savepoint", "--root", "root"]) == 0
+    capsys.readouterr()
     assert "deletable: yes, because all 2 queries" in _status(savepoint, root, capsys)["judged"]
     assert main(["savepoint", "delete", savepoint.root, "--root", str(root)]) == 0
     assert not (tmp_path / "savepoint").exists()

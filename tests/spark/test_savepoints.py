@@ -18,13 +18,15 @@ from spark_state_ext import (
     Backend,
     RetainedCheckpoint,
     Savepoint,
+    open_committed,
+    open_state,
     read_savepoint,
     stop_with_savepoint,
     take_savepoint,
     write_savepoint,
 )
 from spark_state_ext.__main__ import main
-from spark_state_ext.errors import StorageError, UsageError
+from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LeaseRecord
@@ -279,15 +281,22 @@ def test_a_query_starts_from_an_older_batch_of_another_one(spark: Any, old: Quer
 def test_a_claimed_checkpoint_is_the_new_querys_own(spark: Any, old: Query, tmp_path: Path) -> None:
     root = str(tmp_path / "old" / "root")
     start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
-    new = Query(spark, tmp_path / "new", start_from=start, root=root).run(NEXT)
-    assert new.table["a"] == counted(FIRST, NEXT)["a"]
+    new = Query(spark, tmp_path / "new", start_from=start, root=root).run([["a"]])
+    # Its one batch changed one bucket: of the others files do not prove what the old query committed, and Spark knows.
+    with pytest.raises(MissingCheckpointError, match="have Spark say it"):
+        open_state(root)
+    with open_committed(spark, root, new.job.checkpoint) as state:
+        rows = state.scan(["key", "n"]).read_all().to_pylist()
+    assert {row["key"]: row["n"] for row in rows} == counted(FIRST, [["a"]])
+    new.run(NEXT)
+    assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
     # The driver looks after the lease of the folder, which has the other query's name.
     eventually(lambda: _lease(old).released)
     assert _lease(old).claim is not None
     with pytest.raises(StreamingQueryException, match=r"ClaimedError: the state at .* belongs to"):
         old.run([["a"]])
     new.run([["a"]])
-    assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
+    assert new.table["a"] == counted(FIRST, NEXT)["a"] + 2
     with pytest.raises(StreamingQueryException, match="ClaimedError"):
         Query(spark, tmp_path / "third", start_from=start, root=root).run(NEXT)
 

@@ -8,9 +8,10 @@ import typer
 
 from spark_state_ext.cli.differences import compared
 from spark_state_ext.cli.exits import DONE, NO
-from spark_state_ext.cli.opening import HoldOption, OperatorOption, StatePath, UnprovenOption, opened
+from spark_state_ext.cli.opening import CheckpointOption, HoldOption, OperatorOption, StatePath, UnprovenOption, opened
 from spark_state_ext.cli.output import Output, say, write_rows
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions
+from spark_state_ext.errors import UsageError
 
 __all__ = ["command"]
 
@@ -22,6 +23,7 @@ def command(
     ] = None,
     at: Annotated[int | None, typer.Option("--at", metavar="BATCH", help="of PATH, after which batch")] = None,
     other_at: Annotated[int | None, typer.Option("--other-at", metavar="BATCH", help="of OTHER")] = None,
+    checkpoint: CheckpointOption = None,
     operator: OperatorOption = None,
     unproven: UnprovenOption = False,
     hold: HoldOption = True,
@@ -32,9 +34,11 @@ def command(
 
     Without OTHER two batches of one state are compared: --at, and --other-at or the newest.
     """
+    if other is not None and checkpoint is not None:
+        raise UsageError("--checkpoint goes with two batches of one state: leave it out, or leave OTHER out")
     with (
-        opened(path, at, operator, None, unproven, hold, storage_options) as first,
-        opened(other or path, other_at, operator, None, unproven, hold, storage_options) as second,
+        opened(path, at, operator, None, unproven, hold, storage_options, checkpoint) as first,
+        opened(other or path, other_at, operator, None, unproven, hold, storage_options, checkpoint) as second,
     ):
         found = compared(first, second)
         rows = write_rows(found.schema, found.differences, output)

@@ -36,4 +36,7 @@ def command(
     wanted = keys_of(root, operator, query_folder, keys, as_json, options)
     asked = erase_keys(root, wanted, operator=operator, query_folder=query_folder, storage_options=options)
     write_table(pa.Table.from_pylist([vars(it) for it in asked], schema=_ROWS), output)
-    say("the query carries it out in its next batch: erase status tells when it is done")
+    say(
+        "a query with erase_requests=True carries it out in its next batch with data, any other lets it wait: erase "
+        "status tells when it is done"
+    )

@@ -11,6 +11,7 @@ import typer
 from spark_state_ext.cli.exporting import exported
 from spark_state_ext.cli.opening import (
     AtOption,
+    CheckpointOption,
     HoldOption,
     OperatorOption,
     QueryFolderOption,
@@ -30,6 +31,7 @@ def command(
     to: Annotated[str, typer.Argument(metavar="FILE", help="a path or URL that ends in .parquet or .arrow")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="also where the file is there")] = False,
     at: AtOption = None,
+    checkpoint: CheckpointOption = None,
     operator: OperatorOption = None,
     query_folder: QueryFolderOption = None,
     unproven: UnprovenOption = False,
@@ -41,7 +43,7 @@ def command(
 
     The file appears when it is whole.
     """
-    with opened(path, at, operator, query_folder, unproven, hold, storage_options) as state:
+    with opened(path, at, operator, query_folder, unproven, hold, storage_options, checkpoint) as state:
         with progress("exporting", state.buckets) as advance:
             rows = exported(state.schema, _batches(state, advance), to, options_of(to_options), overwrite)
         say(f"rows={rows} {state.unit}={state.batch} file={to}")

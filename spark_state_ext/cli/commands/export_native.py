@@ -9,7 +9,7 @@ import typer
 
 from spark_state_ext.cli.output import Output, say, write_record
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
-from spark_state_ext.cli.targets import given_folder
+from spark_state_ext.cli.targets import absolute, given_folder
 
 __all__ = ["command"]
 
@@ -48,7 +48,7 @@ def command(
     from spark_state_ext.spark.native.exporting import export_native
 
     options = options_of(storage_options)
-    folder = given_folder(savepoint, options)
+    folder = given_folder(absolute(savepoint), options)
     manifest = read_manifest(folder)
     name = operator_named(manifest, operator, folder.root)
     given = Savepoint(folder.root, operator=name, storage_options=options)

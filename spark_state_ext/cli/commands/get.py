@@ -9,6 +9,7 @@ import typer
 from spark_state_ext.cli.exits import DONE, NO
 from spark_state_ext.cli.opening import (
     AtOption,
+    CheckpointOption,
     HoldOption,
     OperatorOption,
     QueryFolderOption,
@@ -32,6 +33,7 @@ def command(
         str | None, typer.Option("--json", metavar="JSON", help="the key as an object, which may have nulls")
     ] = None,
     at: AtOption = None,
+    checkpoint: CheckpointOption = None,
     operator: OperatorOption = None,
     query_folder: QueryFolderOption = None,
     unproven: UnprovenOption = False,
@@ -44,7 +46,7 @@ def command(
     Values are written as JSON has them, without the quotes: 2024-02-01, 2024-02-01T12:00:00Z, 1.10, true. Bytes are
     base64. Before a word that begins with a dash write --.
     """
-    with opened(path, at, operator, query_folder, unproven, hold, storage_options) as state:
+    with opened(path, at, operator, query_folder, unproven, hold, storage_options, checkpoint) as state:
         found = state.get(key_of(key or (), as_json, state.key_schema))
         if found.num_rows or output is not Output.TABLE:
             write_table(found, output)

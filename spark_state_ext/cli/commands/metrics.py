@@ -51,4 +51,4 @@ def _refuse_nothing(folder: Path) -> None:
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}{', that is a file' if folder.exists() else ''}")
     if next(folder.rglob(FILES), None) is None:
-        raise UsageError(f"no {FILES} files below {folder}")
+        raise UsageError(f"no {FILES} files below {folder}: give the job's local_dir, where executors write them")

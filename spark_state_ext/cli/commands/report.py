@@ -9,6 +9,7 @@ import typer
 
 from spark_state_ext.cli.output import say
 from spark_state_ext.cli.parameters import StorageOptions, options_of
+from spark_state_ext.cli.targets import absolute
 from spark_state_ext.reports.making import report
 
 __all__ = ["command"]
@@ -29,5 +30,5 @@ def command(
 
     Reads only. Needs matplotlib: pip install 'spark_state_ext[report]'.
     """
-    made = report(path, out, metrics=metrics, storage_options=options_of(storage_options), title=title)
+    made = report(absolute(path), out, metrics=metrics, storage_options=options_of(storage_options), title=title)
     say(f"file={made} bytes={made.stat().st_size}")

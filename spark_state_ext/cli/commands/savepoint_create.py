@@ -9,6 +9,7 @@ import typer
 
 from spark_state_ext.cli.output import Output, write_record
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_for, options_of
+from spark_state_ext.cli.targets import absolute
 
 __all__ = ["command"]
 
@@ -50,6 +51,8 @@ def command(
     from spark_state_ext.spark.client.state import ArrowState
     from spark_state_ext.spark.client.state_reader import StateReader
 
+    # Tasks have other working folders. (What a relative location means to Spark is left to Spark.)
+    path, root = absolute(path), absolute(root)
     spark = session()
     operators = sorted({it.operator for it in StateReader(spark, checkpoint).stores()})
     states = [ArrowState(root, name, storage_options=options_of(root_options)) for name in operators]

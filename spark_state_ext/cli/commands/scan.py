@@ -11,6 +11,7 @@ import typer
 from spark_state_ext.cli.filters import filter_of
 from spark_state_ext.cli.opening import (
     AtOption,
+    CheckpointOption,
     HoldOption,
     OperatorOption,
     QueryFolderOption,
@@ -36,6 +37,7 @@ def command(
     limit: Annotated[int | None, typer.Option(min=0, metavar="N", help="rows at most")] = None,
     bucket: Annotated[list[int] | None, typer.Option(metavar="N", help="this bucket only")] = None,
     at: AtOption = None,
+    checkpoint: CheckpointOption = None,
     operator: OperatorOption = None,
     query_folder: QueryFolderOption = None,
     unproven: UnprovenOption = False,
@@ -47,7 +49,7 @@ def command(
 
     Beside the key and state columns there are defined (false: the key has only a timeout), key_hash and bucket.
     """
-    with opened(path, at, operator, query_folder, unproven, hold, storage_options) as state:
+    with opened(path, at, operator, query_folder, unproven, hold, storage_options, checkpoint) as state:
         known = pa.schema([*state.schema, *(pa.field(name, kind) for name, kind in _MORE)])
         names = None if columns is None else [name.strip() for name in columns.split(",")]
         condition = None if filter_text is None else filter_of(filter_text, known)

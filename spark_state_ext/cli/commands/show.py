@@ -6,6 +6,7 @@ import pyarrow as pa
 
 from spark_state_ext.cli.opening import (
     AtOption,
+    CheckpointOption,
     HoldOption,
     OperatorOption,
     QueryFolderOption,
@@ -39,6 +40,7 @@ _RECORD = pa.schema(
 def command(
     path: StatePath,
     at: AtOption = None,
+    checkpoint: CheckpointOption = None,
     operator: OperatorOption = None,
     query_folder: QueryFolderOption = None,
     unproven: UnprovenOption = False,
@@ -47,7 +49,7 @@ def command(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Say which state there is at a path, its columns, and which batches of it can be read."""
-    with opened(path, at, operator, query_folder, unproven, hold, storage_options) as state:
+    with opened(path, at, operator, query_folder, unproven, hold, storage_options, checkpoint) as state:
         columns = [("key", it) for it in state.key_schema] + [("state", it) for it in state.state_schema]
         write_record(
             {

@@ -14,7 +14,7 @@ from spark_state_ext.cli.output import Output, write_record
 from spark_state_ext.cli.owners import owner_of
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
 from spark_state_ext.cli.targets import given_folder
-from spark_state_ext.errors import MissingCheckpointError
+from spark_state_ext.errors import MissingCheckpointError, UsageError
 
 __all__ = ["command"]
 
@@ -35,6 +35,8 @@ def command(
     folder = given_folder(above or ".", options)
     if not folder.exists(name):
         raise MissingCheckpointError(f"there is no file {folder.where(name)}")
+    if any(it.folder and it.name == name for it in folder.entries()):
+        raise UsageError(f"{folder.where(name)} is a folder: name a file in it")
     owned = owner_of(folder, name, options, retained)
     write_record(
         {"file": folder.where(name), "kind": owned.kind, "owner": owned.owner, "does": owned.does, "why": owned.why},

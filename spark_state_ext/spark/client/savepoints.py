@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from arrow_schemas.savepoint import CANONICAL, NATIVE
 from spark_state_ext.engine.limits import check_flags
 from spark_state_ext.engine.options import StateOptions
-from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
+from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import refuse_relative
 from spark_state_ext.savepoints.rows import ANSWER, SAVED, copies_of
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state import ArrowState
-from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState
+from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState, with_batch
 from spark_state_ext.spark.client.tasks import in_a_task, let_go, place_of
 from spark_state_ext.version import __version__
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["TakenSavepoint", "finished", "stop_with_savepoint", "take_savepoint"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Batches may be short, and two retained: the one that was chosen is gone before its pointers are read.
-_ROUNDS_MAX = 5
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,11 @@ def _taken(
     batch: int | None,
 ) -> TakenSavepoint:
     """The savepoint, of the last batch that is committed now that the holds are there."""
-    committed, rows = _last_saved(reader, stores, parts, batch)
+
+    def saved(committed: CommittedBatch) -> tuple[CommittedBatch, list[Any]]:
+        return committed, _saved(reader, stores, parts, committed)
+
+    committed, rows = with_batch(reader, batch, saved)
     ours = {it.operator_id for it in stores}
     others = [name for number, name in sorted(committed.operators.items()) if number not in ours]
     if others:
@@ -192,32 +194,6 @@ def _taken(
         "parts": list(parts),
     }
     return finished(spark, told, rows)
-
-
-def _last_saved(
-    reader: StateReader, stores: Sequence[StoreOfState], parts: Sequence[dict[str, Any]], batch: int | None
-) -> tuple[CommittedBatch, list[Any]]:
-    """A batch, and what was saved of it. The last one is looked for anew where it was dropped meanwhile."""
-    for left in reversed(range(_ROUNDS_MAX)):
-        committed = None
-        try:
-            committed = reader.batch(batch)
-            return committed, _saved(reader, stores, parts, committed)
-        except Exception as error:
-            if not left or batch is not None or not _is_dropped(reader, committed, error):
-                raise
-            _LOGGER.info("a batch was dropped while it was read; the last one is read anew: %s", error)
-    raise AssertionError("unreachable: the last round returns or raises")
-
-
-def _is_dropped(reader: StateReader, committed: CommittedBatch | None, error: Exception) -> bool:
-    """Whether Spark may have dropped the batch: its files may also vanish while Spark lists them, and looks for one."""
-    if committed is None:
-        return isinstance(error, StorageError)
-    try:
-        return not reader.has(committed.batch)
-    except StorageError:
-        return True
 
 
 def finished(spark: SparkSession, told: Mapping[str, Any], rows: Sequence[Any]) -> TakenSavepoint:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from arrow_schemas.import_mark import MAGIC
 from arrow_schemas.pointer import Pointer
@@ -16,7 +17,12 @@ from spark_state_ext.spark.compat import SPARK_VERSION, is_of_spark, said_by_spa
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["POINTER", "CommittedBatch", "StateReader", "StoreOfState"]
+__all__ = ["POINTER", "CommittedBatch", "StateReader", "StoreOfState", "with_batch"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+T = TypeVar("T")
+# Batches may be short, and two retained: the one that was chosen is gone before its pointers are read.
+_ROUNDS_MAX = 5
 
 POINTER = "value.groupState.pointer"
 # Until an imported bucket's first call Spark's state has no pointer of it, but a mark (`arrow_schemas.import_mark`).
@@ -64,6 +70,8 @@ class CommittedBatch:
         Spark's log of where its input ended.
     operators
         Names of the query's stateful operators, ours and Spark's own, by Spark's number.
+    oldest
+        The oldest committed batch that Spark retains.
     """
 
     query_id: str
@@ -71,6 +79,7 @@ class CommittedBatch:
     later: tuple[int, ...]
     offsets: str
     operators: Mapping[int, str]
+    oldest: int = 0
 
 
 class StateReader:
@@ -98,6 +107,11 @@ class StateReader:
             )
         self._spark = spark
         self._location = location.rstrip("/")
+
+    @property
+    def location(self) -> str:
+        """The checkpoint location."""
+        return self._location
 
     def stores(self) -> list[StoreOfState]:
         """The stores with pointers of ours; none where the query has no operator of ours, or no state yet.
@@ -171,7 +185,7 @@ class StateReader:
             query_id = str(json.loads(self._text("metadata"))["id"])
             offsets = self._text(f"offsets/{wanted}")
         operators = {int(row.operatorId): str(row.operatorName) for row in rows}
-        return CommittedBatch(query_id, wanted, tuple(range(wanted + 1, newest + 1)), offsets, operators)
+        return CommittedBatch(query_id, wanted, tuple(range(wanted + 1, newest + 1)), offsets, operators, oldest)
 
     def has(self, batch: int) -> bool:
         """Whether a batch's state can still be read.
@@ -198,6 +212,21 @@ class StateReader:
             state = self._state(store.operator_id, store.store_name, batch)
             return state.where(_IS_POINTER).select(POINTER)
 
+    def by_bucket(self, store: StoreOfState, batch: int) -> dict[int, Pointer]:
+        """The pointers that a batch made, read now.
+
+        Raises
+        ------
+        StorageError
+            When Spark cannot read its state.
+        CorruptPointerError, VersionSkewError
+            When what looks like a pointer cannot be read.
+        """
+        with self._translated():
+            rows = self.pointers(store, batch).collect()
+        pointers = [Pointer.decode(bytes(row.pointer)) for row in rows]
+        return {it.bucket: it for it in pointers}
+
     def _state(self, operator_id: int, store_name: str, batch: int | None = None) -> DataFrame:
         reader = self._spark.read.format("statestore").option("operatorId", operator_id).option("storeName", store_name)
         if batch is not None:
@@ -223,3 +252,42 @@ class StateReader:
 def _fields(value: Any) -> set[str]:
     """Names of the fields of a state's value, and of fields in these."""
     return {f"{field.name}.{part.name}" for field in value for part in getattr(field.dataType, "fields", [])}
+
+
+def with_batch(reader: StateReader, batch: int | None, use: Callable[[CommittedBatch], T]) -> T:
+    """Do something with a committed batch. The last one is looked for anew where Spark dropped it meanwhile.
+
+    Parameters
+    ----------
+    reader
+        Reads the checkpoint.
+    batch
+        The batch; None: the last one.
+    use
+        What is done; repeated with a later batch.
+
+    Raises
+    ------
+    MissingCheckpointError, StorageError
+        As `StateReader.batch`; and whatever else ``use`` raises.
+    """
+    for left in reversed(range(_ROUNDS_MAX)):
+        committed = None
+        try:
+            committed = reader.batch(batch)
+            return use(committed)
+        except Exception as error:
+            if not left or batch is not None or not _is_dropped(reader, committed, error):
+                raise
+            _LOGGER.info("a batch was dropped while it was read; the last one is read anew: %s", error)
+    raise AssertionError("unreachable: the last round returns or raises")
+
+
+def _is_dropped(reader: StateReader, committed: CommittedBatch | None, error: Exception) -> bool:
+    """Whether Spark may have dropped the batch: its files may also vanish while Spark lists them, and looks for one."""
+    if committed is None:
+        return isinstance(error, StorageError)
+    try:
+        return not reader.has(committed.batch)
+    except StorageError:
+        return True

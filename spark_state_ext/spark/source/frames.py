@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -15,6 +16,9 @@ from spark_state_ext.spark.compat import SPARK_VERSION
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+    from spark_state_ext.spark.client.state_reader import CommittedBatch
+    from spark_state_ext.spark.source.options import SourceOptions
 
 __all__ = ["read_state", "register"]
 
@@ -55,6 +59,7 @@ def read_state(
     *,
     columns: Sequence[str] | None = None,
     buckets: Sequence[int] | None = None,
+    checkpoint_location: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     **options: str | int | bool,
 ) -> DataFrame:
@@ -74,6 +79,9 @@ def read_state(
         the state has a time to live, ``__expires_ms``.
     buckets
         Numbers of buckets; by default all.
+    checkpoint_location
+        The query's Spark checkpoint location (PySpark 4.0 or newer): the state is read exactly as of a committed
+        batch, by default the last one, as `open_committed` does. By default it is the last one that files prove.
     storage_options
         Options for the path's fsspec file system.
     **options
@@ -108,8 +116,11 @@ def read_state(
         told["buckets"] = ",".join(map(str, buckets))
     if storage_options:
         told["storage_options"] = json.dumps(dict(storage_options))
-    SourceOptions.of(told)
-    found = spark.range(1).coalesce(1).mapInArrow(_planner(told), _PLAN).collect()[0]
+    asked = SourceOptions.of(told)
+    if checkpoint_location is None:
+        found = spark.range(1).coalesce(1).mapInArrow(_planner(told), _PLAN).collect()[0]
+    else:
+        found = _planned_exactly(spark, told, asked, checkpoint_location)
     schema = StructType.fromJson(json.loads(found.schema))
     parts = list(found.parts)
     if not parts:
@@ -119,15 +130,48 @@ def read_state(
     return rows.repartitionByRange(len(parts), "at").mapInArrow(_reader(dict(storage_options or {})), schema)
 
 
-def _planner(told: dict[str, str]) -> Any:
+def _planned_exactly(
+    spark: SparkSession, told: dict[str, str], asked: SourceOptions, checkpoint_location: str | os.PathLike[str]
+) -> Any:
+    """The plan of a read of committed batches. A task makes it, as a client of Spark Connect may not reach the root."""
+    from spark_state_ext.spark.client.state_reader import with_batch
+    from spark_state_ext.spark.source.exact import exact_batch, reader_of, store_of, told_of
+
+    if asked.unproven:
+        raise UsageError("unproven does not go with checkpoint_location, by which all that is read is committed")
+    reader = reader_of(spark, checkpoint_location)
+    store = store_of(reader, asked.operator)
+    if asked.query_folder not in (None, store.query_folder):
+        raise UsageError(
+            f"the query at {reader.location} has the folder {store.query_folder}, not {asked.query_folder!r}: leave "
+            "query_folder out, or give the checkpointLocation of that query"
+        )
+
+    def plan(committed: CommittedBatch) -> Any:
+        batches = [committed] if asked.from_batch is None else [reader.batch(asked.from_batch), committed]
+        exact = [exact_batch(reader, store, it) for it in batches]
+        rows = [(at, it.encode()) for at, one in enumerate(exact) for it in one.pointers.values()]
+        ranges = [(it.batch, it.oldest, it.newest) for it in exact]
+        frame = spark.createDataFrame(rows, "at int, pointer binary").coalesce(1)
+        found = frame.mapInArrow(_planner(told, asdict(told_of(reader, store)), ranges), _PLAN).collect()[0]
+        # The hold is there now. What Spark retains still, no clean-up has touched before.
+        reader.batch(batches[0].batch)
+        return found
+
+    return with_batch(reader, asked.to_batch if asked.from_batch is not None else asked.batch, plan)
+
+
+def _planner(
+    told: dict[str, str], by_spark: dict[str, str] | None = None, ranges: Sequence[tuple[int, int, int]] = ()
+) -> Any:
     # Nested, so that Spark takes it along by value.
     def plan_state(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from spark_state_ext.spark.source.options import SourceOptions
-        from spark_state_ext.spark.source.parts import planned
+        from spark_state_ext.spark.source.parts import exact_of, planned
 
-        for _ in batches:
-            pass
-        found = planned(SourceOptions.of(told))
+        rows = [row for batch in batches for row in batch.to_pylist()]
+        exact = None if by_spark is None else exact_of(by_spark, ranges, rows)
+        found = planned(SourceOptions.of(told), exact=exact)
         yield pa.RecordBatch.from_pydict({"schema": [found.schema], "parts": [list(found.parts)]})
 
     return plan_state

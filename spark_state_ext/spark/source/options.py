@@ -65,6 +65,11 @@ class SourceOptions:
         texts: dict[str, str] = {}
         for key, text in given.items():
             name = names.get(key.lower().replace("_", ""))
+            if name is None and key.lower().replace("_", "") == "checkpointlocation":
+                raise UsageError(
+                    "a data source has no Spark session, so arrow_state cannot have Spark say what is committed: "
+                    "read_state(spark, path, checkpoint_location=…) does"
+                )
             if name is None:
                 alike = difflib.get_close_matches(key.lower(), SourceOptions.__dataclass_fields__, n=1)
                 raise UsageError(

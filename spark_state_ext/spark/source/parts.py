@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.changes import CHANGE, changes_of_bucket, changes_schema
+from spark_state_ext.reading.exact import ExactBatch, Told, open_exact
 from spark_state_ext.reading.holding import ReaderHold
 from spark_state_ext.reading.opening import open_pointers, open_state
 from spark_state_ext.reading.shown import BUCKET
@@ -30,7 +31,7 @@ from spark_state_ext.reading.table_of_files import FILES
 from spark_state_ext.spark.source.options import CHANGES, METADATA, TIMEOUTS, SourceOptions
 from spark_state_ext.version import __version__
 
-__all__ = ["Planned", "planned", "read_part"]
+__all__ = ["Exact", "Planned", "exact_of", "planned", "read_part"]
 
 _LONG, _INTEGER, _BOOLEAN, _STRING = "long", "integer", "boolean", "string"
 _OF_ARROW = {pa.int32(): _INTEGER, pa.int64(): _LONG, pa.string(): _STRING}
@@ -52,7 +53,44 @@ class Planned:
     parts: tuple[str, ...]
 
 
-def planned(options: SourceOptions, *, described: bool = False) -> Planned:
+@dataclass(frozen=True)
+class Exact:
+    """Committed batches, and what Spark told of them.
+
+    Parameters
+    ----------
+    told
+        Whose they are.
+    batches
+        The one that is read, or first the one that changes are told from.
+    """
+
+    told: Told
+    batches: tuple[ExactBatch, ...]
+
+
+def exact_of(
+    told: Mapping[str, str], ranges: Sequence[tuple[int, int, int]], rows: Sequence[Mapping[str, Any]]
+) -> Exact:
+    """What a client has read of Spark's state, as a task gets it.
+
+    Parameters
+    ----------
+    told
+        Fields of `Told`.
+    ranges
+        Of each batch its number, and the oldest and newest that Spark retains.
+    rows
+        Pointers, and at which of ``ranges`` their batch is.
+    """
+    pointers: list[dict[int, Pointer]] = [{} for _ in ranges]
+    for row in rows:
+        pointer = Pointer.decode(row["pointer"])
+        pointers[row["at"]][pointer.bucket] = pointer
+    return Exact(Told(**told), tuple(ExactBatch(*it, made) for it, made in zip(ranges, pointers, strict=True)))
+
+
+def planned(options: SourceOptions, *, described: bool = False, exact: Exact | None = None) -> Planned:
     """Plan a read.
 
     Parameters
@@ -61,6 +99,8 @@ def planned(options: SourceOptions, *, described: bool = False) -> Planned:
         What is read.
     described
         Only the schema is wanted: no hold is left behind, and there are no parts.
+    exact
+        What Spark told is committed; None: it is told from files.
 
     Raises
     ------
@@ -69,14 +109,14 @@ def planned(options: SourceOptions, *, described: bool = False) -> Planned:
     """
     hold = options.hold and not described
     last = options.to_batch if options.table == CHANGES else options.batch
-    with _opened(options, last, hold) as after:
+    with _opened(options, last, hold, exact, -1) as after:
         schema = _schema(options, after)
         if described:
             return Planned(schema, ())
         before = None
         if options.table == CHANGES:
             # Under the hold of the other.
-            with _opened(options, options.from_batch, False) as before:
+            with _opened(options, options.from_batch, False, exact, 0) as before:
                 if before.batch > after.batch:
                     raise UsageError(
                         f"from_batch must not come after the batch that is read: {before.batch} is after {after.batch}"
@@ -135,7 +175,10 @@ def read_part(part: str, storage_options: Mapping[str, Any]) -> Iterator[pa.Reco
             yield pa.RecordBatch.from_arrays(batch.columns, schema=nullable)
 
 
-def _opened(options: SourceOptions, batch: int | None, hold: bool) -> OpenState:
+def _opened(options: SourceOptions, batch: int | None, hold: bool, exact: Exact | None, at: int) -> OpenState:
+    if exact is not None:
+        found = exact.batches[at]
+        return open_exact(options.path, exact.told, lambda: found, hold=hold, storage_options=options.storage_options)
     return open_state(
         options.path,
         operator=options.operator,

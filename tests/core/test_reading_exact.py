@@ -1,0 +1,102 @@
+"""`open_exact`: the state at pointers that Spark told, without Spark. The batch before is all that files prove."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from reading_support import Job, state_of
+from small_root import savepoint_of
+from test_reading import EVERYWHERE, lived
+
+from spark_state_ext import OpenState, open_state
+from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError, UsageError
+from spark_state_ext.reading.exact import ExactBatch, Told, open_exact
+from spark_state_ext.testing.model import Row
+
+TOLD = Told("counts", "query", "/checkpoints/counts")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path / "root", tmp_path)
+    yield made
+    made.close()
+
+
+def exact(job: Job, batch: int) -> ExactBatch:
+    """What Spark tells of a batch, of which it retains those from 3 on."""
+    pointers = {it.bucket: replace(it, query_folder="query") for it in job.pointers[batch + 1]}
+    return ExactBatch(batch, 3, len(job.models) - 1, pointers)
+
+
+def opened(job: Job, batch: int, path: Path | None = None) -> OpenState:
+    return open_exact(path or Path(job.root), TOLD, lambda: exact(job, batch))
+
+
+def test_the_last_batch_is_read_though_files_do_not_prove_it(job: Job) -> None:
+    lived(job, 14)
+    job.retained = 100
+    for at in range(3):
+        job.batch({EVERYWHERE[0]: Row(at, "only one bucket")})
+    with open_state(job.root) as state:
+        assert state.batch == 12
+    job.attempt({key: Row(-1, "never") for key in EVERYWHERE})
+    with opened(job, 16) as state:
+        assert state_of(state) == job.models[16]
+        assert (state.batch, state.oldest_batch, state.newest_batch, state.begun_batch) == (16, 3, 16, 16)
+        assert (state.unit, state.proven, state.held) == ("batch", True, True)
+        assert state.get(EVERYWHERE[0])["note"].to_pylist() == ["only one bucket"]
+    assert job.folder.child("holds").names() == []
+
+
+def test_an_older_batch_is_read(job: Job) -> None:
+    lived(job, 14)
+    for batch in (3, 8, 12):
+        with opened(job, batch, Path(job.folder.root)) as state:
+            assert (state.batch, state.newest_batch) == (batch, 13)
+            assert state_of(state) == job.models[batch]
+
+
+def test_pointers_are_read_under_a_hold_which_goes_where_that_fails(job: Job) -> None:
+    lived(job, 4)
+    held: list[int] = []
+
+    def read() -> ExactBatch:
+        held.append(len(job.folder.child("holds").names()))
+        raise StorageError("Spark cannot read its state")
+
+    for hold in (True, False):
+        with pytest.raises(StorageError, match="Spark cannot read"):
+            open_exact(Path(job.root), TOLD, read, hold=hold)
+    assert held == [1, 0]
+    assert job.folder.child("holds").names() == []
+
+
+def test_a_checkpoint_of_another_state_is_refused(job: Job, tmp_path: Path) -> None:
+    lived(job, 4)
+    other = lived(Job(tmp_path / "root", tmp_path, query_id="second"), 4)
+    with pytest.raises(UsageError, match=r"of the query with the folder query, not of .*second: give the root"):
+        opened(job, 3, Path(other.folder.root))
+    savepoint = savepoint_of(job, tmp_path / "savepoint")
+    with pytest.raises(UsageError, match="is a savepoint, which is exact by itself"):
+        opened(job, 3, Path(savepoint.root))
+    with pytest.raises(UsageError, match="no operator 'sums'"):
+        open_exact(Path(job.root), replace(TOLD, operator="sums"), lambda: exact(job, 3))
+    other.close()
+
+
+def test_pointers_that_are_no_whole_state_are_refused(job: Job) -> None:
+    lived(job, 4)
+    whole = exact(job, 3)
+    less = {bucket: it for bucket, it in whole.pointers.items() if bucket != 2}
+    mixed = {**less, 2: replace(whole.pointers[2], query_folder="another")}
+    with pytest.raises(MissingCheckpointError, match=r"has no state of operator 'counts' yet.*Choose a later batch"):
+        open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers={}))
+    with pytest.raises(CorruptFileError, match="pointers of 3 buckets, and operator 'counts' has 4"):
+        open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers=less))
+    with pytest.raises(CorruptFileError, match="pointers to another beside those to query"):
+        open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers=mixed))
+    assert job.folder.child("holds").names() == []

@@ -1,0 +1,96 @@
+"""State exactly as of a committed batch, by what Spark's own reader of state says: `open_committed`, `read_state`, and
+commands with ``--checkpoint``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import COUNTS, SPARK, Job, count, keyed, reads_state
+
+from spark_state_ext import OpenState, open_committed, open_state, read_state
+from spark_state_ext.__main__ import main
+from spark_state_ext.errors import MissingCheckpointError, UsageError
+from spark_state_ext.spark.source.options import SourceOptions
+
+pytestmark = pytest.mark.spark
+
+# In each batch one key has more rows; "b" rests from the second on.
+BATCHES = (("a", "b", "c", "d"), ("a",), ("a", "e"), ("a",), ("a", "f"))
+
+
+def counted(state: OpenState) -> dict[str, int]:
+    rows = state.scan(["key", "n"]).read_all().to_pylist()
+    return {row["key"]: row["n"] for row in rows}
+
+
+def after(batch: int) -> dict[str, int]:
+    return dict(Counter(key for keys in BATCHES[: batch + 1] for key in keys))
+
+
+@reads_state
+def test_the_newest_batch_is_read_at_once_and_older_ones_too(
+    spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(spark, "arrow", tmp_path, count, output=COUNTS)
+    root, checkpoint, newest = tmp_path / "root", job.checkpoint, len(BATCHES) - 1
+    job.run(*(keyed(*keys) for keys in BATCHES))
+    (folder,) = (it for it in (root / "tested").iterdir() if it.name.count("-") == 4)
+    with open_committed(spark, root, checkpoint) as state:
+        assert (state.batch, state.newest_batch, state.proven, state.held) == (newest, newest, True, True)
+        assert counted(state) == after(newest)
+        assert state.get("a")["n"].to_pylist() == [5]
+        oldest = state.oldest_batch
+        inline = [(it.bucket, delta.name) for it in state.files.pointers.values() for delta in it.inline]
+    assert list((folder / "holds").iterdir()) == []
+    for batch in range(oldest, newest):
+        with open_committed(spark, folder, str(checkpoint), operator="tested", batch=batch, hold=False) as state:
+            assert (state.batch, counted(state)) == (batch, after(batch))
+
+    # As before any of these was uploaded: what the last batch changed is in Spark's checkpoint only.
+    assert inline
+    for bucket, name in inline:
+        (folder / str(bucket) / name).unlink(missing_ok=True)
+    with open_committed(spark, root, checkpoint) as state:
+        assert counted(state) == after(newest)
+    with open_state(root, unproven=True) as state:
+        assert counted(state) != after(newest)
+
+    frame = read_state(spark, root, checkpoint_location=checkpoint, columns=["key", "n"])
+    assert {row.key: row.n for row in frame.collect()} == after(newest)
+    changed = read_state(spark, root, checkpoint_location=checkpoint, from_batch=newest - 1).collect()
+    assert sorted((row.key, row.n, row._change) for row in changed) == [("a", 5, "update"), ("f", 1, "insert")]
+
+    there = [str(root), "--checkpoint", str(checkpoint)]
+    capsys.readouterr()
+    assert main(["get", there[0], "a", *there[1:], "-o", "jsonl"]) == 0
+    assert json.loads(capsys.readouterr().out)["n"] == 5
+    assert main(["show", *there, "--at", str(newest - 1), "-o", "json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["batch"], shown["newest_batch"], shown["begun_batch"]) == (newest - 1, newest, newest)
+    assert main(["diff", *there, "--at", str(newest - 1), "-o", "jsonl"]) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    for wrong in (["--unproven"], ["--query-folder", folder.name]):
+        assert main(["scan", *there, *wrong]) == 2
+        assert "does not go with --checkpoint" in capsys.readouterr().err
+
+    with pytest.raises(MissingCheckpointError, match=r"batch 99 of .* cannot be read: its committed batches are"):
+        open_committed(spark, root, checkpoint, batch=99)
+    with pytest.raises(UsageError, match="has no operator 'other'; it has tested"):
+        open_committed(spark, root, checkpoint, operator="other")
+    with pytest.raises(UsageError, match="unproven does not go with checkpoint_location"):
+        read_state(spark, root, checkpoint_location=checkpoint, unproven=True)
+
+
+@pytest.mark.skipif(SPARK >= (4, 0), reason="Spark 4.0 and newer have a reader of state")
+def test_pyspark_3_5_says_what_to_do(spark: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"Read with PySpark 4\.0 or newer"):
+        open_committed(spark, tmp_path, tmp_path / "checkpoint")
+
+
+def test_a_data_source_cannot_ask_spark_and_says_who_can() -> None:
+    with pytest.raises(UsageError, match=r"read_state\(spark, path, checkpoint_location=…\) does"):
+        SourceOptions.of({"path": "/state", "checkpointLocation": "/checkpoints/clicks"})
