@@ -28,6 +28,7 @@ from spark_state_ext.backends.registry import FSSPEC, Backend
 from spark_state_ext.engine.erasing import matching, places_of
 from spark_state_ext.engine.folders import root_id
 from spark_state_ext.erasing.folders import QueryFolder, keys_as_stored, query_folders_below
+from spark_state_ext.erasing.lines import QueryLines, query_lines
 from spark_state_ext.erasing.past import BucketPast, read_past, rewrite
 from spark_state_ext.erasing.receipt import EraseReceipt
 from spark_state_ext.erasing.scanning import KEYS_MAX, erase_scan
@@ -35,6 +36,7 @@ from spark_state_ext.errors import LiveRunError, StateError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
+from spark_state_ext.files.last_run import note_last_run
 from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.ownership.lease import Lease
@@ -264,16 +266,22 @@ class _Work:
     def erase_files(self, inline_batches: int) -> tuple[int, int]:
         """Write all checkpoint files anew that have a key; how many these were, and how many rows they lost."""
         buckets = [self._past(bucket) for bucket in range(self._folder.operator.buckets)]
-        # Somebody has begun the batch after those.
-        committed = max(self._done_heartbeat, max(past.heartbeat for past in buckets) - 1)
-        living = sum(len(past.living(self._erased, committed)) for past in buckets)
+        lines = query_lines(self._folder.files, buckets)
+        committed = lines.committed(self._done_heartbeat)
+        living = sum(len(it.living(self._erased, committed)) for it in lines.buckets)
         if living:
             raise UsageError(
                 f"{living} of the keys are in the newest state at {self._folder.files.root}, or may be: ask for them "
                 "with erase_keys(), run the query until erase_status() says that it is done, and stop it"
             )
-        self._refuse_young(buckets, inline_batches)
+        if inline_batches:
+            self._refuse_given_up(lines)
+            self._refuse_young(lines, inline_batches)
         if any(past.with_keys() for past in buckets):
+            if lines.last is not None:
+                # What is written anew is younger than what the last run wrote.
+                self._allowed()
+                note_last_run(self._folder.files, lines.last)
             self._leave_local_stores()
         files = rows = 0
         for past in buckets:
@@ -282,13 +290,22 @@ class _Work:
                 files += 1
         return files, rows
 
-    def _refuse_young(self, buckets: Sequence[BucketPast], inline_batches: int) -> None:
+    def _refuse_given_up(self, lines: QueryLines) -> None:
+        """Refuse where a key lives on a line that was given up, and Spark's state may have it inline."""
+        living = sum(len(it.living_elsewhere()) for it in lines.buckets)
+        if living:
+            raise UsageError(
+                f"{living} of the keys live at {self._folder.files.root} in batches that the query went back from, up "
+                f"to {lines.newest_given_up}, of which Spark's state may hold deltas inline: run the query past that "
+                "one and stop it. Where it keeps nothing inline, say inline_batches=0"
+            )
+
+    def _refuse_young(self, lines: QueryLines, inline_batches: int) -> None:
         """Refuse where a pointer may have a delta inline from before a tombstone: without it the key would be back."""
-        tombstones = [it for past in buckets if (it := past.tombstone_heartbeat) is not None]
-        if not tombstones or not inline_batches:
+        tombstones = [it for line in lines.buckets if (it := line.tombstone_heartbeat) is not None]
+        if not tombstones:
             return
-        # In a batch every bucket has the same.
-        older_by = max(past.heartbeat for past in buckets) - max(tombstones)
+        older_by = lines.heartbeat - max(tombstones)
         lacking = recent_heartbeats(inline_batches) + 1 - older_by
         if lacking > 0:
             raise UsageError(
@@ -333,9 +350,9 @@ class _Work:
         past = BucketPast()
         for place in self._places:
             files = place.child(str(bucket))
-            for name in files.names():
+            for entry in files.entries():
                 self._lease.hold()
-                found = read_past(files, name, self._folder.schema, self._keys, self._scratch)
+                found = read_past(files, entry, self._folder.schema, self._keys, self._scratch)
                 if found is not None:
                     past.files.append(found)
         return past
