@@ -31,6 +31,7 @@ from spark_state_ext.erasing.folders import QueryFolder, keys_as_stored, query_f
 from spark_state_ext.erasing.lines import QueryLines, query_lines
 from spark_state_ext.erasing.past import BucketPast, read_past, rewrite
 from spark_state_ext.erasing.receipt import EraseReceipt
+from spark_state_ext.erasing.savepoints import SavepointBegunWith, savepoint_erasure
 from spark_state_ext.erasing.scanning import KEYS_MAX, erase_scan
 from spark_state_ext.errors import LiveRunError, StateError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
@@ -66,6 +67,10 @@ class ErasedHistory:
         How many folders of local stores were removed.
     receipt
         Of a scan after all that.
+    savepoints
+        How many savepoints were written anew, or what a run that was stopped had left in them was removed.
+    savepoints_with_keys
+        Savepoints in which the scan found something: of those that were named, and the one that the query began with.
     """
 
     files: int
@@ -73,6 +78,8 @@ class ErasedHistory:
     requests: int
     stores: int
     receipt: EraseReceipt
+    savepoints: int = 0
+    savepoints_with_keys: tuple[str, ...] = ()
 
 
 def erase_history(
@@ -85,12 +92,16 @@ def erase_history(
     backends: Sequence[Backend] = (),
     local_dirs: Sequence[str] = (),
     inline_batches: int = 100,
+    savepoints: Sequence[str] = (),
+    write_savepoints: bool = False,
 ) -> ErasedHistory:
     """Erase keys from all checkpoint files of a stopped query, and from its erase requests.
 
     Ask for the keys with `erase_keys` first, let the query run until `erase_status` says ``"done"``, and stop it.
-    Afterwards the query goes on as it would have; a batch that it goes back to is without the keys. Savepoints are not
-    touched. Whatever stops it in between, run it again: it goes on.
+    Afterwards the query goes on as it would have; a batch that it goes back to is without the keys. Whatever stops it
+    in between, run it again: it goes on. Savepoints are the user's, and stay as they are unless you say that these are
+    to be written anew. The receipt tells which of those that you name have a key, and whether the one has that the
+    query began with.
 
     Parameters
     ----------
@@ -109,6 +120,11 @@ def erase_history(
         batches may hold deltas inline, which cannot be changed. The tombstones of the keys have to be older than all
         of these, by 3 times as many batches with data and 2. 0: the query keeps nothing inline, and has not for so
         long (its backends are without ``"changelog"``, or it has `erase_within_s`).
+    savepoints
+        Folders of savepoints, to look for the keys in.
+    write_savepoints
+        Write these savepoints anew without the keys: a bucket that has one gets one compacted snapshot. Meanwhile no
+        query can start from them.
 
     Returns
     -------
@@ -121,7 +137,12 @@ def erase_history(
         When a key is in the newest state, a request that names it is not done, or its tombstones are too young; when a
         store cannot put a file in another's place in one step; or when an argument is none.
     LiveRunError
-        When the query runs, or somebody takes a savepoint of it.
+        When the query runs, or somebody takes a savepoint of it; or when a query below the root is being started from
+        one that is to be written anew.
+    ClaimedError
+        When somebody has claimed a savepoint that is to be written anew.
+    MissingCheckpointError
+        When there is no such savepoint.
     CorruptFileError
         When a file cannot be read. Nothing was changed then, in any file of its bucket.
     StorageError
@@ -141,10 +162,43 @@ def erase_history(
         )
     if type(inline_batches) is not int or inline_batches < 0:
         raise UsageError(f"inline_batches must be a whole number of batches, not {inline_batches!r}")
+    if write_savepoints and (isinstance(savepoints, str) or not savepoints):
+        raise UsageError("write_savepoints needs savepoints=[…]: only those are written anew that you name")
     folder = folders[0]
     wanted = keys_as_stored(keys, folder.schema, "erase_history()")
     if wanted.num_rows > KEYS_MAX:
         raise UsageError(f"erase_history() was given more than {KEYS_MAX:,} keys: erase them in several calls")
+    places = _places(folder, operator, backends, local_dirs)
+    top = Folder(root.rstrip("/") or root, storage_options)
+    saved = [
+        savepoint_erasure(path, keys, operator, folder.files, top, storage_options)
+        for path in (savepoints if write_savepoints else ())
+    ]
+    with tempfile.TemporaryDirectory(prefix="spark_state_ext-erase-") as scratch, _leased(folder.files) as lease:
+        work = _Work(folder, places, wanted, Path(scratch), lease)
+        work.refuse_waiting()
+        files, rows = work.erase_files(inline_batches)
+        requests = work.erase_requests()
+        stores = sum(_drop_stores(Path(path), root, operator, folder.name) for path in local_dirs)
+        written = sum(it.carry_out(lease, Path(scratch)) for it in saved)
+    begun_with = SavepointBegunWith.of(folder.files, savepoints, storage_options)
+    looked_in = [*savepoints, *begun_with.paths]
+    receipt = erase_scan(
+        root,
+        keys,
+        operator=operator,
+        storage_options=storage_options,
+        backends=backends,
+        savepoints=looked_in,
+        local_dirs=local_dirs,
+    )
+    receipt = replace(receipt, out_of_reach=(*receipt.out_of_reach, *begun_with.out_of_reach))
+    having = [it for it in looked_in if any(found.where.startswith(it.rstrip("/") + "/") for found in receipt.found)]
+    return ErasedHistory(files, rows, requests, stores, receipt, written, tuple(having))
+
+
+def _places(folder: QueryFolder, operator: str, backends: Sequence[Backend], local_dirs: Sequence[str]) -> list[Folder]:
+    """The query folder in all backends, where files can be written anew."""
     places = [folder.files, *(_replica(backend, operator, folder.name) for backend in backends)]
     for place in places:
         if not place.replaces:
@@ -155,21 +209,7 @@ def erase_history(
     for path in local_dirs:
         if not Path(path).is_dir():
             raise UsageError(f"there is no folder {path}: give the local_dir of the ArrowState")
-    with tempfile.TemporaryDirectory(prefix="spark_state_ext-erase-") as scratch, _leased(folder.files) as lease:
-        work = _Work(folder, places, wanted, Path(scratch), lease)
-        work.refuse_waiting()
-        files, rows = work.erase_files(inline_batches)
-        requests = work.erase_requests()
-        stores = sum(_drop_stores(Path(path), root, operator, folder.name) for path in local_dirs)
-    receipt = erase_scan(
-        root,
-        keys,
-        operator=operator,
-        storage_options=storage_options,
-        backends=backends,
-        local_dirs=local_dirs,
-    )
-    return ErasedHistory(files, rows, requests, stores, receipt)
+    return places
 
 
 def _replica(backend: Backend, operator: str, query_folder: str) -> Folder:

@@ -121,6 +121,8 @@ def erase_scan(
         schemas = {folder.name: folder.schema for folder in folders}
         for top in tops:
             scan.operator(top.child(operator), schemas, folders[0].schema)
+        if not savepoints:
+            scan.beyond("savepoint", "", 0, 0, "none was named: those that you took keep the keys; give savepoints")
         for path in savepoints:
             refuse_relative(path, "a savepoint")
             scan.savepoint(Folder(path.rstrip("/") or path, storage_options), operator)
@@ -196,15 +198,7 @@ class _Scan:
             if SPILL_FOLDER in parts[:2]:
                 spills.append(entry)
             elif is_temporary(parts[-1]):
-                self._bytes("unfinished file", folder, entry)
-                self.beyond(
-                    "unfinished file",
-                    folder.where(entry.name),
-                    1,
-                    entry.size_bytes,
-                    "searched as bytes only: its rows may be compressed; clean-up removes it after a day",
-                    unread=True,
-                )
+                self._unfinished(folder, entry, "clean-up removes it after a day")
             elif parse_file_name(parts[-1]) is not None:
                 self._checkpoint("checkpoint file", folder, entry, own)
             elif len(parts) == 3 and parts[1] == ERASE_FOLDER and parse_erase_name(parts[2]) is not None:
@@ -229,7 +223,9 @@ class _Scan:
         for entry in entries:
             parts = entry.name.split("/")
             schema = schemas.get(parts[0])
-            if entry.name == MANIFEST_NAME and schemas:
+            if is_temporary(parts[-1]):
+                self._unfinished(folder, entry, "remove it where nobody writes the savepoint")
+            elif entry.name == MANIFEST_NAME and schemas:
                 self._pointers("savepoint manifest", folder, entry, None, _saved)
             elif parse_file_name(parts[-1]) is not None and schema is not None and parts[0] == operator:
                 self._checkpoint("savepoint file", folder, entry, schema)
@@ -294,6 +290,12 @@ class _Scan:
         self.beyond("Spark's checkpoint", folder.where(_SPARK_STATE), len(state), size, why)
 
     # -- files -------------------------------------------------------------------------------------
+
+    def _unfinished(self, folder: Folder, entry: Entry, what_then: str) -> None:
+        """A file that somebody writes, or whose writer died."""
+        self._bytes("unfinished file", folder, entry)
+        why = f"searched as bytes only: its rows may be compressed; {what_then}"
+        self.beyond("unfinished file", folder.where(entry.name), 1, entry.size_bytes, why, unread=True)
 
     def _checkpoint(self, kind: str, folder: Folder, entry: Entry, schema: RowSchema) -> None:
         name = posixpath.basename(entry.name)
