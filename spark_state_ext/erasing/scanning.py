@@ -34,6 +34,7 @@ from spark_state_ext.files.sealed import SealedFile, SealedFiles
 from spark_state_ext.files.sealed_body import NOT_ARROW, open_sealed
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import decode_manifest
+from spark_state_ext.store.local_disk import DATA_FILE, LOCK_FILE
 from spark_state_ext.worker.spill import local_errors
 
 __all__ = ["erase_scan"]
@@ -247,10 +248,16 @@ class _Scan:
         """All local stores of an operator on this machine, pages that are free included."""
         if not local_dir.is_dir():
             raise UsageError(f"there is no folder {local_dir}: give the local_dir of the ArrowState")
+        locks: list[int] = []
         for stores in sorted(local_dir.glob(_STORES)):
             own = re.compile("[0-9a-f]{16}-" + re.escape(operator))
             places = [*(place for place in stores.iterdir() if own.fullmatch(place.name)), stores / "scratch"]
             for path in sorted(file for place in places for file in place.rglob("*") if file.is_file()):
+                if path.name == LOCK_FILE and path.with_name(DATA_FILE).exists():
+                    # Whoever closes it takes away the locks that LMDB has on it in this process (POSIX), and so its
+                    # readers from under a state that is open here.
+                    locks.append(path.stat().st_size)
+                    continue
                 try:
                     size, search = path.stat().st_size, Search(self._wanted)
                     with path.open("rb") as file:
@@ -267,6 +274,9 @@ class _Scan:
                     self.beyond("local store", str(path), 1, 0, f"it cannot be read: {error}", unread=True)
                     continue
                 self._note("local store", str(stores), str(path), size, search)
+        if locks:
+            why = f"{LOCK_FILE} of LMDB is not opened: it has numbers of processes and transactions, and no rows"
+            self.beyond("local store", str(local_dir), len(locks), sum(locks), why)
         if self._wanted.by_rows_only:
             why = f"{self._wanted.by_rows_only} keys have no text of four bytes and more to search its pages for"
             self.beyond("local store", str(local_dir), 0, 0, why)
