@@ -42,9 +42,9 @@ class BucketLines:
 
     @property
     def heartbeat(self) -> int:
-        """The last one of the committed lineage."""
+        """One that the committed lineage has reached for certain, or begun."""
         headers = self.past.headers
-        return max((headers[it].writer.heartbeat for it in self.heads), default=0)
+        return min((headers[it].writer.heartbeat for it in self.heads), default=0)
 
     @property
     def tombstone_heartbeat(self) -> int | None:
@@ -124,7 +124,7 @@ class QueryLines:
 
     @property
     def heartbeat(self) -> int:
-        """The last one of the committed lineage: in a batch every bucket has the same."""
+        """The last one that the committed lineage has reached or begun: in a batch every bucket has the same."""
         return max((it.heartbeat for it in self.buckets), default=0)
 
     def committed(self, done: int) -> int:

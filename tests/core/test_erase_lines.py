@@ -149,8 +149,10 @@ def test_a_given_up_line_that_spark_may_hold_inline_is_refused_until_it_is_overw
     history.is_everywhere_without()
 
 
-def test_tombstones_are_as_old_as_the_committed_line_says(history: History) -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_tombstones_are_as_old_as_the_committed_line_says(told: bool, tmp_path: Path) -> None:
     """A given-up line has counted more batches."""
+    history = History(tmp_path, told)
     history.batches(3)
     history.batch({JANE: Row(1)})
     history.batch({JANE: None})
@@ -162,6 +164,7 @@ def test_tombstones_are_as_old_as_the_committed_line_says(history: History) -> N
     history.batches(9)
     assert history.erase(inline_batches=2).receipt.absent
     history.is_everywhere_without()
+    history.job.close()
 
 
 def test_a_tombstone_of_the_given_up_line_alone_is_no_tombstone(history: History) -> None:
