@@ -225,6 +225,9 @@ class SavepointErasure:
             When a store fails. Run it again: until then nobody can start from the savepoint.
         """
         lease.hold()
+        if claim_of(self._folder) is None and not self._work(read_manifest(self._folder), scratch, lease).look().any:
+            # What has no key is not touched at all.
+            return False
         there = claim_savepoint(self._folder, self._claim, ())
         manifest = read_manifest(self._folder)
         if there.savepoint_id != manifest.header.id:
@@ -232,7 +235,7 @@ class SavepointErasure:
                 f"another savepoint lies at {self._folder.root} than the one that {there.by} has claimed: free it with "
                 "spark-state-ext savepoint release"
             )
-        work = _Work(self._folder, manifest, self._operator, self._keys, scratch, lease, self._claim)
+        work = self._work(manifest, scratch, lease)
         finished = work.finish()
         try:
             refuse_incomplete(self._folder, manifest)
@@ -248,7 +251,10 @@ class SavepointErasure:
             work.write_anew(found.buckets)
         work.remove(found.others)
         work.release()
-        return bool(finished or found.buckets or found.others)
+        return finished or found.any
+
+    def _work(self, manifest: SavepointManifest, scratch: Path, lease: Lease) -> _Work:
+        return _Work(self._folder, manifest, self._operator, self._keys, scratch, lease, self._claim)
 
 
 @dataclass(frozen=True)
@@ -265,6 +271,11 @@ class _Found:
 
     buckets: list[SavedBucket]
     others: list[tuple[Folder, str]]
+
+    @property
+    def any(self) -> bool:
+        """Whether there is something."""
+        return bool(self.buckets or self.others)
 
 
 class _Work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.erasing.history import ErasedHistory
+from spark_state_ext.erasing.savepoints import _Work
 from spark_state_ext.errors import ClaimedError, CorruptFileError, LiveRunError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, claim_savepoint, refuse_claimed
@@ -158,8 +159,11 @@ def test_a_savepoint_without_the_key_is_the_savepoint_else(form: str, job: Job, 
     assert then == {**begun, **{key: Row(7) for key in EVERYWHERE}}
     assert files_with(TEXT, tmp_path / "other") == []
     kept = contents(tmp_path / "savepoint")
+    # Not even claimed.
+    modified_ns = (tmp_path / "savepoint").stat().st_mtime_ns
     assert erase(job, savepoint).savepoints == 0
     assert contents(tmp_path / "savepoint") == kept
+    assert (tmp_path / "savepoint").stat().st_mtime_ns == modified_ns
 
 
 def test_without_the_option_a_savepoint_is_named_and_not_touched(
@@ -301,6 +305,17 @@ def test_a_savepoint_in_an_object_store(s3: Any, job: Job, tmp_path: Path) -> No
     assert rows_of(Folder(str(tmp_path / "back"))) == without(model)
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, name: str, note: Callable[[], None]) -> None:
+    """Have it noted when a part of the work begins."""
+    real = getattr(_Work, name)
+
+    def call(*given: Any) -> Any:
+        note()
+        return real(*given)
+
+    monkeypatch.setattr(_Work, name, call)
+
+
 @pytest.mark.parametrize("form", whole([NATIVE], [CANONICAL]))
 def test_stopped_at_every_step_and_run_again(
     form: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -313,20 +328,16 @@ def test_stopped_at_every_step_and_run_again(
     places = [tmp_path / "savepoint", tmp_path / "root"]
     for place in places:
         shutil.copytree(place, tmp_path / "as it was" / place.name)
-    faults, begun = Faults(monkeypatch), []
-
-    def claimed(*given: Any) -> SavepointClaim:
-        begun.append((1 << 40) - faults.left)
-        return claim_savepoint(*given)
-
-    monkeypatch.setattr("spark_state_ext.erasing.savepoints.claim_savepoint", claimed)
+    faults, marks = Faults(monkeypatch), []
+    for name in ("write_anew", "release"):
+        watched(monkeypatch, name, lambda: marks.append((1 << 40) - faults.left))
     faults.left = 1 << 40
     assert erase(job, savepoint).savepoints == 1
-    steps = (1 << 40) - faults.left
+    assert len(marks) == 2
     found = {"before": 0, "after": 0, "claimed": 0}
-    # The last ones are the receipt's.
-    span = range(begun[0] - 2, steps)
-    for step in span if SOAK else sorted({*span[:: max(1, len(span) // 20)]}):
+    # Reads come before and after that, and change nothing.
+    span = range(marks[0] - 20, marks[1] + 5)
+    for step in span if SOAK else span[::2]:
         for place in places:
             shutil.rmtree(place)
             shutil.copytree(tmp_path / "as it was" / place.name, place)
