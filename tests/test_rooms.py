@@ -46,6 +46,7 @@ def test_no_module_has_more_than_500_lines() -> None:
 LINES_MAX, PARAMETERS_MAX = 70, 8
 # Users' own signatures: nothing else has so many.
 MANY_PARAMETERS = {
+    "spark_state_ext/erasing/history.py:erase_history",
     "spark_state_ext/reading/opening.py:open_state",
     "spark_state_ext/spark/source/exact.py:open_committed",
     "spark_state_ext/spark/client/state.py:ArrowState.__init__",

@@ -17,9 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from arrow_schemas.equality import BoolArray, rows_equal
-from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, Writer
 from arrow_schemas.operator import OperatorFile
-from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
+from arrow_schemas.pointer import Pointer, ReplicationStatus
 from arrow_schemas.row import EXPIRES_MS, RowSchema
 from arrow_schemas.savepoint import CANONICAL, SavedBucket, SavepointManifest, relocatable
 from spark_state_ext.backends.files import sole_replica
@@ -27,12 +26,12 @@ from spark_state_ext.cli.filters import filter_of
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed import seal
 from spark_state_ext.reading.shown import BUCKET, ShownColumns
 from spark_state_ext.savepoints.claims import refuse_claimed
-from spark_state_ext.savepoints.copying import put_whole, refuse_incomplete
+from spark_state_ext.savepoints.copying import refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import refuse_existing, write_manifest
 from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.rewriting import bucket_of_rows
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.version import __version__
 
@@ -229,32 +228,10 @@ def _rewritten(made: str, files: Folder, pointer: Pointer, into: Folder, rows: _
     if pointer.ref is None:
         none = replace(relocatable(pointer, ()), schema_id=0)
         return SavedBucket(pointer.operator, pointer.bucket, none, ())
-    # Its content is its own, and so is its name. The version stays: the low watermark of timers goes by it.
     text = f"{made} {pointer.operator} {pointer.bucket}"
-    ref = CheckpointRef(pointer.version, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
-    heartbeat = pointer.lineage[-1].heartbeat
-    header = LineageHeader(
-        kind=SNAPSHOT,
-        operator=pointer.operator,
-        bucket=pointer.bucket,
-        ref=ref,
-        parent=None,
-        lineage=(),
-        schema_id=0,
-        writer=Writer("", "", pointer.batch, "", heartbeat),
-        package_version=__version__,
-    )
-    kept = rows.kept
-    sealed = seal(header, rows.after, rows.of(saved_rows(files, pointer, rows.before, scratch)), scratch)
-    try:
-        file = put_whole(into, sealed)
-    finally:
-        sealed.let_go()
-    lineage = (LineageEntry(ref, 0, heartbeat),)
-    saved = relocatable(replace(pointer, lineage=lineage, parent=None), lineage)
-    return SavedBucket(
-        pointer.operator, pointer.bucket, replace(saved, schema_id=0, origins=(), rows=rows.kept - kept), (file,)
-    )
+    checkpoint_id = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    kept = rows.of(saved_rows(files, pointer, rows.before, scratch))
+    return bucket_of_rows(replace(pointer, schema_id=0), checkpoint_id, rows.after, kept, into, scratch)
 
 
 def as_type(column: pa.Array, wanted: pa.DataType, name: str) -> pa.Array:

@@ -17,6 +17,7 @@ from spark_state_ext.errors import ChangedJobError, CorruptError, CorruptFileErr
 from spark_state_ext.files.checkpoint import announced, verify_checkpoint
 from spark_state_ext.files.erase_requests import decode_request
 from spark_state_ext.files.folder import Entry, Folder, is_temporary
+from spark_state_ext.files.last_run import LAST_RUN_NAME, LastRun
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER
 from spark_state_ext.ownership.holds import HOLDS_FOLDER, HoldRecord
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
@@ -152,6 +153,8 @@ def _document(folder: Folder, entry: Entry, within: str = "") -> Check:
         if parsed[1]:
             return check("erase record", lambda data: EraseDone.decode(data, where))
         return check("erase request", lambda data: decode_request(data, where))
+    if within == ERASE_FOLDER and name == LAST_RUN_NAME:
+        return check("record", lambda data: LastRun.decode(data, where))
     if within == CLAIMS_FOLDER and name.endswith(".json"):
         return check("record", lambda data: _opened(data, where))
     if within:

@@ -28,13 +28,16 @@ from spark_state_ext.backends.registry import FSSPEC, Backend
 from spark_state_ext.engine.erasing import matching, places_of
 from spark_state_ext.engine.folders import root_id
 from spark_state_ext.erasing.folders import QueryFolder, keys_as_stored, query_folders_below
+from spark_state_ext.erasing.lines import QueryLines, query_lines
 from spark_state_ext.erasing.past import BucketPast, read_past, rewrite
 from spark_state_ext.erasing.receipt import EraseReceipt
+from spark_state_ext.erasing.savepoints import SavepointBegunWith, savepoint_erasure
 from spark_state_ext.erasing.scanning import KEYS_MAX, erase_scan
 from spark_state_ext.errors import LiveRunError, StateError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
+from spark_state_ext.files.last_run import note_last_run
 from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.ownership.lease import Lease
@@ -64,6 +67,10 @@ class ErasedHistory:
         How many folders of local stores were removed.
     receipt
         Of a scan after all that.
+    savepoints
+        How many savepoints were written anew, or what a run that was stopped had left in them was removed.
+    savepoints_with_keys
+        Savepoints in which the scan found something: of those that were named, and the one that the query began with.
     """
 
     files: int
@@ -71,6 +78,8 @@ class ErasedHistory:
     requests: int
     stores: int
     receipt: EraseReceipt
+    savepoints: int = 0
+    savepoints_with_keys: tuple[str, ...] = ()
 
 
 def erase_history(
@@ -83,12 +92,16 @@ def erase_history(
     backends: Sequence[Backend] = (),
     local_dirs: Sequence[str] = (),
     inline_batches: int = 100,
+    savepoints: Sequence[str] = (),
+    write_savepoints: bool = False,
 ) -> ErasedHistory:
     """Erase keys from all checkpoint files of a stopped query, and from its erase requests.
 
     Ask for the keys with `erase_keys` first, let the query run until `erase_status` says ``"done"``, and stop it.
-    Afterwards the query goes on as it would have; a batch that it goes back to is without the keys. Savepoints are not
-    touched. Whatever stops it in between, run it again: it goes on.
+    Afterwards the query goes on as it would have; a batch that it goes back to is without the keys. Whatever stops it
+    in between, run it again: it goes on. Savepoints are the user's, and stay as they are unless you say that these are
+    to be written anew. The receipt tells which of those that you name have a key, and whether the one has that the
+    query began with.
 
     Parameters
     ----------
@@ -107,6 +120,11 @@ def erase_history(
         batches may hold deltas inline, which cannot be changed. The tombstones of the keys have to be older than all
         of these, by 3 times as many batches with data and 2. 0: the query keeps nothing inline, and has not for so
         long (its backends are without ``"changelog"``, or it has `erase_within_s`).
+    savepoints
+        Folders of savepoints, to look for the keys in.
+    write_savepoints
+        Write these savepoints anew without the keys: a bucket that has one gets one compacted snapshot. Meanwhile no
+        query can start from them.
 
     Returns
     -------
@@ -119,7 +137,12 @@ def erase_history(
         When a key is in the newest state, a request that names it is not done, or its tombstones are too young; when a
         store cannot put a file in another's place in one step; or when an argument is none.
     LiveRunError
-        When the query runs, or somebody takes a savepoint of it.
+        When the query runs, or somebody takes a savepoint of it; or when a query below the root is being started from
+        one that is to be written anew.
+    ClaimedError
+        When somebody has claimed a savepoint that is to be written anew.
+    MissingCheckpointError
+        When there is no such savepoint.
     CorruptFileError
         When a file cannot be read. Nothing was changed then, in any file of its bucket.
     StorageError
@@ -139,10 +162,43 @@ def erase_history(
         )
     if type(inline_batches) is not int or inline_batches < 0:
         raise UsageError(f"inline_batches must be a whole number of batches, not {inline_batches!r}")
+    if write_savepoints and (isinstance(savepoints, str) or not savepoints):
+        raise UsageError("write_savepoints needs savepoints=[…]: only those are written anew that you name")
     folder = folders[0]
     wanted = keys_as_stored(keys, folder.schema, "erase_history()")
     if wanted.num_rows > KEYS_MAX:
         raise UsageError(f"erase_history() was given more than {KEYS_MAX:,} keys: erase them in several calls")
+    places = _places(folder, operator, backends, local_dirs)
+    top = Folder(root.rstrip("/") or root, storage_options)
+    saved = [
+        savepoint_erasure(path, keys, operator, folder.files, top, storage_options)
+        for path in (savepoints if write_savepoints else ())
+    ]
+    with tempfile.TemporaryDirectory(prefix="spark_state_ext-erase-") as scratch, _leased(folder.files) as lease:
+        work = _Work(folder, places, wanted, Path(scratch), lease)
+        work.refuse_waiting()
+        files, rows = work.erase_files(inline_batches)
+        requests = work.erase_requests()
+        stores = sum(_drop_stores(Path(path), root, operator, folder.name) for path in local_dirs)
+        written = sum(it.carry_out(lease, Path(scratch)) for it in saved)
+    begun_with = SavepointBegunWith.of(folder.files, savepoints, storage_options)
+    looked_in = [*savepoints, *begun_with.paths]
+    receipt = erase_scan(
+        root,
+        keys,
+        operator=operator,
+        storage_options=storage_options,
+        backends=backends,
+        savepoints=looked_in,
+        local_dirs=local_dirs,
+    )
+    receipt = replace(receipt, out_of_reach=(*receipt.out_of_reach, *begun_with.out_of_reach))
+    having = [it for it in looked_in if any(found.where.startswith(it.rstrip("/") + "/") for found in receipt.found)]
+    return ErasedHistory(files, rows, requests, stores, receipt, written, tuple(having))
+
+
+def _places(folder: QueryFolder, operator: str, backends: Sequence[Backend], local_dirs: Sequence[str]) -> list[Folder]:
+    """The query folder in all backends, where files can be written anew."""
     places = [folder.files, *(_replica(backend, operator, folder.name) for backend in backends)]
     for place in places:
         if not place.replaces:
@@ -153,21 +209,7 @@ def erase_history(
     for path in local_dirs:
         if not Path(path).is_dir():
             raise UsageError(f"there is no folder {path}: give the local_dir of the ArrowState")
-    with tempfile.TemporaryDirectory(prefix="spark_state_ext-erase-") as scratch, _leased(folder.files) as lease:
-        work = _Work(folder, places, wanted, Path(scratch), lease)
-        work.refuse_waiting()
-        files, rows = work.erase_files(inline_batches)
-        requests = work.erase_requests()
-        stores = sum(_drop_stores(Path(path), root, operator, folder.name) for path in local_dirs)
-    receipt = erase_scan(
-        root,
-        keys,
-        operator=operator,
-        storage_options=storage_options,
-        backends=backends,
-        local_dirs=local_dirs,
-    )
-    return ErasedHistory(files, rows, requests, stores, receipt)
+    return places
 
 
 def _replica(backend: Backend, operator: str, query_folder: str) -> Folder:
@@ -264,16 +306,22 @@ class _Work:
     def erase_files(self, inline_batches: int) -> tuple[int, int]:
         """Write all checkpoint files anew that have a key; how many these were, and how many rows they lost."""
         buckets = [self._past(bucket) for bucket in range(self._folder.operator.buckets)]
-        # Somebody has begun the batch after those.
-        committed = max(self._done_heartbeat, max(past.heartbeat for past in buckets) - 1)
-        living = sum(len(past.living(self._erased, committed)) for past in buckets)
+        lines = query_lines(self._folder.files, buckets)
+        committed = lines.committed(self._done_heartbeat)
+        living = sum(len(it.living(self._erased, committed)) for it in lines.buckets)
         if living:
             raise UsageError(
                 f"{living} of the keys are in the newest state at {self._folder.files.root}, or may be: ask for them "
                 "with erase_keys(), run the query until erase_status() says that it is done, and stop it"
             )
-        self._refuse_young(buckets, inline_batches)
+        if inline_batches:
+            self._refuse_given_up(lines)
+            self._refuse_young(lines, inline_batches)
         if any(past.with_keys() for past in buckets):
+            if lines.last is not None:
+                # What is written anew is younger than what the last run wrote.
+                self._allowed()
+                note_last_run(self._folder.files, lines.last)
             self._leave_local_stores()
         files = rows = 0
         for past in buckets:
@@ -282,13 +330,22 @@ class _Work:
                 files += 1
         return files, rows
 
-    def _refuse_young(self, buckets: Sequence[BucketPast], inline_batches: int) -> None:
+    def _refuse_given_up(self, lines: QueryLines) -> None:
+        """Refuse where a key lives on a line that was given up, and Spark's state may have it inline."""
+        living = sum(len(it.living_elsewhere()) for it in lines.buckets)
+        if living:
+            raise UsageError(
+                f"{living} of the keys live at {self._folder.files.root} in batches that the query went back from, up "
+                f"to {lines.newest_given_up}, of which Spark's state may hold deltas inline: run the query past that "
+                "one and stop it. Where it keeps nothing inline, say inline_batches=0"
+            )
+
+    def _refuse_young(self, lines: QueryLines, inline_batches: int) -> None:
         """Refuse where a pointer may have a delta inline from before a tombstone: without it the key would be back."""
-        tombstones = [it for past in buckets if (it := past.tombstone_heartbeat) is not None]
-        if not tombstones or not inline_batches:
+        tombstones = [it for line in lines.buckets if (it := line.tombstone_heartbeat) is not None]
+        if not tombstones:
             return
-        # In a batch every bucket has the same.
-        older_by = max(past.heartbeat for past in buckets) - max(tombstones)
+        older_by = lines.heartbeat - max(tombstones)
         lacking = recent_heartbeats(inline_batches) + 1 - older_by
         if lacking > 0:
             raise UsageError(
@@ -333,9 +390,9 @@ class _Work:
         past = BucketPast()
         for place in self._places:
             files = place.child(str(bucket))
-            for name in files.names():
+            for entry in files.entries():
                 self._lease.hold()
-                found = read_past(files, name, self._folder.schema, self._keys, self._scratch)
+                found = read_past(files, entry, self._folder.schema, self._keys, self._scratch)
                 if found is not None:
                     past.files.append(found)
         return past

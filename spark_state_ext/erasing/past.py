@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +13,11 @@ import pyarrow as pa
 
 from arrow_schemas.equality import BoolArray
 from arrow_schemas.evolution import conform
-from arrow_schemas.lineage import BLOCKCRC, SNAPSHOT, CheckpointRef, LineageHeader, parse_file_name
+from arrow_schemas.lineage import BLOCKCRC, DELTA, SNAPSHOT, CheckpointRef, LineageHeader, parse_file_name
 from arrow_schemas.row import DELETED, RowSchema
 from spark_state_ext.engine.erasing import matching, places_of
 from spark_state_ext.errors import CorruptFileError, StateError
-from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.sealed_body import NOT_ARROW, SealedBody, open_sealed, write_sealed
 from spark_state_ext.store.runs import CHUNK_ROWS, cut
 from spark_state_ext.worker.spill import local_errors
@@ -31,8 +31,8 @@ class FilePast:
 
     Parameters
     ----------
-    files, name
-        The bucket's folder in one of the backends, and the file.
+    files, entry
+        The bucket's folder in one of the backends, and the file as it was listed.
     ref, kind
         What it is.
     header
@@ -42,11 +42,16 @@ class FilePast:
     """
 
     files: Folder
-    name: str
+    entry: Entry
     ref: CheckpointRef
     kind: str
     header: LineageHeader
     rows: dict[int, bool]
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.entry.name
 
 
 @dataclass
@@ -63,62 +68,19 @@ class BucketPast:
         return sorted((it for it in self.files if it.rows), key=lambda it: (it.ref.version, it.kind == SNAPSHOT))
 
     @property
-    def heartbeat(self) -> int:
-        """The last one that its files tell."""
-        return max((it.header.writer.heartbeat for it in self.files), default=0)
-
-    @property
-    def tombstone_heartbeat(self) -> int | None:
-        """Heartbeat of the newest tombstone of a key; None: there is none."""
-        return max((it.header.writer.heartbeat for it in self.files if False in it.rows.values()), default=None)
-
-    def living(self, erased: Set[int] = frozenset(), committed: int = 0) -> set[int]:
-        """Numbers of the keys that live in what may be the committed checkpoint.
-
-        Which one is, only Spark knows. An attempt makes the checkpoint after the committed one, and none further. So it
-        is one of the newest, or of those before.
-
-        Parameters
-        ----------
-        erased
-            Keys that a request names which is done: their tombstones are committed.
-        committed
-            Batches up to this heartbeat are committed: nothing that is so old is an attempt that failed.
-        """
-        newest = max((it.ref.version for it in self.files), default=0)
-        last = {it.ref: it.header.writer.heartbeat for it in self.files if it.ref.version == newest}
-        before = {it.ref for it in self.files if it.ref.version == newest - 1}
-        living: set[int] = set().union(*(self._living_at(ref) for ref in last))
-        earlier: set[int] = set().union(*(self._living_at(ref) for ref in before))
-        known = all(heartbeat <= committed for heartbeat in last.values())
-        return living | (earlier - erased if known else earlier)
-
-    def _living_at(self, ref: CheckpointRef) -> set[int]:
-        by_ref: dict[CheckpointRef, list[FilePast]] = {}
-        for it in self.files:
-            by_ref.setdefault(it.ref, []).append(it)
-        found: dict[int, bool] = {}
-        line: list[CheckpointRef] = [ref]
-        while line:
-            files = by_ref.get(line.pop(), [])
-            for it in files:
-                for key, lives in it.rows.items():
-                    found.setdefault(key, lives)
-            if any(it.kind == SNAPSHOT for it in files):
-                # It has all that lives, so what it lacks is gone.
-                break
-            if files:
-                # What lacks a file may be inline in Spark's state: the ones before it count all the same.
-                line = list(files[0].header.lineage)
-        return {key for key, lives in found.items() if lives}
+    def headers(self) -> dict[CheckpointRef, LineageHeader]:
+        """What the files say of their checkpoints: deltas, where there is one."""
+        return {it.ref: it.header for it in sorted(self.files, key=lambda it: it.kind == DELTA)}
 
 
-def read_past(files: Folder, name: str, schema: RowSchema, keys: Sequence[pa.Array], scratch: Path) -> FilePast | None:
+def read_past(
+    files: Folder, entry: Entry, schema: RowSchema, keys: Sequence[pa.Array], scratch: Path
+) -> FilePast | None:
     """What a checkpoint file tells of some keys; None for a file that is none.
 
     Parameters
     ----------
-    files, name
+    files, entry
         The bucket's folder, and the file.
     schema
         The operator's.
@@ -134,8 +96,9 @@ def read_past(files: Folder, name: str, schema: RowSchema, keys: Sequence[pa.Arr
     MissingCheckpointError
         When it is gone.
     """
+    name = entry.name
     parsed = parse_file_name(name)
-    if parsed is None:
+    if parsed is None or entry.folder:
         return None
     rows: dict[int, bool] = {}
     with _opened(files, name, scratch) as body:
@@ -145,7 +108,7 @@ def read_past(files: Folder, name: str, schema: RowSchema, keys: Sequence[pa.Arr
             at = places_of(keys, schema.key_columns(written))
             deleted = written.column(DELETED)
             rows |= {int(key): not deleted[int(at[key])].as_py() for key in np.flatnonzero(at >= 0)}
-    return FilePast(files, name, *parsed, header, rows)
+    return FilePast(files, entry, *parsed, header, rows)
 
 
 def rewrite(

@@ -34,6 +34,7 @@ from spark_state_ext.files.sealed import SealedFile, SealedFiles
 from spark_state_ext.files.sealed_body import NOT_ARROW, open_sealed
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import decode_manifest
+from spark_state_ext.store.local_disk import DATA_FILE, LOCK_FILE
 from spark_state_ext.worker.spill import local_errors
 
 __all__ = ["erase_scan"]
@@ -121,6 +122,8 @@ def erase_scan(
         schemas = {folder.name: folder.schema for folder in folders}
         for top in tops:
             scan.operator(top.child(operator), schemas, folders[0].schema)
+        if not savepoints:
+            scan.beyond("savepoint", "", 0, 0, "none was named: those that you took keep the keys; give savepoints")
         for path in savepoints:
             refuse_relative(path, "a savepoint")
             scan.savepoint(Folder(path.rstrip("/") or path, storage_options), operator)
@@ -196,15 +199,7 @@ class _Scan:
             if SPILL_FOLDER in parts[:2]:
                 spills.append(entry)
             elif is_temporary(parts[-1]):
-                self._bytes("unfinished file", folder, entry)
-                self.beyond(
-                    "unfinished file",
-                    folder.where(entry.name),
-                    1,
-                    entry.size_bytes,
-                    "searched as bytes only: its rows may be compressed; clean-up removes it after a day",
-                    unread=True,
-                )
+                self._unfinished(folder, entry, "clean-up removes it after a day")
             elif parse_file_name(parts[-1]) is not None:
                 self._checkpoint("checkpoint file", folder, entry, own)
             elif len(parts) == 3 and parts[1] == ERASE_FOLDER and parse_erase_name(parts[2]) is not None:
@@ -229,7 +224,9 @@ class _Scan:
         for entry in entries:
             parts = entry.name.split("/")
             schema = schemas.get(parts[0])
-            if entry.name == MANIFEST_NAME and schemas:
+            if is_temporary(parts[-1]):
+                self._unfinished(folder, entry, "remove it where nobody writes the savepoint")
+            elif entry.name == MANIFEST_NAME and schemas:
                 self._pointers("savepoint manifest", folder, entry, None, _saved)
             elif parse_file_name(parts[-1]) is not None and schema is not None and parts[0] == operator:
                 self._checkpoint("savepoint file", folder, entry, schema)
@@ -251,10 +248,16 @@ class _Scan:
         """All local stores of an operator on this machine, pages that are free included."""
         if not local_dir.is_dir():
             raise UsageError(f"there is no folder {local_dir}: give the local_dir of the ArrowState")
+        locks: list[int] = []
         for stores in sorted(local_dir.glob(_STORES)):
             own = re.compile("[0-9a-f]{16}-" + re.escape(operator))
             places = [*(place for place in stores.iterdir() if own.fullmatch(place.name)), stores / "scratch"]
             for path in sorted(file for place in places for file in place.rglob("*") if file.is_file()):
+                if path.name == LOCK_FILE and path.with_name(DATA_FILE).exists():
+                    # Whoever closes it takes away the locks that LMDB has on it in this process (POSIX), and so its
+                    # readers from under a state that is open here.
+                    locks.append(path.stat().st_size)
+                    continue
                 try:
                     size, search = path.stat().st_size, Search(self._wanted)
                     with path.open("rb") as file:
@@ -271,6 +274,9 @@ class _Scan:
                     self.beyond("local store", str(path), 1, 0, f"it cannot be read: {error}", unread=True)
                     continue
                 self._note("local store", str(stores), str(path), size, search)
+        if locks:
+            why = f"{LOCK_FILE} of LMDB is not opened: it has numbers of processes and transactions, and no rows"
+            self.beyond("local store", str(local_dir), len(locks), sum(locks), why)
         if self._wanted.by_rows_only:
             why = f"{self._wanted.by_rows_only} keys have no text of four bytes and more to search its pages for"
             self.beyond("local store", str(local_dir), 0, 0, why)
@@ -294,6 +300,12 @@ class _Scan:
         self.beyond("Spark's checkpoint", folder.where(_SPARK_STATE), len(state), size, why)
 
     # -- files -------------------------------------------------------------------------------------
+
+    def _unfinished(self, folder: Folder, entry: Entry, what_then: str) -> None:
+        """A file that somebody writes, or whose writer died."""
+        self._bytes("unfinished file", folder, entry)
+        why = f"searched as bytes only: its rows may be compressed; {what_then}"
+        self.beyond("unfinished file", folder.where(entry.name), 1, entry.size_bytes, why, unread=True)
 
     def _checkpoint(self, kind: str, folder: Folder, entry: Entry, schema: RowSchema) -> None:
         name = posixpath.basename(entry.name)

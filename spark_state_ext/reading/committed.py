@@ -6,7 +6,8 @@ newest file says may be an attempt that failed. All buckets are read as of one b
 
 Where tasks were not told their batch, heartbeats are counted in its place: every bucket gets one in a batch, or none.
 Where several runs of a query have left files, those count that the last one wrote or built upon: what earlier runs made
-in batches which it has made anew was given up.
+in batches which it has made anew was given up. Which run was the last, files tell by when they were written; where they
+were written anew, a record from before does (`files.last_run`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader
 from spark_state_ext.errors import MissingCheckpointError
+from spark_state_ext.files.last_run import LastRun
 from spark_state_ext.reading.history import BucketFiles, read_side_by_side
 
 __all__ = ["BATCH", "HEARTBEAT", "START", "Clock", "Line", "Timeline", "timeline"]
@@ -186,11 +188,14 @@ class Timeline:
         The query's.
     begun
         The newest batch of which there is a file; None where there is no file at all.
+    last
+        The bucket and the checkpoint that was written last; None where there is none.
     """
 
     lines: tuple[Line, ...]
     clock: Clock
     begun: int | None
+    last: tuple[int, CheckpointRef] | None = None
 
     def newest(self, unproven: bool) -> int | None:
         """The newest batch as of which all buckets can be read; None where nothing is known to be committed."""
@@ -223,7 +228,7 @@ class Timeline:
         return any(it.writer.query_id != self.clock.query_id for it in (*heads, *before))
 
 
-def timeline(buckets: Sequence[BucketFiles], query_folder: str) -> Timeline:
+def timeline(buckets: Sequence[BucketFiles], query_folder: str, noted: LastRun | None = None) -> Timeline:
     """Tell from files which lineages a query is on.
 
     Parameters
@@ -232,6 +237,8 @@ def timeline(buckets: Sequence[BucketFiles], query_folder: str) -> Timeline:
         The files of each bucket.
     query_folder
         Name of the query folder: the id of the query that began it.
+    noted
+        What was written down before files were written anew; None: none were.
 
     Raises
     ------
@@ -243,18 +250,30 @@ def timeline(buckets: Sequence[BucketFiles], query_folder: str) -> Timeline:
         return Timeline(tuple(Line(files, (), Clock(BATCH, ""), False) for files in buckets), Clock(BATCH, ""), None)
     tops = [(files, ref) for files in buckets for ref in files.of_newest_version()]
     read_side_by_side(list(dict.fromkeys([*tops, *last])))
-    files, ref = max(last, key=lambda one: (one[0].modified_s(one[1]), one[1].version))
+    files, ref = _written_last(buckets, last, noted)
     latest = files.header(ref)
     clock = Clock.of(latest)
     copied = query_folder == clock.query_id
-    seen = [files.header(ref) for files, ref in (*tops, *last)]
+    seen = [it.header(one) for it, one in (*tops, *last)]
     if all(header.writer.run_id == latest.writer.run_id for header in seen):
-        heads = {files.bucket: tuple(files.of_newest_version()) for files in buckets}
+        heads = {it.bucket: tuple(it.of_newest_version()) for it in buckets}
     else:
         heads = _heads_of_run(buckets, latest, clock)
-    lines = tuple(Line(files, heads[files.bucket], clock, copied) for files in buckets)
+    lines = tuple(Line(it, heads[it.bucket], clock, copied) for it in buckets)
     begun = max(clock.at(line.files.header(head)) for line in lines for head in line.heads)
-    return Timeline(lines, clock, begun)
+    return Timeline(lines, clock, begun, (files.bucket, ref))
+
+
+def _written_last(
+    buckets: Sequence[BucketFiles], last: Sequence[tuple[BucketFiles, CheckpointRef]], noted: LastRun | None
+) -> tuple[BucketFiles, CheckpointRef]:
+    """The checkpoint that the last run wrote last, of those that were written last in each bucket."""
+    found = max(last, key=lambda one: (one[0].modified_s(one[1]), one[1].version))
+    # A run that is not in the record has written since. Runs that are not told apart have no lines to choose from.
+    run_id = found[0].header(found[1]).writer.run_id
+    if noted is None or not run_id or run_id not in noted.runs:
+        return found
+    return next(((it, noted.ref) for it in buckets if it.bucket == noted.bucket and noted.ref in it), found)
 
 
 def _heads_of_run(

@@ -57,6 +57,22 @@ class BucketFiles:
         folder = query_folder.child(str(bucket))
         return BucketFiles(folder, bucket, folder.entries())
 
+    @staticmethod
+    def read_before(folder: Folder, bucket: int, files: Iterable[tuple[Entry, LineageHeader]]) -> BucketFiles:
+        """Files whose headers are known already. Where several are one checkpoint's, its last delta tells when.
+
+        Parameters
+        ----------
+        folder, bucket
+            The bucket's, for messages.
+        files
+            Each with its header.
+        """
+        known = list(files)
+        made = BucketFiles(folder, bucket, [entry for entry, _ in known])
+        made._headers = {header.ref: header for _, header in known}
+        return made
+
     def __contains__(self, ref: CheckpointRef) -> bool:
         return ref in self.kinds
 

@@ -11,6 +11,7 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.last_run import last_run_of
 from spark_state_ext.reading.bodies import Scratch
 from spark_state_ext.reading.committed import BATCH, Timeline, timeline
 from spark_state_ext.reading.finding import find_state
@@ -151,7 +152,7 @@ def _query_folder(
     scratch: Scratch,
 ) -> OpenState:
     listed = [BucketFiles.listed(folder, bucket) for bucket in range(operator.buckets)]
-    found = timeline(listed, folder.name)
+    found = timeline(listed, folder.name, last_run_of(folder))
     newest = found.newest(unproven)
     if newest is None or found.begun is None:
         raise MissingCheckpointError(_nothing(folder, found))

@@ -24,10 +24,12 @@ from spark_state_ext.savepoints.removing import delete_files
 
 __all__ = [
     "CLAIM_FOLDER",
+    "ERASES",
     "SavepointClaim",
     "claim_of",
     "claim_savepoint",
     "consume",
+    "drop_claim",
     "is_consumed",
     "refuse_claimed",
     "release_claim",
@@ -37,6 +39,8 @@ _LOGGER = logging.getLogger("spark_state_ext")
 CLAIM_FOLDER = "claim"
 _CLAIM_NAME, _CONSUMED_NAME = "claim.json", "consumed.json"
 _FORMAT = 1
+# Whose claim it is that does not start from the savepoint but writes it anew.
+ERASES = "erase_history of "
 # How often it is looked whether the claim is there still.
 _LOOK_S = 1.0
 
@@ -50,7 +54,7 @@ class SavepointClaim:
     savepoint_id
         Id of the savepoint.
     by
-        The query: the folder of its state.
+        The query: the folder of its state; after `ERASES`, where keys are being erased from the savepoint.
     id
         Name of that folder, by which the query's attempts know their claim.
     """
@@ -58,6 +62,11 @@ class SavepointClaim:
     savepoint_id: str
     by: str
     id: str
+
+    @property
+    def erases(self) -> bool:
+        """Whether the savepoint is being written anew without some keys."""
+        return self.by.startswith(ERASES)
 
     def encode(self) -> bytes:
         """The file's bytes: the same from all of the query's tasks."""
@@ -136,6 +145,11 @@ def refuse_claimed(savepoint: Folder) -> None:
 
 
 def _claimed(savepoint: Folder, claim: SavepointClaim | None) -> ClaimedError:
+    if claim is not None and claim.erases:
+        return ClaimedError(
+            f"the savepoint at {savepoint.root} is being written anew by {claim.by}: wait until that is over. Where it "
+            "was stopped, run it again"
+        )
     return ClaimedError(
         f"the savepoint at {savepoint.root} is claimed by the query at {claim.by if claim else 'another place'}, which "
         "deletes it: start from another savepoint. Where that query is gone for good, free this one with "
@@ -150,6 +164,12 @@ def claim_of(savepoint: Folder) -> SavepointClaim | None:
         return SavepointClaim.decode(files.get(_CLAIM_NAME), files.where(_CLAIM_NAME))
     except MissingCheckpointError:
         return None
+
+
+def drop_claim(savepoint: Folder) -> None:
+    """Remove the claim of one who needs the savepoint no more, and has not begun to delete it."""
+    savepoint.child(CLAIM_FOLDER).remove(_CLAIM_NAME)
+    savepoint.remove_if_empty(CLAIM_FOLDER)
 
 
 def is_consumed(savepoint: Folder) -> bool:

@@ -72,6 +72,10 @@ def judged(
     operators
         Names of the operators in it.
     """
+    if claim is not None and claim.erases:
+        return Verdict(
+            False, f"{claim.by} is writing it anew: wait until that is over, or run it again where it was stopped"
+        )
     if claim is not None and consumed:
         return Verdict(False, f"{claim.by} owns it and is deleting it: let it finish")
     if claim is not None:

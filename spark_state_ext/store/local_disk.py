@@ -17,7 +17,7 @@ from spark_state_ext.worker import descriptors
 
 __all__ = ["DATA_FILE", "make_private", "refuse_full", "set_aside", "storage_error", "translated"]
 
-DATA_FILE, _LOCK_FILE = "data.mdb", "lock.mdb"
+DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
 # With less than this a disk counts as full.
 _FREE_BYTES_MIN = 1 << 20
 # What LMDB's lock file takes with its readers, and as much again for its first pages of data.
@@ -68,7 +68,7 @@ def refuse_full(folder: Path) -> None:
     """
     try:
         # Pages that it has; its length says nothing, as it begins as a hole.
-        held = 512 * (folder / _LOCK_FILE).stat().st_blocks
+        held = 512 * (folder / LOCK_FILE).stat().st_blocks
     except FileNotFoundError:
         held = 0
     if not held and _free_bytes(folder) < _OPENED_BYTES:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pyarrow as pa
 import pytest
 from core_support import first_pointer
@@ -155,7 +159,36 @@ def test_pages_of_local_stores_that_are_free_still_hold_the_key(life: Life, tmp_
     mine = [it for it in receipt.found if it.kind == "local store"]
     assert [Path(it.where).name for it in mine] == files_with(TEXT, store) == ["data.mdb"]
     (scanned,) = [it for it in receipt.scanned if it.kind == "local store"]
-    assert scanned.files == sum(path.is_file() for path in store.rglob("*"))
+    locks = [path.stat().st_size for path in store.rglob("lock.mdb")]
+    assert scanned.files == sum(path.is_file() for path in store.rglob("*")) - len(locks)
+    (lock,) = [it for it in receipt.out_of_reach if "lock.mdb" in it.why]
+    assert (lock.files, lock.size_bytes, lock.unread) == (len(locks), sum(locks), False)
+    assert locks
+
+
+def test_a_state_that_is_open_in_this_process_keeps_its_locks(life: Life, tmp_path: Path) -> None:
+    """Closing any descriptor of a file drops the locks that the process has on it; then others take its readers away."""
+    life.history(1)
+    store = tmp_path / "disk" / "spark_state_ext-0" / f"{0:016x}-counts" / "q" / "s0" / "3" / "boot"
+    store.mkdir(parents=True)
+    # A file of that name that is none of LMDB's is read as any other.
+    (store.parent / "lock.mdb").write_text(TEXT)
+    look = f"import lmdb; it = lmdb.open({str(store)!r}, create=False); it.reader_check(); print(it.readers())"
+
+    def is_reader() -> bool:
+        """Whether another process finds that this one reads: where nobody has a lock, it makes the table anew."""
+        found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout
+        return str(os.getpid()) in found
+
+    with lmdb.open(str(store)) as environment:
+        with environment.begin(write=True) as writing:
+            writing.put(b"key", TEXT.encode())
+        with environment.begin() as reading:
+            assert is_reader()
+            receipt = scan(life, local_dirs=[str(tmp_path / "disk")])
+            assert is_reader()
+            assert reading.get(b"key") == TEXT.encode()
+    assert {Path(it.where).name for it in receipt.found} == {"data.mdb", "lock.mdb"}
 
 
 def test_other_backends_and_sparks_checkpoint(life: Life, tmp_path: Path) -> None:

@@ -1,0 +1,410 @@
+"""Erasing keys from savepoints that the user names for it; nothing else changes one (`docs/design/006-savepoints.md`).
+
+Each bucket that has a key gets one snapshot of its rows without the keys, beside its files and under a name of its own.
+Then the manifest is put in its place in one step, and then the files that it named before go. A record says which these
+are, so whoever is stopped anywhere finishes that first. At every moment the savepoint is whole, as it was or without
+the keys. While that goes on, it is claimed: no query starts from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
+from arrow_schemas.row import RowSchema
+from arrow_schemas.savepoint import MANIFEST_NAME, SavedBucket, SavepointManifest
+from spark_state_ext.engine.erasing import matching
+from spark_state_ext.erasing.folders import keys_as_stored
+from spark_state_ext.erasing.past import read_past
+from spark_state_ext.erasing.receipt import OutOfReach
+from spark_state_ext.errors import ClaimedError, LiveRunError, MissingCheckpointError, StateError, UsageError
+from spark_state_ext.files.folder import Folder, is_temporary, refuse_relative
+from spark_state_ext.ownership.lease import Lease
+from spark_state_ext.savepoints.claims import (
+    CLAIM_FOLDER,
+    ERASES,
+    SavepointClaim,
+    claim_of,
+    claim_savepoint,
+    drop_claim,
+)
+from spark_state_ext.savepoints.copying import refuse_incomplete
+from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
+from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.records import start_of
+from spark_state_ext.savepoints.rewriting import bucket_of_rows
+from spark_state_ext.savepoints.status import started_below
+
+__all__ = ["SavepointBegunWith", "SavepointErasure", "savepoint_erasure"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+_REPLACED_NAME = "replaced.json"
+_FORMAT = 1
+_NAMED_MAX = 10
+
+
+@dataclass(frozen=True)
+class _Replaced:
+    """Files that the manifest names before and after; those that it does not name in the end are to go.
+
+    Parameters
+    ----------
+    savepoint_id
+        Whose.
+    files
+        Names by bucket.
+    """
+
+    savepoint_id: str
+    files: Mapping[int, tuple[str, ...]]
+
+    def encode(self) -> bytes:
+        files = {str(bucket): list(names) for bucket, names in self.files.items()}
+        return sealed_document({"format": _FORMAT, "savepoint_id": self.savepoint_id, "files": files})
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> _Replaced:
+        with readable(where, "record of what takes the place of a savepoint's files"):
+            fields = opened_document(data, where, _FORMAT)
+            files = {int(bucket): tuple(map(str, names)) for bucket, names in fields["files"].items()}
+            # They are removed by these names.
+            if any(parse_file_name(name) is None for names in files.values() for name in names):
+                raise ValueError("it names what is no checkpoint file")
+            return _Replaced(str(fields["savepoint_id"]), files)
+        raise AssertionError("unreachable: readable raises what it catches")
+
+
+def savepoint_erasure(
+    path: str, keys: Any, operator: str, query_folder: Folder, root: Folder, storage_options: Mapping[str, Any] | None
+) -> SavepointErasure:
+    """See that keys can be erased from a savepoint; nothing is changed.
+
+    Parameters
+    ----------
+    path, storage_options
+        The savepoint.
+    keys, operator
+        The keys, as the user gave them, and whose they are.
+    query_folder
+        The query folder whose lease is held meanwhile.
+    root
+        A root below which queries may have been started from the savepoint.
+
+    Raises
+    ------
+    UsageError
+        When it has no such operator, or its store cannot do that.
+    StateValueError
+        When the keys are not the operator's.
+    ClaimedError
+        When somebody has claimed it.
+    LiveRunError
+        When a query is being started from it.
+    MissingCheckpointError, CorruptFileError, VersionSkewError
+        When there is no savepoint that can be read.
+    StorageError
+        When a store fails.
+    """
+    refuse_relative(path, "a savepoint")
+    folder = Folder(path.rstrip("/") or path, storage_options)
+    manifest = read_manifest(folder)
+    operators = manifest.header.operators
+    if operator not in operators:
+        raise UsageError(
+            f"the savepoint at {path} has no operator {operator!r}; it has {', '.join(sorted(operators)[:_NAMED_MAX])}"
+        )
+    if not (folder.replaces and folder.creates_exclusively):
+        raise UsageError(
+            f"{path} lies in a store that does not put one file in another's place in one step, or does not let "
+            "exactly one of several make a file: delete the savepoint, and take a new one"
+        )
+    wanted = keys_as_stored(keys, operators[operator].row_schema(), "erase_history()")
+    marked = hashlib.blake2b(query_folder.root.encode(), digest_size=16).hexdigest()
+    claim = SavepointClaim(manifest.header.id, f"{ERASES}{query_folder.root}", f"erase-{marked}")
+    made = SavepointErasure(folder, operator, wanted, claim)
+    made.refuse_in_use(root)
+    return made
+
+
+@dataclass(frozen=True)
+class SavepointBegunWith:
+    """The savepoint that a query began with, which nobody may have thought of.
+
+    Parameters
+    ----------
+    paths
+        Where it is: none, or one.
+    out_of_reach
+        That it is not where it was.
+    """
+
+    paths: tuple[str, ...] = ()
+    out_of_reach: tuple[OutOfReach, ...] = ()
+
+    @staticmethod
+    def of(query_folder: Folder, named: Sequence[str], storage_options: Mapping[str, Any] | None) -> SavepointBegunWith:
+        """What a query folder tells of it, unless it is one of those that were named."""
+        record = start_of(query_folder)
+        if record is None or not record.source_id:
+            return SavepointBegunWith()
+        path = record.source.rstrip("/")
+        if path in {it.rstrip("/") for it in named}:
+            return SavepointBegunWith()
+        why = "another savepoint lies there now"
+        try:
+            if read_manifest(Folder(path, storage_options)).header.id == record.source_id:
+                return SavepointBegunWith((path,))
+        except StateError as error:
+            why = str(error)
+        why = f"the query began with it: name it with savepoints where it is now, or delete it. {why}"
+        return SavepointBegunWith((), (OutOfReach("savepoint", path, 0, 0, why),))
+
+
+class SavepointErasure:
+    """A savepoint that keys are erased from.
+
+    Parameters
+    ----------
+    folder
+        Its folder.
+    operator
+        Whose keys.
+    wanted
+        The keys, in stored form.
+    claim
+        The claim that keeps others away. It is the same when it is run again.
+    """
+
+    def __init__(self, folder: Folder, operator: str, wanted: pa.RecordBatch, claim: SavepointClaim) -> None:
+        self._folder = folder
+        self._operator = operator
+        self._keys = list(wanted.columns)
+        self._claim = claim
+
+    def refuse_in_use(self, root: Folder) -> None:
+        """Refuse a savepoint that somebody owns, or that a query below a root is being started from."""
+        there = claim_of(self._folder)
+        if there is not None and there != self._claim:
+            raise ClaimedError(
+                f"the savepoint at {self._folder.root} is claimed by {there.by}: wait until that one has let go of it, "
+                "or name it without having it written anew"
+            )
+        for it in started_below(root, self._folder.root, self._claim.savepoint_id):
+            if not it.detached:
+                raise LiveRunError(
+                    f"the query at {it.query_folder} is being started from the savepoint at {self._folder.root}: run "
+                    "it for two batches with data, or remove that folder where the query is gone for good"
+                )
+
+    def carry_out(self, lease: Lease, scratch: Path) -> bool:
+        """Erase the keys; whether there were any, or something was left of a run that was stopped.
+
+        Parameters
+        ----------
+        lease
+            That of the query folder, which is held.
+        scratch
+            Local folder for temporary files.
+
+        Raises
+        ------
+        ClaimedError
+            When somebody has claimed the savepoint.
+        CorruptFileError
+            When a file cannot be read. Nothing was changed then.
+        StorageError
+            When a store fails. Run it again: until then nobody can start from the savepoint.
+        """
+        lease.hold()
+        if claim_of(self._folder) is None and not self._work(read_manifest(self._folder), scratch, lease).look().any:
+            # What has no key is not touched at all.
+            return False
+        there = claim_savepoint(self._folder, self._claim, ())
+        manifest = read_manifest(self._folder)
+        if there.savepoint_id != manifest.header.id:
+            raise ClaimedError(
+                f"another savepoint lies at {self._folder.root} than the one that {there.by} has claimed: free it with "
+                "spark-state-ext savepoint release"
+            )
+        work = self._work(manifest, scratch, lease)
+        finished = work.finish()
+        try:
+            refuse_incomplete(self._folder, manifest)
+            found = work.look()
+        except BaseException:
+            # Nothing is half done.
+            try:
+                work.release()
+            except StateError as error:
+                _LOGGER.warning("the claim to %s is not released: %s. Run this again", self._folder.root, error)
+            raise
+        if found.buckets:
+            work.write_anew(found.buckets)
+        work.remove(found.others)
+        work.release()
+        return finished or found.any
+
+    def _work(self, manifest: SavepointManifest, scratch: Path, lease: Lease) -> _Work:
+        return _Work(self._folder, manifest, self._operator, self._keys, scratch, lease, self._claim)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What has a key.
+
+    Parameters
+    ----------
+    buckets
+        Buckets, by the files that the manifest names.
+    others
+        Checkpoint files beside these, and files that nobody has finished, each with its folder.
+    """
+
+    buckets: list[SavedBucket]
+    others: list[tuple[Folder, str]]
+
+    @property
+    def any(self) -> bool:
+        """Whether there is something."""
+        return bool(self.buckets or self.others)
+
+
+class _Work:
+    """What is done while the savepoint is claimed."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        manifest: SavepointManifest,
+        operator: str,
+        keys: Sequence[pa.Array],
+        scratch: Path,
+        lease: Lease,
+        claim: SavepointClaim,
+    ) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._operator = operator
+        self._keys = keys
+        self._scratch = scratch
+        self._lease = lease
+        self._claim = claim
+        self._claims = folder.child(CLAIM_FOLDER)
+
+    @property
+    def _schema(self) -> RowSchema:
+        return self._manifest.header.operators[self._operator].row_schema()
+
+    @property
+    def _buckets(self) -> Iterator[SavedBucket]:
+        return (it for it in self._manifest.buckets if it.operator == self._operator)
+
+    def _files(self, bucket: int) -> Folder:
+        return self._folder.child(self._operator, str(bucket))
+
+    def finish(self) -> bool:
+        """Remove what a run that was stopped has left; whether there was something."""
+        where = self._claims.where(_REPLACED_NAME)
+        try:
+            replaced = _Replaced.decode(self._claims.get(_REPLACED_NAME), where)
+        except MissingCheckpointError:
+            return False
+        if replaced.savepoint_id == self._claim.savepoint_id:
+            self._drop(replaced)
+        self._allowed()
+        self._claims.remove(_REPLACED_NAME)
+        return True
+
+    def _drop(self, replaced: _Replaced) -> None:
+        """Remove the files of a record that the manifest does not name."""
+        named = {it.bucket: {file.name for file in it.files} for it in self._buckets}
+        for bucket, names in replaced.files.items():
+            for name in names:
+                if name not in named.get(bucket, ()):
+                    self._allowed()
+                    self._files(bucket).remove(name)
+
+    def look(self) -> _Found:
+        """Read all checkpoint files of the operator, and tell which have a key."""
+        found = _Found([], [])
+        found.others.extend((self._folder, it.name) for it in self._folder.entries() if is_temporary(it.name))
+        for saved in self._buckets:
+            files, named = self._files(saved.bucket), {file.name for file in saved.files}
+            # A manifest as this package makes it has none.
+            has_key = bool(saved.pointer.inline)
+            for entry in files.entries():
+                self._lease.hold()
+                past = read_past(files, entry, self._schema, self._keys, self._scratch)
+                if entry.name in named:
+                    has_key |= past is not None and bool(past.rows)
+                elif (past is not None and past.rows) or is_temporary(entry.name):
+                    found.others.append((files, entry.name))
+            if has_key:
+                found.buckets.append(saved)
+        return found
+
+    def write_anew(self, buckets: Sequence[SavedBucket]) -> None:
+        """Have a snapshot without the keys in the place of each bucket's files."""
+        ids = {it.bucket: uuid.uuid4().hex for it in buckets}
+        replaced = _Replaced(
+            self._claim.savepoint_id,
+            {
+                it.bucket: (
+                    file_name(CheckpointRef(it.pointer.version, ids[it.bucket]), SNAPSHOT),
+                    *(file.name for file in it.files),
+                )
+                for it in buckets
+            },
+        )
+        self._allowed()
+        self._claims.put(_REPLACED_NAME, replaced.encode())
+        made = {}
+        for it in buckets:
+            self._allowed()
+            files = self._files(it.bucket)
+            rows = self._others(files, it)
+            made[it.bucket] = bucket_of_rows(it.pointer, ids[it.bucket], self._schema, rows, files, self._scratch)
+            files.sync()
+        new = tuple(made.get(it.bucket, it) if it.operator == self._operator else it for it in self._manifest.buckets)
+        self._manifest = replace(self._manifest, buckets=new)
+        refuse_incomplete(self._folder, self._manifest)
+        self._allowed()
+        self._folder.put(MANIFEST_NAME, encode_manifest(self._manifest))
+        self._drop(replaced)
+        self._claims.remove(_REPLACED_NAME)
+
+    def _others(self, files: Folder, saved: SavedBucket) -> Iterator[pa.RecordBatch]:
+        """A bucket's rows without those of the keys."""
+        for rows in saved_rows(files, saved.pointer, self._schema, self._scratch):
+            self._lease.hold()
+            gone = matching(self._schema.key_columns(rows), self._keys)
+            yield rows.filter(pa.array(~gone)) if gone.any() else rows
+
+    def remove(self, others: Sequence[tuple[Folder, str]]) -> None:
+        """Remove files that have a key and belong to no savepoint."""
+        for files, name in others:
+            self._allowed()
+            files.remove(name)
+
+    def release(self) -> None:
+        """Let queries start from the savepoint again."""
+        if claim_of(self._folder) == self._claim:
+            drop_claim(self._folder)
+
+    def _allowed(self) -> None:
+        self._lease.hold()
+        self._lease.check()
+        if claim_of(self._folder) != self._claim:
+            raise ClaimedError(
+                f"the claim to the savepoint at {self._folder.root} was released while it was written anew: run this "
+                "again"
+            )
