@@ -65,10 +65,9 @@ class EraseMark:
     through
         Its state is without the keys of requests up to this number, but for rows that came since.
     heartbeat
-        `Pointer.heartbeats` of the call that dealt with the last of them, or of the last one since that did not look
-        for requests.
+        `Pointer.heartbeats` of the call that dealt with the last of them.
     settled
-        Requests up to this number were dealt with in all buckets at an earlier heartbeat.
+        Requests up to this number were dealt with at an earlier heartbeat.
     id
         Id of the request `through`. Where the folder has another of that number, or none, the mark is of other
         requests: it says nothing of those that are there.

@@ -33,7 +33,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.worker.retry import retried
 
-__all__ = ["Dealt", "EraseTurn", "EraseWatch", "NewRequests", "marked", "new_requests", "not_looked"]
+__all__ = ["Dealt", "EraseTurn", "EraseWatch", "NewRequests", "marked", "new_requests"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # Listings and records that a process remembers, of the queries that run in it.
@@ -70,15 +70,11 @@ class Dealt:
         The last request, and its id.
     since
         The mark that it goes on from; None: there is none, or it is of other requests.
-    settled
-        Of a call that did not look for requests: up to which one it knows that every bucket has dealt with them. None:
-        it looked.
     """
 
     through: int
     id: str
     since: EraseMark | None
-    settled: int | None = None
 
 
 def new_requests(
@@ -121,21 +117,6 @@ def new_requests(
     return NewRequests(tuple(number for number in asked if number in listed.requests), through)
 
 
-def not_looked(pointer: Pointer) -> Dealt | None:
-    """What a call has dealt with that does not look for requests: the same as before; None: nothing.
-
-    Its batch proves nothing: buckets that had not seen a request see it in none of these. So the mark says what is
-    known of all buckets by now, and has to wait for a batch of calls that look.
-
-    Parameters
-    ----------
-    pointer
-        The input pointer.
-    """
-    mark = pointer.erased
-    return None if mark is None else Dealt(mark.through, mark.id, mark, mark.done(pointer.heartbeats))
-
-
 def marked(pointer: Pointer, dealt: Dealt | None) -> Pointer:
     """The pointer of a call that has dealt with requests.
 
@@ -148,8 +129,6 @@ def marked(pointer: Pointer, dealt: Dealt | None) -> Pointer:
     """
     if dealt is None:
         return pointer
-    if dealt.settled is not None:
-        return replace(pointer, erased=EraseMark(dealt.through, pointer.heartbeats, dealt.settled, dealt.id))
     if dealt.since is None:
         return replace(pointer, erased=EraseMark(dealt.through, pointer.heartbeats, 0, dealt.id))
     return replace(pointer, erased=dealt.since.raised(dealt.through, pointer.heartbeats, dealt.id))
@@ -337,7 +316,7 @@ class EraseTurn:
     looks: bool = True
 
     def carry_out(self, erase: Callable[[Sequence[pa.Array]], int]) -> Dealt | None:
-        """Carry out the requests that are new to the bucket; None: the mark stays as it is.
+        """Carry out the requests that are new to the bucket; None: there is nothing new.
 
         One that cannot be read waits, and those after it.
 
@@ -362,7 +341,7 @@ class EraseTurn:
                 "1 cannot tell: keep pointer_write='v2'"
             )
         if not self.looks:
-            return not_looked(pointer)
+            return None
         listed = self._tried(partial(self.watch.listed, self.files, self.batch))
         if self.format_1_too:
             self._say_that_they_wait(listed)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, RowSchema
 from arrow_schemas.erase import EraseDone, EraseMark, EraseRequest, done_name, request_name
 from spark_state_ext import erase_keys, erase_status
-from spark_state_ext.engine.erase_turn import Dealt, EraseWatch, marked, new_requests, not_looked
+from spark_state_ext.engine.erase_turn import Dealt, EraseWatch, marked, new_requests
 from spark_state_ext.engine.erasing import matching
 from spark_state_ext.errors import (
     CorruptFileError,
@@ -232,13 +232,6 @@ def test_marks_tell_what_every_bucket_has_dealt_with() -> None:
     same = after(pointer(later, heartbeats=6), 4)
     assert same == mark(4, 6, 2)
     assert after(pointer(same, heartbeats=9), 4) is same
-    # Calls that do not look prove nothing, and take nothing away.
-    waited = marked(pointer(first, heartbeats=6), not_looked(pointer(first, heartbeats=5))).erased
-    assert waited == mark(2, 6)
-    waited = marked(pointer(first, heartbeats=7), not_looked(pointer(first, heartbeats=6))).erased
-    assert waited is not None
-    assert [waited.done(heartbeats) for heartbeats in (7, 8)] == [2, 2]
-    assert not_looked(pointer()) is None
     # A mark of other requests proves nothing of these.
     assert marked(pointer(same, heartbeats=9), Dealt(1, IDS[1], None)).erased == mark(1, 9)
 
@@ -254,10 +247,10 @@ class Bucket:
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
 def test_done_is_never_said_before_every_bucket_has_dealt_with_it(data: st.DataObject) -> None:
-    """Processes list once a batch, at any time in it; timeouts call some buckets only; batches fail; runs do not look."""
+    """Processes list once a batch, at any time in it; timeouts call some buckets only; batches fail."""
     buckets, heartbeats, asked = [Bucket() for _ in range(3)], 0, 0
     for _ in range(data.draw(st.integers(1, 12))):
-        beats, looks = data.draw(st.booleans()), data.draw(st.booleans())
+        beats = data.draw(st.booleans())
         called = list(range(3)) if beats else data.draw(st.lists(st.integers(0, 2), unique=True))
         after = []
         for at in called:
@@ -267,16 +260,13 @@ def test_done_is_never_said_before_every_bucket_has_dealt_with_it(data: st.DataO
             listed = numbers(*range(1, asked + 1))
             done = 0 if before.erased is None else before.erased.done(heartbeats)
             assert all((0 if it.mark is None else it.mark.through) >= done for it in buckets)
+            through = new_requests(listed, before, "it").through
             now = replace(before, heartbeats=heartbeats + beats)
-            if looks:
-                made = dealt(before, new_requests(listed, before, "it").through)
-            else:
-                made = not_looked(before)
-            after.append((at, marked(now, made).erased))
+            after.append((at, marked(now, dealt(before, through)).erased))
         if data.draw(st.booleans()):
             heartbeats += beats
-            for at, found in after:
-                buckets[at].mark = found
+            for at, made in after:
+                buckets[at].mark = made
 
 
 # -- which rows --------------------------------------------------------------------------------------
