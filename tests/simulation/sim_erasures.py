@@ -416,10 +416,12 @@ class ErasureWorld:
     def _check_in_time(self, task: Task, before: Kept, carried: frozenset[str]) -> bool:
         """What was asked before the batch began is carried out in it; whether one that cannot be read stops that."""
         mark = before.pointer.erased
-        for number, asked in sorted(self.asking.requests.items()):
-            unreadable = asked.spoilt and not asked.dropped
+        last = self.asking.requests.get(mark.through) if mark is not None else None
+        if last is not None and last.spoilt and not last.dropped:
             # Without the id of its mark's, a call knows nothing of the others.
-            if unreadable and (asked.id not in carried or (mark is not None and mark.through == number)):
+            return True
+        for _, asked in sorted(self.asking.requests.items()):
+            if asked.spoilt and not asked.dropped and asked.id not in carried:
                 return True
             if asked.id in carried:
                 continue
