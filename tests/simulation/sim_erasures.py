@@ -29,13 +29,14 @@ from typing import Any, ClassVar
 
 import pyarrow as pa
 from sim_asking import OPERATOR, Asking
+from sim_erasure_checks import carried_by, check_kept, check_mark, waits
 from sim_erasure_parts import ErasureConfig, Kept, Process, Run, Task, rows_of_keys
 from sim_parts import SCHEMA, History, Numbers, Step, WrongStateError
 from sim_search import replaced
 from sim_spark import Made, StateFiles
 
 from arrow_schemas import CheckpointRef, LineageEntry, Pointer
-from spark_state_ext.engine.erase_turn import Dealt, EraseTurn
+from spark_state_ext.engine.erase_turn import EraseTurn
 from spark_state_ext.errors import LiveRunError, StateError
 from spark_state_ext.files.horizon import counted, recent_heartbeats
 
@@ -346,15 +347,16 @@ class ErasureWorld:
             with self._at(task):
                 dealt = turn.carry_out(erase)
             found = frozenset(before.rows.keys() - rows.keys())
-            carried = self._check_carried(task, before, found, dealt)
-            waits = task.run.looks and self._check_in_time(task, before, carried)
-            self.unread += waits
+            carried = carried_by(self.asking, task, before, found, dealt)
+            waiting = task.run.looks and waits(self.asking, task, before, carried)
+            self.unread += waiting
+            self.erased += len(found)
             yield
             changed = self._changed(task, bucket, rows) or bool(found)
             made = self._pointer(task, pointer, changed)
             made = turn.marked(made, dealt)
-            task.made[bucket] = Kept(made, None, rows, carried, waits=waits)
-            self._check_mark(task.made[bucket])
+            task.made[bucket] = Kept(made, None, rows, carried, waits=waiting)
+            check_mark(self.asking, task.made[bucket])
             if bucket == 0 and pointer.batch >= 0:
                 yield
                 failures = self.asking.failures
@@ -397,48 +399,6 @@ class ErasureWorld:
 
     # -- checks ------------------------------------------------------------------------------------
 
-    def _check_carried(self, task: Task, before: Kept, found: frozenset[int], dealt: Dealt | None) -> frozenset[str]:
-        """What a call took away is what the requests name that it has dealt with; gives what its state was without."""
-        requests, mark = self.asking.requests, before.pointer.erased
-        since = dealt.since if dealt is not None else mark
-        start = since.through if since is not None else 0
-        new = [requests[n] for n in range(start + 1, (dealt.through if dealt is not None else start) + 1)]
-        may = frozenset[int]().union(*(it.keys for it in new))
-        must = frozenset[int]().union(*(it.keys for it in new if not it.withdrawn and not it.dropped))
-        if not found <= may:
-            raise WrongStateError(f"batch {task.batch} loses the keys {set(found - may)}, which no request names")
-        left = must & (before.rows.keys() - found)
-        if left:
-            raise WrongStateError(f"batch {task.batch} has the keys {set(left)} of requests that it dealt with")
-        self.erased += len(found)
-        return before.carried | {it.id for it in new}
-
-    def _check_in_time(self, task: Task, before: Kept, carried: frozenset[str]) -> bool:
-        """What was asked before the batch began is carried out in it; whether one that cannot be read stops that."""
-        mark = before.pointer.erased
-        last = self.asking.requests.get(mark.through) if mark is not None else None
-        if last is not None and last.spoilt and not last.dropped:
-            # Without the id of its mark's, a call knows nothing of the others.
-            return True
-        for _, asked in sorted(self.asking.requests.items()):
-            if asked.spoilt and not asked.dropped and asked.id not in carried:
-                return True
-            if asked.id in carried:
-                continue
-            named = asked.keys and not asked.withdrawn and not (asked.dropped and before.pointer.ref is None)
-            if named and asked.at < task.began:
-                raise WrongStateError(f"request {asked.number} was made before batch {task.batch}, which passes it by")
-        return False
-
-    def _check_mark(self, kept: Kept) -> None:
-        mark = kept.pointer.erased
-        asked = self.asking.requests.get(mark.through) if mark is not None else None
-        if mark is None or asked is None or asked.id != mark.id:
-            return
-        for number, it in self.asking.requests.items():
-            if number <= mark.through and it.keys and not it.withdrawn and it.id not in kept.carried:
-                raise WrongStateError(f"a mark covers request {number}, which bucket {kept.pointer.bucket} passed by")
-
     def _told(self, number: int) -> None:
         """Somebody has written that a request is done."""
         self.done += 1
@@ -461,22 +421,7 @@ class ErasureWorld:
                 for kept in partition.values():
                     assert isinstance(kept, Kept)
                     now = {n for n, it in said.items() if batch >= min(it.batch, files.batch)}
-                    self._check_kept(batch, kept, now, told)
-
-    def _check_kept(self, batch: int, kept: Kept, said: set[int], told: int) -> None:
-        unreadable = any(
-            it.spoilt and n not in self.asking.records for n, it in self.asking.requests.items() if n < told
-        )
-        for number, asked in self.asking.requests.items():
-            if asked.withdrawn:
-                continue
-            if asked.dropped and kept.pointer.ref is not None and asked.id not in kept.carried:
-                raise WrongStateError(f"request {number} is gone, and bucket {kept.pointer.bucket} of {batch} needs it")
-            excused = kept.late or (kept.waits and not (unreadable and number == told))
-            if number in said and not excused:
-                had = [key for key in asked.keys if kept.rows.get(key, asked.at) < asked.at]
-                if had:
-                    raise WrongStateError(f"request {number} is done, and batch {batch} has the keys {had}")
+                    check_kept(self.asking, batch, kept, now, told)
 
     def calm(self) -> None:
         """Nothing goes wrong any more; then every request is done soon, and gone in the end."""
