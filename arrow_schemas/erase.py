@@ -65,7 +65,7 @@ class EraseMark:
     through
         Its state is without the keys of requests up to this number, but for rows that came since.
     heartbeat
-        `Pointer.heartbeats` of the call that dealt with the last of them.
+        `Pointer.heartbeats` of the call that dealt with the last of them, or of a later one that did not look.
     settled
         Requests up to this number were dealt with at an earlier heartbeat.
     id
@@ -88,6 +88,19 @@ class EraseMark:
         """The mark of a call that has dealt with more requests."""
         settled = self.through if heartbeat > self.heartbeat else self.settled
         return EraseMark(through, heartbeat, settled, request_id)
+
+    def passed(self, before: int, heartbeats: int) -> EraseMark:
+        """The mark of a call that did not look for requests.
+
+        Where the calls of the next heartbeat do not look, that heartbeat does not tell that the other buckets have
+        dealt with what this one has. So the mark is as if this one had done so then.
+
+        Parameters
+        ----------
+        before, heartbeats
+            Those of the call's input pointer, and those of its own.
+        """
+        return replace(self, heartbeat=heartbeats) if before <= self.heartbeat else self
 
     def done(self, heartbeats: int) -> int:
         """Up to which request *every* bucket has dealt with them, told by the mark of a committed pointer.

@@ -221,60 +221,64 @@ class EraseWatch:
         try:
             if mark is not None and self.id_of(query_folder, mark.through) != mark.id:
                 mark = None
+            proven = 0 if mark is None else mark.done(committed.heartbeats)
             for number in sorted(listed.requests):
                 try:
-                    self._look_after(query_folder, listed, number, mark, committed, drops, still_ours)
+                    if number not in listed.done:
+                        if number <= proven:
+                            still_ours()
+                            self._note_done(query_folder, number, committed)
+                    elif number > proven:
+                        still_ours()
+                        self._take_back(query_folder, number)
+                    elif (
+                        self._is_over(query_folder, number, committed)
+                        and drops()
+                        # What is remembered may be of a time before the query went back: it may be done later since.
+                        and self._is_over(query_folder, number, committed, anew=True)
+                    ):
+                        still_ours()
+                        EraseFolder(query_folder).drop(number)
                 except _UNREADABLE as error:
                     _LOGGER.warning("erase request %d of %s: %s", number, query_folder.root, error)
+                    if number not in listed.done:
+                        # Other buckets may not have read it either: they wait, and so do all requests after it.
+                        proven = number
         except OwnershipError:
             raise
         except StateError as error:
             _LOGGER.warning("erase requests of %s are looked after in the next batch: %s", query_folder.root, error)
 
-    def _look_after(
-        self,
-        query_folder: Folder,
-        listed: EraseNumbers,
-        number: int,
-        mark: EraseMark | None,
-        committed: Pointer,
-        drops: Callable[[], bool],
-        still_ours: Callable[[], None],
-    ) -> None:
+    def _note_done(self, query_folder: Folder, number: int, committed: Pointer) -> None:
         folder = EraseFolder(query_folder)
-        through, proven = (0, 0) if mark is None else (mark.through, mark.done(committed.heartbeats))
-        if number <= proven and number not in listed.done:
-            still_ours()
-            request = folder.request(number)
-            now_ms = int(time.time() * 1000)
-            folder.note_done(
-                number,
-                EraseDone(
-                    request.id, request.keys.num_rows, request.asked_ms, now_ms, committed.heartbeats, committed.batch
-                ),
-            )
-            _LOGGER.info("erase request %d of %s is done", number, query_folder.root)
-        elif number > through and number in listed.done:
-            still_ours()
-            with self._lock:
-                self._records.pop((query_folder.identity, number), None)
-            folder.take_back(number)
-            _LOGGER.warning(
-                "the query at %s went back to a batch from before erase request %d: it is carried out again",
-                query_folder.root,
-                number,
-            )
-        elif number in listed.done and self._is_over(folder, query_folder, number, committed) and drops():
-            still_ours()
-            folder.drop(number)
+        request = folder.request(number)
+        now_ms = int(time.time() * 1000)
+        folder.note_done(
+            number,
+            EraseDone(
+                request.id, request.keys.num_rows, request.asked_ms, now_ms, committed.heartbeats, committed.batch
+            ),
+        )
+        _LOGGER.info("erase request %d of %s is done", number, query_folder.root)
 
-    def _is_over(self, folder: EraseFolder, query_folder: Folder, number: int, committed: Pointer) -> bool:
+    def _take_back(self, query_folder: Folder, number: int) -> None:
+        with self._lock:
+            self._records.pop((query_folder.identity, number), None)
+        EraseFolder(query_folder).take_back(number)
+        _LOGGER.warning(
+            "the query at %s went back to a batch in which erase request %d is not known to be done: it waits until "
+            "every bucket has carried it out again",
+            query_folder.root,
+            number,
+        )
+
+    def _is_over(self, query_folder: Folder, number: int, committed: Pointer, *, anew: bool = False) -> bool:
         """Whether no pointer that Spark may hand out is from before a request was done."""
         key = query_folder.identity, number
         with self._lock:
-            record = self._records.get(key)
+            record = None if anew else self._records.get(key)
         if record is None:
-            record = folder.done(number)
+            record = EraseFolder(query_folder).done(number)
             if record is None:
                 return False
             with self._lock:
@@ -357,6 +361,20 @@ class EraseTurn:
         since = pointer.erased if known else None
         last = self._carry_out(range(since.through + 1 if since is not None else 1, new.through + 1), listed, erase)
         return None if last is None else Dealt(*last, since)
+
+    def marked(self, made: Pointer, dealt: Dealt | None) -> Pointer:
+        """The call's pointer, with its mark.
+
+        Parameters
+        ----------
+        made
+            With this call's heartbeat counted.
+        dealt
+            What `carry_out` gave.
+        """
+        if self.looks or made.erased is None:
+            return marked(made, dealt)
+        return replace(made, erased=made.erased.passed(self.pointer.heartbeats, made.heartbeats))
 
     def look_after(self, drops: Callable[[], bool], still_ours: Callable[[], None]) -> None:
         """What the query's first bucket does besides: `EraseWatch.in_turn`."""

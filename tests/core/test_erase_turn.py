@@ -16,7 +16,7 @@ from core_support import first_pointer
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, RowSchema
 from arrow_schemas.erase import EraseMark, EraseRequest, request_name
 from spark_state_ext import erase_keys, erase_status, withdraw_erasure
-from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch, marked
+from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch
 from spark_state_ext.engine.erasing import ErasedRows
 from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
@@ -56,7 +56,8 @@ class Query:
             )
             dealt = turn.carry_out(self._erase)
             turn.look_after(lambda: True, lambda: None)
-            self.pointer = replace(marked(self.pointer, dealt), heartbeats=self.pointer.heartbeats + 1)
+            made = replace(self.pointer, heartbeats=self.pointer.heartbeats + 1)
+            self.pointer = turn.marked(made, dealt)
         return self.keys
 
     def _erase(self, columns: Sequence[pa.Array]) -> int:
@@ -99,6 +100,19 @@ def test_a_query_that_does_not_look_asks_the_store_for_nothing_and_keeps_its_mar
     query.looks = True
     assert query.go_on(3) == {"c"}
     assert query.states() == ["done", "done"]
+
+
+def test_a_run_that_does_not_look_puts_off_what_is_known_to_be_done(tmp_path: Path) -> None:
+    query = Query(tmp_path)
+    query.ask("a")
+    assert query.go_on() == {"b", "c"}
+    query.looks = False
+    query.go_on(2)
+    query.looks = True
+    query.go_on()
+    assert query.states() == ["waiting"], "other buckets may carry it out in this batch"
+    query.go_on()
+    assert query.states() == ["done"]
 
 
 def test_a_request_that_somebody_removed_hides_no_other(tmp_path: Path) -> None:

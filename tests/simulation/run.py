@@ -2,7 +2,7 @@
 
 A history that fails is shortened by Hypothesis and printed; the same seed and number of processes find it again. Two
 runs with other seeds go through other histories. After those of buckets come as many of drivers around one lease, of
-queries that claim one folder, and of savepoints.
+queries that claim one folder, of savepoints, and of erase requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
 from sim_claims import simulate_claims  # noqa: E402
-from sim_histories import claim_histories, histories, lease_histories, savepoint_histories  # noqa: E402
+from sim_erasures import simulate_erasures  # noqa: E402
+from sim_histories import (  # noqa: E402
+    claim_histories,
+    erasure_histories,
+    histories,
+    lease_histories,
+    savepoint_histories,
+)
 from sim_lease import simulate_lease  # noqa: E402
 from sim_parts import History, Step  # noqa: E402
 from sim_savepoints import simulate_savepoints  # noqa: E402
@@ -97,17 +104,32 @@ def run_savepoints(count: int, from_seed: int) -> Counter[str]:
     return seen
 
 
+def run_erasures(count: int, from_seed: int) -> Counter[str]:
+    """As `run`, of queries that are asked to erase keys."""
+    seen: Counter[str] = Counter()
+
+    def check(history: History) -> None:
+        world = simulate_erasures(history)
+        seen.update(erasure_histories=1)
+        seen.update({f"erasure_{name.replace(' ', '_')}": times for name, times in world.counted.items()})
+
+    searched(erasure_histories(), check, count, from_seed, shrinks=True)
+    return seen
+
+
 def _share(counts: tuple[int, ...], from_seed: int, results: multiprocessing.Queue[Counter[str]]) -> None:
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     # What was imported stays; going through it again and again takes a twentieth of the time.
     gc.freeze()
-    count, leases, savepoints = counts
+    count, leases, savepoints, erasures = counts
     seen = run(count, from_seed) if count else Counter[str]()
     if leases:
         seen.update(run_leases(leases, from_seed))
         seen.update(run_claims(leases, from_seed))
     if savepoints:
         seen.update(run_savepoints(savepoints, from_seed))
+    if erasures:
+        seen.update(run_erasures(erasures, from_seed))
     results.put(seen)
 
 
@@ -119,13 +141,14 @@ def main() -> int:
         "--leases", type=int, help="histories of leases, and of claims; as many as the others by default"
     )
     parser.add_argument("--savepoints", type=int, help="histories of savepoints; as many as the others by default")
+    parser.add_argument("--erasures", type=int, help="histories of erase requests; as many as the others by default")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     started_s = time.monotonic()
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[Counter[str]] = context.Queue()
-    wanted = [arguments.histories, arguments.leases, arguments.savepoints]
+    wanted = [arguments.histories, arguments.leases, arguments.savepoints, arguments.erasures]
     each = [arguments.histories if count is None else count for count in wanted]
     shares = tuple(-(-count // arguments.processes) for count in each)
     workers = [

@@ -7,6 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 from sim_claims import CLAIM_STEPS
+from sim_erasure_parts import ErasureConfig
+from sim_erasures import ERASURE_STEPS
 from sim_lease import LEASE_STEPS
 from sim_parts import Config, History, Step
 from sim_savepoints import SAVEPOINT_STEPS
@@ -32,6 +34,9 @@ _SAVEPOINT_KINDS = {
     "delete": 1,
     "release": 1,
 }
+
+# Of steps at erase requests: enough batches for requests to be done, and to be removed.
+_ERASURE_KINDS = {**dict.fromkeys(ERASURE_STEPS, 1), "batch": 8, "go": 3, "ask": 2, "zombie": 3, "restart": 5}
 
 
 def histories(
@@ -75,6 +80,24 @@ def savepoint_histories(**fixed: Any) -> st.SearchStrategy[History]:
     """As `histories`, of a query of which savepoints are taken, and of those that start from them."""
     kinds = [kind for kind, times in _SAVEPOINT_KINDS.items() for _ in range(times)]
     return histories(kinds, SAVEPOINT_STEPS, (16, 32, STEPS_MAX), **fixed)
+
+
+def erasure_histories(**fixed: Any) -> st.SearchStrategy[History]:
+    """Of a query that is asked to erase keys."""
+    drawn: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
+        ("checkpoint_v2", "last_wins", "changelog", "timeouts", "switches"), st.booleans()
+    )
+    drawn |= {"retained": st.integers(1, 3), "partitions": st.integers(1, 3), "buckets": st.integers(1, 4)}
+    drawn |= {"ingests": st.just(False)} | {name: st.just(value) for name, value in fixed.items()}
+    kinds = [kind for kind, times in _ERASURE_KINDS.items() for _ in range(times)]
+    step = st.tuples(
+        st.sampled_from([ERASURE_STEPS.index(kind) for kind in kinds]),
+        st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES),
+    )
+    steps = st.sampled_from([8, 16, 32]).flatmap(
+        lambda n: st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=n, max_size=n)
+    )
+    return st.builds(History, st.builds(ErasureConfig, **drawn), steps.map(tuple))
 
 
 def claim_histories() -> st.SearchStrategy[tuple[Step, ...]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -43,6 +43,7 @@ __all__ = [
     "Held",
     "History",
     "Machine",
+    "Memory",
     "Model",
     "Numbers",
     "Partition",
@@ -254,6 +255,12 @@ class LateUploads(WorkerUploads):
         if self._executor.uploads is not self:
             # The process that waits died in the middle of something else.
             raise DiedError
+
+
+class Memory(Protocol):
+    """What an executor has of a partition."""
+
+    loaded: dict[int, Partition]
 
 
 @dataclass

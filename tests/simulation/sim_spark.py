@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sim_parts import Config, Executor, Held, Partition
+from sim_parts import Config, Held, Memory, Partition
 
 __all__ = ["Made", "StateFiles"]
 
@@ -75,7 +75,7 @@ class StateFiles:
             found.update(self._files[written])
         return found
 
-    def handed_out(self, executor: Executor, batch: int) -> Partition:
+    def handed_out(self, executor: Memory, batch: int) -> Partition:
         """What Spark gives a task of a batch on an executor."""
         if not self._v2 and batch - 1 in executor.loaded:
             return executor.loaded[batch - 1]
@@ -105,7 +105,7 @@ class StateFiles:
         for later in [b for b in self.times_ms if b > batch]:
             del self.times_ms[later]
 
-    def reachable(self, executors: Sequence[Executor]) -> list[tuple[int, Partition]]:
+    def reachable(self, executors: Sequence[Memory]) -> list[tuple[int, Partition]]:
         """Every partition that Spark may still hand out, with its batch."""
         found = [(batch, self.at(batch)) for batch in self.batches]
         if not self._v2:

@@ -73,6 +73,7 @@ DRAWN = (
     "lease_histories_with_one_identity",
     "folder_claims",
     "savepoints_finished",
+    "erasure_requests_done",
 )
 WRONG = (
     "was written as|is lost|cannot read|are left|is in the buckets|fails again and again|fails the next one|hides what"

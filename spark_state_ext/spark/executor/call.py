@@ -19,7 +19,7 @@ from arrow_schemas.pointer import Pointer
 from spark_state_ext.engine.aligned_timeouts import has_nothing_due, next_call_ms
 from spark_state_ext.engine.bucket import CommitResult
 from spark_state_ext.engine.deferral import Partitioning, TaskEnd
-from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch, marked
+from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch
 from spark_state_ext.engine.housekeeping import CleanUps
 from spark_state_ext.engine.job import PANDAS, Job
 from spark_state_ext.engine.shared import Shared
@@ -245,7 +245,7 @@ class _BucketCall:
         task_end, partitioning = self._shared.task_ends.of(self._task.attempt), self._partitioning()
         with timing(self._call, "commit_ms"):
             made = self._committed(opened, clean_ups, rows, task_end, partitioning)
-            pointer = marked(self._stamped(made.pointer, opened, work.threshold_ms()), erased)
+            pointer = erase_turn.marked(self._stamped(made.pointer, opened, work.threshold_ms()), erased)
         opened.let_go()
         if self._info.stored is None and pointer.claim is not None:
             note_handed_over(opened.files, pointer.claim)
