@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import reads_state
+from jobs import SPARK, reads_state
 from native_job import FIRST, NEXT, NativeJob, conf_of
 from streams import write_batches
 
@@ -17,10 +17,12 @@ from tests.helpers.soak import whole
 pytestmark = [pytest.mark.spark, reads_state]
 
 # Provider, checkpoint format, how many batches before the last one it stopped after, and whether the next was planned.
-SUITE = [("hdfs", 1, 1, False), ("rocksdb", 2, 2, True)]
+# The reader of 4.0 reads no format 2, and a JVM of 4.0 that has met one reads no other: there the suite keeps to format 1.
+_READ = {("hdfs", 1), ("rocksdb", 1), ("rocksdb", 2)} - ({("rocksdb", 2)} if SPARK < (4, 1) else set())
+SUITE = [("hdfs", 1, 1, False), ("rocksdb", 2 if SPARK >= (4, 1) else 1, 2, True)]
 MORE = [
     (provider, version, back, planned)
-    for provider, version in [("hdfs", 1), ("rocksdb", 1), ("rocksdb", 2)]
+    for provider, version in sorted(_READ)
     for back, planned in [(0, False), (1, False), (1, True), (2, True)]
     if (provider, version, back, planned) not in SUITE
 ]

@@ -27,8 +27,14 @@ from spark_state_ext.spark.client.tables import TableSavepoint, save_table, save
 from spark_state_ext.spark.client.tasks import in_a_task
 from spark_state_ext.spark.native.checksums import TableSum, table_sum
 from spark_state_ext.spark.native.marks import write_marks
-from spark_state_ext.spark.native.settings import checkpoint_format, configured
-from spark_state_ext.spark.native.spark_state import SparkState, read_state, refuse_old_spark, translated
+from spark_state_ext.spark.native.settings import checkpoint_format, configured, format_setting
+from spark_state_ext.spark.native.spark_state import (
+    SparkState,
+    read_state,
+    refuse_old_spark,
+    refuse_unread_format,
+    translated,
+)
 from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
@@ -121,7 +127,7 @@ def import_native(
     Raises
     ------
     UsageError
-        When an argument cannot work, or on PySpark 3.5.
+        When an argument cannot work, on PySpark 3.5, or on 4.0 when the checkpoint has format 2.
     UnsupportedPlanError
         When the job has another stateful operator, or several.
     UnsupportedTypeError
@@ -162,7 +168,8 @@ def import_native(
     _refuse_running(spark, told["checkpoint"], found, idle_s)
     offsets = {int(number): text for number, text in found["offsets"].items()}
     logged = parsed_batch(found["batch"], found["planned"], offsets, found["commit"], told["checkpoint"])
-    with configured(spark, checkpoint_format(logged)):
+    refuse_unread_format(told["checkpoint"], checkpoint_format(logged))
+    with configured(spark, format_setting(logged)):
         taken, total, written = _imported(spark, told, found, logged, _Target(target, operator, buckets))
     return ImportedJob(
         savepoint=taken,
@@ -237,6 +244,7 @@ def _told(
 
 
 def _refuse_running(spark: SparkSession, where: str, found: Mapping[str, Any], idle_s: float) -> None:
+    # Besides, this has Spark start what its reader of state asks for, which in a new session nothing else has.
     if any(str(query.id) == found["query_id"] for query in spark.streams.active):
         raise LiveRunError(f"the query of {where} runs in this application: stop it, and wait for its end")
     ago_s = found["written_ago_s"]
