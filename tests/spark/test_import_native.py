@@ -74,3 +74,23 @@ def test_timeouts_by_the_clock_fire_without_input(spark: Any, tmp_path: Path) ->
     assert sorted((row for rows in job.emitted().values() for row in rows), key=repr) == sorted(
         [(key, 1, fired) for key in ("a", "b", None) for fired in (False, True)], key=repr
     )
+
+
+@pytest.mark.connect
+def test_a_job_is_imported_and_goes_on_through_connect(connect: Any, tmp_path: Path) -> None:
+    provider, version, *_ = SUITE[1]
+    job = NativeJob(connect, tmp_path, conf_of(provider, version))
+    job.run(FIRST)
+    stopped_at, settings = job.last_batch(), connect.sql("SET").collect()
+
+    done = import_native(
+        connect, job.checkpoint, tmp_path / "savepoint", tmp_path / "new", buckets=3, operator="tested", idle_s=0
+    )
+    assert connect.sql("SET").collect() == settings
+    job.run(NEXT, Savepoint(str(tmp_path / "savepoint")), "new")
+
+    assert done.batch == stopped_at
+    assert 0 < done.timeouts < done.rows
+    later = [row for batch, rows in job.emitted().items() if batch > stopped_at for row in rows]
+    assert ("d", 2, False) in later, "its state was carried over"
+    assert ("c", 1, True) in later, "its timeout was carried over"
