@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyspark.errors import PySparkException
+from pyspark.errors import PySparkException, PythonException
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
@@ -168,7 +168,7 @@ def _only_operator(spark: SparkSession, location: str) -> int:
 
 @contextmanager
 def translated(location: str, version: tuple[int, int] = SPARK_VERSION) -> Iterator[None]:
-    """Spark's errors as ours.
+    """Spark's errors as ours, but for those of tasks in Python, which are ours already.
 
     Parameters
     ----------
@@ -186,7 +186,8 @@ def translated(location: str, version: tuple[int, int] = SPARK_VERSION) -> Itera
         yield
     except Exception as error:
         # A classic session hands some errors of the JVM on as they are.
-        if not isinstance(error, PySparkException) and type(error).__name__ != "Py4JJavaError":
+        sparks = isinstance(error, PySparkException) or type(error).__name__ == "Py4JJavaError"
+        if not sparks or isinstance(error, PythonException) or "api.python.PythonException" in str(error):
             raise
         raise StorageError(
             f"Spark cannot read the state of {location}: {_first_line(str(error))}{_advice(str(error), version)}"
