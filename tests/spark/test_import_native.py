@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import SPARK, reads_state
+from jobs import KEYED, SPARK, ddl, keyed, reads_state
 from native_job import FIRST, NEXT, NativeJob, conf_of
-from streams import write_batches
+from streams import finish, read, write_batches
 
 from spark_state_ext import Savepoint, import_native, read_savepoint
 from tests.helpers.soak import whole
@@ -77,6 +77,25 @@ def test_timeouts_by_the_clock_fire_without_input(spark: Any, tmp_path: Path) ->
     assert sorted((row for rows in job.emitted().values() for row in rows), key=repr) == sorted(
         [(key, 1, fired) for key in ("a", "b", None) for fired in (False, True)], key=repr
     )
+
+
+def test_a_job_whose_keys_are_all_gone_is_imported(spark: Any, tmp_path: Path) -> None:
+    def forgetting(key: Any, frames: Any, state: Any) -> Any:
+        for _ in frames:
+            pass
+        return iter(())
+
+    stream = read(spark, write_batches(tmp_path / "in", [keyed("a", "b")]), ddl(KEYED)).groupBy("key")
+    out = stream.applyInPandasWithState(forgetting, "key string", "n bigint", "append", "NoTimeout")
+    writer = out.writeStream.format("noop").option("checkpointLocation", str(tmp_path / "old"))
+    finish(writer.trigger(availableNow=True).start())
+
+    done = import_native(
+        spark, tmp_path / "old", tmp_path / "savepoint", tmp_path / "new", buckets=3, operator="tested", idle_s=0
+    )
+
+    assert (done.rows, done.checksum) == (0, 0)
+    assert read_savepoint(spark, str(tmp_path / "savepoint")).count() == 0
 
 
 @pytest.mark.connect
