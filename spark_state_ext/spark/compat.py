@@ -18,6 +18,7 @@ import pyspark
 from pyspark.errors import PySparkException
 
 __all__ = [
+    "FIRST_READERS",
     "NUMBERS_JOIN",
     "PANDAS_MAJOR",
     "SPARK_VERSION",
@@ -33,6 +34,9 @@ if _found is None:
     raise ImportError(f"cannot tell the version of PySpark from {pyspark.__version__!r}")
 # (major, minor) of the PySpark in this process.
 SPARK_VERSION: tuple[int, int] = (int(_found[1]), int(_found[2]))
+# The first PySpark whose reader of Spark's state reads each checkpoint format. That of 4.0 looks for files of format 2
+# by names without ids, and so finds none.
+FIRST_READERS: dict[int, tuple[int, int]] = {1: (4, 0), 2: (4, 1)}
 # What a function finds for a binary value in its state.
 STATE_BINARY: type[bytes] | type[bytearray] = bytes if SPARK_VERSION >= (4, 1) else bytearray
 # Asked of the package's description: the rows' API does without pandas, and importing it takes a while.

@@ -107,7 +107,7 @@ class NativeJob:
                 finish(writer.option("checkpointLocation", location).trigger(availableNow=True).start())
 
     def run_until(self, rows: int, start_from: Savepoint | None = None, checkpoint: str = "checkpoint") -> None:
-        """Run the job with `due`, whose batches do not end, until the sink has so many rows."""
+        """Run the job with `due`, whose batches do not end, until the sink has so many rows, and the next is planned."""
         with configured(self.session, self.conf):
             stream = read(self.session, str(self.folder / "in"), ddl(TIMED))
             operator = "spark" if start_from is None else "arrow"
@@ -118,7 +118,8 @@ class NativeJob:
                 writer = out.writeStream.format("parquet").option("path", str(self.sink)).outputMode("append")
                 query = writer.option("checkpointLocation", str(self.folder / checkpoint)).start()
                 try:
-                    eventually(lambda: self.rows() >= rows or query.exception() is not None, 0.2)
+                    planned = self.folder / checkpoint / "offsets" / "1"
+                    eventually(lambda: (self.rows() >= rows and planned.exists()) or query.exception() is not None, 0.2)
                 finally:
                     query.stop()
                 assert query.exception() is None, query.exception()

@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import COUNTS, KEYED, SPARK, count, ddl, keyed, reads_state
+from jobs import COUNTS, KEYED, SPARK, configured, count, ddl, keyed, reads_state
 from native_job import FIRST, NEXT, NativeJob, conf_of
 from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql.streaming.state import GroupStateTimeout
 from streams import finish, read, write_batches
 
+from benchmarks.spark import ROCKSDB
 from spark_state_ext import Savepoint, export_native, import_native
 from spark_state_ext.errors import CorruptFileError, LiveRunError, StorageError, UnsupportedPlanError, UsageError
+from spark_state_ext.spark.native.spark_state import refuse_old_spark, refuse_unread_format, translated
 
 pytestmark = pytest.mark.spark
+
+STORE = "spark.sql.streaming.stateStore"
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +52,54 @@ def _counted(df: Any) -> Any:
 def test_pyspark_3_5_names_the_way_by_a_newer_one(spark: Any, stopped: NativeJob, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"import it with PySpark 4\.0 or newer"):
         _import(spark, stopped.checkpoint, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("version", "checkpoint_format", "first"),
+    [
+        ((3, 5), 1, "4.0"),
+        ((4, 0), 1, None),
+        ((4, 0), 2, "4.1"),
+        ((4, 1), 2, None),
+        ((4, 3), 2, None),
+        ((5, 0), 2, None),
+    ],
+)
+def test_which_pyspark_reads_which_checkpoint_format(
+    version: tuple[int, int], checkpoint_format: int, first: str | None
+) -> None:
+    def refuse() -> None:
+        refuse_old_spark(version)
+        refuse_unread_format("/old", checkpoint_format, version)
+
+    if first is None:
+        refuse()
+        return
+    with pytest.raises(UsageError, match=rf"mport it with PySpark {first} or newer"):
+        refuse()
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ((4, 0), "the first that it met: import the job in an application of its own"),
+        ((4, 3), "which no newer Spark reads"),
+    ],
+)
+def test_a_snapshot_that_spark_4_0_marked_otherwise_is_told_with_what_to_do(
+    version: tuple[int, int], says: str
+) -> None:
+    text = (
+        "An error occurred while calling o1.collectToPython.\n: org.apache.spark.SparkException: "
+        "[CANNOT_LOAD_STATE_STORE.CANNOT_READ_CHECKPOINT] An error occurred during loading state. Cannot read RocksDB "
+        "checkpoint metadata. Expected v1, but found v2. SQLSTATE: 58030"
+    )
+    with pytest.raises(StorageError, match=says) as found, translated("/old", version):
+        raise PySparkException(text)
+    assert str(found.value).startswith("Spark cannot read the state of /old: [CANNOT_LOAD_STATE_STORE.")
+    with pytest.raises(StorageError) as found, translated("/old", version):
+        raise PySparkException("[OTHER] Something else.")
+    assert str(found.value) == "Spark cannot read the state of /old: [OTHER] Something else."
 
 
 @reads_state
@@ -87,7 +139,9 @@ def test_other_operators_are_refused(spark: Any, tmp_path: Path) -> None:
 
 
 @reads_state
-def test_a_damaged_checkpoint_is_refused(spark: Any, stopped: NativeJob, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_and_leaves_the_session_as_it_was(
+    spark: Any, stopped: NativeJob, tmp_path: Path
+) -> None:
     last = stopped.last_batch()
     damages = [
         (f"offsets/{last}", b"v1\n{", CorruptFileError, f"offsets/{last} is no log"),
@@ -102,8 +156,12 @@ def test_a_damaged_checkpoint_is_refused(spark: Any, stopped: NativeJob, tmp_pat
         shutil.copytree(stopped.checkpoint, damaged)
         (damaged / name).unlink() if data is None else (damaged / name).write_bytes(data)
         (damaged / name).with_name(f".{Path(name).name}.crc").unlink(missing_ok=True)
-        with pytest.raises(error, match=says):
-            _import(spark, damaged, tmp_path / f"to-{at}")
+        # One that the import sets to what the checkpoint has, and one that it sets while it writes the marks.
+        with configured(spark, {f"{STORE}.checkpointFormatVersion": "2", f"{STORE}.providerClass": ROCKSDB}):
+            before = spark.sql("SET").collect()
+            with pytest.raises(error, match=says):
+                _import(spark, damaged, tmp_path / f"to-{at}")
+            assert spark.sql("SET").collect() == before
         assert not (tmp_path / f"to-{at}").exists()
 
 

@@ -10,7 +10,7 @@ import posixpath
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -47,7 +47,7 @@ def _drained(batches: Iterable[pa.RecordBatch]) -> None:
 def look(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Answers with the query's id, its last batches and their logs, and when anything was last written."""
     _drained(batches)
-    old, _ = _places(plain)
+    old, new = _places(plain)
     top = old.names()
     if _METADATA not in top or not {_OFFSETS, _COMMITS} & set(top):
         raise UsageError(
@@ -56,6 +56,8 @@ def look(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
         )
     entries = old.tree()
     _refuse_unknown(old, {entry.name for entry in entries})
+    # Before the state is read, which takes long; `reserve` takes it afterwards.
+    _refuse_taken(new, new.names())
     offsets, commits = _logged(old, _OFFSETS), _logged(old, _COMMITS)
     batch, planned = last_committed(offsets, commits, old.root)
     written = [entry.modified_s for entry in entries if entry.modified_s is not None]
@@ -109,13 +111,18 @@ def reserve(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterato
     """See that the new checkpoint location is free, and take it."""
     _drained(batches)
     _, new = _places(plain)
-    there = new.names()
-    if there or not new.create(_METADATA, _NOT_FINISHED):
+    _refuse_taken(new, new.names())
+    if not new.create(_METADATA, _NOT_FINISHED):
+        _refuse_taken(new, [_METADATA])
+    yield answer(None)
+
+
+def _refuse_taken(new: Folder, there: Sequence[str]) -> None:
+    if there:
         raise UsageError(
             f"the new checkpoint location {new.root} is not empty, it has {', '.join(there[:3])}: give another one, or "
             "remove what an import that failed has left there"
         )
-    yield answer(None)
 
 
 def write_checkpoint(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pyspark.sql import Observation
 from pyspark.sql import functions as F
 from pyspark.sql.types import ArrayType, DataType, DoubleType, FloatType, MapType, StringType, StructType
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["TableSum", "table_sum"]
+__all__ = ["TableSum", "observed", "table_sum"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,25 @@ def table_sum(table: DataFrame) -> TableSum:
     table
         The table, with columns of different names.
     """
+    return _sum_of(table.agg(*_sums(table)).collect()[0].asDict())
+
+
+def observed(table: DataFrame) -> tuple[DataFrame, Callable[[], TableSum]]:
+    """The same table, and what gives its sum once it was used: no second pass goes over it.
+
+    Spark may count a task's rows twice that it ran twice. So a sum that is what it should be says that all is well, and
+    another one says nothing.
+
+    Parameters
+    ----------
+    table
+        As for `table_sum`.
+    """
+    observation = Observation()
+    return table.observe(observation, *_sums(table)), lambda: _sum_of(observation.get)
+
+
+def _sums(table: DataFrame) -> list[Column]:
     timeout, defined = table.columns[-2:]
     # A hash passes over NULL, so that each column's is told beside it.
     values = [
@@ -48,10 +69,16 @@ def table_sum(table: DataFrame) -> TableSum:
         for part in (_comparable(F.col(field.name), field.dataType), F.col(field.name).isNull())
     ]
     hashed = F.xxhash64(*values).cast("decimal(38,0)")
-    row = table.agg(
-        F.count(F.lit(1)), F.count(timeout), F.count(F.when(F.col(defined), 1)), F.coalesce(F.sum(hashed), F.lit(0))
-    ).collect()[0]
-    return TableSum(int(row[0]), int(row[1]), int(row[2]), int(row[3]))
+    return [
+        F.count(F.lit(1)).alias("rows"),
+        F.count(timeout).alias("timeouts"),
+        F.count(F.when(F.col(defined), 1)).alias("states"),
+        F.coalesce(F.sum(hashed), F.lit(0)).alias("checksum"),
+    ]
+
+
+def _sum_of(found: Mapping[str, Any]) -> TableSum:
+    return TableSum(*(int(found[name]) for name in ("rows", "timeouts", "states", "checksum")))
 
 
 def _comparable(column: Column, kind: DataType) -> Column:

@@ -25,14 +25,19 @@ from spark_state_ext.savepoints.batch_logs import LoggedBatch, parsed_batch
 from spark_state_ext.spark.client.savepoints import TakenSavepoint
 from spark_state_ext.spark.client.tables import TableSavepoint, save_table, saved_table
 from spark_state_ext.spark.client.tasks import in_a_task
-from spark_state_ext.spark.native.checksums import TableSum, table_sum
+from spark_state_ext.spark.native.checksums import TableSum, observed, table_sum
 from spark_state_ext.spark.native.marks import write_marks
-from spark_state_ext.spark.native.settings import checkpoint_format, configured
-from spark_state_ext.spark.native.spark_state import SparkState, read_state, refuse_old_spark, translated
+from spark_state_ext.spark.native.settings import checkpoint_format, configured, format_setting
+from spark_state_ext.spark.native.spark_state import (
+    read_state,
+    refuse_old_spark,
+    refuse_unread_format,
+    translated,
+)
 from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 __all__ = ["IDLE_S", "ImportedJob", "import_native"]
 
@@ -121,7 +126,7 @@ def import_native(
     Raises
     ------
     UsageError
-        When an argument cannot work, or on PySpark 3.5.
+        When an argument cannot work, on PySpark 3.5, or on 4.0 when the checkpoint has format 2.
     UnsupportedPlanError
         When the job has another stateful operator, or several.
     UnsupportedTypeError
@@ -162,7 +167,8 @@ def import_native(
     _refuse_running(spark, told["checkpoint"], found, idle_s)
     offsets = {int(number): text for number, text in found["offsets"].items()}
     logged = parsed_batch(found["batch"], found["planned"], offsets, found["commit"], told["checkpoint"])
-    with configured(spark, checkpoint_format(logged)):
+    refuse_unread_format(told["checkpoint"], checkpoint_format(logged))
+    with configured(spark, format_setting(logged)):
         taken, total, written = _imported(spark, told, found, logged, _Target(target, operator, buckets))
     return ImportedJob(
         savepoint=taken,
@@ -193,14 +199,18 @@ def _imported(
     """The savepoint, what is in it, and what the task answers that wrote the checkpoint: the last of all."""
     location, path = told["checkpoint"], target.savepoint.path
     state = read_state(spark, location, logged.batch)
-    with translated(location):
-        before = table_sum(state.rows)
     file = OperatorFile(target.operator, "", target.buckets, state.keys.json(), state.state.json())
     key_fields(file.key_schema)
     state_fields(file.state_schema)
+    rows, its_sum = observed(state.rows)
+    with translated(location):
+        taken = _saved(rows, file, target.savepoint, logged, found)
     in_a_task(spark, "reserve", dict(told), "native")
-    taken = _saved(state, file, target.savepoint, logged, found)
-    after = table_sum(saved_table(spark, target.savepoint, with_defined=True))
+    before, after = its_sum(), table_sum(saved_table(spark, target.savepoint, with_defined=True))
+    if before != after:
+        # Perhaps rows were counted twice, of a task that ran twice: counted again by themselves, they are not.
+        with translated(location):
+            before = table_sum(state.rows)
     if before != after:
         raise CorruptFileError(
             f"the savepoint at {path} does not have what Spark's state had: {after} in place of {before}. The new "
@@ -237,6 +247,7 @@ def _told(
 
 
 def _refuse_running(spark: SparkSession, where: str, found: Mapping[str, Any], idle_s: float) -> None:
+    # Besides, this has Spark start what its reader of state asks for, which in a new session nothing else has.
     if any(str(query.id) == found["query_id"] for query in spark.streams.active):
         raise LiveRunError(f"the query of {where} runs in this application: stop it, and wait for its end")
     ago_s = found["written_ago_s"]
@@ -248,7 +259,7 @@ def _refuse_running(spark: SparkSession, where: str, found: Mapping[str, Any], i
 
 
 def _saved(
-    state: SparkState, file: OperatorFile, target: Savepoint, logged: LoggedBatch, found: Mapping[str, Any]
+    rows: DataFrame, file: OperatorFile, target: Savepoint, logged: LoggedBatch, found: Mapping[str, Any]
 ) -> TakenSavepoint:
     wanted = TableSavepoint(
         file,
@@ -261,4 +272,4 @@ def _saved(
         batch=logged.batch,
         offsets=found["offsets"][str(logged.batch)],
     )
-    return save_table(state.rows, wanted)
+    return save_table(rows, wanted)

@@ -17,7 +17,7 @@ from arrow_schemas.labels import bucket_label
 from spark_state_ext.errors import StorageError
 from spark_state_ext.savepoints.batch_logs import LoggedBatch
 from spark_state_ext.spark.client.plain import unpatched
-from spark_state_ext.spark.native.settings import checkpoint_format, configured
+from spark_state_ext.spark.native.settings import configured, format_setting
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -56,7 +56,7 @@ def write_marks(
     source, location = places
     conf = {
         **logged.conf,
-        **checkpoint_format(logged),
+        **format_setting(logged),
         # One whole file for each partition, in place of changes to what was not there.
         "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "false",
     }

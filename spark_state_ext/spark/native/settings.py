@@ -14,12 +14,23 @@ from spark_state_ext.savepoints.batch_logs import LoggedBatch
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["checkpoint_format", "configured"]
+__all__ = ["checkpoint_format", "configured", "format_setting"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 
 
-def checkpoint_format(logged: LoggedBatch) -> dict[str, str]:
+def checkpoint_format(logged: LoggedBatch) -> int:
+    """Spark's number of the format that a query's last batch has.
+
+    Parameters
+    ----------
+    logged
+        The batch.
+    """
+    return 2 if logged.state_ids else 1
+
+
+def format_setting(logged: LoggedBatch) -> dict[str, str]:
     """What reads and writes state as a query's last batch has it.
 
     Parameters
@@ -27,7 +38,7 @@ def checkpoint_format(logged: LoggedBatch) -> dict[str, str]:
     logged
         The batch.
     """
-    return {"spark.sql.streaming.stateStore.checkpointFormatVersion": "2" if logged.state_ids else "1"}
+    return {"spark.sql.streaming.stateStore.checkpointFormatVersion": str(checkpoint_format(logged))}
 
 
 @contextmanager

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pyspark.errors import PythonException
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from spark_state_ext.errors import StorageError, UnsupportedPlanError, UsageError
-from spark_state_ext.spark.compat import SPARK_VERSION, is_of_spark, said_by_spark
+from spark_state_ext.spark.compat import FIRST_READERS, SPARK_VERSION, is_of_spark, said_by_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-__all__ = ["SparkState", "read_state", "refuse_old_spark", "translated"]
+__all__ = ["SparkState", "read_state", "refuse_old_spark", "refuse_unread_format", "translated"]
 
 _OPERATOR = "applyInPandasWithState"
 _GROUP_STATE, _TIMEOUT = "groupState", "timeoutTimestamp"
 _POINTER = "pointer"
+_OTHER_MARK = re.compile(r"RocksDB checkpoint metadata\. Expected v\d+, but found v\d+")
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,50 @@ class SparkState:
     has_timeout: bool
 
 
-def refuse_old_spark() -> None:
+def refuse_old_spark(version: tuple[int, int] = SPARK_VERSION) -> None:
     """Refuse PySpark 3.5.
+
+    Parameters
+    ----------
+    version
+        PySpark's.
 
     Raises
     ------
     UsageError
         On PySpark 3.5, which has no reader of state.
     """
-    if SPARK_VERSION < (4, 0):
+    if version < FIRST_READERS[1]:
         raise UsageError(
             "PySpark 3.5 has no reader of Spark's state, which a job is imported with. Stop the job, and import it "
             "with PySpark 4.0 or newer: that reads the checkpoint that 3.5 wrote."
+        )
+
+
+def refuse_unread_format(location: str, checkpoint_format: int, version: tuple[int, int] = SPARK_VERSION) -> None:
+    """Refuse a checkpoint whose format this PySpark writes, and its reader of state does not read.
+
+    Parameters
+    ----------
+    location
+        The checkpoint location.
+    checkpoint_format
+        Spark's number of the format.
+    version
+        PySpark's.
+
+    Raises
+    ------
+    UsageError
+        For format 2 on PySpark 4.0.
+    """
+    first = FIRST_READERS[checkpoint_format]
+    if version < first:
+        this, needed = (".".join(map(str, it)) for it in (version, first))
+        raise UsageError(
+            f"PySpark {this} cannot read the state of {location}: its checkpoint format is {checkpoint_format}, which "
+            f"Spark's reader of state reads from {needed} on. Import it with PySpark {needed} or newer; the job itself "
+            f"can go on with {this} (docs/operating/importing.md)"
         )
 
 
@@ -132,11 +167,44 @@ def _only_operator(spark: SparkSession, location: str) -> int:
 
 
 @contextmanager
-def translated(location: str) -> Iterator[None]:
-    """Spark's errors as ours."""
+def translated(location: str, version: tuple[int, int] = SPARK_VERSION) -> Iterator[None]:
+    """Spark's errors as ours, but for those of tasks in Python, which are ours already.
+
+    Parameters
+    ----------
+    location
+        The checkpoint location.
+    version
+        PySpark's.
+
+    Raises
+    ------
+    StorageError
+        In the place of Spark's error.
+    """
     try:
         yield
     except Exception as error:
-        if not is_of_spark(error):
+        # What a task of ours raised is told as it is.
+        ours = isinstance(error, PythonException) or "api.python.PythonException" in str(error)
+        if ours or not is_of_spark(error):
             raise
-        raise StorageError(f"Spark cannot read the state of {location}: {said_by_spark(str(error))}") from error
+        raise StorageError(
+            f"Spark cannot read the state of {location}: {said_by_spark(str(error))}{_advice(str(error), version)}"
+        ) from error
+
+
+def _advice(text: str, version: tuple[int, int]) -> str:
+    """What to do where Spark 4.0 marked a snapshot of RocksDB by the checkpoint format, which others do not."""
+    if _OTHER_MARK.search(text) is None:
+        return ""
+    if version < FIRST_READERS[2]:
+        # Spark 4.0 keeps the first format in a static field of its JVM, and takes it for the mark of all snapshots.
+        return (
+            " A JVM of Spark 4.0 reads the RocksDB snapshots of one checkpoint format only, the first that it met: "
+            "import the job in an application of its own, or with PySpark 4.1 or newer"
+        )
+    return (
+        " PySpark 4.0 marks snapshots of checkpoint format 2 as v2, which no newer Spark reads: "
+        "docs/operating/importing.md says what to do"
+    )
