@@ -34,11 +34,13 @@ def waits(asking: Asking, task: Task, before: Kept, carried: frozenset[str]) -> 
     if last is not None and last.spoilt and not last.dropped:
         # Without the id of its mark's, a call knows nothing of the others.
         return True
+    known = mark is not None and last is not None and last.id == mark.id
     for _, asked in sorted(asking.requests.items()):
+        # A mark of other requests tells nothing: all are carried out again, and so read.
+        if asked.spoilt and not asked.dropped and not (known and asked.id in carried):
+            return True
         if asked.id in carried:
             continue
-        if asked.spoilt and not asked.dropped:
-            return True
         named = asked.keys and not asked.withdrawn and not (asked.dropped and before.pointer.ref is None)
         if named and asked.at < task.began:
             raise WrongStateError(f"request {asked.number} was made before batch {task.batch}, which passes it by")
