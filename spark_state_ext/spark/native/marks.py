@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupStateTimeout
 
@@ -17,6 +16,7 @@ from arrow_schemas.labels import bucket_label
 from spark_state_ext.errors import StorageError
 from spark_state_ext.savepoints.batch_logs import LoggedBatch
 from spark_state_ext.spark.client.plain import unpatched
+from spark_state_ext.spark.compat import is_of_spark, said_by_spark
 from spark_state_ext.spark.native.settings import configured, format_setting
 
 if TYPE_CHECKING:
@@ -79,13 +79,18 @@ def write_marks(
                 )
             )
         writer = marked.writeStream.format("noop").outputMode("update").option("checkpointLocation", location)
-        query = writer.trigger(availableNow=True).start()
         try:
-            query.awaitTermination()
-        except PySparkException as error:
-            raise StorageError(f"Spark could not write the state of the new query to {location}: {error}") from error
-        finally:
-            query.stop()
+            query = writer.trigger(availableNow=True).start()
+            try:
+                query.awaitTermination()
+            finally:
+                query.stop()
+        except Exception as error:
+            # A classic session hands some errors of the JVM on as they are.
+            if not is_of_spark(error):
+                raise
+            said = said_by_spark(str(error))
+            raise StorageError(f"Spark could not write the state of the new query to {location}: {said}") from error
 
 
 def _marking(value: bytes, due_ms: int) -> Any:
