@@ -153,9 +153,7 @@ def verify_checkpoint(files: Readable, ref: CheckpointRef, kind: str, scratch: P
     name = file_name(ref, kind)
     where = files.where(name)
     verified(_open(files, name, scratch)[0], where)
-    header = read_header(files, ref, kind)
-    _check_identity(header, ref, kind, where)
-    return header
+    return read_header(files, ref, kind)
 
 
 def _check_identity(header: LineageHeader, ref: CheckpointRef, kind: str, where: str) -> None:
@@ -210,8 +208,8 @@ def read_header(files: Readable, ref: CheckpointRef, kind: str) -> LineageHeader
     ------
     MissingCheckpointError
         When the file does not exist.
-    CorruptFileError
-        When it has no valid header.
+    CorruptFileError, LineageError
+        When it has no valid header, or that of another checkpoint: a lineage would lead in circles.
     """
     name = file_name(ref, kind)
     where = files.where(name)
@@ -226,7 +224,9 @@ def read_header(files: Readable, ref: CheckpointRef, kind: str) -> LineageHeader
         schema = pa.ipc.read_schema(pa.py_buffer(head[len(PADDED_MAGIC) :]))
     except (pa.ArrowException, OSError, EOFError) as error:
         raise CorruptFileError(f"the schema of {where} cannot be read: {error}") from error
-    return LineageHeader.decode(schema.metadata, where)
+    header = LineageHeader.decode(schema.metadata, where)
+    _check_identity(header, ref, kind, where)
+    return header
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,6 @@ def announced(files: Readable, ref: CheckpointRef, kind: str) -> Announced:
     where = files.where(name)
     size = files.size(name)
     header = read_header(files, ref, kind)
-    _check_identity(header, ref, kind, where)
     body = announced_body(lambda start, end: files.get_range(name, start, end), size, where)
     if header.digest != body.algorithm:
         raise CorruptFileError(f"{where} has a checksum of another kind than its format has")

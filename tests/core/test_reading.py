@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 from core_support import clean_up_at
 from reading_support import Job, as_model, bucket_of, state_of
 
-from arrow_schemas.lineage import SNAPSHOT, parse_file_name
+from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from spark_state_ext import open_state
 from spark_state_ext.backends.replication import taken_over
-from spark_state_ext.errors import CannotHoldError, CorruptFileError, MissingCheckpointError, UsageError
+from spark_state_ext.errors import CannotHoldError, CorruptFileError, LineageError, MissingCheckpointError, UsageError
+from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import CleanUp, clean_up
 from spark_state_ext.ownership.holds import HoldWatch
@@ -268,6 +270,22 @@ def test_damaged_bytes_are_a_typed_error_and_gone_around_where_that_is_possible(
         state_of(state)
     with open_state(job.root, memory_map=False) as state, pytest.raises(CorruptFileError, match="fails its checksum"):
         state.scan(buckets=[bucket]).read_all()
+
+
+def test_a_file_in_the_place_of_another_leads_nowhere(job: Job) -> None:
+    """The lineage of the newest in the place of its oldest ancestor would lead back there for ever."""
+    lived(job, 14)
+    with open_state(job.root) as state:
+        bucket, ref = next((b, r) for b, r in state.checkpoints.items() if r)
+    folder = Path(job.folder.root) / str(bucket)
+    newest = read_header(Folder(str(folder)), ref, DELTA)
+    for oldest in newest.lineage:
+        for kind in (DELTA, SNAPSHOT):
+            path = folder / file_name(oldest, kind)
+            if path.exists():
+                shutil.copyfile(folder / file_name(ref, DELTA), path)
+    with pytest.raises(LineageError, match="holds the delta of checkpoint"), open_state(job.root) as state:
+        assert state.oldest_batch
 
 
 def _flip(path: Path) -> None:
