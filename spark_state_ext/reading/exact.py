@@ -9,7 +9,7 @@ from typing import Any
 
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, UsageError
+from spark_state_ext.errors import ChangedJobError, CorruptFileError, MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.bodies import Scratch
 from spark_state_ext.reading.finding import find_state
@@ -98,6 +98,8 @@ def open_exact(
         When the batch made no pointers.
     CorruptFileError
         When it lacks those of some buckets.
+    ChangedJobError
+        When the query began again with a wider state schema while this was opened.
     CannotHoldError, VersionSkewError, StorageError
         As `open_state`.
     """
@@ -149,4 +151,9 @@ def _refuse_incomplete(exact: ExactBatch, told: Told, operator: OperatorFile) ->
         raise CorruptFileError(
             f"{where} has pointers of {len(exact.pointers)} buckets, and operator {told.operator!r} has "
             f"{operator.buckets}: Spark's state is incomplete. Go back to an older batch, or start from a savepoint"
+        )
+    if any(it.schema_id > operator.schema_id for it in exact.pointers.values()):
+        raise ChangedJobError(
+            f"{where} has state of a wider schema than the operator file that was read before: the query began again "
+            "meanwhile. Open it again"
         )

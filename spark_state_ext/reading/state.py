@@ -32,8 +32,8 @@ __all__ = ["AsOf", "OpenState", "StateFiles"]
 
 # Buckets that a scan opens before it is asked for them. Checksums are computed without Python's lock.
 _AHEAD_MAX = 2
-# Buckets whose files are kept, and so mapped: a process may map 65,000 pieces by default.
-_KEPT_MAX = 2_000
+# Files that are kept, and so mapped: a process may map 65,000 pieces by default, its libraries and stores included.
+_KEPT_MAX = 10_000
 
 
 @dataclass(frozen=True)
@@ -418,7 +418,7 @@ class OpenState:
         bodies = self._bodies.get(bucket)
         if bodies is None:
             bodies = self._loaded(bucket)
-            if keep and len(self._bodies) < _KEPT_MAX and not self._closed:
+            if keep and not self._closed and sum(map(len, self._bodies.copy().values())) < _KEPT_MAX:
                 self._bodies[bucket] = bodies
         return bodies
 

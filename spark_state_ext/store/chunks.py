@@ -109,6 +109,11 @@ class Chunks:
         self._partly = {key: it for key, it in self._partly.copy().items() if key[0] in run_keys}
         self._maps = {key: data for key, data in self._maps.copy().items() if key in run_keys}
 
+    def keep_files(self, run_keys: Collection[str]) -> None:
+        """Let go of the files of all other runs."""
+        if any(key not in run_keys for key in self._maps.copy()):
+            self._maps = {key: data for key, data in self._maps.copy().items() if key in run_keys}
+
     def forget_file(self, run_key: str) -> None:
         """A run was dropped, and its file goes."""
         self._maps.pop(run_key, None)

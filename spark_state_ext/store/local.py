@@ -120,9 +120,11 @@ class LocalStore:
         MissingRunError
             When a run of its lineage is absent; `ref` says at which checkpoint.
         """
-        runs = self._environment.read(lambda txn: choose_runs(manifest.every(txn), head))
+        every = self._environment.read(lambda txn: list(manifest.every(txn)))
+        # Who only reads prunes nothing: a file that was dropped takes room as long as somebody has it mapped.
+        self._chunks.keep_files({run.key for run in every})
         self._chunks.forget_some()
-        return View(self, runs)
+        return View(self, choose_runs(every, head))
 
     def rollback(self, head: CheckpointRef | None) -> View:
         """The state at an earlier checkpoint. There is no head to move, so this is `view` by another name."""

@@ -127,6 +127,27 @@ def test_no_damage_is_ever_read() -> None:
     assert refused > 0
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.large_binary()])
+def test_damage_beyond_the_row_does_not_reach_it(kind: pa.DataType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow makes room for as many bytes as the last offset says, where it takes a row out of all."""
+    monkeypatch.setattr(checksums, "CHECK_BYTES", 64)
+    schema = RowSchema((), (pa.field("s", kind),))
+    rows = 1_000
+    hashes, flags = pa.array(np.arange(rows), pa.uint64()), pa.array(np.ones(rows, dtype=np.bool_))
+    texts = pa.array([f"text {at}" for at in range(rows)]).cast(kind)
+    batch = pa.RecordBatch.from_arrays([hashes, texts, pa.nulls(rows, pa.int64()), flags, flags], schema=schema.arrow)
+    _, data, crcs = encode_chunk(batch)
+    damaged = bytearray(data.to_pybytes())
+    width = 8 if "large" in str(kind) else 4
+    offsets = pa.ipc.read_record_batch(data, schema.arrow).column(1).buffers()[1].address - data.address
+    damaged[offsets + width * rows : offsets + width * (rows + 1)] = b"\x77" * width
+    chunk = PartlyChecked(pa.py_buffer(bytes(damaged)), crcs, bytearray(len(crcs) // 4), schema.arrow, 0, rows - 1)
+    assert chunk.row(700).column(1).cast(pa.binary() if "binary" in str(kind) else pa.string())[0].as_py() in (
+        "text 700",
+        b"text 700",
+    )
+
+
 def test_little_of_a_chunk_is_compared() -> None:
     schema = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
     rows = 100_000

@@ -12,7 +12,7 @@ from small_root import savepoint_of
 from test_reading import EVERYWHERE, lived
 
 from spark_state_ext import OpenState, open_state
-from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError, UsageError
+from spark_state_ext.errors import ChangedJobError, CorruptFileError, MissingCheckpointError, StorageError, UsageError
 from spark_state_ext.reading.exact import ExactBatch, Told, open_exact
 from spark_state_ext.testing.model import Row
 
@@ -99,4 +99,7 @@ def test_pointers_that_are_no_whole_state_are_refused(job: Job) -> None:
         open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers=less))
     with pytest.raises(CorruptFileError, match="pointers to another beside those to query"):
         open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers=mixed))
+    wider = {**whole.pointers, 2: replace(whole.pointers[2], schema_id=7)}
+    with pytest.raises(ChangedJobError, match="a wider schema than the operator file"):
+        open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers=wider))
     assert job.folder.child("holds").names() == []

@@ -1,0 +1,48 @@
+"""What a process keeps of the chunks of a store that another one writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+
+from arrow_schemas import CheckpointRef, RowSchema
+from spark_state_ext.store import LocalStore
+from spark_state_ext.store.base_file import file_of, mapped
+from spark_state_ext.store.chunks import Chunks
+from spark_state_ext.store.runs import Run
+from spark_state_ext.testing.model import KEYS, SCHEMA, Row, run_of
+
+REF = CheckpointRef(1, "1" * 32)
+
+
+def a_run(key: str) -> Run:
+    return Run(key, REF, REF, None, True, 1, 0, (), 8, (0,))
+
+
+def test_files_of_runs_that_another_process_dropped_are_let_go(tmp_path: Path) -> None:
+    """A mapped file takes room on the disk, also once it has no name any more."""
+    store = LocalStore.at(tmp_path, SCHEMA)
+    store.apply([run_of({KEYS[0]: Row(1)})], REF, None)
+    dropped = a_run("ab" * 16)
+    store._chunks.note_file(dropped, _mapped(tmp_path, dropped))
+    assert list(store._chunks._maps) == [dropped.key]
+    store.view(REF)
+    assert store._chunks._maps == {}
+    store.close()
+
+
+def test_other_files_are_kept(tmp_path: Path) -> None:
+    chunks = Chunks(RowSchema((), ()))
+    one, other = a_run("ab" * 16), a_run("cd" * 16)
+    for run in (one, other):
+        chunks.note_file(run, _mapped(tmp_path, run))
+    chunks.keep_files({one.key, other.key})
+    assert set(chunks._maps) == {one.key, other.key}
+    chunks.keep_files({other.key})
+    assert set(chunks._maps) == {other.key}
+
+
+def _mapped(folder: Path, run: Run) -> pa.Buffer:
+    file_of(folder, run.key).write_bytes(b"8 bytes!")
+    return mapped(folder, run)
