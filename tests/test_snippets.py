@@ -218,6 +218,7 @@ def test_few_snippets_are_not_run_and_say_why() -> None:
         "erasing.md",
         "erasing.md",
         "erasing.md",
+        "erasing.md",
         "savepoints.md",
         "reading.md",
         "reading.md",

@@ -31,10 +31,13 @@ Step = tuple[list[dict[str, Any]], int, int]
 
 
 def steps_of(drawn: list[tuple[list[Any], int]]) -> list[Step]:
-    """Each batch's rows with a number, the watermark before it and its own, seconds; one more at which all is over."""
+    """Each batch's rows with a number, the watermark before it and its own, seconds; one more at which all is over.
+
+    Rows move a watermark, so it stands until there are some.
+    """
     found, number, watermark = [], 0, 0
     for rows, by in [*drawn, ([], 100)]:
-        late, watermark = watermark, watermark + by
+        late, watermark = watermark, watermark + (by if rows or number else 0)
         mine = []
         for key, time, value in rows:
             number += 1
