@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from typing import Any, TypeVar
 
@@ -20,6 +20,8 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _IDLE_S = 60.0
+# How long what was begun ahead, and is not wanted any more, is waited for.
+_END_S = 5.0
 
 
 class DaemonPool(Executor):
@@ -132,7 +134,7 @@ def side_by_side(name: str, threads: int, work: Callable[[S], T], items: Iterabl
         pool.close()
 
 
-def ahead(name: str, threads: int, work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+def ahead(name: str, threads: int, work: Callable[[S], T], items: Iterable[S]) -> Generator[T, None, None]:
     """Results of `work` for each item, in their order, a few of them made before they are asked for.
 
     Parameters
@@ -156,6 +158,8 @@ def ahead(name: str, threads: int, work: Callable[[S], T], items: Iterable[S]) -
             yield waiting.popleft().result()
     finally:
         pool.close()
+        # A process that ends while a thread of it is inside Arrow is aborted.
+        wait([it for it in waiting if not it.cancelled()], timeout=_END_S)
 
 
 class CallerExecutor(Executor):

@@ -253,6 +253,26 @@ def test_results_are_made_ahead_in_order_and_no_further_than_asked() -> None:
     assert list(ahead("p", 3, int, [])) == []
 
 
+def test_nothing_is_left_at_work_when_results_are_not_wanted_any_more() -> None:
+    at_work = threading.Semaphore(0)
+    done: list[int] = []
+
+    def work(n: int) -> int:
+        if n:
+            at_work.release()
+            time.sleep(0.2)
+        done.append(n)
+        return n
+
+    results = ahead("p", 3, work, range(50))
+    assert next(results) == 0
+    assert at_work.acquire(timeout=WAIT_S)
+    results.close()
+    begun = sorted(done)
+    time.sleep(0.3)
+    assert sorted(done) == begun, "a thread went on"
+
+
 def test_a_load_that_fails_for_a_snapshot_fails_the_commit(restores: Restores, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has closed the restore managers, so whoever uses them has to begin anew."""
     life = restores.life
