@@ -10,10 +10,12 @@ import argparse
 import functools
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,7 @@ from benchmarks.report import BenchmarkError, Report
 from spark_state_ext import OpenState, open_state
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.version import __version__
+from spark_state_ext.worker.threads import side_by_side
 
 __all__ = ["add_arguments", "run"]
 
@@ -190,9 +193,12 @@ def _scans(report: Report, root: Path, options: argparse.Namespace) -> None:
             with open_state(root) as state:
                 timed("scan that checks files", functools.partial(_scanned, state))
                 timed("scan again", functools.partial(_scanned, state))
+            started_s = time.perf_counter()
+            side_by_side("floor", len(os.sched_getaffinity(0)), _checksum, files)
+            took.setdefault("floor: CRC-32 of the same bytes, on all cores", []).append(time.perf_counter() - started_s)
             timed("PyArrow, mapped", functools.partial(_read_by_arrow, files, as_a_map=True))
             timed("PyArrow, into memory", functools.partial(_read_by_arrow, files, as_a_map=False))
-        report.details[f"sums of {named} that were those of what was written"] = sum(map(len, took.values()))
+        report.details[f"sums of {named} that were those of what was written"] = 4 * options.repeats
         medians = {name: report.timing(f"{named}: {name}", seconds) for name, seconds in took.items()}
         for ours in ("scan that checks files", "scan again"):
             for theirs in ("PyArrow, mapped", "PyArrow, into memory"):
@@ -201,6 +207,11 @@ def _scans(report: Report, root: Path, options: argparse.Namespace) -> None:
             for ours in ("scan that checks files", "scan again"):
                 speed = medians["PyArrow, mapped"] / medians[ours]
                 report.bar(f"{named}, speed: {ours} / PyArrow, mapped", speed, "at least", at_least, "times")
+
+
+def _checksum(path: Path) -> int:
+    with pa.memory_map(str(path)) as file:
+        return zlib.crc32(file.read_buffer())
 
 
 def _scanned(state: OpenState, columns: list[str]) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -17,13 +18,15 @@ from arrow_schemas.equality import HashArray
 from arrow_schemas.row import KEY_HASH
 from spark_state_ext.errors import CorruptStoreError
 
-__all__ = ["CHECK_BYTES", "PartlyChecked", "block_crcs", "check_all", "opened_crcs"]
+__all__ = ["CHECK_BYTES", "Compared", "PartlyChecked", "block_crcs", "check_all", "opened_crcs"]
 
-CHECK_BYTES = 64 << 10
+CHECK_BYTES = 16 << 10
 _PREFIX_BYTES = 8
 # Hashes around an estimate. Of 500,000 random hashes estimates are up to 30 rows off in the middle of all, and a few
 # hundred where a chunk is a part of a run only.
 _REACH = 256
+_NOTHING, _FIXED, _BINARY, _WHOLE = range(4)
+_FIRST = pa.array([0], pa.int64())
 
 
 def block_crcs(data: pa.Buffer | memoryview) -> bytes:
@@ -66,6 +69,56 @@ def check_all(data: pa.Buffer | memoryview, crcs: bytes) -> None:
         raise _differs()
 
 
+@dataclass(frozen=True)
+class _Cells:
+    """Where the values of a column are in the bytes of a chunk.
+
+    Parameters
+    ----------
+    kind
+        `_NOTHING`: NULL only; `_FIXED`: of one width each; `_BINARY`: bytes or text; `_WHOLE`: of any other form.
+    validity, values, data
+        Where the bitmap begins (-1: there is none), the values or their offsets, and what the offsets lead to.
+    bits
+        Width of a value, or of an offset.
+    """
+
+    kind: int
+    validity: int = -1
+    values: int = -1
+    bits: int = 0
+    data: int = -1
+
+
+@dataclass
+class Compared:
+    """What is known of a chunk's blocks; to be kept from one use to the next.
+
+    Parameters
+    ----------
+    crcs
+        Their checksums.
+    done
+        A byte for each, not 0 once it was compared.
+    cells
+        Where its columns are; None: nobody has looked yet.
+    """
+
+    crcs: bytes
+    done: bytearray
+    cells: tuple[_Cells, ...] | None = None
+
+    @staticmethod
+    def nothing(crcs: bytes) -> Compared:
+        """No block was compared."""
+        return Compared(crcs, bytearray(len(crcs) // 4))
+
+    @staticmethod
+    def everything(size_bytes: int) -> Compared:
+        """All were."""
+        return Compared(b"", bytearray(b"\1") * -(-size_bytes // CHECK_BYTES))
+
+
 class PartlyChecked:
     """A chunk of which is compared what is looked at; valid as long as its memory is.
 
@@ -73,32 +126,27 @@ class PartlyChecked:
     ----------
     data
         Its bytes, aligned.
-    crcs
-        Its checksums.
     compared
-        A byte for each block, not 0 once it was compared; kept by the caller from one use to the next.
+        What is known of its blocks.
     schema
         Arrow schema of its rows.
     hash_min, hash_max
         Smallest and largest hash in it.
     """
 
-    def __init__(
-        self, data: pa.Buffer, crcs: bytes, compared: bytearray, schema: pa.Schema, hash_min: int, hash_max: int
-    ) -> None:
+    def __init__(self, data: pa.Buffer, compared: Compared, schema: pa.Schema, hash_min: int, hash_max: int) -> None:
         self._data = memoryview(data)
         self._address = data.address
-        self._crcs = crcs
         self._compared = compared
         self._hash_min, self._hash_max = hash_min, hash_max
         self._compare(0, _PREFIX_BYTES)
         _, header_bytes = struct.unpack_from("<Ii", self._data)
         self._compare(0, _PREFIX_BYTES + header_bytes)
         self._rows = pa.ipc.read_record_batch(data, schema)
-        at = schema.get_field_index(KEY_HASH)
-        column = self._rows.column(at)
-        self._hash_bytes_at = column.buffers()[1].address + 8 * column.offset
-        self._hashes: HashArray = np.frombuffer(column.buffers()[1], np.uint64, len(column), 8 * column.offset)
+        if compared.cells is None:
+            compared.cells = tuple(_cells_of(column, self._address) for column in self._rows.columns)
+        self._hashes_at = compared.cells[schema.get_field_index(KEY_HASH)].values
+        self._hashes: HashArray = np.frombuffer(self._data, np.uint64, self._rows.num_rows, self._hashes_at)
 
     def first_at_least(self, wanted: int) -> int:
         """The first row whose hash is at least this one; as many as there are rows, where none is."""
@@ -109,7 +157,7 @@ class PartlyChecked:
         reach = _REACH
         while True:
             low, high = max(0, guess - reach), min(last, guess + reach)
-            self._compare_at(self._hash_bytes_at + 8 * low, 8 * (high - low + 1))
+            self._compare(self._hashes_at + 8 * low, 8 * (high - low + 1))
             if (low == 0 or hashes[low] < least) and (high == last or hashes[high] >= least):
                 return low + int(hashes[low : high + 1].searchsorted(least))
             reach *= 4
@@ -118,56 +166,61 @@ class PartlyChecked:
         """The hash of a row; None beyond the last one."""
         if row >= len(self._hashes):
             return None
-        self._compare_at(self._hash_bytes_at + 8 * row, 8)
+        self._compare(self._hashes_at + 8 * row, 8)
         return int(self._hashes[row])
 
     def row(self, row: int) -> pa.RecordBatch:
         """A copy of one row."""
-        found = self._rows.slice(row, 1)
-        if 0 in self._compared:
-            for column in found.columns:
-                self._compare_cell(column)
+        if 0 in self._compared.done:
+            assert self._compared.cells is not None
+            for cells in self._compared.cells:
+                self._compare_cell(cells, row)
         # Of one row: Arrow makes room for what all rows have, by the last offset, which may not have been compared.
-        return found.take(pa.array([0], pa.int64()))
+        return self._rows.slice(row, 1).take(_FIRST)
 
-    def _compare_cell(self, cell: pa.Array) -> None:
-        """All that an array of one row refers to."""
-        data_type, types = cell.type, pa.types
-        if types.is_null(data_type):
-            return
-        is_long = types.is_large_string(data_type) or types.is_large_binary(data_type)
-        is_binary = is_long or types.is_string(data_type) or types.is_binary(data_type)
-        if not (is_binary or types.is_primitive(data_type) or types.is_decimal(data_type)):
-            # Structs, lists and maps have too many forms to follow each.
+    def _compare_cell(self, cells: _Cells, row: int) -> None:
+        """All that a value of a row consists of."""
+        if cells.kind == _WHOLE:
             self._compare(0, len(self._data))
-            return
-        validity, values, *rest = cell.buffers()
-        if validity is not None:
-            self._compare_at(validity.address + cell.offset // 8, 1)
-        if is_binary:
-            width = 8 if is_long else 4
-            self._compare_at(values.address + width * cell.offset, 2 * width)
-            start, end = struct.unpack_from("<2q" if is_long else "<2i", values, width * cell.offset)
-            if start < end:
-                self._compare_at(rest[0].address + start, end - start)
-        else:
-            bits = data_type.bit_width
-            start = cell.offset * bits // 8
-            self._compare_at(values.address + start, -(-(cell.offset + 1) * bits // 8) - start)
-
-    def _compare_at(self, address: int, size_bytes: int) -> None:
-        self._compare(address - self._address, size_bytes)
+        elif cells.kind != _NOTHING:
+            if cells.validity >= 0:
+                self._compare(cells.validity + row // 8, 1)
+            if cells.kind == _FIXED:
+                start = row * cells.bits // 8
+                self._compare(cells.values + start, -(-(row + 1) * cells.bits // 8) - start)
+            else:
+                width = cells.bits // 8
+                self._compare(cells.values + width * row, 2 * width)
+                start, end = struct.unpack_from("<2q" if width == 8 else "<2i", self._data, cells.values + width * row)
+                if start < end:
+                    self._compare(cells.data + start, end - start)
 
     def _compare(self, start: int, size_bytes: int) -> None:
         end = start + size_bytes
         if not 0 <= start <= end <= len(self._data):
             raise _differs()
         for block in range(start // CHECK_BYTES, -(-end // CHECK_BYTES)):
-            if not self._compared[block]:
+            if not self._compared.done[block]:
                 piece = self._data[block * CHECK_BYTES : (block + 1) * CHECK_BYTES]
-                if zlib.crc32(piece).to_bytes(4, "little") != self._crcs[4 * block : 4 * block + 4]:
+                if zlib.crc32(piece).to_bytes(4, "little") != self._compared.crcs[4 * block : 4 * block + 4]:
                     raise _differs()
-                self._compared[block] = 1
+                self._compared.done[block] = 1
+
+
+def _cells_of(column: pa.Array, address: int) -> _Cells:
+    """Where a whole column of a chunk is."""
+    data_type, types = column.type, pa.types
+    if types.is_null(data_type):
+        return _Cells(_NOTHING)
+    is_long = types.is_large_string(data_type) or types.is_large_binary(data_type)
+    is_binary = is_long or types.is_string(data_type) or types.is_binary(data_type)
+    if not (is_binary or types.is_primitive(data_type) or types.is_decimal(data_type)):
+        # Structs, lists and maps have too many forms to follow each.
+        return _Cells(_WHOLE)
+    validity, values, *data = (-1 if it is None else it.address - address for it in column.buffers())
+    if is_binary:
+        return _Cells(_BINARY, validity, values, 64 if is_long else 32, data[0])
+    return _Cells(_FIXED, validity, values, data_type.bit_width)
 
 
 def _differs() -> CorruptStoreError:

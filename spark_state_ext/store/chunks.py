@@ -10,9 +10,9 @@ import pyarrow as pa
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store.base_file import check_blocks, mapped
-from spark_state_ext.store.checksums import CHECK_BYTES, PartlyChecked, check_all, opened_crcs
+from spark_state_ext.store.checksums import Compared, PartlyChecked, check_all, opened_crcs
 from spark_state_ext.store.pending import chunk_key, crcs_key
-from spark_state_ext.store.runs import Chunk, Run, aligned
+from spark_state_ext.store.runs import Run, aligned
 from spark_state_ext.store.transaction import Reader
 
 __all__ = ["Chunks"]
@@ -35,7 +35,7 @@ class Chunks:
         self._schema = schema.arrow
         # By the run's key and the number of the chunk, or of the block where the run has a file.
         self._checked: set[tuple[str, int]] = set()
-        self._partly: dict[tuple[str, int], tuple[bytes, bytearray]] = {}
+        self._partly: dict[tuple[str, int], Compared] = {}
         self._maps: dict[str, pa.Buffer] = {}
 
     @property
@@ -80,18 +80,17 @@ class Chunks:
             # Few files come in, and each is compared in blocks of megabytes, once.
             data = self._file(folder, run)
             check_blocks(data, run, chunk, self._checked)
-            data, crcs, compared = data.slice(chunk.offset, chunk.size_bytes), b"", _all_compared(chunk)
+            data, compared = data.slice(chunk.offset, chunk.size_bytes), Compared.everything(chunk.size_bytes)
         else:
             data = _data(txn, run, index)
             if (run.key, index) in self._checked:
-                crcs, compared = b"", _all_compared(chunk)
+                compared = Compared.everything(chunk.size_bytes)
             else:
                 known = self._partly.get((run.key, index))
                 if known is None:
-                    crcs = _crcs(txn, run, index)
-                    known = self._partly[run.key, index] = crcs, bytearray(len(crcs) // 4)
-                crcs, compared = known
-        return PartlyChecked(data, crcs, compared, self._schema, chunk.hash_min, chunk.hash_max)
+                    known = self._partly[run.key, index] = Compared.nothing(_crcs(txn, run, index))
+                compared = known
+        return PartlyChecked(data, compared, self._schema, chunk.hash_min, chunk.hash_max)
 
     def note_file(self, run: Run, data: pa.Buffer) -> None:
         """A run's file was compared while it came in."""
@@ -152,7 +151,3 @@ def _data(txn: Reader, run: Run, index: int) -> pa.Buffer:
 def _crcs(txn: Reader, run: Run, index: int) -> bytes:
     chunk = run.chunks[index]
     return opened_crcs(txn.get(b"chunks", crcs_key(run.key, index)), chunk.size_bytes, chunk.crc)
-
-
-def _all_compared(chunk: Chunk) -> bytearray:
-    return bytearray(b"\1") * -(-chunk.size_bytes // CHECK_BYTES)
