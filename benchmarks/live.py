@@ -55,14 +55,28 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     BenchmarkError
         When an answer is wrong, or none came.
     """
-    from benchmarks.spark import session
-    from benchmarks.streams import TimedStream
-
     keys, batches = (50_000, 9) if options.quick else (options.keys, options.batches)
     if batches < 2 * len(_TURNS):
         raise BenchmarkError("--batches must be at least 6: the first three are not counted")
     names = ("asks_per_s", "buckets", "cores", "memory", "seed")
     report = Report("live", {"keys": keys, "batches": batches, **{name: getattr(options, name) for name in names}})
+    # In no order that the store's merging may have too.
+    draws = np.random.default_rng(options.seed)
+    turns = [turn for _ in range(-(-batches // len(_TURNS))) for turn in draws.permutation(_TURNS).tolist()]
+    for cores, named in [(options.cores, "all cores"), (options.cores - 1, "a core to spare")]:
+        if cores:
+            folder = work / named.replace(" ", "-")
+            folder.mkdir()
+            _judge(report, named, *_measured(options, folder, cores, keys, turns[:batches]))
+    return report
+
+
+def _measured(
+    options: argparse.Namespace, work: Path, cores: int, keys: int, turns: list[str]
+) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Seconds of the batches of each turn, and what the other process found."""
+    from benchmarks.spark import session
+    from benchmarks.streams import TimedStream
 
     def plan(rows: DataFrame, folder: Path) -> DataFrame:
         from spark_state_ext import ArrowState
@@ -70,22 +84,23 @@ def run(options: argparse.Namespace, work: Path) -> Report:
         state = ArrowState(str(work / "state"), _OPERATOR, buckets=options.buckets, local_dir=str(work / "local-state"))
         return state.apply_in_arrow_with_state(rows, "key", counted, "key bigint, n bigint", "n bigint")
 
-    with session("live", options.cores, options.memory, work, {}) as spark:
+    took: dict[str, list[float]] = {turn: [] for turn in _TURNS}
+    with session("live", cores, options.memory, work, {}) as spark:
         stream = TimedStream(spark, "count", "key bigint", work / "job", plan)
         table = pa.table({"key": pa.array(np.arange(keys))})
         step = -(-keys // _FILES)
         rows = [table.slice(at, step) for at in range(0, keys, step)]
         stream.process(rows)
         with _Asker(work, keys, options.asks_per_s, options.seed) as asker:
-            for number in range(1, batches):
-                how = _TURNS[number % len(_TURNS)]
-                asker.turn(how)
+            for number, turn in enumerate(turns):
+                asker.turn(turn)
                 stream.process(rows)
-                print(f"batch {number}, {how}: {stream.seconds[-1]:.2f} s", file=sys.stderr, flush=True)
+                if number >= len(_TURNS):
+                    took[turn].append(stream.seconds[-1])
+                print(f"{cores} cores, batch {number}, {turn}: {stream.seconds[-1]:.2f} s", file=sys.stderr, flush=True)
             told = asker.over()
         stream.stop()
-    _judge(report, stream.seconds, told)
-    return report
+    return took, told
 
 
 def counted(batch: Any) -> Any:
@@ -95,39 +110,32 @@ def counted(batch: Any) -> Any:
     return {"key": batch.keys["key"], "n": n}
 
 
-def _judge(report: Report, seconds: list[float], told: dict[str, Any]) -> None:
+def _judge(report: Report, named: str, took: dict[str, list[float]], told: dict[str, Any]) -> None:
     if not (told["took_ms"] and told["floor_ms"]):
         raise BenchmarkError(f"no answer came: {told['gone']}")
-    report.check(f"{len(told['took_ms'])} answers are what was committed after their batch", not told["wrong"])
-    took, floor = np.array(told["took_ms"]), np.array(told["floor_ms"])
-    p50, p99 = (float(np.percentile(took, at)) for at in (50, 99))
-    report.details |= {
+    report.check(f"{named}: all answers are what was committed after their batch", not told["wrong"])
+    answers, floor = np.array(told["took_ms"]), np.array(told["floor_ms"])
+    p50, p99 = (float(np.percentile(answers, at)) for at in (50, 99))
+    report.details[named] = {
         "get: p50, ms": p50,
         "get: p99, ms": p99,
-        "get: largest, ms": float(took.max()),
-        "get: answers": len(took),
-        "get: processor time of an answer, ms": told["asked_cpu_s"] * 1000 / len(took),
+        "get: largest, ms": float(answers.max()),
+        "get: answers": len(answers),
+        "get: processor time of an answer, ms": told["asked_cpu_s"] * 1000 / len(answers),
         "get: buckets without a store just then": len(told["gone"]),
         "floor: p50, ms": float(np.percentile(floor, 50)),
         "floor: p99, ms": float(np.percentile(floor, 99)),
         "floor: counted for, ms": 1000 * _COUNTED_S,
         "age of answers: median, ms": statistics.median(told["age_ms"]),
     }
-    report.timing("get, while a batch runs", [ms / 1000 for ms in told["took_ms"][:: max(1, len(took) // 1_000)]])
-    turns = {
-        how: report.timing(f"batch, {how}", [it for at, it in enumerate(seconds) if _is_counted(at, how)])
-        for how in _TURNS
-    }
-    report.ratio("throughput, floor / left alone", turns[_ALONE] / turns[_FLOOR])
-    report.bar("get: p99", p99, "at most", P99_MS_AT_MOST, "ms")
-    report.bar(
-        "throughput, asked / left alone", turns[_ALONE] / turns[_ASKED], "at least", THROUGHPUT_AT_LEAST, "times"
-    )
-    print(f"get: p50 {p50:.3f} ms, p99 {p99:.3f} ms", file=sys.stderr)
-
-
-def _is_counted(batch: int, how: str) -> bool:
-    return batch >= len(_TURNS) and _TURNS[batch % len(_TURNS)] == how
+    every = max(1, len(answers) // 1_000)
+    report.timing(f"{named}: get, while a batch runs", [ms / 1000 for ms in told["took_ms"][::every]])
+    medians = {turn: report.timing(f"{named}: batch, {turn}", seconds) for turn, seconds in took.items()}
+    report.ratio(f"{named}: throughput, floor / left alone", medians[_ALONE] / medians[_FLOOR])
+    report.bar(f"{named}: get, p99", p99, "at most", P99_MS_AT_MOST, "ms")
+    throughput = medians[_ALONE] / medians[_ASKED]
+    report.bar(f"{named}: throughput, asked / left alone", throughput, "at least", THROUGHPUT_AT_LEAST, "times")
+    print(f"{named}: get, p50 {p50:.3f} ms, p99 {p99:.3f} ms", file=sys.stderr)
 
 
 class _Asker:
