@@ -22,10 +22,11 @@ from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.row import RowSchema
 from arrow_schemas.savepoint import MANIFEST_NAME, SavedBucket, SavepointManifest
 from spark_state_ext.engine.erasing import matching
+from spark_state_ext.engine.start_from import CLAIM
 from spark_state_ext.erasing.folders import keys_as_stored
 from spark_state_ext.erasing.past import read_past
 from spark_state_ext.erasing.receipt import OutOfReach
-from spark_state_ext.errors import ClaimedError, LiveRunError, StateError, UsageError
+from spark_state_ext.errors import ClaimedError, LiveRunError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder, is_temporary, refuse_relative
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.savepoints.claims import (
@@ -38,7 +39,7 @@ from spark_state_ext.savepoints.claims import (
 from spark_state_ext.savepoints.copying import refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from spark_state_ext.savepoints.reading import saved_rows
-from spark_state_ext.savepoints.records import start_of
+from spark_state_ext.savepoints.records import is_detached, start_of
 from spark_state_ext.savepoints.replaced import CLAIM_FOLDER, REPLACED_NAME, Replaced, drop_replaced, replaced_in
 from spark_state_ext.savepoints.rewriting import bucket_of_rows
 from spark_state_ext.savepoints.status import started_below
@@ -84,6 +85,10 @@ def savepoint_erasure(
     folder = Folder(path.rstrip("/") or path, storage_options)
     manifest = read_manifest(folder)
     operators = manifest.header.operators
+    record = start_of(query_folder)
+    if record is not None and record.source_id == manifest.header.id:
+        # The query began with it: that is the operator's name there.
+        operator = record.operator
     if operator not in operators:
         raise UsageError(
             f"the savepoint at {path} has no operator {operator!r}; it has {', '.join(sorted(operators)[:_NAMED_MAX])}"
@@ -110,7 +115,7 @@ class SavepointBegunWith:
     paths
         Where it is: none, or one.
     out_of_reach
-        That it is not where it was.
+        That it is not where it was, or cannot be read.
     """
 
     paths: tuple[str, ...] = ()
@@ -129,10 +134,30 @@ class SavepointBegunWith:
         try:
             if read_manifest(Folder(path, storage_options)).header.id == record.source_id:
                 return SavepointBegunWith((path,))
+        except MissingCheckpointError:
+            if record.mode == CLAIM and is_detached(query_folder):
+                # The query owned it, and needs it no more: it is what deletes it.
+                return SavepointBegunWith()
+            why = "it is not there"
         except StateError as error:
-            why = str(error)
-        why = f"the query began with it: name it with savepoints where it is now, or delete it. {why}"
+            why = f"the query began with it, and it cannot be read: {error}"
+            return SavepointBegunWith((), (OutOfReach("savepoint", path, 0, 0, why, unread=True),))
+        if any(_is_at(it, record.source_id, storage_options) for it in named):
+            # It was moved, and is looked at there.
+            return SavepointBegunWith()
+        why = (
+            f"the query began with it, and {why}: if you moved it, name it with savepoints where it is now; if you "
+            "deleted it, nothing is left to do"
+        )
         return SavepointBegunWith((), (OutOfReach("savepoint", path, 0, 0, why),))
+
+
+def _is_at(path: str, savepoint_id: str, storage_options: Mapping[str, Any] | None) -> bool:
+    """Whether a savepoint lies at a path."""
+    try:
+        return read_manifest(Folder(path.rstrip("/") or path, storage_options)).header.id == savepoint_id
+    except MissingCheckpointError:
+        return False
 
 
 class SavepointErasure:
