@@ -319,9 +319,10 @@ class _Work:
             self._refuse_young(lines, inline_batches)
         if any(past.with_keys() for past in buckets):
             if lines.last is not None:
-                # What is written anew is younger than what the last run wrote.
-                self._allowed()
-                note_last_run(self._folder.files, lines.last)
+                # What is written anew is younger than what the last run wrote, in whichever place somebody reads.
+                for place in self._places:
+                    self._allowed()
+                    note_last_run(place, lines.last)
             self._leave_local_stores()
         files = rows = 0
         for past in buckets:
