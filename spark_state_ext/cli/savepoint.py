@@ -13,7 +13,7 @@ from spark_state_ext.errors import NotClaimableError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 from spark_state_ext.ownership.release import release_query_folder
-from spark_state_ext.savepoints.claims import CLAIM_FOLDER, release_claim
+from spark_state_ext.savepoints.claims import CLAIM_FOLDER, claim_of, drop_claim, release_claim
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
 from spark_state_ext.savepoints.status import Started, Verdict, claimed, judged, started_below
@@ -120,4 +120,10 @@ def delete(savepoint: Folder, roots: Sequence[str], storage_options: Mapping[str
         raise NotClaimableError(
             f"{savepoint.root} is not deleted: {status.verdict.because} (--force deletes it all the same)"
         )
-    return delete_files(savepoint, status.manifest)
+    deleted = delete_files(savepoint, status.manifest)
+    claim = claim_of(savepoint)
+    if claim is not None and claim.erases:
+        # Of a query's claim the query itself makes an end. There is nothing left that keys could be erased from.
+        drop_claim(savepoint)
+        savepoint.remove_if_empty()
+    return deleted

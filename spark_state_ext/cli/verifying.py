@@ -20,6 +20,7 @@ from spark_state_ext.files.folder import Entry, Folder, is_temporary
 from spark_state_ext.files.last_run import LAST_RUN_NAME, LastRun
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER
 from spark_state_ext.ownership.holds import HOLDS_FOLDER, HoldRecord
+from spark_state_ext.ownership.last_written import LAST_WRITTEN_NAME, decode_last_written_ms
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 from spark_state_ext.ownership.lease_record import LeaseRecord, refusal
 from spark_state_ext.ownership.release import CLAIMS_FOLDER
@@ -155,6 +156,8 @@ def _document(folder: Folder, entry: Entry, within: str = "") -> Check:
         return check("erase request", lambda data: decode_request(data, where))
     if within == ERASE_FOLDER and name == LAST_RUN_NAME:
         return check("record", lambda data: LastRun.decode(data, where))
+    if within == ERASE_FOLDER and name == LAST_WRITTEN_NAME:
+        return check("record", lambda data: decode_last_written_ms(data, where))
     if within == CLAIMS_FOLDER and name.endswith(".json"):
         return check("record", lambda data: _opened(data, where))
     if within:

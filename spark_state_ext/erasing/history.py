@@ -40,6 +40,7 @@ from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.last_run import note_last_run
 from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HoldWatch
+from spark_state_ext.ownership.last_written import ERASER, note_last_written
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Found, RunIdentity
@@ -225,7 +226,7 @@ def _replica(backend: Backend, operator: str, query_folder: str) -> Folder:
 def _leased(files: Folder) -> Iterator[Lease]:
     """The query folder's lease, as a run would hold it; others find it released afterwards."""
     log = LeaseLog(files)
-    me = RunIdentity.here("erase history", uuid.uuid4().hex)
+    me = RunIdentity.here(ERASER, uuid.uuid4().hex)
     found = log.newest(first=True)
     claim = None if found is None else found.record.claim
     if claim is not None and not claim.built:
@@ -242,6 +243,7 @@ def _leased(files: Folder) -> Iterator[Lease]:
     # It says what to do, where the lease's own error is for another run of the query.
     until_free(log, None if claim is None else claim.id, live)
     format_1_too = found is not None and found.record.format_1_too
+    note_last_written(files)
     lease = Lease(files, me, LEASE_MS, format_1_too=format_1_too, claim=claim)
     lease.hold()
     try:
@@ -319,9 +321,10 @@ class _Work:
             self._refuse_young(lines, inline_batches)
         if any(past.with_keys() for past in buckets):
             if lines.last is not None:
-                # What is written anew is younger than what the last run wrote.
-                self._allowed()
-                note_last_run(self._folder.files, lines.last)
+                # What is written anew is younger than what the last run wrote, in whichever place somebody reads.
+                for place in self._places:
+                    self._allowed()
+                    note_last_run(place, lines.last)
             self._leave_local_stores()
         files = rows = 0
         for past in buckets:

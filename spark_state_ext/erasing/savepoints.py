@@ -18,11 +18,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from arrow_schemas.checksum import opened_document, readable, sealed_document
-from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.row import RowSchema
 from arrow_schemas.savepoint import MANIFEST_NAME, SavedBucket, SavepointManifest
 from spark_state_ext.engine.erasing import matching
+from spark_state_ext.engine.start_from import CLAIM
 from spark_state_ext.erasing.folders import keys_as_stored
 from spark_state_ext.erasing.past import read_past
 from spark_state_ext.erasing.receipt import OutOfReach
@@ -30,7 +30,6 @@ from spark_state_ext.errors import ClaimedError, LiveRunError, MissingCheckpoint
 from spark_state_ext.files.folder import Folder, is_temporary, refuse_relative
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.savepoints.claims import (
-    CLAIM_FOLDER,
     ERASES,
     SavepointClaim,
     claim_of,
@@ -40,47 +39,15 @@ from spark_state_ext.savepoints.claims import (
 from spark_state_ext.savepoints.copying import refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from spark_state_ext.savepoints.reading import saved_rows
-from spark_state_ext.savepoints.records import start_of
+from spark_state_ext.savepoints.records import is_detached, start_of
+from spark_state_ext.savepoints.replaced import CLAIM_FOLDER, REPLACED_NAME, Replaced, drop_replaced, replaced_in
 from spark_state_ext.savepoints.rewriting import bucket_of_rows
 from spark_state_ext.savepoints.status import started_below
 
 __all__ = ["SavepointBegunWith", "SavepointErasure", "savepoint_erasure"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-_REPLACED_NAME = "replaced.json"
-_FORMAT = 1
 _NAMED_MAX = 10
-
-
-@dataclass(frozen=True)
-class _Replaced:
-    """Files that the manifest names before and after; those that it does not name in the end are to go.
-
-    Parameters
-    ----------
-    savepoint_id
-        Whose.
-    files
-        Names by bucket.
-    """
-
-    savepoint_id: str
-    files: Mapping[int, tuple[str, ...]]
-
-    def encode(self) -> bytes:
-        files = {str(bucket): list(names) for bucket, names in self.files.items()}
-        return sealed_document({"format": _FORMAT, "savepoint_id": self.savepoint_id, "files": files})
-
-    @staticmethod
-    def decode(data: bytes, where: str) -> _Replaced:
-        with readable(where, "record of what takes the place of a savepoint's files"):
-            fields = opened_document(data, where, _FORMAT)
-            files = {int(bucket): tuple(map(str, names)) for bucket, names in fields["files"].items()}
-            # They are removed by these names.
-            if any(parse_file_name(name) is None for names in files.values() for name in names):
-                raise ValueError("it names what is no checkpoint file")
-            return _Replaced(str(fields["savepoint_id"]), files)
-        raise AssertionError("unreachable: readable raises what it catches")
 
 
 def savepoint_erasure(
@@ -118,6 +85,10 @@ def savepoint_erasure(
     folder = Folder(path.rstrip("/") or path, storage_options)
     manifest = read_manifest(folder)
     operators = manifest.header.operators
+    record = start_of(query_folder)
+    if record is not None and record.source_id == manifest.header.id:
+        # The query began with it: that is the operator's name there.
+        operator = record.operator
     if operator not in operators:
         raise UsageError(
             f"the savepoint at {path} has no operator {operator!r}; it has {', '.join(sorted(operators)[:_NAMED_MAX])}"
@@ -130,8 +101,8 @@ def savepoint_erasure(
     wanted = keys_as_stored(keys, operators[operator].row_schema(), "erase_history()")
     marked = hashlib.blake2b(query_folder.root.encode(), digest_size=16).hexdigest()
     claim = SavepointClaim(manifest.header.id, f"{ERASES}{query_folder.root}", f"erase-{marked}")
-    made = SavepointErasure(folder, operator, wanted, claim)
-    made.refuse_in_use(root)
+    made = SavepointErasure(folder, operator, wanted, claim, root)
+    made.refuse_in_use()
     return made
 
 
@@ -144,7 +115,7 @@ class SavepointBegunWith:
     paths
         Where it is: none, or one.
     out_of_reach
-        That it is not where it was.
+        That it is not where it was, or cannot be read.
     """
 
     paths: tuple[str, ...] = ()
@@ -163,10 +134,30 @@ class SavepointBegunWith:
         try:
             if read_manifest(Folder(path, storage_options)).header.id == record.source_id:
                 return SavepointBegunWith((path,))
+        except MissingCheckpointError:
+            if record.mode == CLAIM and is_detached(query_folder):
+                # The query owned it, and needs it no more: it is what deletes it.
+                return SavepointBegunWith()
+            why = "it is not there"
         except StateError as error:
-            why = str(error)
-        why = f"the query began with it: name it with savepoints where it is now, or delete it. {why}"
+            why = f"the query began with it, and it cannot be read: {error}"
+            return SavepointBegunWith((), (OutOfReach("savepoint", path, 0, 0, why, unread=True),))
+        if any(_is_at(it, record.source_id, storage_options) for it in named):
+            # It was moved, and is looked at there.
+            return SavepointBegunWith()
+        why = (
+            f"the query began with it, and {why}: if you moved it, name it with savepoints where it is now; if you "
+            "deleted it, nothing is left to do"
+        )
         return SavepointBegunWith((), (OutOfReach("savepoint", path, 0, 0, why),))
+
+
+def _is_at(path: str, savepoint_id: str, storage_options: Mapping[str, Any] | None) -> bool:
+    """Whether a savepoint lies at a path."""
+    try:
+        return read_manifest(Folder(path.rstrip("/") or path, storage_options)).header.id == savepoint_id
+    except MissingCheckpointError:
+        return False
 
 
 class SavepointErasure:
@@ -182,23 +173,29 @@ class SavepointErasure:
         The keys, in stored form.
     claim
         The claim that keeps others away. It is the same when it is run again.
+    root
+        A root below which queries may have been started from the savepoint.
     """
 
-    def __init__(self, folder: Folder, operator: str, wanted: pa.RecordBatch, claim: SavepointClaim) -> None:
+    def __init__(
+        self, folder: Folder, operator: str, wanted: pa.RecordBatch, claim: SavepointClaim, root: Folder
+    ) -> None:
         self._folder = folder
         self._operator = operator
         self._keys = list(wanted.columns)
         self._claim = claim
+        self._root = root
 
-    def refuse_in_use(self, root: Folder) -> None:
-        """Refuse a savepoint that somebody owns, or that a query below a root is being started from."""
+    def refuse_in_use(self) -> None:
+        """Refuse a savepoint that somebody owns, or that a query below the root is being started from."""
         there = claim_of(self._folder)
         if there is not None and there != self._claim:
             raise ClaimedError(
-                f"the savepoint at {self._folder.root} is claimed by {there.by}: wait until that one has let go of it, "
-                "or name it without having it written anew"
+                f"the savepoint at {self._folder.root} is claimed by {there.by}: wait until that one has let go of it "
+                "(or free it with spark-state-ext savepoint release, where that one is gone for good), or name it "
+                "without having it written anew"
             )
-        for it in started_below(root, self._folder.root, self._claim.savepoint_id):
+        for it in started_below(self._root, self._folder.root, self._claim.savepoint_id):
             if not it.detached:
                 raise LiveRunError(
                     f"the query at {it.query_folder} is being started from the savepoint at {self._folder.root}: run "
@@ -218,7 +215,9 @@ class SavepointErasure:
         Raises
         ------
         ClaimedError
-            When somebody has claimed the savepoint.
+            When somebody has claimed the savepoint, or another one lies there now.
+        LiveRunError
+            When a query has begun with it meanwhile.
         CorruptFileError
             When a file cannot be read. Nothing was changed then.
         StorageError
@@ -229,29 +228,40 @@ class SavepointErasure:
             # What has no key is not touched at all.
             return False
         there = claim_savepoint(self._folder, self._claim, ())
-        manifest = read_manifest(self._folder)
-        if there.savepoint_id != manifest.header.id:
-            raise ClaimedError(
-                f"another savepoint lies at {self._folder.root} than the one that {there.by} has claimed: free it with "
-                "spark-state-ext savepoint release"
-            )
-        work = self._work(manifest, scratch, lease)
-        finished = work.finish()
         try:
+            manifest = read_manifest(self._folder)
+            if there.savepoint_id != manifest.header.id:
+                raise ClaimedError(
+                    f"another savepoint lies at {self._folder.root} than the one that {there.by} has claimed: run this "
+                    "again; where it says that again, free it with spark-state-ext savepoint release"
+                )
+            # Whoever began before the claim was there did not see it; who begins now does.
+            self.refuse_in_use()
+            work = self._work(manifest, scratch, lease)
+            finished = work.finish()
             refuse_incomplete(self._folder, manifest)
             found = work.look()
         except BaseException:
-            # Nothing is half done.
-            try:
-                work.release()
-            except StateError as error:
-                _LOGGER.warning("the claim to %s is not released: %s. Run this again", self._folder.root, error)
+            self._let_go()
             raise
         if found.buckets:
             work.write_anew(found.buckets)
         work.remove(found.others)
-        work.release()
+        self.release()
         return finished or found.any
+
+    def _let_go(self) -> None:
+        """Release the claim after a failure, unless something is half done."""
+        try:
+            if replaced_in(self._folder) is None:
+                self.release()
+        except StateError as error:
+            _LOGGER.warning("the claim to %s is not released: %s. Run this again", self._folder.root, error)
+
+    def release(self) -> None:
+        """Let queries start from the savepoint again."""
+        if claim_of(self._folder) == self._claim:
+            drop_claim(self._folder)
 
     def _work(self, manifest: SavepointManifest, scratch: Path, lease: Lease) -> _Work:
         return _Work(self._folder, manifest, self._operator, self._keys, scratch, lease, self._claim)
@@ -313,25 +323,21 @@ class _Work:
 
     def finish(self) -> bool:
         """Remove what a run that was stopped has left; whether there was something."""
-        where = self._claims.where(_REPLACED_NAME)
-        try:
-            replaced = _Replaced.decode(self._claims.get(_REPLACED_NAME), where)
-        except MissingCheckpointError:
+        replaced = replaced_in(self._folder)
+        if replaced is None:
             return False
-        if replaced.savepoint_id == self._claim.savepoint_id:
+        if replaced.savepoint_id == self._manifest.header.id:
             self._drop(replaced)
-        self._allowed()
-        self._claims.remove(_REPLACED_NAME)
+        else:
+            self._allowed()
+            self._claims.remove(REPLACED_NAME)
         return True
 
-    def _drop(self, replaced: _Replaced) -> None:
-        """Remove the files of a record that the manifest does not name."""
-        named = {it.bucket: {file.name for file in it.files} for it in self._buckets}
-        for bucket, names in replaced.files.items():
-            for name in names:
-                if name not in named.get(bucket, ()):
-                    self._allowed()
-                    self._files(bucket).remove(name)
+    def _drop(self, replaced: Replaced) -> None:
+        """Remove the files of a record that the manifest does not name, and then the record."""
+        drop_replaced(self._folder, replaced, self._manifest, self._allowed)
+        self._allowed()
+        self._claims.remove(REPLACED_NAME)
 
     def look(self) -> _Found:
         """Read all checkpoint files of the operator, and tell which have a key."""
@@ -355,7 +361,7 @@ class _Work:
     def write_anew(self, buckets: Sequence[SavedBucket]) -> None:
         """Have a snapshot without the keys in the place of each bucket's files."""
         ids = {it.bucket: uuid.uuid4().hex for it in buckets}
-        replaced = _Replaced(
+        replaced = Replaced(
             self._claim.savepoint_id,
             {
                 it.bucket: (
@@ -366,7 +372,7 @@ class _Work:
             },
         )
         self._allowed()
-        self._claims.put(_REPLACED_NAME, replaced.encode())
+        self._claims.put(REPLACED_NAME, replaced.encode())
         made = {}
         for it in buckets:
             self._allowed()
@@ -380,7 +386,6 @@ class _Work:
         self._allowed()
         self._folder.put(MANIFEST_NAME, encode_manifest(self._manifest))
         self._drop(replaced)
-        self._claims.remove(_REPLACED_NAME)
 
     def _others(self, files: Folder, saved: SavedBucket) -> Iterator[pa.RecordBatch]:
         """A bucket's rows without those of the keys."""
@@ -394,11 +399,6 @@ class _Work:
         for files, name in others:
             self._allowed()
             files.remove(name)
-
-    def release(self) -> None:
-        """Let queries start from the savepoint again."""
-        if claim_of(self._folder) == self._claim:
-            drop_claim(self._folder)
 
     def _allowed(self) -> None:
         self._lease.hold()

@@ -23,7 +23,7 @@ from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
 from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.backends.registry import FSSPEC, Backend
-from spark_state_ext.erasing.folders import keys_as_stored, query_folders_below
+from spark_state_ext.erasing.folders import QueryFolder, keys_as_stored, query_folders_below
 from spark_state_ext.erasing.receipt import EraseReceipt, FoundIn, OutOfReach, Scanned
 from spark_state_ext.erasing.searching import Search, Wanted
 from spark_state_ext.errors import CorruptError, CorruptFileError, MissingCheckpointError, StateError, UsageError
@@ -34,6 +34,7 @@ from spark_state_ext.files.sealed import SealedFile, SealedFiles
 from spark_state_ext.files.sealed_body import NOT_ARROW, open_sealed
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import decode_manifest
+from spark_state_ext.savepoints.records import START_NAME, start_of
 from spark_state_ext.store.local_disk import DATA_FILE, LOCK_FILE
 from spark_state_ext.worker.spill import local_errors
 
@@ -45,6 +46,7 @@ _IN_MEMORY_BYTES_MAX = 64 << 20
 _CAPTURED = ".start.arrow"
 _SPARK_STATE = "state/"
 _STORES = "spark_state_ext-*"
+_NAMED_MAX = 10
 
 
 def erase_scan(
@@ -106,6 +108,7 @@ def erase_scan(
     began_ms = int(time.time() * 1000)
     with tempfile.TemporaryDirectory(prefix="spark_state_ext-scan-") as scratch:
         scan = _Scan(wanted, Path(scratch))
+        scan.note_begun(folders)
         tops = [Folder(root.rstrip("/") or root, storage_options)]
         for backend in backends:
             if backend.kind == FSSPEC:
@@ -162,6 +165,20 @@ class _Scan:
         self._scanned: dict[tuple[str, str], Scanned] = {}
         self._found: list[FoundIn] = []
         self._beyond: list[OutOfReach] = []
+        # What queries below the root began with, where an operator may have had another name.
+        self._begun: set[tuple[str, str]] = set()
+
+    def note_begun(self, folders: Sequence[QueryFolder]) -> None:
+        """See what queries began with: in a savepoint the operator goes by the name that it had there."""
+        for folder in folders:
+            try:
+                record = start_of(folder.files)
+            except CorruptError as error:
+                why = f"with which savepoint the query began, and its operator's name there, is not known: {error}"
+                self.beyond("start", folder.files.where(START_NAME), 1, 0, why, unread=True)
+                continue
+            if record is not None and record.source_id:
+                self._begun.add((record.source_id, record.operator))
 
     def receipt(self, operator: str, began_ms: int) -> EraseReceipt:
         return EraseReceipt(
@@ -221,6 +238,15 @@ class _Scan:
         there = MANIFEST_NAME in {entry.name for entry in entries}
         manifest = decode_manifest(folder.get(MANIFEST_NAME), folder.where(MANIFEST_NAME)) if there else None
         schemas = {} if manifest is None else {name: it.row_schema() for name, it in manifest.header.operators.items()}
+        mine = {operator, *(name for it, name in self._begun if manifest is not None and it == manifest.header.id)}
+        if manifest is not None and mine.isdisjoint(schemas):
+            # Which of its keys are these is not known, and bytes tell nothing of keys without text.
+            has = ", ".join(sorted(schemas)[:_NAMED_MAX])
+            why = (
+                f"searched as bytes only: it has no operator {operator!r}, but {has}, and no query below the root "
+                "began with it. Scan for the keys of the operator that it has"
+            )
+            self.beyond("savepoint", folder.root, len(entries), sum(it.size_bytes for it in entries), why, unread=True)
         for entry in entries:
             parts = entry.name.split("/")
             schema = schemas.get(parts[0])
@@ -228,7 +254,7 @@ class _Scan:
                 self._unfinished(folder, entry, "remove it where nobody writes the savepoint")
             elif entry.name == MANIFEST_NAME and schemas:
                 self._pointers("savepoint manifest", folder, entry, None, _saved)
-            elif parse_file_name(parts[-1]) is not None and schema is not None and parts[0] == operator:
+            elif parse_file_name(parts[-1]) is not None and schema is not None and parts[0] in mine:
                 self._checkpoint("savepoint file", folder, entry, schema)
             elif parse_file_name(parts[-1]) is not None and schema is None:
                 self._bytes("savepoint file", folder, entry)

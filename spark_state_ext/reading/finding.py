@@ -10,6 +10,7 @@ from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.ownership.last_written import last_written_ms
 
 __all__ = ["StateFolder", "find_state"]
 
@@ -104,20 +105,19 @@ def _chosen(
 
 
 def _written_last(operator_folder: Folder, queries: dict[str, list[Entry]]) -> str:
-    """The query folder whose lease was renewed last, or else whose files are the newest."""
+    """The query folder whose lease was renewed last, or else whose files are the newest. Who erases keys counts not."""
     if len(queries) == 1:
         return next(iter(queries))
-    at_s: dict[str, float] = {}
+    written_ms: dict[str, int] = {}
     for name, entries in queries.items():
-        known = [*entries, *operator_folder.child(name, "lease").entries()]
-        told = [entry.modified_s for entry in known if entry.modified_s is not None]
-        if not told:
+        at_ms = last_written_ms(operator_folder.child(name), entries)
+        if at_ms is None:
             raise UsageError(
                 f"{operator_folder.root} has the query folders {_shown(sorted(queries))}, and its store does not tell "
                 "which was written last: name one, with query_folder=…"
             )
-        at_s[name] = max(told)
-    return max(at_s, key=lambda name: (at_s[name], name))
+        written_ms[name] = at_ms
+    return max(written_ms, key=lambda name: (written_ms[name], name))
 
 
 def _has_operator_file(entries: Iterable[Entry]) -> bool:

@@ -21,6 +21,7 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
+from spark_state_ext.savepoints.replaced import CLAIM_FOLDER, replaced_in
 
 __all__ = [
     "CLAIM_FOLDER",
@@ -36,7 +37,6 @@ __all__ = [
 ]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-CLAIM_FOLDER = "claim"
 _CLAIM_NAME, _CONSUMED_NAME = "claim.json", "consumed.json"
 _FORMAT = 1
 # Whose claim it is that does not start from the savepoint but writes it anew.
@@ -282,19 +282,17 @@ def release_claim(savepoint: Folder) -> SavepointClaim:
     MissingCheckpointError
         When there is none, or its owner has deleted the savepoint meanwhile.
     NotClaimableError
-        When its owner has begun to delete the savepoint.
+        When its owner has begun to delete the savepoint, or to write it anew without some keys.
     """
     claim = claim_of(savepoint)
     if claim is None:
         raise MissingCheckpointError(f"nobody has claimed a savepoint at {savepoint.root}, or there is none")
-    refused = NotClaimableError(
-        f"the claim of {claim.by} to the savepoint at {savepoint.root} cannot be released: it has begun to delete it"
-    )
-    if is_consumed(savepoint):
+    refused, has_begun = _in_use(savepoint, claim)
+    if has_begun():
         raise refused
     files = savepoint.child(CLAIM_FOLDER)
     files.remove(_CLAIM_NAME)
-    if is_consumed(savepoint):
+    if has_begun():
         # It began in between: it looked whose the claim is after its mark, and this looks for the mark after the claim.
         files.create(_CLAIM_NAME, claim.encode())
         raise refused
@@ -305,3 +303,19 @@ def release_claim(savepoint: Folder) -> SavepointClaim:
             "somebody else has. Start from another one."
         )
     return claim
+
+
+def _in_use(savepoint: Folder, claim: SavepointClaim) -> tuple[NotClaimableError, Callable[[], bool]]:
+    """Why a claim may not be released, and what tells whether that is so."""
+    what = f"the claim of {claim.by} to the savepoint at {savepoint.root} cannot be released"
+    if not claim.erases:
+        return NotClaimableError(f"{what}: it has begun to delete it"), lambda: is_consumed(savepoint)
+
+    def writes() -> bool:
+        replaced, manifest = replaced_in(savepoint), _manifest_of(savepoint)
+        return replaced is not None and manifest is not None and replaced.savepoint_id == manifest.header.id
+
+    return NotClaimableError(
+        f"{what}: files with the keys may lie there that no manifest names. Run erase history again with this "
+        "savepoint and the same keys, which removes them and frees it; or delete the savepoint with --force"
+    ), writes

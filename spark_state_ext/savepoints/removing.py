@@ -1,4 +1,4 @@
-"""Deleting a savepoint: what its manifest names, and nothing else."""
+"""Deleting a savepoint: what its manifest names, what a stopped erasure of keys has left of it, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.replaced import CLAIM_FOLDER, REPLACED_NAME, drop_replaced, replaced_in
 
 __all__ = ["delete_files"]
 
@@ -17,6 +18,8 @@ def delete_files(
     operator: str | None = None,
 ) -> int:
     """Delete files of buckets first, and the manifest last, so that who is stopped knows what is left to do.
+
+    What a stopped erasure has left goes before all else, as the manifest does not lead there.
 
     Parameters
     ----------
@@ -34,6 +37,12 @@ def delete_files(
     int
         How many checkpoint files there were.
     """
+    replaced = replaced_in(savepoint)
+    if replaced is not None and replaced.savepoint_id == manifest.header.id:
+        drop_replaced(savepoint, replaced, manifest, lambda: still_ours(False))
+        still_ours(False)
+        savepoint.child(CLAIM_FOLDER).remove(REPLACED_NAME)
+        savepoint.remove_if_empty(CLAIM_FOLDER)
     deleted = 0
     others = [it for it in manifest.buckets if operator not in (None, it.operator)]
     for bucket in manifest.buckets:

@@ -17,12 +17,14 @@ import pytest
 from core_support import WRITER
 from fsspec.implementations.local import LocalFileSystem
 from life import Life
+from reading_support import Job
 from test_erase_scan import JANE, KEYS, OPERATOR, TEXT
 
 from arrow_schemas import Writer
 from arrow_schemas.erase import EraseDone
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
-from spark_state_ext import Backend, erase_history, erase_keys, erase_status
+from spark_state_ext import Backend, erase_history, erase_keys, erase_status, open_state
+from spark_state_ext.__main__ import main
 from spark_state_ext.commit import cadence
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.folders import root_id
@@ -306,6 +308,42 @@ def test_the_lease_is_free_afterwards_and_a_hold_is_respected(life: Life) -> Non
     erase(life)
     # At once: nobody waits for it to lapse.
     Lease(folder, RunIdentity("app", "plan", "query"), LEASE_MS_MIN).hold()
+
+
+def test_a_root_is_read_where_a_query_wrote_last_and_not_where_keys_were_erased(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = []
+    for name in ("q1", "q2"):
+        made = Job(tmp_path / "root", tmp_path, query_id=name, buckets=1, retained=100)
+        for row in (Row(1), Row(2), None, None, None):
+            made.batch({JANE: row, ("x", 1.0): Row(3)})
+        jobs.append(made)
+
+    def read() -> str:
+        with open_state(tmp_path / "root", hold=False) as state:
+            return state.path.rsplit("/", 1)[1]
+
+    def erased(name: str, text: str) -> int:
+        keys = {"name": [text], "x": [1.0]}
+        root = str(tmp_path / "root")
+        return erase_history(root, keys, operator="counts", query_folder=name, inline_batches=0).files
+
+    assert read() == "q2"
+    for name in ("q1", "q2", "q1"):
+        erased(name, TEXT)
+        assert read() == "q2", name
+    # It was refused: it held the lease all the same.
+    with pytest.raises(UsageError, match="newest state"):
+        erased("q1", "x")
+    assert read() == "q2"
+    assert main(["verify", str(tmp_path / "root")]) == 0
+    assert "unknown" not in capsys.readouterr().out
+    # The query goes on.
+    Lease(jobs[0].folder, RunIdentity("app", "plan", "query"), LEASE_MS_MIN).hold()
+    assert read() == "q1"
+    for made in jobs:
+        made.close()
 
 
 def test_a_damaged_file_stops_it_before_anything_is_changed(life: Life) -> None:

@@ -19,6 +19,7 @@ from arrow_schemas import Pointer
 from spark_state_ext import erase_history, open_state
 from spark_state_ext.__main__ import main
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.backends.registry import Backend
 from spark_state_ext.commit import cadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
@@ -207,6 +208,34 @@ def test_a_query_that_does_not_tell_its_runs_has_no_line_passed_over(tmp_path: P
     assert history.erase().receipt.absent
     history.is_everywhere_without()
     history.job.close()
+
+
+def test_every_backend_is_read_by_the_last_run(history: History) -> None:
+    """Each has files that were written anew, so each has the note of what the last run was before."""
+    history.batches(3)
+    history.batch({JANE: Row(1)})
+    history.batch({JANE: None})
+    history.batches(2)
+    history.batch({JANE: Row(2)})
+    history.batches(1)
+    # The youngest file that is written anew is of the line that is given up.
+    history.batch({JANE: None})
+    history.batches(1)
+    history.back_to(4, {JANE: None})
+    history.batches(2)
+    second = history.tmp / "second"
+    shutil.copytree(history.job.root, second)
+    places, newest = (Path(history.job.root), second), history.made[-2][1]
+
+    def all_read() -> None:
+        for place in places:
+            with open_state(place, hold=False) as state:
+                assert state_of(state) == newest
+
+    all_read()
+    assert history.erase(backends=[Backend(str(second))]).files > 1
+    assert files_with(TEXT, *places) == []
+    all_read()
 
 
 def test_who_went_back_twice_is_read_and_erased_by_the_last_run(

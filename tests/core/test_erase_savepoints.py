@@ -29,11 +29,12 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
+from spark_state_ext.erasing import savepoints as erasing
 from spark_state_ext.erasing.history import ErasedHistory
 from spark_state_ext.erasing.savepoints import _Work
 from spark_state_ext.errors import ClaimedError, CorruptFileError, LiveRunError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, claim_savepoint, refuse_claimed
+from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, claim_savepoint, consume, refuse_claimed
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
 from spark_state_ext.savepoints.starting import Starts
@@ -305,6 +306,96 @@ def test_a_savepoint_in_an_object_store(s3: Any, job: Job, tmp_path: Path) -> No
     assert rows_of(Folder(str(tmp_path / "back"))) == without(model)
 
 
+class _StoppedError(Exception):
+    """Whoever erases is stopped here."""
+
+
+def stopped_before(name: str, monkeypatch: pytest.MonkeyPatch, job: Job, savepoint: Folder) -> None:
+    """An erasure that is stopped when a part of the work begins."""
+
+    def stops() -> None:
+        raise _StoppedError
+
+    with monkeypatch.context() as patched:
+        watched(patched, name, stops)
+        with pytest.raises(_StoppedError):
+            erase(job, savepoint)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_stopped_erasure_has_left_is_not_forgotten(
+    form: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    savepoint, there = savepoint_of(job, tmp_path / "savepoint", form), tmp_path / "savepoint"
+    go_on(job)
+    # The manifest names files without the keys, and those with the keys are there still.
+    stopped_before("_drop", monkeypatch, job, savepoint)
+    assert files_with(TEXT, there)
+    shutil.copytree(there, tmp_path / "stopped")
+    assert main(["savepoint", "release", savepoint.root]) == 3
+    assert "Run erase history again" in capsys.readouterr().err
+    assert main(["savepoint", "delete", savepoint.root, "--root", str(job.root)]) == 3
+    assert contents(there) == contents(tmp_path / "stopped")
+    # Once it is run to its end.
+    assert erase(job, savepoint).savepoints == 1
+    assert files_with(TEXT, there) == []
+    assert claim_of(savepoint) is None
+    # Instead of that.
+    shutil.rmtree(there)
+    shutil.copytree(tmp_path / "stopped", there)
+    assert main(["savepoint", "delete", savepoint.root, "--force"]) == 0
+    assert not there.exists()
+    # A query has claimed it, as releases before this one let go of such a claim.
+    shutil.copytree(tmp_path / "stopped", there)
+    (there / "claim" / "claim.json").unlink()
+    claim_savepoint(savepoint, SavepointClaim("5a" * 16, "/state/other/q", "q"), ())
+    assert consume(savepoint, "q", lambda: None) > 0
+    assert not there.exists()
+    # Another savepoint lies there now: that one is not freed by an erasure of the one before.
+    shutil.copytree(tmp_path / "stopped", there)
+    manifest = read_manifest(savepoint)
+    savepoint.put("savepoint.arrow", encode_manifest(replace(manifest, header=replace(manifest.header, id="6b" * 16))))
+    with pytest.raises(ClaimedError, match="savepoint release"):
+        erase(job, savepoint)
+    assert main(["savepoint", "release", savepoint.root]) == 0
+    assert erase(job, savepoint).receipt.absent
+    assert not (there / "claim").exists()
+
+
+def test_a_savepoint_that_changes_before_it_is_claimed_is_refused_and_free(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    savepoint = savepoint_of(job, tmp_path / "savepoint")
+    manifest = read_manifest(savepoint)
+    go_on(job)
+    query = Folder(str(tmp_path / "root")).child("counts", "new")
+
+    def begun() -> None:
+        note_start(query, StartRecord("savepoint", savepoint.root, "5a" * 16, 3, "no_claim", "counts"))
+
+    def replaced() -> None:
+        header = replace(manifest.header, id="6b" * 16)
+        savepoint.put("savepoint.arrow", encode_manifest(replace(manifest, header=header)))
+
+    for event, refused, says in (
+        (begun, LiveRunError, "is being started from the savepoint"),
+        (replaced, ClaimedError, "another savepoint lies at"),
+    ):
+
+        def claimed(*given: Any, event: Callable[[], None] = event) -> SavepointClaim:
+            event()
+            return claim_savepoint(*given)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(erasing, "claim_savepoint", claimed)
+            with pytest.raises(refused, match=says):
+                erase(job, savepoint, query_folder="query")
+        assert claim_of(savepoint) is None
+        assert files_with(TEXT, tmp_path / "savepoint")
+        shutil.rmtree(query.root, ignore_errors=True)
+    assert erase(job, savepoint).savepoints == 1
+
+
 def watched(monkeypatch: pytest.MonkeyPatch, name: str, note: Callable[[], None]) -> None:
     """Have it noted when a part of the work begins."""
     real = getattr(_Work, name)
@@ -329,7 +420,7 @@ def test_stopped_at_every_step_and_run_again(
     for place in places:
         shutil.copytree(place, tmp_path / "as it was" / place.name)
     faults, marks = Faults(monkeypatch), []
-    for name in ("write_anew", "release"):
+    for name in ("write_anew", "remove"):
         watched(monkeypatch, name, lambda: marks.append((1 << 40) - faults.left))
     faults.left = 1 << 40
     assert erase(job, savepoint).savepoints == 1
