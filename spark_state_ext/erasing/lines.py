@@ -29,8 +29,8 @@ class BucketLines:
     past
         Its files, in all backends.
     heads
-        The newest checkpoints of the committed lineage, as far as files tell: one of them is committed, or one that
-        they were built on.
+        The newest checkpoints of the committed lineage, and of any that may be it as far as files tell: one of them is
+        committed, or one that they were built on.
     given_up
         The newest ones of lineages that were given up in batches which are not known to be made anew: Spark's state may
         have pointers to them still.
@@ -171,7 +171,7 @@ def query_lines(query_folder: Folder, buckets: Sequence[BucketPast]) -> QueryLin
     lines = tuple(
         BucketLines(
             past,
-            line.heads if by_run else _all_heads(line),
+            (*line.heads, *line.unsure) if by_run else _all_heads(line),
             _tips(line, found.begun) if by_run and found.begun is not None else (),
         )
         for past, line in zip(buckets, found.lines, strict=True)
@@ -202,7 +202,7 @@ def _tips(line: Line, begun: int) -> tuple[CheckpointRef, ...]:
     """The newest checkpoints of lines that were given up in batches that may not have been made anew."""
     files = line.files
     headers = {ref: files.header(ref) for ref in files.kinds}
-    trunk = _with_ancestors(headers, line.heads)
+    trunk = _with_ancestors(headers, (*line.heads, *line.unsure))
     return tuple(ref for ref in _leaves(headers) if ref not in trunk and line.clock.at(headers[ref]) >= begun)
 
 

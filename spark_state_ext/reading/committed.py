@@ -6,25 +6,24 @@ newest file says may be an attempt that failed. All buckets are read as of one b
 
 Where tasks were not told their batch, heartbeats are counted in its place: every bucket gets one in a batch, or none.
 Where several runs of a query have left files, those count that the last one wrote or built upon: what earlier runs made
-in batches which it has made anew was given up. Which run was the last, files tell by when they were written; where they
-were written anew, a record from before does (`files.last_run`).
+in batches which later ones have made anew was given up (`reading.runs`). Which run was the last, files tell by when
+they were written; where they were written anew, a record from before does (`files.last_run`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.last_run import LastRun
 from spark_state_ext.reading.history import BucketFiles, read_side_by_side
+from spark_state_ext.reading.runs import START, Heads, heads_by_run
 
 __all__ = ["BATCH", "HEARTBEAT", "START", "Clock", "Line", "Timeline", "timeline"]
 
 BATCH, HEARTBEAT = "batch", "heartbeat"
-# The batch of what a query began with.
-START = -1
 
 
 @dataclass(frozen=True)
@@ -68,17 +67,30 @@ class Line:
         The query's.
     copied
         Files of other queries here are what this one began with, and nothing else.
+    unsure
+        Later checkpoints of runs before the last one, which it has given up or not: files do not tell.
     """
 
     files: BucketFiles
     heads: tuple[CheckpointRef, ...]
     clock: Clock
     copied: bool
+    unsure: tuple[CheckpointRef, ...] = ()
 
     @property
     def through(self) -> int | None:
-        """The last batch as of which the bucket's state is certain; None where it has no file."""
+        """The last batch as of which the bucket's state is certain; None where it has no file.
+
+        Raises
+        ------
+        MissingCheckpointError
+            When it has files, and none of them is certain to count.
+        CorruptError, StorageError
+            When a header cannot be read.
+        """
         if not self.heads:
+            if self.unsure:
+                raise self._untold()
             return None
         return min(self._through(self.files.header(head)) for head in self.heads)
 
@@ -105,6 +117,8 @@ class Line:
         CorruptError, StorageError
             When a header cannot be read.
         """
+        if any(not self.heads or self.clock.at(self.files.header(it)) <= batch for it in self.unsure):
+            raise self._untold()
         # The last written attempt first: of equals it is likelier the one that was committed.
         for head in sorted(self.heads, key=self.files.modified_s, reverse=True):
             header = self.files.header(head)
@@ -118,6 +132,13 @@ class Line:
                 "open_committed (--checkpoint), or read with unproven=True"
             )
         return None
+
+    def _untold(self) -> MissingCheckpointError:
+        return MissingCheckpointError(
+            f"the files in {self.files.folder.root} do not tell whether the query went back from checkpoint "
+            f"{max(self.unsure)}, which a run before the last one made: have Spark say what is committed, with "
+            "open_committed (--checkpoint), or wait until the query has changed the bucket"
+        )
 
     def _ancestor_at(self, head: LineageHeader, batch: int) -> CheckpointRef | None:
         """The newest ancestor from that batch or before."""
@@ -256,10 +277,10 @@ def timeline(buckets: Sequence[BucketFiles], query_folder: str, noted: LastRun |
     copied = query_folder == clock.query_id
     seen = [it.header(one) for it, one in (*tops, *last)]
     if all(header.writer.run_id == latest.writer.run_id for header in seen):
-        heads = {it.bucket: tuple(it.of_newest_version()) for it in buckets}
+        heads = {it.bucket: Heads(tuple(it.of_newest_version())) for it in buckets}
     else:
-        heads = _heads_of_run(buckets, latest, clock)
-    lines = tuple(Line(it, heads[it.bucket], clock, copied) for it in buckets)
+        heads = heads_by_run(buckets, latest, clock.at, noted)
+    lines = tuple(Line(it, heads[it.bucket].certain, clock, copied, unsure=heads[it.bucket].unsure) for it in buckets)
     begun = max(clock.at(line.files.header(head)) for line in lines for head in line.heads)
     return Timeline(lines, clock, begun, (files.bucket, ref))
 
@@ -274,52 +295,3 @@ def _written_last(
     if noted is None or not run_id or run_id not in noted.runs:
         return found
     return next(((it, noted.ref) for it in buckets if it.bucket == noted.bucket and noted.ref in it), found)
-
-
-def _heads_of_run(
-    buckets: Sequence[BucketFiles], latest: LineageHeader, clock: Clock
-) -> dict[int, tuple[CheckpointRef, ...]]:
-    """The newest checkpoints of each bucket that a run made, or went on from."""
-    run_id = latest.writer.run_id
-    mixed = [
-        files
-        for files in buckets
-        if any(files.header(ref).writer.run_id != run_id for ref in files.of_newest_version())
-    ]
-    read_side_by_side([(files, ref) for files in mixed for ref in files.kinds])
-    found: dict[int, tuple[CheckpointRef, ...]] = {}
-    for files in buckets:
-        refs = files.kinds if files in mixed else files.of_newest_version()
-        found[files.bucket] = _newest(ref for ref in refs if files.header(ref).writer.run_id == run_id)
-    # From here on the run has made batches anew: what others made of these was given up.
-    first = min(clock.at(_first_of_run(files, ref)) for files in buckets for ref in found[files.bucket])
-    for files in mixed:
-        if not found[files.bucket]:
-            found[files.bucket] = _newest(ref for ref in files.kinds if clock.at(files.header(ref)) < first)
-    return found
-
-
-def _first_of_run(files: BucketFiles, ref: CheckpointRef) -> LineageHeader:
-    """The first checkpoint that a checkpoint's run made on its lineage, as far back as there are files."""
-    first = files.header(ref)
-    run_id = first.writer.run_id
-    while True:
-        refs = [it for it in first.lineage if it in files]
-        low, high = 0, len(refs)
-        while low < high:
-            middle = (low + high) // 2
-            if files.header(refs[middle]).writer.run_id == run_id:
-                high = middle
-            else:
-                low = middle + 1
-        if low == len(refs):
-            return first
-        first = files.header(refs[low])
-        if low:
-            return first
-
-
-def _newest(refs: Iterable[CheckpointRef]) -> tuple[CheckpointRef, ...]:
-    kept = list(refs)
-    version = max((ref.version for ref in kept), default=0)
-    return tuple(ref for ref in kept if ref.version == version)

@@ -185,6 +185,30 @@ def test_a_tombstone_of_the_given_up_line_alone_is_no_tombstone(history: History
         history.erase()
 
 
+@pytest.mark.parametrize("touched", [True, False])
+def test_a_restart_after_going_back_makes_no_given_up_line_the_committed_one(history: History, touched: bool) -> None:
+    """The run that went back has changed the bucket of the key once, or never; the last run has not."""
+    history.batches(2)
+    history.batch({JANE: Row(1)})
+    history.batches(2)
+    history.batch({JANE: None})
+    history.batches(3)
+    mine = bucket_of(JANE, BUCKETS)
+    history.job.run_id = "went back"
+    kept = EVERYWHERE if touched else [EVERYWHERE[1 - mine]]
+    history.job.batch({key: Row(99) for key in kept}, at=4)
+    for at in range(3):
+        history.job.batch({EVERYWHERE[1 - mine]: Row(100 + at)})
+    history.job.run_id = "restarted"
+    for at in range(3):
+        history.job.batch({EVERYWHERE[1 - mine]: Row(200 + at)})
+    assert JANE in history.job.models[-1]
+    before = files_with(TEXT, history.tmp / "root")
+    with pytest.raises(UsageError, match="newest state"):
+        history.erase()
+    assert files_with(TEXT, history.tmp / "root") == before
+
+
 def test_a_query_that_does_not_tell_its_runs_has_no_line_passed_over(tmp_path: Path) -> None:
     history = History(tmp_path, told=False)
     history.batches(2)

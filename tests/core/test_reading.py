@@ -177,6 +177,50 @@ def test_what_a_query_gave_up_when_it_went_back_is_not_read(job: Job) -> None:
         assert state_of(state) == job.models[2]
 
 
+@pytest.mark.parametrize("touched", [True, False])
+def test_what_a_query_gave_up_stays_given_up_after_a_restart(job: Job, touched: bool) -> None:
+    """The last run did not go back; the one before it did, and has changed the bucket that rests now, or has not."""
+    job.retained = 100
+    lived(job, 10)
+    rests, others = EVERYWHERE[3], EVERYWHERE[:3]
+    job.run_id = "went back"
+    job.batch({key: Row(4, "anew") for key in (*others, *([rests] if touched else []))}, at=4)
+    for at in (5, 6):
+        job.batch({key: Row(at, "anew") for key in others})
+    job.run_id = "restarted"
+    for at in (7, 8):
+        job.batch({key: Row(at, "anew") for key in others})
+    with open_state(job.root, unproven=True) as state:
+        assert (state.batch, state_of(state)) == (7, job.models[7])
+    with open_state(job.root) as state:
+        assert (state.batch, state_of(state)) == ((3, job.models[3]) if touched else (2, job.models[2]))
+
+
+def test_a_state_that_may_be_given_up_is_refused(job: Job) -> None:
+    """The query went back, and then went on from a copy of what it had gone back from."""
+    job.retained = 100
+    rests, changes = EVERYWHERE[3], EVERYWHERE[0]
+    for at in range(4):
+        job.batch({changes: Row(at)})
+    copy = ([*job.pointers], [*job.models])
+    job.run_id = "went back"
+    job.batch({rests: Row(1, "given up")}, at=2)
+    job.pointers, job.models = copy
+    job.run_id = "the copy"
+    for at in (4, 5):
+        job.batch({changes: Row(at)})
+    # The first run has reached batch 3 on the line of the last one, so what went back at batch 2 is not on it.
+    with open_state(job.root, unproven=True) as state:
+        assert state_of(state) == job.models[state.batch]
+    job.run_id = "another bucket"
+    for at in (6, 7):
+        job.batch({EVERYWHERE[1]: Row(at)})
+    with pytest.raises(MissingCheckpointError, match=r"do not tell whether the query went back.*open_committed"):
+        open_state(job.root, unproven=True)
+    with pytest.raises(MissingCheckpointError, match=r"do not tell whether the query went back.*open_committed"):
+        open_state(job.root)
+
+
 def test_heartbeats_count_where_tasks_are_not_told_their_batch(tmp_path: Path) -> None:
     job = lived(Job(tmp_path / "root", tmp_path, query_id="", told=False), 9)
     with open_state(job.root) as state:

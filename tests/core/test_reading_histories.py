@@ -1,18 +1,19 @@
-"""Random histories of a query: attempts that fail, buckets that rest, restarts, going back. What `open_state` takes for
-committed was committed, and is the state after one batch."""
+"""Random histories of a query: attempts that fail, buckets that rest, restarts, going back, restarts after that. What
+`open_state` takes for committed was committed, and is the state after one batch."""
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
 import pytest
 from reading_support import Job, state_of
-from test_reading import some_changes
+from test_reading import EVERYWHERE, some_changes
 
 from spark_state_ext import open_state
 from spark_state_ext.errors import MissingCheckpointError
-from spark_state_ext.testing.model import KEYS, Changes
+from spark_state_ext.testing.model import KEYS, Changes, Row
 from tests.helpers.soak import examples
 
 _STEPS = 14
@@ -56,3 +57,60 @@ def test_what_is_read_was_committed(tmp_path: Path, seed: int) -> None:
             read += 1
     assert read, "something was read"
     job.close()
+
+
+def changes_of_few(random_: random.Random, at: int) -> Changes:
+    """In one bucket or two, so that the others rest."""
+    return {key: Row(at, "few") for key in random_.sample(EVERYWHERE, random_.choice([1, 1, 2]))}
+
+
+@pytest.mark.parametrize("times", ["kept", "of no use"])
+@pytest.mark.parametrize("seed", range(examples(8, 400)))
+def test_restarts_after_going_back_bring_back_nothing(tmp_path: Path, seed: int, times: str) -> None:
+    """Several runs, each of which may go back, go on, or go on from before another went back; most buckets rest."""
+    random_ = random.Random(seed)
+    job = Job(tmp_path / "root", tmp_path, retained=100)
+    job.run_id = "run"
+    for at in range(5):
+        job.batch({key: Row(at) for key in EVERYWHERE})
+    read, left = 0, None
+    for step in range(24):
+        event = random_.choices(["batch", "failed", "restart", "back", "return"], [8, 2, 3, 2, 1])[0]
+        if event == "failed":
+            job.attempt(changes_of_few(random_, 1_000 + step))
+            continue
+        if event == "return" and left is None:
+            continue
+        at = len(job.models)
+        if event != "batch":
+            job.run_id = f"run {step}"
+        if event == "back":
+            at = random_.randrange(max(1, at - 6), at)
+            # A copy of the checkpoint, which the user may start from later.
+            left = ([*job.pointers], [*job.models])
+        elif event == "return" and left is not None:
+            (job.pointers, job.models), left = left, None
+            at = len(job.models)
+        job.batch(changes_of_few(random_, step), at=at)
+        if times == "of no use":
+            _all_but_the_last_at_once(job)
+        for unproven in (False, True):
+            try:
+                state = open_state(job.root, hold=False, unproven=unproven)
+            except MissingCheckpointError:
+                continue
+            with state:
+                assert state.batch < len(job.models), (seed, step, event, unproven)
+                # What is not proven may be of an attempt that failed.
+                if state.proven:
+                    assert state_of(state) == job.models[state.batch], (seed, step, event)
+                    read += 1
+    assert read, "something was read"
+    job.close()
+
+
+def _all_but_the_last_at_once(job: Job) -> None:
+    """As a copy leaves them: which run wrote last is told, and no more."""
+    deltas = sorted(Path(job.folder.root).rglob("*.delta.arrow"), key=lambda path: path.stat().st_mtime_ns)
+    for path in (*deltas[:-1], *Path(job.folder.root).rglob("*.snapshot.arrow")):
+        os.utime(path, (1, 1))
