@@ -231,22 +231,24 @@ class _Runs:
 
 def _first_of_run(files: BucketFiles, newest: LineageHeader) -> LineageHeader:
     """The first checkpoint that a checkpoint's run made on its lineage, as far back as there are files."""
-    first, run_id = newest, newest.writer.run_id
+    first = newest
+
+    def is_mine(ref: CheckpointRef) -> bool:
+        return files.header(ref).writer.run_id == newest.writer.run_id
+
     while True:
         refs = [it for it in first.lineage if it in files]
-        # Where runs are as short as a batch, the first look ends it.
-        if not refs or files.header(refs[-1]).writer.run_id != run_id:
+        # Where a run is longer than a lineage, the first look says so; where it is as short as a batch, the second.
+        if refs and is_mine(refs[0]):
+            first = files.header(refs[0])
+            continue
+        if not refs or not is_mine(refs[-1]):
             return first
-        low, high = 0, len(refs) - 1
+        low, high = 1, len(refs) - 1
         while low < high:
             middle = (low + high) // 2
-            if files.header(refs[middle]).writer.run_id == run_id:
-                high = middle
-            else:
-                low = middle + 1
-        first = files.header(refs[low])
-        if low:
-            return first
+            low, high = (low, middle) if is_mine(refs[middle]) else (middle + 1, high)
+        return files.header(refs[low])
 
 
 def _newest(refs: Iterable[CheckpointRef]) -> tuple[CheckpointRef, ...]:

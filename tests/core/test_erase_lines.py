@@ -209,6 +209,28 @@ def test_a_restart_after_going_back_makes_no_given_up_line_the_committed_one(his
     assert files_with(TEXT, history.tmp / "root") == before
 
 
+def test_after_files_were_written_anew_lineages_tell_which_run_came_first(history: History) -> None:
+    history.batches(2)
+    history.batch({JANE: Row(1)})
+    history.batch({JANE: None})
+    history.batches(4)
+    mine = bucket_of(JANE, BUCKETS)
+    history.job.run_id = "went back"
+    history.batch(at=5)
+    for at in range(2):
+        history.job.batch({EVERYWHERE[1 - mine]: Row(100 + at)})
+    history.job.run_id = "restarted"
+    for at in range(3):
+        history.job.batch({EVERYWHERE[1 - mine]: Row(200 + at)})
+    assert JANE not in history.job.models[-1]
+    assert history.erase().receipt.absent
+    history.is_everywhere_without()
+    for unproven in (False, True):
+        with open_state(history.job.root, hold=False, unproven=unproven) as state:
+            assert state_of(state) == without(history.job.models[state.batch])
+            assert state.batch == (9 if unproven else 4)
+
+
 def test_a_query_that_does_not_tell_its_runs_has_no_line_passed_over(tmp_path: Path) -> None:
     history = History(tmp_path, told=False)
     history.batches(2)

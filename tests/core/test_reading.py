@@ -14,7 +14,7 @@ import pytest
 from core_support import clean_up_at
 from reading_support import Job, as_model, bucket_of, state_of
 
-from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
+from arrow_schemas.lineage import DELTA, SNAPSHOT, LineageHeader, file_name, parse_file_name
 from spark_state_ext import open_state
 from spark_state_ext.backends.replication import taken_over
 from spark_state_ext.errors import CannotHoldError, CorruptFileError, LineageError, MissingCheckpointError, UsageError
@@ -22,7 +22,7 @@ from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import CleanUp, clean_up
 from spark_state_ext.ownership.holds import HoldWatch
-from spark_state_ext.reading import bodies
+from spark_state_ext.reading import bodies, history
 from spark_state_ext.reading.holding import ReaderHold
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Row, canonical
 
@@ -219,6 +219,29 @@ def test_a_state_that_may_be_given_up_is_refused(job: Job) -> None:
         open_state(job.root, unproven=True)
     with pytest.raises(MissingCheckpointError, match=r"do not tell whether the query went back.*open_committed"):
         open_state(job.root)
+
+
+def test_after_a_restart_few_headers_are_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the bucket that rests, and of the others as many as it takes to find where each run began."""
+    job.retained = 100
+    batches = 40
+    job.batch({key: Row(0) for key in EVERYWHERE})
+    for at in range(1, batches):
+        job.batch({key: Row(at) for key in EVERYWHERE[:3]})
+    job.run_id = "restarted"
+    for at in range(batches):
+        job.batch({key: Row(at) for key in EVERYWHERE[:3]})
+    read: list[object] = []
+
+    def counted(*given: Any) -> LineageHeader:
+        read.append(given)
+        return read_header(*given)
+
+    monkeypatch.setattr(history, "read_header", counted)
+    with open_state(job.root, hold=False, unproven=True) as state:
+        assert state_of(state) == job.models[state.batch]
+    files = len(list(Path(job.folder.root).rglob("*.delta.arrow")))
+    assert 3 < len(read) < files // 3, files
 
 
 def test_heartbeats_count_where_tasks_are_not_told_their_batch(tmp_path: Path) -> None:
