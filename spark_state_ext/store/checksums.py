@@ -26,7 +26,8 @@ _PREFIX_BYTES = 8
 # hundred where a chunk is a part of a run only.
 _REACH = 256
 _NOTHING, _FIXED, _BINARY, _WHOLE = range(4)
-_FIRST = pa.array([0], pa.int64())
+# From bytes: PyArrow imports pandas with the first array that it makes of Python's values.
+_FIRST = pa.Array.from_buffers(pa.int64(), 1, [None, pa.py_buffer(bytes(8))])
 
 
 def block_crcs(data: pa.Buffer | memoryview) -> bytes:
