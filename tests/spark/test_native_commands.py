@@ -55,8 +55,9 @@ def test_a_job_is_imported_and_exported_by_command(
     assert main([*words[:2], "nosuch://there/files"]) == 3
     assert main(["import-native", str(job.checkpoint), str(tmp_path / "other"), "memory://there", *at_once]) == 3
     refused = capsys.readouterr().err
-    for command, scheme in (("export-native", "nosuch"), ("import-native", "memory")):
-        assert f"spark-state-ext {command}: StorageError: Spark failed: " in refused
+    assert "spark-state-ext export-native: StorageError: Spark failed: " in refused
+    assert "import-native: StorageError: Spark could not write the state of the new query to memory://there" in refused
+    for scheme in ("nosuch", "memory"):
         assert f'No FileSystem for scheme "{scheme}"' in refused
     assert "Traceback" not in refused
 
