@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from arrow_schemas.checksum import opened_document, readable, sealed_document
 from arrow_schemas.erase import ERASE_FOLDER
 from arrow_schemas.lineage import CheckpointRef
-from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.readable import document_in
 
 __all__ = ["LAST_RUN_NAME", "LastRun", "last_run_of", "note_last_run"]
 
@@ -86,9 +86,4 @@ def last_run_of(query_folder: Folder) -> LastRun | None:
     StorageError
         When the store fails.
     """
-    folder = query_folder.child(ERASE_FOLDER)
-    try:
-        data = folder.get(LAST_RUN_NAME)
-    except MissingCheckpointError:
-        return None
-    return LastRun.decode(data, folder.where(LAST_RUN_NAME))
+    return document_in(query_folder.child(ERASE_FOLDER), LAST_RUN_NAME, LastRun.decode)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import pyarrow as pa
 
+from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.listing import Entry
 
 if TYPE_CHECKING:
     from spark_state_ext.files.folder import Folder
 
-__all__ = ["Duplicable", "Listed", "Readable"]
+__all__ = ["Duplicable", "Listed", "Readable", "document_in"]
+
+T = TypeVar("T")
 
 
 class Readable(Protocol):
@@ -70,3 +74,12 @@ class Listed(Readable, Protocol):
     def remove(self, name: str) -> None:
         """Delete a file; it may be gone already."""
         ...
+
+
+def document_in(files: Readable, name: str, decode: Callable[[bytes, str], T]) -> T | None:
+    """A small file of a folder, as `decode` reads its bytes, told where they are from; None where there is none."""
+    try:
+        data = files.get(name)
+    except MissingCheckpointError:
+        return None
+    return decode(data, files.where(name))

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from arrow_schemas.checksum import opened_document, readable, sealed_document
 from arrow_schemas.erase import ERASE_FOLDER
-from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Entry, Folder
+from spark_state_ext.files.readable import document_in
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER, LeaseLog
 
 __all__ = ["ERASER", "LAST_WRITTEN_NAME", "decode_last_written_ms", "last_written_ms", "note_last_written"]
@@ -47,7 +47,7 @@ def last_written_ms(query_folder: Folder, entries: Iterable[Entry]) -> int | Non
     """
     known = list(entries)
     if any(it.name == ERASE_FOLDER for it in known):
-        noted_ms = _noted_ms(query_folder)
+        noted_ms = document_in(query_folder.child(ERASE_FOLDER), LAST_WRITTEN_NAME, decode_last_written_ms)
         if noted_ms is not None and _is_eraser_last(query_folder):
             return noted_ms
     known.extend(query_folder.child(LEASE_FOLDER).entries())
@@ -87,15 +87,6 @@ def decode_last_written_ms(data: bytes, where: str) -> int:
     with readable(where, "record of when a query last wrote", _MEND):
         return int(opened_document(data, where, _FORMAT, _MEND)["modified_ms"])
     raise AssertionError("unreachable: readable raises what it catches")
-
-
-def _noted_ms(query_folder: Folder) -> int | None:
-    folder = query_folder.child(ERASE_FOLDER)
-    try:
-        data = folder.get(LAST_WRITTEN_NAME)
-    except MissingCheckpointError:
-        return None
-    return decode_last_written_ms(data, folder.where(LAST_WRITTEN_NAME))
 
 
 def _is_eraser_last(query_folder: Folder) -> bool:

@@ -19,6 +19,7 @@ from spark_state_ext.errors import (
     NotClaimableError,
 )
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.readable import document_in
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
 from spark_state_ext.savepoints.replaced import CLAIM_FOLDER, replaced_in
@@ -159,11 +160,7 @@ def _claimed(savepoint: Folder, claim: SavepointClaim | None) -> ClaimedError:
 
 def claim_of(savepoint: Folder) -> SavepointClaim | None:
     """Who has claimed a savepoint; None: nobody."""
-    files = savepoint.child(CLAIM_FOLDER)
-    try:
-        return SavepointClaim.decode(files.get(_CLAIM_NAME), files.where(_CLAIM_NAME))
-    except MissingCheckpointError:
-        return None
+    return document_in(savepoint.child(CLAIM_FOLDER), _CLAIM_NAME, SavepointClaim.decode)
 
 
 def drop_claim(savepoint: Folder) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from arrow_schemas.checksum import opened_document, readable, sealed_document
-from spark_state_ext.errors import LineageError, MissingCheckpointError
+from spark_state_ext.errors import LineageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.readable import document_in
 
 __all__ = [
     "DETACHED_NAME",
@@ -120,11 +121,7 @@ def note_start(query_folder: Folder, record: StartRecord) -> None:
 
 def start_of(query_folder: Folder) -> StartRecord | None:
     """What a query folder's state was begun with; None: with nothing."""
-    try:
-        data = query_folder.get(START_NAME)
-    except MissingCheckpointError:
-        return None
-    return StartRecord.decode(data, query_folder.where(START_NAME))
+    return document_in(query_folder, START_NAME, StartRecord.decode)
 
 
 def is_detached(query_folder: Folder) -> bool:

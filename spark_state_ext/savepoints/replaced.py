@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from arrow_schemas.checksum import opened_document, readable, sealed_document
 from arrow_schemas.lineage import parse_file_name
 from arrow_schemas.savepoint import SavepointManifest
-from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.readable import document_in
 
 __all__ = ["CLAIM_FOLDER", "REPLACED_NAME", "Replaced", "drop_replaced", "replaced_in"]
 
@@ -78,11 +78,7 @@ def replaced_in(savepoint: Folder) -> Replaced | None:
     StorageError
         When the store fails.
     """
-    files = savepoint.child(CLAIM_FOLDER)
-    try:
-        return Replaced.decode(files.get(REPLACED_NAME), files.where(REPLACED_NAME))
-    except MissingCheckpointError:
-        return None
+    return document_in(savepoint.child(CLAIM_FOLDER), REPLACED_NAME, Replaced.decode)
 
 
 def drop_replaced(

@@ -315,6 +315,7 @@ def test_mistakes_are_named_as_on_spark(operator: Any, arguments: Any, named: An
 def test_more_mistakes() -> None:
     for duration in (0, True, 1.5):
         with pytest.raises(UsageError, match="duration_ms of a Window"):
+            # Of a wrong type on purpose.
             Window("at", duration)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"aggregate is a built-in operator: run_operator\(\) runs it"):
         run(aggregate, [rows_of("a")], "key", "n long", "n long")
