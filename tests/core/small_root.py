@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,10 +46,19 @@ class SmallRoot:
 
 @contextmanager
 def fixed_ids() -> Iterator[None]:
-    """Random ids, the same ones each time."""
-    numbers = random.Random(7)
+    """Random ids, the same ones each time.
+
+    Only this thread gets them: those of earlier tests, such as the keeper of a lease, would take some of them away.
+    """
+    numbers, mine, random_id = random.Random(7), threading.get_ident(), uuid.uuid4
+
+    def fixed_id() -> uuid.UUID:
+        if threading.get_ident() != mine:
+            return random_id()
+        return uuid.UUID(int=numbers.getrandbits(128), version=4)
+
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(uuid, "uuid4", lambda: uuid.UUID(int=numbers.getrandbits(128), version=4))
+        patched.setattr(uuid, "uuid4", fixed_id)
         yield
 
 
