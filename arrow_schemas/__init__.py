@@ -5,6 +5,7 @@ Pure encoding, decoding and checking; no file or network is touched here.
 
 from __future__ import annotations
 
+from arrow_schemas.bucket_map import BucketMap
 from arrow_schemas.equality import group_by_key, rows_equal
 from arrow_schemas.evolution import conform, state_change
 from arrow_schemas.labels import bucket_label, label_bucket
@@ -16,6 +17,7 @@ from arrow_schemas.spark_types import key_fields, normal_type, state_fields
 
 __all__ = [
     "BodyRecord",
+    "BucketMap",
     "CheckpointRef",
     "LineageEntry",
     "LineageHeader",

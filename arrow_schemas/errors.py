@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "BucketCountChangedError",
+    "BucketMapChangedError",
     "ChangedJobError",
     "CorruptError",
     "CorruptFileError",
@@ -59,6 +60,10 @@ class FunctionChangedError(ChangedJobError):
 
 class BucketCountChangedError(ChangedJobError):
     """The job asks for another number of buckets than the state was written with."""
+
+
+class BucketMapChangedError(ChangedJobError):
+    """The job spreads rows over its buckets in another way than the state was written with."""
 
 
 class VersionSkewError(ChangedJobError):

@@ -14,9 +14,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from arrow_schemas.bucket_map import HASH, BucketMap
 from arrow_schemas.checksum import checksum_of
 from arrow_schemas.errors import (
     BucketCountChangedError,
+    BucketMapChangedError,
     CorruptFileError,
     FunctionChangedError,
     SchemaChangedError,
@@ -30,6 +32,7 @@ from arrow_schemas.spark_types import key_fields, state_fields
 __all__ = [
     "EXPRESSION",
     "HASH_NAME",
+    "MAPPED_NAME",
     "OPERATOR_FORMAT",
     "OperatorFile",
     "is_operator_name",
@@ -38,10 +41,14 @@ __all__ = [
     "with_expiry",
 ]
 
-# With a built-in operator's parameters; without them files are as they always were.
-OPERATOR_FORMAT = 2
+# With another bucket map than equal ranges; 2 with a built-in operator's parameters; without both files are as they
+# always were.
+OPERATOR_FORMAT = 3
+_FORMAT_1, _FORMAT_2 = 1, 2
 # Spark's xxhash64 with its seed of 42 over the normalised keys; bucket = (high 32 bits * buckets) >> 32.
 HASH_NAME = "spark-xxhash64-42/high32-multiply"
+# The same hash; the bucket is told by the field `bucket_map`. Releases that know no such map refuse the name.
+MAPPED_NAME = "spark-xxhash64-42/bucket-map"
 # What stands for a column in a parameter that is more than a column's name.
 EXPRESSION = "an expression"
 _NAME = re.compile(r"operator_(0|[1-9][0-9]{0,8})\.json")
@@ -86,11 +93,11 @@ class OperatorFile:
         `StructType.json()` of the grouping and of the state columns.
     schema_id
         Number of this file.
-    hash_name
-        How keys are hashed and hashes become buckets.
     function
         Of a built-in operator, as JSON: ``{"name": …, "parameters": {name: value}}``, what the state depends on and its
         schema does not tell. None: the user's own function, or an older release wrote the file.
+    mapped
+        Which bucket a row belongs to, where that is not told by equal ranges of its key's hash; else None.
     """
 
     operator: str
@@ -99,8 +106,17 @@ class OperatorFile:
     key_schema: str
     state_schema: str
     schema_id: int = 0
-    hash_name: str = HASH_NAME
     function: str | None = None
+    mapped: BucketMap | None = None
+
+    def __post_init__(self) -> None:
+        if self.mapped is not None and (self.mapped.kind == HASH or self.mapped.buckets != self.buckets):
+            raise CorruptFileError(f"operator {self.operator!r} with {self.buckets} buckets cannot have {self.mapped}")
+
+    @property
+    def bucket_map(self) -> BucketMap:
+        """Which bucket a row belongs to."""
+        return self.mapped or BucketMap(self.buckets)
 
     def row_schema(self) -> RowSchema:
         """Schema of the rows written under this file."""
@@ -113,18 +129,20 @@ class OperatorFile:
     def encode(self) -> bytes:
         """The file's bytes; equal contents give equal bytes."""
         fields = {
-            "format": 1 if self.function is None else OPERATOR_FORMAT,
+            "format": _FORMAT_1 if self.function is None else _FORMAT_2,
             "operator": self.operator,
             "query_id": self.query_id,
             "buckets": self.buckets,
             "labels": "murmur3-42-inverse",
-            "hash": self.hash_name,
+            "hash": HASH_NAME,
             "key_schema": json.loads(self.key_schema),
             "state_schema": json.loads(self.state_schema),
             "schema_id": self.schema_id,
         }
         if self.function is not None:
             fields["function"] = json.loads(self.function)
+        if self.mapped is not None:
+            fields |= {"format": OPERATOR_FORMAT, "hash": MAPPED_NAME, "bucket_map": self.mapped.to_plain()}
         fields["checksum"] = checksum_of(fields)
         return json.dumps(fields, sort_keys=True, indent=1).encode() + b"\n"
 
@@ -142,10 +160,12 @@ class OperatorFile:
         try:
             fields = json.loads(data)
             checksum = fields.pop("checksum")
-            if fields["format"] > OPERATOR_FORMAT or fields["hash"] != HASH_NAME:
+            written = fields["format"]
+            name = MAPPED_NAME if written == OPERATOR_FORMAT else HASH_NAME
+            if written > OPERATOR_FORMAT or fields["hash"] != name:
                 raise VersionSkewError(
-                    f"{where} has format {fields['format']} and hash {fields['hash']!r}; this release reads up to "
-                    f"format {OPERATOR_FORMAT} and {HASH_NAME!r}. Use a newer release."
+                    f"{where} has format {written} and hash {fields['hash']!r}; this release reads up to format "
+                    f"{OPERATOR_FORMAT}, with {MAPPED_NAME!r}, and {HASH_NAME!r} before. Use a newer release."
                 )
             if checksum != checksum_of(fields):
                 raise CorruptFileError(f"{where} fails its checksum")
@@ -160,8 +180,8 @@ class OperatorFile:
                 key_schema=json.dumps(fields["key_schema"]),
                 state_schema=json.dumps(fields["state_schema"]),
                 schema_id=fields["schema_id"],
-                hash_name=fields["hash"],
                 function=_function_of(fields.get("function")),
+                mapped=BucketMap.from_plain(fields["bucket_map"]) if written == OPERATOR_FORMAT else None,
             )
         except StateError:
             raise
@@ -189,14 +209,10 @@ class OperatorFile:
 
         Raises
         ------
-        BucketCountChangedError, SchemaChangedError, FunctionChangedError
+        BucketCountChangedError, BucketMapChangedError, SchemaChangedError, FunctionChangedError
             When stored rows cannot serve the job; the text says which column or parameter, and why.
         """
-        if self.buckets != wanted.buckets:
-            raise BucketCountChangedError(
-                f"operator {self.operator!r} has its state in {self.buckets} buckets and the job asks for "
-                f"{wanted.buckets}: set buckets={self.buckets}, or start from a new checkpoint location."
-            )
+        _same_map(self.operator, self.bucket_map, wanted.bucket_map)
         kept = self._without_columns_beside(wanted) if leave_behind else self
         stored, asked = kept.row_schema(), wanted.row_schema()
         if stored.expires and not asked.expires:
@@ -231,7 +247,7 @@ class OperatorFile:
 
         Raises
         ------
-        BucketCountChangedError, SchemaChangedError, FunctionChangedError
+        BucketCountChangedError, BucketMapChangedError, SchemaChangedError, FunctionChangedError
             When stored rows cannot serve the job; the text says which column or parameter, and why.
         """
         saved = replace(self, operator=wanted.operator, query_id=wanted.query_id, schema_id=0)
@@ -256,6 +272,21 @@ def _function_of(given: Any) -> str | None:
     if not isinstance(given["name"], str) or not isinstance(given["parameters"], dict):
         raise TypeError(f"no function: {given!r}")
     return json.dumps(given, sort_keys=True)
+
+
+def _same_map(operator: str, stored: BucketMap, asked: BucketMap) -> None:
+    if stored == asked:
+        return
+    if stored.kind == asked.kind == HASH:
+        raise BucketCountChangedError(
+            f"operator {operator!r} has its state in {stored.buckets} buckets and the job asks for {asked.buckets}: "
+            f"set buckets={stored.buckets}, or start from a new checkpoint location."
+        )
+    raise BucketMapChangedError(
+        f"operator {operator!r} has its state in {stored} and the job asks for {asked}"
+        f"{', which begin elsewhere' if str(stored) == str(asked) else ''}: give bucket_by as it was, or start from a "
+        "new checkpoint location."
+    )
 
 
 def _same_function(operator: str, stored: str | None, asked: str | None) -> None:

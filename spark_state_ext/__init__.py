@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
+    from arrow_schemas.bucket_map import BucketMap
     from spark_state_ext.backends.registry import Backend
     from spark_state_ext.engine.start_from import RetainedCheckpoint, Savepoint
     from spark_state_ext.erasing.asking import AskedErasure, EraseStatus, erase_keys, erase_status, withdraw_erasure
@@ -41,6 +42,7 @@ __all__ = [
     "ArrowState",
     "AskedErasure",
     "Backend",
+    "BucketMap",
     "EraseReceipt",
     "EraseStatus",
     "ErasedHistory",
@@ -87,6 +89,7 @@ _LAZY = {
     "ArrowState": "spark_state_ext.spark.client.state",
     "AskedErasure": "spark_state_ext.erasing.asking",
     "Backend": "spark_state_ext.backends.registry",
+    "BucketMap": "arrow_schemas.bucket_map",
     "EraseReceipt": "spark_state_ext.erasing.receipt",
     "EraseStatus": "spark_state_ext.erasing.asking",
     "ErasedHistory": "spark_state_ext.erasing.history",

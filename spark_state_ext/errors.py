@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from arrow_schemas.errors import (
     BucketCountChangedError,
+    BucketMapChangedError,
     ChangedJobError,
     CorruptError,
     CorruptFileError,
@@ -35,6 +36,7 @@ from arrow_schemas.lineage import CheckpointRef
 
 __all__ = [
     "BucketCountChangedError",
+    "BucketMapChangedError",
     "CannotHoldError",
     "ChangedJobError",
     "ClaimedError",

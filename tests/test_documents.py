@@ -71,7 +71,7 @@ def test_formats_are_those_of_the_code() -> None:
     page = DOCS / "format.md"
     table = {row[0]: row[1] for row in rows(page.read_text().split("\n## ")[0])}
     assert table.pop("payload").startswith("none")
-    assert table.pop("operator file") == f"1; {OPERATOR_FORMAT} with `function`"
+    assert table.pop("operator file") == f"1; 2 with `function`; {OPERATOR_FORMAT} with `bucket_map`"
     expected = {
         "delta file": FILE_FORMATS[DELTA],
         "snapshot file": FILE_FORMATS[SNAPSHOT],
@@ -81,7 +81,9 @@ def test_formats_are_those_of_the_code() -> None:
         "local store": _STORE_FORMAT,
     }
     assert table == {name: str(number) for name, number in expected.items()}
-    assert f"| `format` | number | 1, or {OPERATOR_FORMAT} with `function` |" in section(page, "`operator_<n>.json`")
+    assert f"| `format` | number | 1; 2 with `function`; {OPERATOR_FORMAT} with `bucket_map` |" in section(
+        page, "`operator_<n>.json`"
+    )
     assert f"format, u16: {POINTER_FORMAT} |" in section(page, "Pointer")
     assert f'"format": {LEASE_FORMAT},' in section(page, "Lease")
     assert f"format is {_STORE_FORMAT}." in section(page, "Local store")

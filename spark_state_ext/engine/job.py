@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from arrow_schemas.bucket_map import HASH
 from arrow_schemas.operator import OperatorFile
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import VersionSkewError
@@ -139,12 +140,14 @@ class Job:
 
     def operator_file(self, query_folder: str) -> OperatorFile:
         """The operator file this job asks for, for state in the folder `query_folder`."""
+        bucket_map = self.options.bucket_map
         asked = OperatorFile(
             self.options.operator,
             query_folder,
-            self.options.buckets,
+            bucket_map.buckets,
             self.key_schema,
             self.state_schema,
             function=self.function,
+            mapped=None if bucket_map.kind == HASH else bucket_map,
         )
         return asked if self.options.ttl is None else asked.with_expiry()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from arrow_schemas.bucket_map import BucketMap
 from arrow_schemas.operator import is_operator_name
 from arrow_schemas.pointer import BOTH, V1, V2
 from spark_state_ext.backends.registry import FSSPEC, Backend, configured, refuse_unusable
@@ -35,7 +36,7 @@ class StateOptions:
     ----------
     root, operator, buckets, local_dir, storage_options, strict, strict_output, lease_ms, memory_bytes_max, local_keep_s
         As given to `ArrowState`.
-    pointer_read, clean_up, ttl, start_from
+    pointer_read, clean_up, ttl, start_from, bucket_by
         As given to `ArrowState`.
     backends
         The backends without the changelog.
@@ -73,6 +74,7 @@ class StateOptions:
     erase_requests: bool = False
     ttl: Ttl | None = None
     start_from: StartFrom | None = None
+    bucket_by: BucketMap | None = None
 
     def __post_init__(self) -> None:
         if not is_operator_name(self.operator):
@@ -90,6 +92,10 @@ class StateOptions:
             erase_requests=self.erase_requests,
         )
         commit = self.commit
+        if self.bucket_by is not None:
+            if not isinstance(self.bucket_by, BucketMap) or not self.bucket_by.by_hash:
+                raise UsageError(f"bucket_by must be a BucketMap of hashes, not {self.bucket_by!r}")
+            object.__setattr__(self, "buckets", self.bucket_by.buckets)
         check_sizes(self.buckets, self.memory_bytes_max, commit.inline_bytes_max, commit.task_inline_bytes_max)
         check_times(self.lease_ms, self.local_keep_s, commit.commit_delay_ms_max, commit.commit_timeout_ms)
         refuse_relative(self.root, "root")
@@ -187,9 +193,15 @@ class StateOptions:
             **told,
         )
 
+    @property
+    def bucket_map(self) -> BucketMap:
+        """Which bucket a row belongs to."""
+        return self.bucket_by or BucketMap(self.buckets)
+
     def to_plain(self) -> dict[str, Any]:
         """As builtin values."""
-        return {**asdict(self), "start_from": start_to_plain(self.start_from)}
+        bucket_by = None if self.bucket_by is None else self.bucket_by.to_plain()
+        return {**asdict(self), "start_from": start_to_plain(self.start_from), "bucket_by": bucket_by}
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> StateOptions:
@@ -201,6 +213,7 @@ class StateOptions:
                 "commit": CommitOptions(**plain["commit"]),
                 "ttl": None if plain["ttl"] is None else Ttl(**plain["ttl"]),
                 "start_from": start_from_plain(plain["start_from"]),
+                "bucket_by": None if plain["bucket_by"] is None else BucketMap.from_plain(plain["bucket_by"]),
             }
         )
 

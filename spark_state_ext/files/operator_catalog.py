@@ -87,7 +87,7 @@ class OperatorCatalog:
 
         Raises
         ------
-        BucketCountChangedError, SchemaChangedError, FunctionChangedError
+        BucketCountChangedError, BucketMapChangedError, SchemaChangedError, FunctionChangedError
             When the stored state cannot serve the job.
         ExistingStateError
             When `strict` and another query's state is there.

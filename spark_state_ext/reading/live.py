@@ -215,7 +215,12 @@ class LiveState:
         def looked_up(view: View) -> pa.RecordBatch:
             return view.row(wanted.hash, lambda row: wanted.is_in(row, some.schema))
 
-        return self._read(wanted.bucket(some.operator.buckets), looked_up)
+        candidates = some.operator.bucket_map.candidates(wanted.hash)
+        for bucket in candidates[:-1]:
+            found = self._read(bucket, looked_up)
+            if found.rows.num_rows:
+                return found
+        return self._read(candidates[-1], looked_up)
 
     def scan(self, buckets: Iterable[int] | None = None) -> Iterator[LiveRows]:
         """All state of some buckets, one after the other, each as it is when it is its turn.

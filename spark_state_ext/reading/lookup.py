@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 
 from arrow_schemas.equality import rows_equal
-from arrow_schemas.labels import buckets_of
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_hash import key_hash
 from spark_state_ext.errors import UsageError
@@ -81,10 +80,6 @@ class WantedKey:
             except _NOT_A_VALUE as error:
                 raise UsageError(f"{value!r} is no value of the key column {name!r}, {field.type}: {error}") from error
         return WantedKey(tuple(columns), key_hash(columns))
-
-    def bucket(self, buckets: int) -> int:
-        """The bucket that it is in."""
-        return int(buckets_of(np.array([self.hash], dtype=np.uint64), buckets)[0])
 
     def is_in(self, row: pa.RecordBatch, schema: RowSchema) -> bool:
         """Whether a row is that of this key."""

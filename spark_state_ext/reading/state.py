@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from arrow_schemas.bucket_map import BucketMap
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
@@ -170,6 +171,11 @@ class OpenState:
         return self._files.operator.buckets
 
     @property
+    def bucket_map(self) -> BucketMap:
+        """Which bucket a row belongs to."""
+        return self._files.operator.bucket_map
+
+    @property
     def batch(self) -> int:
         """The batch after which the state is so; -1: what the query, or a table's savepoint, began with."""
         return self._as_of.batch
@@ -242,9 +248,15 @@ class OpenState:
         Raises
         ------
         UsageError
-            When it is no key of this operator.
+            When it is no key of this operator, or its bucket is told by the source's partition and not by the key.
         """
-        return WantedKey.of(key, self._columns.key.names, self._row_schema).bucket(self.buckets)
+        wanted = WantedKey.of(key, self._columns.key.names, self._row_schema)
+        if not self.bucket_map.by_hash:
+            raise UsageError(
+                f"operator {self.operator!r} has its rows in {self.bucket_map}, so no key tells its bucket: get() "
+                "looks in all of them, and scan() has a column 'bucket'"
+            )
+        return self.bucket_map.candidates(wanted.hash)[0]
 
     def scan(
         self,
@@ -309,6 +321,9 @@ class OpenState:
     def get(self, key: Any) -> pa.Table:
         """The state of one key: one row, or none. Reads the files of one bucket.
 
+        Where buckets go by the source's partitions it reads those of all buckets, and there is a row for each bucket
+        that has the key: more than one only where the source had the key in partitions that do not belong together.
+
         Parameters
         ----------
         key
@@ -335,9 +350,12 @@ class OpenState:
         """
         self._check()
         wanted = WantedKey.of(key, self._columns.key.names, self._row_schema)
-        bucket = wanted.bucket(self.buckets)
-        rows = row_of_key(self._known(bucket, True), wanted, self._row_schema)
-        return pa.Table.from_batches([self._columns.of(rows, self._columns.default, bucket)])
+        return pa.Table.from_batches(
+            self._columns.of(
+                row_of_key(self._known(bucket, True), wanted, self._row_schema), self._columns.default, bucket
+            )
+            for bucket in self.bucket_map.candidates(wanted.hash)
+        )
 
     def timeouts(self, buckets: Iterable[int] | None = None) -> pa.RecordBatchReader:
         """Keys that have a timeout, and when: the key columns and ``timeout_ms``, milliseconds since 1970.

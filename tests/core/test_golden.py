@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from core_support import WRITER
 
-from arrow_schemas import OperatorFile, Pointer
+from arrow_schemas import BucketMap, OperatorFile, Pointer
 from arrow_schemas.checksum import opened_document
 from arrow_schemas.erase import EraseDone, EraseMark
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
@@ -159,6 +159,14 @@ def test_an_operator_file_of_a_built_in_operator() -> None:
         "name": "top_k",
         "parameters": {"k": 3, "order_by": "price descending, an expression ascending"},
     }
+
+
+def test_an_operator_file_with_a_bucket_map() -> None:
+    """Format 3 of operator files."""
+    data = (_GOLDEN / "operator-format-3.json").read_bytes()
+    found = OperatorFile.decode(data, "operator_0.json")
+    assert found.encode() == data
+    assert found.bucket_map == BucketMap.split(6, {2: 2, 5: 2})
 
 
 def test_leases_of_all_formats() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from pyspark.sql.types import StructType
 
+from arrow_schemas.bucket_map import BucketMap
 from arrow_schemas.pointer import V2
 from spark_state_ext.backends.registry import CHANGELOG, FSSPEC, Backend
 from spark_state_ext.engine.job import ARROW, PANDAS, ROWS
@@ -37,6 +38,9 @@ class ArrowState:
         ``<root>/<operator>/<query id>``.
     buckets
         Number of buckets, 1 to 32768: the unit of parallelism. A few a core; it cannot change over a checkpoint's life.
+    bucket_by
+        A `BucketMap`, where buckets are not ranges of the keys' hash of equal size: ``BucketMap.split(16, {3: 4})`` has
+        range 3 of 16 in four buckets. It tells the number of buckets, and `buckets` is not looked at.
     local_dir
         Local folder of executors for the LMDB stores, a cache. Default: the first of ``SPARK_LOCAL_DIRS``, or the
         temporary folder.
@@ -119,6 +123,7 @@ class ArrowState:
         erase_requests: bool = False,
         ttl: Ttl | None = None,
         start_from: StartFrom | None = None,
+        bucket_by: BucketMap | None = None,
     ) -> None:
         self.options = StateOptions.given(
             root,
@@ -146,6 +151,7 @@ class ArrowState:
             erase_requests=erase_requests,
             ttl=ttl,
             start_from=start_from,
+            bucket_by=bucket_by,
         )
 
     def __repr__(self) -> str:

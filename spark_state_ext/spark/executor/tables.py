@@ -16,9 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from arrow_schemas.bucket_map import BucketMap
 from arrow_schemas.columns import flat, shown_row
 from arrow_schemas.equality import group_by_key
-from arrow_schemas.labels import bucket_label, buckets_of
+from arrow_schemas.labels import bucket_label
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer
@@ -52,25 +53,25 @@ def _operator(plain: dict[str, Any]) -> OperatorFile:
 
 def pack_rows(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Rows of a table, with their hash, as payloads of one bucket each."""
-    buckets = _operator(plain).buckets
+    bucket_map = _operator(plain).bucket_map
     held: list[pa.RecordBatch] = []
     held_bytes = 0
     for batch in batches:
         held.append(batch)
         held_bytes += batch.get_total_buffer_size()
         if held_bytes >= _HELD_BYTES_MAX:
-            yield _packed(held, buckets)
+            yield _packed(held, bucket_map)
             held, held_bytes = [], 0
     if held:
-        yield _packed(held, buckets)
+        yield _packed(held, bucket_map)
 
 
-def _packed(held: list[pa.RecordBatch], buckets: int) -> pa.RecordBatch:
+def _packed(held: list[pa.RecordBatch], bucket_map: BucketMap) -> pa.RecordBatch:
     table = pa.Table.from_batches(held)
-    found = buckets_of(table.column(HASH_COLUMN).to_numpy().view(np.uint64), buckets)
+    found = bucket_map.of(table.column(HASH_COLUMN).to_numpy().view(np.uint64))
     order = np.argsort(found, kind="stable")
     table, found = table.take(pa.array(order)).combine_chunks(), found[order]
-    bounds = np.searchsorted(found, np.arange(buckets + 1))
+    bounds = np.searchsorted(found, np.arange(bucket_map.buckets + 1))
     labels, payloads = [], []
     for bucket in np.flatnonzero(np.diff(bounds)).tolist():
         start, end = int(bounds[bucket]), int(bounds[bucket + 1])
@@ -90,7 +91,7 @@ def write_buckets(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> I
             for rows in decode(payload.as_py(), _nothing_spilled):
                 sorter.add(rows)
     savepoint = Folder(plain["savepoint"], plain["savepoint_options"])
-    cut = _cut(_runs(plain, operator.row_schema(), sorter), operator.buckets)
+    cut = _cut(_runs(plain, operator.row_schema(), sorter), operator.bucket_map)
     for bucket, found in groupby(cut, key=itemgetter(0)):
         yield saved_row(_written(plain, operator, bucket, (rows for _, rows in found), savepoint, scratch))
 
@@ -99,10 +100,10 @@ def _nothing_spilled(name: str, offset: int, length: int) -> bytes:
     raise CorruptFileError(f"a payload names the spill file {name}, and there is none")
 
 
-def _cut(runs: Iterable[pa.RecordBatch], buckets: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+def _cut(runs: Iterable[pa.RecordBatch], bucket_map: BucketMap) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Rows that ascend by hash, cut where a bucket ends."""
     for rows in runs:
-        found = buckets_of(hashes_of(rows), buckets)
+        found = bucket_map.of(hashes_of(rows))
         borders = [0, *(np.flatnonzero(np.diff(found)) + 1).tolist(), len(found)]
         for start, end in pairwise(borders):
             yield int(found[start]), rows.slice(start, end - start)

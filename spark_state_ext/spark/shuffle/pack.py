@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from pyspark import TaskContext
 
 from arrow_schemas.columns import event_times_us
-from arrow_schemas.labels import bucket_label, buckets_of
+from arrow_schemas.labels import bucket_label
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_types import key_fields
 from spark_state_ext.engine.folders import operator_folder, scratch_folder
@@ -131,7 +131,7 @@ class _Packer:
         if self._combiner is not None:
             table = combined(table, self._combiner, RowSchema(key_fields(self._job.key_schema), ()))
         hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
-        buckets = buckets_of(hashes, self._job.options.buckets)
+        buckets = self._job.options.bucket_map.of(hashes)
         times = event_times(self._job, table)
         # Combined rows are by hash already.
         if np.any(buckets[1:] < buckets[:-1]):

@@ -1,0 +1,255 @@
+"""The bucket map: which bucket a row belongs to.
+
+By the hash of its key, a bucket is a range of hashes: of equal size as long as nothing else is asked for, or between
+given bounds, so that a heavy bucket can be split alone. By source partition, a bucket is whatever the assignment of
+partitions says, and no hash tells it (Samza SEP-5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from arrow_schemas.equality import HashArray, IndexArray
+from arrow_schemas.errors import CorruptFileError, UsageError
+
+__all__ = ["BOUNDS", "HASH", "PARTITION", "BucketMap"]
+
+# Kinds: equal ranges of the hash, ranges between bounds, and source partitions.
+HASH, BOUNDS, PARTITION = "hash", "bounds", "partition"
+# Buckets go by the high 32 bits of the hash.
+_BITS = np.uint64(32)
+_END = 1 << 32
+
+
+@dataclass(frozen=True)
+class BucketMap:
+    """Which bucket a row belongs to.
+
+    Parameters
+    ----------
+    buckets
+        Number of buckets, at least 1.
+    kind
+        ``"hash"``: a bucket is a range of key hashes, all of one size. ``"bounds"``: a range between bounds.
+        ``"partition"``: what a source's partitions are assigned to.
+    bounds
+        Of kind ``"bounds"``: where the range of each bucket begins, in the high 32 bits of the hash; ascending, the
+        first 0. Else empty.
+
+    Raises
+    ------
+    UsageError
+        When there is no such map.
+
+    Examples
+    --------
+    >>> BucketMap(4).range_of(1)
+    (1073741824, 2147483648)
+    >>> BucketMap.split(4, {1: 2}).buckets
+    5
+    """
+
+    buckets: int
+    kind: str = HASH
+    bounds: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        whole = all(type(it) is int for it in (self.buckets, *self.bounds))
+        if not whole or self.buckets < 1 or self.kind not in (HASH, BOUNDS, PARTITION):
+            raise UsageError(f"there is no bucket map of kind {self.kind!r} with {self.buckets!r} buckets")
+        if (self.kind == BOUNDS) != bool(self.bounds):
+            raise UsageError(f"a bucket map of kind {self.kind!r} cannot have {len(self.bounds)} bounds")
+        if not self.bounds:
+            return
+        ascending = all(low < high for low, high in zip(self.bounds, (*self.bounds[1:], _END), strict=True))
+        if len(self.bounds) != self.buckets or self.bounds[0] != 0 or not ascending:
+            raise UsageError(
+                f"the bounds of {self.buckets} buckets are {self.buckets} whole numbers, ascending from 0 and below "
+                f"{_END}, not {len(self.bounds)}: {', '.join(map(str, self.bounds[:8]))}"
+                + (", …" if len(self.bounds) > 8 else "")
+            )
+
+    @staticmethod
+    def split(buckets: int, into: Mapping[int, int]) -> BucketMap:
+        """Equal ranges, of which some are split into several, each of the same size.
+
+        Parameters
+        ----------
+        buckets
+            How many equal ranges there are.
+        into
+            By the number of a range, into how many buckets it is split; the numbers of later buckets move up.
+
+        Returns
+        -------
+        BucketMap
+            The plain one where all its ranges are of equal size.
+
+        Raises
+        ------
+        UsageError
+            When there is no such range, or it cannot be split so.
+        """
+        equal = BucketMap(buckets)
+        for bucket, parts in into.items():
+            if not 0 <= bucket < buckets or type(parts) is not int or parts < 1:
+                raise UsageError(f"bucket {bucket!r} of {buckets} cannot be split into {parts!r}")
+        bounds: list[int] = []
+        for bucket in range(buckets):
+            low, high = equal.range_of(bucket)
+            parts = into.get(bucket, 1)
+            bounds += [low + (high - low) * part // parts for part in range(parts)]
+        return BucketMap.between(bounds)
+
+    @staticmethod
+    def between(bounds: list[int] | tuple[int, ...]) -> BucketMap:
+        """The map with these bounds; the plain one where all its ranges are of equal size.
+
+        Parameters
+        ----------
+        bounds
+            Where each bucket's range begins, in the high 32 bits of the hash: ascending, the first 0.
+
+        Returns
+        -------
+        BucketMap
+            Of as many buckets.
+
+        Raises
+        ------
+        UsageError
+            When these are no bounds.
+        """
+        equal = BucketMap(len(bounds)) if bounds else None
+        if equal is not None and tuple(bounds) == tuple(equal.range_of(it)[0] for it in range(equal.buckets)):
+            return equal
+        return BucketMap(len(bounds), BOUNDS, tuple(bounds))
+
+    @property
+    def by_hash(self) -> bool:
+        """Whether a key's hash tells its bucket."""
+        return self.kind != PARTITION
+
+    def of(self, hashes: HashArray) -> IndexArray:
+        """The bucket of each hash.
+
+        Parameters
+        ----------
+        hashes
+            Unsigned 64-bit hashes, n of them.
+
+        Returns
+        -------
+        numpy.ndarray
+            int64, n of them.
+
+        Raises
+        ------
+        ValueError
+            When no hash tells the bucket.
+        """
+        high = hashes >> _BITS
+        if self.kind == HASH:
+            found: IndexArray = ((high * np.uint64(self.buckets)) >> _BITS).astype(np.int64)
+            return found
+        if self.kind == BOUNDS:
+            borders = np.array(self.bounds, dtype=np.uint64)
+            return np.searchsorted(borders, high, side="right").astype(np.int64) - 1
+        raise ValueError("rows are in buckets by their source's partition, which no hash tells")
+
+    def candidates(self, key_hash: int) -> range:
+        """The buckets that a key may be in: one, where its hash tells it.
+
+        Parameters
+        ----------
+        key_hash
+            The key's hash, unsigned.
+
+        Returns
+        -------
+        range
+            Their numbers.
+        """
+        if not self.by_hash:
+            return range(self.buckets)
+        bucket = int(self.of(np.array([key_hash], dtype=np.uint64))[0])
+        return range(bucket, bucket + 1)
+
+    def range_of(self, bucket: int) -> tuple[int, int]:
+        """The high 32 bits of a bucket's hashes: from the first number up to, and without, the second.
+
+        Parameters
+        ----------
+        bucket
+            Its number.
+
+        Returns
+        -------
+        tuple of int
+            Both numbers.
+        """
+        if self.kind == HASH:
+            return -(-bucket * _END // self.buckets), -(-(bucket + 1) * _END // self.buckets)
+        return self.bounds[bucket], (*self.bounds[1:], _END)[bucket]
+
+    def overlapping(self, other: BucketMap, bucket: int) -> range:
+        """Which buckets of another map have hashes of one of this map's buckets; they are neighbours.
+
+        Parameters
+        ----------
+        other
+            The other map. Both go by the hash.
+        bucket
+            The bucket of this one.
+
+        Returns
+        -------
+        range
+            Their numbers.
+        """
+        low, high = self.range_of(bucket)
+        first, last = other.of(np.array([low, high - 1], dtype=np.uint64) << _BITS).tolist()
+        return range(first, last + 1)
+
+    def __str__(self) -> str:
+        if self.kind == PARTITION:
+            return f"{self.buckets} buckets by source partition"
+        return f"{self.buckets} buckets" + (" of unequal ranges" if self.bounds else "")
+
+    def to_plain(self) -> dict[str, Any]:
+        """As builtin values.
+
+        Returns
+        -------
+        dict
+            With ``buckets``, ``kind`` and ``bounds``.
+        """
+        return {"buckets": self.buckets, "kind": self.kind, "bounds": list(self.bounds)}
+
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> BucketMap:
+        """Inverse of `to_plain`.
+
+        Parameters
+        ----------
+        plain
+            What that gave.
+
+        Returns
+        -------
+        BucketMap
+            The map.
+
+        Raises
+        ------
+        CorruptFileError
+            When there is no such map.
+        """
+        try:
+            return BucketMap(plain["buckets"], plain["kind"], tuple(plain["bounds"]))
+        except UsageError as error:
+            raise CorruptFileError(f"no bucket map: {error}") from error
