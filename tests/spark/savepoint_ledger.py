@@ -22,10 +22,12 @@ from fsspec.asyn import sync
 from fsspec.implementations.local import LocalFileSystem
 from s3fs import S3FileSystem
 
-__all__ = ["DISK", "Entry", "Ledger", "USER", "WatchedDisk", "WatchedS3", "disk_options", "s3_options"]
+__all__ = ["DISK", "Entry", "Ledger", "SENT", "USER", "WatchedDisk", "WatchedS3", "disk_options", "s3_options"]
 
 DISK, S3 = "savepoint_ledger.WatchedDisk", "savepoint_ledger.WatchedS3"
 CREATE, DELETE, MOVE = "create", "delete", "move"
+# A request to S3 is about to be sent: whoever is killed before the answer may have changed the file or not.
+SENT = "sent"
 USER = "the user"
 # The innermost function that says what a write is for; files of all kinds go through `files.folder`.
 _ROLES = (
@@ -59,7 +61,8 @@ class Entry:
     pid, phase
         In which process, and what the test was doing.
     what, path, to
-        ``"create"``, ``"delete"``, or ``"move"`` with the new path; without a protocol.
+        ``"create"``, ``"delete"``, or ``"move"`` with the new path; without a protocol. ``"sent"``: an S3 request for
+        one of these.
     by
         Functions of this package, the innermost first.
     """
@@ -146,6 +149,14 @@ class Ledger:
             and entry.phase.startswith(phases)
         ]
 
+    def unanswered(self, pid: int) -> set[str]:
+        """Files of S3 requests of a process of which the ledger does not know whether the server got them."""
+        sent: set[str] = set()
+        for entry in self.entries():
+            if entry.pid == pid:
+                sent = sent | {entry.path} if entry.what == SENT else sent - {entry.path}
+        return sent
+
     def files_left(self) -> set[str]:
         """Which files must be there, going by the ledger alone."""
         left: set[str] = set()
@@ -154,7 +165,7 @@ class Ledger:
                 left.add(entry.path)
             elif entry.what == DELETE:
                 left = {path for path in left if not _is_below(path, entry.path)}
-            else:
+            elif entry.what == MOVE:
                 moved = {path for path in left if _is_below(path, entry.path)}
                 left = (left - moved) | {entry.to + path[len(entry.path) :] for path in moved}
         return left
@@ -217,24 +228,28 @@ class WatchedS3(S3FileSystem):  # type: ignore[misc] # s3fs has no types
 
     def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> Any:
         """One PUT."""
+        self._note(SENT, path)
         answer = sync(self.loop, self._pipe_file, path, value, **kwargs)
         self._note(CREATE, path)
         return answer
 
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> Any:
         """One PUT, or several, of a file."""
+        self._note(SENT, rpath)
         answer = sync(self.loop, self._put_file, lpath, rpath, **kwargs)
         self._note(CREATE, rpath)
         return answer
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> Any:
         """A copy by the store."""
+        self._note(SENT, path2)
         answer = sync(self.loop, self._cp_file, path1, path2, **kwargs)
         self._note(CREATE, path2)
         return answer
 
     def rm_file(self, path: str, **kwargs: Any) -> Any:
         """One DELETE."""
+        self._note(SENT, path)
         answer = sync(self.loop, self._rm_file, path, **kwargs)
         self._note(DELETE, path)
         return answer
@@ -242,6 +257,8 @@ class WatchedS3(S3FileSystem):  # type: ignore[misc] # s3fs has no types
     def rm(self, path: str, recursive: bool = False, **kwargs: Any) -> Any:
         """Many of them."""
         doomed = self.find(path) if recursive else [path]
+        for one in doomed:
+            self._note(SENT, one)
         answer = sync(self.loop, self._rm, path, recursive=recursive, **kwargs)
         for one in doomed:
             self._note(DELETE, one)

@@ -79,9 +79,13 @@ def unlike(case: Case, ledger: Ledger, there: set[str]) -> list[str]:
     there
         All files that are there in the end.
     """
-    last = {it.pid: it for it in ledger.entries() if it.phase == "job 2 until it is killed"}
-    # A disk's ledger notes what is about to be done; who is killed then does not do it.
-    undone = {path for it in last.values() for path in (it.path, it.to)} if case.perturbation == KILLED else set()
+    undone: set[str] = set()
+    if case.perturbation == KILLED:
+        last = {it.pid: it for it in ledger.entries() if it.phase == "job 2 until it is killed"}
+        # A disk's ledger notes what is about to be done; who is killed then does not do it. What was sent to S3 may
+        # have come to the server, though its answer came to nobody.
+        undone = {path for it in last.values() for path in (it.path, it.to)}
+        undone = undone.union(*(ledger.unanswered(pid) for pid in last))
     differ = sorted((ledger.files_left() ^ there) - undone)
     return [
         f"the ledger and the store differ about {path}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 from jobs import configured, reads_state
 from pyspark.errors import StreamingQueryException
-from savepoint_cases import Case
+from savepoint_cases import KILLED, Case
 from savepoint_job import OPERATOR, RETAINED, Query
 from savepoint_ledger import USER, Ledger, disk_options, s3_options
-from savepoint_verdict import Source, found_wrong
+from savepoint_verdict import Source, found_wrong, unlike
 
 from spark_state_ext import RetainedCheckpoint, Savepoint, take_savepoint
 from spark_state_ext.files.folder import Folder
@@ -259,8 +260,25 @@ def test_the_ledger_tells_of_every_way_to_make_and_to_delete_an_object(s3: Any, 
     folder.put_file("3", local)
     assert folder.child("copied").duplicate("3", folder)
     folder.remove("2")
+    assert ledger.unanswered(os.getpid()) == set()
     there = {f"{ledger.below}/a/{name}" for name in ("1", "3", "copied/3")}
     assert {f"{ledger.below}/a/{it.name}" for it in folder.tree()} == ledger.files_left() == there
     folder._fs.rm(ledger.below, recursive=True)
     assert folder.tree() == []
     assert ledger.files_left() == set()
+
+
+def test_a_request_that_was_cut_off_may_have_come_to_the_server(s3: Any, tmp_path: Path) -> None:
+    root = s3.root(tmp_path.name)
+    ledger = Ledger(tmp_path / "ledger.jsonl", root.partition("://")[2])
+    ledger.enter("job 2 until it is killed")
+    folder = Folder(root, s3_options(ledger, s3.options))
+    folder.put("1", b"1")
+    folder.put("2", b"2")
+    lines = ledger.path.read_text().splitlines(keepends=True)
+    ledger.path.write_text("".join(lines[:-1]))
+    there = {f"{ledger.below}/{it.name}" for it in folder.tree()}
+    assert there - ledger.files_left() == ledger.unanswered(os.getpid()) == {f"{ledger.below}/2"}
+    assert unlike(Case("claim", "native", "s3", KILLED), ledger, there) == []
+    # Of a job that nobody has killed it is a mistake.
+    assert unlike(CLAIMED, ledger, there) == [f"the ledger and the store differ about {ledger.below}/2"]
