@@ -9,7 +9,7 @@ pointer names, and the snapshot that its lineage begins with, are durable before
 written where that is asked for, with or without the newer fields beside it, so that a job can go back. Format 2 has
 neither a claim nor origins, as no query of its time began with the state of another. Format 3 has no erase mark, and is
 written where there is none, so that a query which was never asked to erase keys can go back to a release that knows no
-more.
+more. Format 4 has no parents, and is written where there are none and an erase mark is.
 
 Bytes: ``b"SSEP"``, format (u16), length of the JSON part (u32), the JSON part, the inline deltas' bytes one
 after the other, and the CRC-32 of everything before (u32); all little-endian.
@@ -30,10 +30,10 @@ from arrow_schemas.lineage import DELTA, CheckpointRef, check_ascending, file_na
 
 __all__ = ["BOTH", "POINTER_FORMAT", "V1", "V2", "InlineDelta", "LineageEntry", "Pointer", "ReplicationStatus"]
 
-POINTER_FORMAT = 4
+POINTER_FORMAT = 5
 # What is written and read: format 1, the present format, or format 1 with what format 2 has more beside it.
 V1, V2, BOTH = "v1", "v2", "both"
-_FORMAT_1, _FORMAT_2, _FORMAT_3 = 1, 2, 3
+_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4 = 1, 2, 3, 4
 _BESIDE = "v2"
 # Fields of format 1: those that have the same name in format 2, and the others. Its `markers` and `inline` are empty.
 _IN_BOTH = ("operator", "bucket", "buckets", "schema_id", "batch", "watermark_ms", "rows", "earliest_timeout_ms")
@@ -160,6 +160,9 @@ class Pointer:
         Operators that wrote files of the lineage under another name, which stands in these files' headers.
     erased
         Which erase requests the state is without the keys of; None: there was none.
+    parents
+        The checkpoint that a rescaled bucket began with, whose state is that of parts of other buckets, as long as no
+        backend holds the bucket's state without these (`rescale`). None: none is needed.
     """
 
     operator: str
@@ -189,6 +192,7 @@ class Pointer:
     claim: str | None = None
     origins: tuple[str, ...] = ()
     erased: EraseMark | None = None
+    parents: CheckpointRef | None = None
 
     def __post_init__(self) -> None:
         refs = [entry.ref for entry in self.lineage]
@@ -214,12 +218,13 @@ class Pointer:
         Parameters
         ----------
         write
-            `V2`: the present format, or format 3 where there is no erase mark. `V1`: format 1, which has no place for
-            inline deltas and means that a snapshot of the lineage's first checkpoint is there. `BOTH`: format 1 with
-            the other fields beside it, which releases that know format 1 only do not look at.
+            `V2`: the present format, or an older one that has place for all there is. `V1`: format 1, which has no
+            place for inline deltas and means that a snapshot of the lineage's first checkpoint is there. `BOTH`: format
+            1 with the other fields beside it, which releases that know format 1 only do not look at.
         """
         if write == V2:
-            written = _FORMAT_3 if self.erased is None else POINTER_FORMAT
+            written = _FORMAT_3 if self.erased is None else _FORMAT_4
+            written = written if self.parents is None else POINTER_FORMAT
             return _sealed(written, self._plain(), [delta.data for delta in self.inline])
         if self.inline:
             raise ValueError("format 1 of the pointer has no place for inline deltas")
@@ -227,6 +232,8 @@ class Pointer:
             raise ValueError("format 1 of the pointer has no place for a claim or for origins")
         if self.erased is not None:
             raise ValueError("format 1 of the pointer has no place for an erase mark")
+        if self.parents is not None:
+            raise ValueError("format 1 of the pointer has no place for parents")
         fields = self._plain()
         del fields["claim"], fields["origins"]
         text = {name: fields.pop(name) for name in _IN_BOTH}
@@ -264,8 +271,15 @@ class Pointer:
             "ages": None if self.ages is None else self.ages.to_plain(),
             "claim": self.claim,
             "origins": list(self.origins),
-            **({} if self.erased is None else {"erased": list(asdict(self.erased).values())}),
+            **self._only_newer(),
         }
+
+    def _only_newer(self) -> dict[str, Any]:
+        """Fields that formats up to 3 do not have."""
+        erased = None if self.erased is None else list(asdict(self.erased).values())
+        if self.parents is not None:
+            return {"erased": erased, "parents": _pair(self.parents)}
+        return {} if erased is None else {"erased": erased}
 
     @staticmethod
     def decode(data: bytes, read: str = V2) -> Pointer:
@@ -312,6 +326,8 @@ class Pointer:
                 fields = {**fields, "claim": None, "origins": []}
             if version <= _FORMAT_3:
                 fields = {**fields, "erased": None}
+            if version <= _FORMAT_4:
+                fields = {**fields, "parents": None}
             return _parse(fields, data[_HEAD.size + length : -_CRC.size])
         except (CorruptPointerError, LineageError):
             raise
@@ -419,4 +435,5 @@ def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
         claim=None if fields["claim"] is None else str(fields["claim"]),
         origins=tuple(str(name) for name in fields["origins"]),
         erased=_erase_mark(fields["erased"]),
+        parents=_ref(fields["parents"]),
     )

@@ -331,4 +331,6 @@ def relocatable(pointer: Pointer, lineage: Sequence[LineageEntry]) -> Pointer:
         claim=None,
         # Another folder's requests have numbers of their own.
         erased=None,
+        # Its files are all that it needs.
+        parents=None,
     )

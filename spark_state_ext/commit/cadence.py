@@ -8,7 +8,14 @@ from dataclasses import replace
 from arrow_schemas.pointer import LineageEntry, Pointer
 from spark_state_ext.files.horizon import DELTAS_MAX
 
-__all__ = ["DELTAS_MAX", "DELTAS_MIN", "with_unconfirmed_snapshot", "snapshot_due", "snapshot_overdue"]
+__all__ = [
+    "DELTAS_MAX",
+    "DELTAS_MIN",
+    "begins_with_parents",
+    "with_unconfirmed_snapshot",
+    "snapshot_due",
+    "snapshot_overdue",
+]
 
 # Few deltas are quicker to load than a snapshot is to write.
 DELTAS_MIN = 10
@@ -36,6 +43,11 @@ def snapshot_due(lineage: Sequence[LineageEntry], state_bytes: int) -> bool:
 def snapshot_overdue(lineage: Sequence[LineageEntry]) -> bool:
     """Whether a snapshot was due so long ago that nobody in the background will write it."""
     return len(lineage) >= 2 * DELTAS_MAX
+
+
+def begins_with_parents(pointer: Pointer) -> bool:
+    """Whether a rescaled bucket has no snapshot of its own yet, nor one under way."""
+    return pointer.parents is not None and pointer.lineage[0].ref == pointer.parents
 
 
 def with_unconfirmed_snapshot(pointer: Pointer) -> Pointer:

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from arrow_schemas.lineage import SNAPSHOT, file_name
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.pointer import V2, InlineDelta, Pointer, ReplicationStatus
 from spark_state_ext.backends import Markers
 from spark_state_ext.backends.replication import version_of
@@ -21,6 +21,7 @@ __all__ = [
     "CommitOptions",
     "How",
     "assured",
+    "catching_up",
     "decide",
     "lags",
     "pending",
@@ -119,13 +120,23 @@ def settled(pointer: Pointer, done: Mapping[tuple[str, str], Markers]) -> Pointe
             if said is None:
                 break
             through, markers[name] = delta.ref, dict(said)
-        if since is not None and (name, file_name(since, SNAPSHOT)) in done:
+        if since is not None and any(
+            (name, file_name(it, SNAPSHOT)) in done and it.version <= version_of(through)
+            for it in catching_up(pointer, since)
+        ):
             since = None
         replication[name] = ReplicationStatus(through, since)
     # While nobody has anything, what is inline is all there is.
     floor = min((version_of(status.through) for status in replication.values()), default=0)
     inline = tuple(delta for delta in pointer.inline if delta.ref.version > floor)
     return replace(pointer, replication=replication, markers=markers, inline=inline)
+
+
+def catching_up(pointer: Pointer, since: CheckpointRef) -> list[CheckpointRef]:
+    """Snapshots of which any is enough for a backend that has all deltas since a checkpoint: that one's, and a later
+    one that the lineage begins with."""
+    later = [entry.ref for entry in pointer.lineage[:1] if entry.ref.version > since.version]
+    return [since, *later]
 
 
 def assured(pointer: Pointer, markers: Mapping[str, Markers]) -> Pointer:

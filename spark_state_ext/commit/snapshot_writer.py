@@ -121,7 +121,7 @@ class SnapshotWriter:
         again = self._snapshots.to_repeat(new)
         if not (due or behind or again):
             return new
-        if not any(is_complete(status) for status in new.replication.values()):
+        if new.parents is None and not any(is_complete(status) for status in new.replication.values()):
             # Nothing that is configured holds this state, so the pointer must not go before something does.
             self._write_now(new, behind)
             return self._snapshots.with_full_snapshot(
@@ -146,8 +146,11 @@ class SnapshotWriter:
         # Where the runner has refused for long, it does not keep up either.
         if now or missed >= _MISSED_MAX or snapshot_overdue(new.lineage):
             self._write_now(new, names)
+            # A rescaled bucket's backends have caught up with it.
             return self._snapshots.with_full_snapshot(
-                replace(with_unconfirmed_snapshot(new), snapshots_missed=0), behind, known=True
+                replace(with_unconfirmed_snapshot(new), snapshots_missed=0),
+                behind if new.parents is None else names,
+                known=True,
             )
         view, pin = self._bucket.pinned(new, _WAITING_PIN_S)
         # Before the work begins, which records its end.
@@ -188,6 +191,8 @@ class SnapshotWriter:
         unconfirmed = new.lineage[0]
         if unconfirmed.ref.version == 1:  # the bucket's first delta, which is the whole state of its time
             return 0
+        if unconfirmed.ref == new.parents:  # of which nobody writes one
+            return new.snapshots_missed
         if self._context.runner.busy(self._snapshot_work(unconfirmed.ref)):
             return new.snapshots_missed
         return 0 if self._snapshots.has_snapshot(new, unconfirmed.ref) else new.snapshots_missed + 1

@@ -126,18 +126,29 @@ class Snapshots:
     def behind(self, pointer: Pointer) -> list[str]:
         """Backends that need a full snapshot of the next checkpoint: they have nothing, or the one they got is lost.
 
-        Where no backend holds everything, it is all of them.
+        Where no backend holds everything, it is all of them; but of a rescaled bucket the parents do, and its first
+        snapshot makes them complete.
         """
         if pointer.ref is None:
             return []
         if not any(is_complete(status) for status in pointer.replication.values()):
-            return list(self._replicas)
+            if pointer.parents is None:
+                return list(self._replicas)
+            self._look_for_first(pointer)
+            return []
         records = upload_records(self._store)
         return [
             name
             for name in self._replicas
             if name not in pointer.replication or self._stalled(pointer, name, pointer.replication[name], records)
         ]
+
+    def _look_for_first(self, pointer: Pointer) -> None:
+        """Have the first snapshot of a rescaled bucket read back, where another machine has sent it."""
+        records, first = upload_records(self._store), pointer.lineage[0].ref
+        if first != pointer.parents:
+            for name, status in pointer.replication.items():
+                self._stalled(pointer, name, replace(status, since=first), records)
 
     def _stalled(
         self, pointer: Pointer, name: str, status: ReplicationStatus, records: Mapping[str, UploadRecord]

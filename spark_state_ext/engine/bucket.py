@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import DELTA, CheckpointRef, LineageHeader, Writer, new_checkpoint_id
 from arrow_schemas.pointer import LineageEntry, Pointer
-from spark_state_ext.backends.replication import Replica, taken_over
-from spark_state_ext.commit.cadence import snapshot_due
+from spark_state_ext.backends.replication import Replica, Restorable, taken_over
+from spark_state_ext.commit.cadence import begins_with_parents, snapshot_due
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.snapshot_writer import SnapshotWriter
@@ -121,7 +121,7 @@ class Bucket:
         *,
         restore_from: str | None = None,
         memory: Calls | None = None,
-        sources: Sequence[Replica] = (),
+        sources: Sequence[Restorable] = (),
     ) -> None:
         self._store = store
         self._replicas = list(replicas)
@@ -239,7 +239,7 @@ class Bucket:
             self._tidy(parent)
             state_bytes, sizes = self._reconciled(new, lambda view: (self._state_bytes(view), Sizes.of(view)))
             finished = self.committer.finish(replace(new, rows=sizes.rows_max), handed_in)
-            due = snapshot_due(finished.pointer.lineage, state_bytes)
+            due = snapshot_due(finished.pointer.lineage, state_bytes) or begins_with_parents(finished.pointer)
             made = self._snapshots.in_time(finished.pointer, due, behind, changed=rows.rows > 0)
             waited_s = begun.waited_s + finished.waited_s
             return CommitResult(made, sizes, finished.deferred, waited_s)

@@ -23,7 +23,7 @@ import pyarrow as pa
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import Checkpoint
-from spark_state_ext.backends.replication import Replica, Restorable, is_complete, taken_over
+from spark_state_ext.backends.replication import Restorable, is_complete, taken_over
 from spark_state_ext.errors import (
     CorruptError,
     InterruptedRestoreError,
@@ -199,7 +199,7 @@ class _Source:
         return error
 
 
-def restore_order(replicas: Sequence[Replica], pointer: Pointer, restore_from: str | None) -> list[Replica]:
+def restore_order(replicas: Sequence[Restorable], pointer: Pointer, restore_from: str | None) -> list[Restorable]:
     """Backends in the order in which a restore asks them: the preferred one, then those that hold everything.
 
     Parameters
@@ -212,7 +212,7 @@ def restore_order(replicas: Sequence[Replica], pointer: Pointer, restore_from: s
         Name of the preferred backend.
     """
 
-    def rank(replica: Replica) -> tuple[bool, bool]:
+    def rank(replica: Restorable) -> tuple[bool, bool]:
         return not is_complete(pointer.replication.get(replica.name)), replica.name != restore_from
 
     return sorted(replicas, key=rank)

@@ -180,26 +180,29 @@ class FirstStep:
         query_folder = self._root.child(self._query_folder)
         if beginning.captured is None:
             note_start(query_folder, replace(beginning.record, claim=self._claim_id))
-            return beginning.detached(self._job, self._query_folder, (), scratch)
+            return beginning.detached_from(self._job, self._query_folder, [()] * len(beginning.parts), scratch)
         start = self._job.options.start_from
         assert isinstance(start, RetainedCheckpoint), "that is what was captured"
-        pointer = beginning.pointer
+        pointer = beginning.parts[0].pointer
         held = Folder(start.root, start.storage_options).child(pointer.operator, pointer.query_folder)
         Hold(held, beginning.captured.hold_id).renew()
         places = list(start.places)
         if all(backend.kind != FSSPEC for backend in self._job.options.backends):
             # They are asked beside the query's own backends, of which one may have the same name.
             places = [replace(it, name=borrowed(it.name)) for it in places]
-        sources = replicas.reading(places, pointer, scratch, self._job.options.commit.commit_timeout_ms / 1000)
+        timeout_s = self._job.options.commit.commit_timeout_ms / 1000
+        sources = [replicas.reading(places, part.pointer, scratch, timeout_s) for part in beginning.parts]
+        every = [replica for of_one in sources for replica in of_one]
         try:
-            _refuse_elsewhere(start, pointer, sources)
+            for part, of_one in zip(beginning.parts, sources, strict=True):
+                _refuse_elsewhere(start, part.pointer, of_one)
             note_start(query_folder, beginning.record)
-            begun = beginning.detached(self._job, self._query_folder, sources, scratch)
+            begun = beginning.detached_from(self._job, self._query_folder, sources, scratch)
         except BaseException:
-            close_all(sources)
+            close_all(every)
             raise
         if not begun.sources:
-            close_all(sources)
+            close_all(every)
         return begun
 
 

@@ -89,6 +89,11 @@ class Beginning:
         """Whether the other query's folder becomes the query's own."""
         return self.captured is not None and self.record.mode == CLAIM
 
+    @property
+    def parts(self) -> tuple[Beginning, ...]:
+        """The saved buckets that it is made of."""
+        return (self,)
+
     def leaves_behind(self, job: Job) -> bool:
         """Whether state columns that the job does not have are left behind."""
         return job.options.start_from is not None and job.options.start_from.allow_non_restored
@@ -113,6 +118,11 @@ class Beginning:
             leave_behind=self.leaves_behind(job),
             case_sensitive=job.case_sensitive,
         )
+
+    def detached_from(self, job: Job, query_folder: str, replicas: Sequence[Sequence[Replica]], scratch: Path) -> Begun:
+        """As `detached`, with the backends of each of the `parts`."""
+        (mine,) = replicas
+        return self.detached(job, query_folder, mine, scratch)
 
     def detached(self, job: Job, query_folder: str, replicas: Sequence[Replica], scratch: Path) -> Begun:
         """Have the bucket's files in the query's folder, and the pointer to go on from.
@@ -294,11 +304,21 @@ class Starts:
                 return None
             raise _not_there(name, start.path, manifest)
         operator_file = header.operators[name]
+        record = StartRecord("savepoint", start.path, header.id, header.batch, start.mode, name)
+
+        def saved(number: int) -> Beginning:
+            it = manifest.bucket(name, number)
+            return Beginning(it.pointer, operator_file, record, folder.child(name, str(number)), it.files)
+
+        return self._begun_with(job, operator_file, bucket, saved)
+
+    def _begun_with(
+        self, job: Job, operator_file: OperatorFile, bucket: int, saved: Callable[[int], Beginning]
+    ) -> Beginning:
+        """What a bucket begins with, of the saved buckets, by their numbers."""
         # The number of buckets first: without it there may be no such bucket.
         operator_file.begins(job.operator_file(""), leave_behind=True, case_sensitive=job.case_sensitive)
-        saved = manifest.bucket(name, bucket)
-        record = StartRecord("savepoint", start.path, header.id, header.batch, start.mode, name)
-        return Beginning(saved.pointer, operator_file, record, folder.child(name, str(bucket)), saved.files)
+        return saved(bucket)
 
     def _in_checkpoint(self, job: Job, start: RetainedCheckpoint, name: str, bucket: int) -> Beginning | None:
         if job.captured is None:
@@ -324,12 +344,14 @@ class Starts:
                 files.get(operator_file_name(pointer.schema_id)), files.where(operator_file_name(pointer.schema_id))
             ),
         )
-        # The number of buckets first: without it there may be no such bucket.
-        operator_file.begins(job.operator_file(""), leave_behind=True, case_sensitive=job.case_sensitive)
-        if bucket not in captured.pointers:
-            raise CorruptFileError(f"{notes.where(file)} lacks bucket {bucket}. Plan the query again.")
         record = StartRecord("retained_checkpoint", files.root, "", captured.batch, start.mode, name)
-        return Beginning(pointer, operator_file, record, files.child(str(bucket)), None, captured)
+
+        def saved(number: int) -> Beginning:
+            if number not in captured.pointers:
+                raise CorruptFileError(f"{notes.where(file)} lacks bucket {number}. Plan the query again.")
+            return Beginning(captured.pointers[number], operator_file, record, files.child(str(number)), None, captured)
+
+        return self._begun_with(job, operator_file, bucket, saved)
 
 
 def _not_there(name: str, path: str, manifest: SavepointManifest) -> StateError:

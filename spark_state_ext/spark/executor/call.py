@@ -27,8 +27,9 @@ from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.release import note_handed_over
+from spark_state_ext.rescale.dividing import DividingStarts
 from spark_state_ext.savepoints.detaching import Detaching
-from spark_state_ext.savepoints.starting import Beginning, Starts
+from spark_state_ext.savepoints.starting import Beginning
 from spark_state_ext.spark.executor.key_work import KeyWork
 from spark_state_ext.spark.executor.opening import (
     CallFolders,
@@ -167,7 +168,7 @@ class _BucketCall:
         cpu: _CpuTime,
     ) -> None:
         self._shared = Shared.of(worker)
-        self._starts = worker.own(Starts)
+        self._starts = worker.own(DividingStarts)
         self._detaching = worker.own(Detaching)
         self._info = info
         self._job = info.job

@@ -15,6 +15,7 @@ from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
+from spark_state_ext.backends.registry import FSSPEC
 from spark_state_ext.backends.replication import Replica, close_all
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.failures import Run
@@ -30,10 +31,12 @@ from spark_state_ext.errors import (
     LineageError,
     MissingCheckpointError,
     OperatorChangedError,
+    StateElsewhereError,
     UsageError,
 )
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_record import Claim
+from spark_state_ext.rescale.origin import Origin
 from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.key_work import Times
@@ -140,6 +143,8 @@ class OpenBucket:
         Has backends keep what is there for the operator as a whole, where they do not.
     sources
         Backends of another query, or a savepoint's folder, that only this call reads from.
+    origin
+        What a rescaled bucket began with, as long as it needs that.
     """
 
     query_folder: str
@@ -152,10 +157,13 @@ class OpenBucket:
     bucket: Bucket
     prepare: Callable[[], None]
     sources: tuple[Replica, ...] = ()
+    origin: Origin | None = None
 
     def let_go(self) -> None:
         """The call is over: close what only it has read from."""
         close_all(self.sources)
+        if self.origin is not None:
+            self.origin.close()
 
 
 def refuse_without_import(call: CallInfo, beginning: Beginning | None) -> None:
@@ -239,11 +247,13 @@ def open_bucket(
     replicas = shared.replicas.of(job, query_folder, call.bucket, scratch)
     schema = operator.row_schema()
     local = local_folder(job, query_folder, operator.schema_id, call.bucket)
+    # Rows are written under the schema in force now, whatever that of the pointer we were given.
+    pointer = replace(pointer, schema_id=operator.schema_id)
+    origin = _origin(job, pointer, schema, scratch)
     bucket = Bucket(
         shared.stores.at(str(local), schema),
         replicas,
-        # Rows are written under the schema in force now, whatever that of the pointer we were given.
-        replace(pointer, schema_id=operator.schema_id),
+        pointer,
         # An adopted folder has another query's name.
         Writer(
             claim.id if claim is not None else call.task.query_id or query_folder,
@@ -266,10 +276,26 @@ def open_bucket(
         # The query's own backends have nothing yet where it reads from others.
         restore_from=None if begun.sources else job.options.restore_from,
         memory=shared.memory,
-        sources=begun.sources,
+        sources=begun.sources if origin is None else (origin,),
     )
     files = root.child(query_folder)
-    return OpenBucket(query_folder, files, leases, operator, schema, pointer, replicas, bucket, prepare, begun.sources)
+    return OpenBucket(
+        query_folder, files, leases, operator, schema, pointer, replicas, bucket, prepare, begun.sources, origin
+    )
+
+
+def _origin(job: Job, pointer: Pointer, schema: RowSchema, scratch: Path) -> Origin | None:
+    """What a rescaled bucket began with, as long as no backend has all of its state."""
+    if pointer.parents is None:
+        return None
+    backend = next((it for it in job.options.backends if it.kind == FSSPEC), None)
+    if backend is None:
+        raise StateElsewhereError(
+            f"bucket {pointer.bucket} of operator {job.operator!r} was rescaled, and has no snapshot of its own yet: "
+            "keep the backend that has the old buckets' files until it has"
+        )
+    folder = Folder(backend.root, backend.storage_options).child(job.operator, pointer.query_folder)
+    return Origin(folder, pointer, job.options.bucket_map, schema, scratch)
 
 
 def _first_pointer(call: CallInfo, operator: OperatorFile, query_folder: str) -> Pointer:

@@ -1,0 +1,187 @@
+"""Starting from a snapshot with another bucket map: each bucket begins with parts of the saved ones, its parents.
+
+Its first call has its parents' files in the query's own folder, as for any start, and the bucket begins a history of
+its own. No row is written anew: that happens when the bucket writes its first snapshot, in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from arrow_schemas.bucket_map import HASH, BucketMap
+from arrow_schemas.operator import OperatorFile
+from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
+from arrow_schemas.savepoint import NATIVE, SavedBucket
+from spark_state_ext.backends.registry import FSSPEC
+from spark_state_ext.backends.replication import Replica
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.start_from import CLAIM
+from spark_state_ext.errors import UsageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.rescale.parents import Parent, note_parent, origin_of, parent_files
+from spark_state_ext.savepoints.copying import copied
+from spark_state_ext.savepoints.starting import Beginning, Begun, Starts
+from spark_state_ext.savepoints.taking import save_bucket
+
+__all__ = ["Division", "DividingStarts", "divided_pointer"]
+
+
+def divided_pointer(job: Job, query_folder: str, bucket: int, parents: Sequence[Parent]) -> Pointer:
+    """The pointer of a bucket that begins with parts of others, as if it had been committed.
+
+    Parameters
+    ----------
+    job
+        The job, which has the bucket map.
+    query_folder
+        Name of the query's folder.
+    bucket
+        The bucket.
+    parents
+        Its parents, all as of one batch.
+
+    Returns
+    -------
+    Pointer
+        With a history that begins at the bucket's origin. Nothing is known to be dealt with of the keys' timeouts: they
+        are looked at once more.
+    """
+    bucket_map = job.options.bucket_map
+    pointers = [parent.pointer for parent in parents]
+    origin = origin_of(parents, bucket_map, bucket)
+    heartbeats = max(it.heartbeats for it in pointers)
+    names = dict.fromkeys(name for it in pointers for name in (*it.origins, it.operator))
+    return Pointer(
+        operator=job.operator,
+        bucket=bucket,
+        buckets=bucket_map.buckets,
+        schema_id=0,
+        batch=-1,
+        watermark_ms=max((it.watermark_ms for it in pointers if it.watermark_ms is not None), default=None),
+        query_folder=query_folder,
+        lineage=() if origin is None else (LineageEntry(origin, 0, heartbeats),),
+        rows=sum(it.rows for it in pointers),
+        earliest_timeout_ms=min(
+            (it.earliest_timeout_ms for it in pointers if it.earliest_timeout_ms is not None), default=None
+        ),
+        calls=max(it.calls for it in pointers),
+        heartbeats=heartbeats,
+        retained=max(it.retained for it in pointers),
+        retained_heartbeat=max(it.retained_heartbeat for it in pointers),
+        # They have what comes from now on, and everything once the first snapshot has arrived.
+        replication={}
+        if origin is None
+        else {backend.name: ReplicationStatus(origin, origin) for backend in job.options.backends},
+        origins=tuple(name for name in names if name != job.operator),
+        parents=origin,
+    )
+
+
+@dataclass(frozen=True)
+class Division(Beginning):
+    """Where the state of a bucket comes from that begins with parts of others.
+
+    Parameters
+    ----------
+    pointer, operator_file, record, source, files, captured
+        As for `Beginning`; `pointer` is the bucket's own.
+    saved
+        The saved buckets that it begins with parts of, in the order of their hashes.
+    """
+
+    saved: tuple[Beginning, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Beginning, ...]:
+        """The saved buckets that it is made of."""
+        return self.saved
+
+    def begins(self, job: Job, query_folder: str) -> OperatorFile:
+        """The first operator file of the query, which has the job's bucket map.
+
+        Raises
+        ------
+        ChangedJobError
+            When the saved state cannot serve the job.
+        """
+        return _as_asked(self.operator_file, job.options.bucket_map).begins(
+            job.operator_file(query_folder),
+            leave_behind=self.leaves_behind(job),
+            case_sensitive=job.case_sensitive,
+        )
+
+    def detached_from(self, job: Job, query_folder: str, replicas: Sequence[Sequence[Replica]], scratch: Path) -> Begun:
+        """Have the parents in the query's folder, and the pointer to go on from.
+
+        Parameters
+        ----------
+        job, query_folder, scratch
+            As for `Beginning.detached`.
+        replicas
+            Of each parent, the backends of the other query, where it is a retained checkpoint.
+
+        Raises
+        ------
+        MissingCheckpointError, CorruptFileError, LineageError
+            When the saved state cannot be loaded.
+        StorageError
+            When a store fails.
+        """
+        backend = next(it for it in job.options.backends if it.kind == FSSPEC)
+        folder = Folder(backend.root, backend.storage_options).child(job.operator, query_folder)
+        parents = []
+        for part, of_one in zip(self.saved, replicas, strict=True):
+            parent = Parent(self.operator_file, _brought(part, folder, of_one, scratch))
+            note_parent(folder, parent)
+            parents.append(parent)
+        return Begun(divided_pointer(job, query_folder, self.pointer.bucket, parents))
+
+
+def _brought(part: Beginning, query_folder: Folder, replicas: Sequence[Replica], scratch: Path) -> SavedBucket:
+    """Have the files of a saved bucket among the parents."""
+    pointer = part.pointer
+    target = parent_files(query_folder, pointer.bucket)
+    if part.files is None:
+        return save_bucket(pointer, replicas, target, NATIVE, part.operator_file.row_schema(), scratch).saved
+    for file in part.files:
+        copied(part.source, file, target, scratch)
+    target.sync()
+    return SavedBucket(pointer.operator, pointer.bucket, pointer, part.files)
+
+
+class DividingStarts(Starts):
+    """What a process has read of the snapshots that its queries start from, whatever bucket maps these have."""
+
+    def _begun_with(
+        self, job: Job, operator_file: OperatorFile, bucket: int, saved: Callable[[int], Beginning]
+    ) -> Beginning:
+        asked, stored = job.options.bucket_map, operator_file.bucket_map
+        if asked == stored or not (asked.by_hash and stored.by_hash):
+            return super()._begun_with(job, operator_file, bucket, saved)
+        _as_asked(operator_file, asked).begins(
+            job.operator_file(""), leave_behind=True, case_sensitive=job.case_sensitive
+        )
+        parts = tuple(saved(number) for number in asked.overlapping(stored, bucket))
+        first = parts[0]
+        if first.captured is not None and first.record.mode == CLAIM:
+            raise UsageError(
+                f"operator {job.operator!r} has {asked}, and the retained checkpoint that it claims {stored}: what is "
+                "claimed is gone on with as it is. Start with mode='no_claim', or with the old number of buckets"
+            )
+        if all(backend.kind != FSSPEC for backend in job.options.backends):
+            raise UsageError(
+                f"operator {job.operator!r} has {asked}, and what it starts from {stored}: that needs a backend that "
+                "is a file system, such as 'fsspec', for the old buckets' files"
+            )
+        parents = [
+            Parent(operator_file, SavedBucket(it.pointer.operator, it.pointer.bucket, it.pointer, ())) for it in parts
+        ]
+        pointer = divided_pointer(job, "", bucket, parents)
+        return Division(pointer, operator_file, first.record, first.source, first.files, first.captured, saved=parts)
+
+
+def _as_asked(operator_file: OperatorFile, bucket_map: BucketMap) -> OperatorFile:
+    """The saved operator file as if it had the map that the job asks for."""
+    return replace(operator_file, buckets=bucket_map.buckets, mapped=None if bucket_map.kind == HASH else bucket_map)

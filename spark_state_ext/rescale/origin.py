@@ -1,0 +1,218 @@
+"""The state that a rescaled bucket begins with, as the snapshot file that nobody has written yet.
+
+Whoever loads the bucket asks for the snapshot of its origin. As long as the bucket has no snapshot of its own in a
+backend, that is made of the parents' files where it is asked for, and lies on this machine only: the rows of each
+parent whose hashes are the bucket's, one parent after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_schemas.bucket_map import BucketMap
+from arrow_schemas.lineage import SNAPSHOT, LineageHeader, Writer, file_name, parse_file_name
+from arrow_schemas.pointer import Pointer
+from arrow_schemas.row import RowSchema
+from spark_state_ext.backends import Checkpoint, RestoreManager
+from spark_state_ext.errors import InterruptedRestoreError, LineageError, MissingCheckpointError
+from spark_state_ext.files.checkpoint import read_checkpoint
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed import SealedFile, SealedFiles, seal
+from spark_state_ext.rescale.parents import Parent, origin_of, parent_files, parents_in
+from spark_state_ext.restore.trace import check_owner
+from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.store.runs import hashes_of
+from spark_state_ext.version import __version__
+
+__all__ = ["Origin", "rows_of_parents"]
+
+
+class Origin:
+    """Where the state is that a rescaled bucket begins with: a backend of one file, to be read from only.
+
+    Parameters
+    ----------
+    query_folder
+        The folder of the bucket's query.
+    pointer
+        The bucket's; with parents.
+    bucket_map
+        The query's.
+    schema
+        Row schema of the operator file in force.
+    scratch
+        Local folder for temporary files.
+    """
+
+    name = "the parents of a rescaled bucket"
+    root = False
+
+    def __init__(
+        self, query_folder: Folder, pointer: Pointer, bucket_map: BucketMap, schema: RowSchema, scratch: Path
+    ) -> None:
+        assert pointer.parents is not None, "it begins with parts of others"
+        self._query_folder = query_folder
+        self._pointer = pointer
+        self._ref = pointer.parents
+        self._bucket_map = bucket_map
+        self._schema = schema
+        self._scratch = scratch
+        self._file = file_name(self._ref, SNAPSHOT)
+        self._made: SealedFile | None = None
+        self._making = threading.Lock()
+        self._closed = threading.Event()
+
+    # -- a backend that nobody writes to -----------------------------------------------------------
+
+    @property
+    def restore(self) -> RestoreManager:
+        """Reads it."""
+        return _OriginRestore(self)
+
+    # -- its one file ------------------------------------------------------------------------------
+
+    def where(self, name: str) -> str:
+        """How to call a file in messages."""
+        return f"{name}, made of what lies in {parent_files(self._query_folder, 0).root.rpartition('/')[0]}"
+
+    def size(self, name: str) -> int:
+        """Its size."""
+        return self._whole(name).size_bytes
+
+    def get(self, name: str) -> bytes:
+        """All of it."""
+        return self.get_range(name, 0, self.size(name))
+
+    def get_range(self, name: str, start: int, end: int) -> bytes:
+        """A part of it."""
+        return self._whole(name).get_range(start, end)
+
+    def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
+        """All of it, as a local file."""
+        SealedFiles([self._whole(name)], "just made").get_file(name, local_path)
+
+    def open_local(self, name: str) -> pa.NativeFile | None:
+        """It lies on this machine only for as long as it is read."""
+        return None
+
+    def close(self) -> None:
+        """Nobody reads any more."""
+        self._closed.set()
+        with self._making:
+            made, self._made = self._made, None
+        if made is not None:
+            made.let_go()
+
+    def _whole(self, name: str) -> SealedFile:
+        if name != self._file:
+            raise MissingCheckpointError(f"reading {self.where(name)}: it does not exist")
+        with self._making:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def _make(self) -> SealedFile:
+        self._raise_if_closed()
+        parents = parents_in(self._query_folder, self._bucket_map, self._pointer.bucket)
+        found = origin_of(parents, self._bucket_map, self._pointer.bucket)
+        if found != self._ref:
+            raise LineageError(
+                f"bucket {self._pointer.bucket} of operator {self._pointer.operator!r} begins with "
+                f"checkpoint {self._ref}, and the parents in {self._query_folder.root} make {found}: bring back those that "
+                "it was rescaled from"
+            )
+        header = LineageHeader(
+            kind=SNAPSHOT,
+            operator=self._pointer.operator,
+            bucket=self._pointer.bucket,
+            ref=self._ref,
+            parent=None,
+            lineage=(),
+            schema_id=self._pointer.schema_id,
+            writer=Writer("", "", -1, "", max(parent.pointer.heartbeats for parent in parents)),
+            package_version=__version__,
+        )
+        return seal(header, self._schema, self._rows(parents), self._scratch)
+
+    def _rows(self, parents: list[Parent]) -> Iterator[pa.RecordBatch]:
+        low, high = self._bucket_map.range_of(self._pointer.bucket)
+        for parent in parents:
+            files = parent_files(self._query_folder, parent.bucket)
+            for rows in rows_of_parents(files, parent, low, high, self._schema, self._scratch):
+                self._raise_if_closed()
+                yield rows
+
+    def _raise_if_closed(self) -> None:
+        if self._closed.is_set():
+            raise InterruptedRestoreError(f"the restore of checkpoint {self._ref} was told to stop")
+
+
+class _OriginRestore:
+    """The restore manager of an `Origin`."""
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+
+    def init(self, checkpoint: Checkpoint) -> None:
+        """Nothing to do: the file is found by its name."""
+
+    def restore(self) -> Origin:
+        """The file."""
+        return self._origin
+
+    def close(self) -> None:
+        """Reads end."""
+        self._origin.close()
+
+
+def rows_of_parents(
+    files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
+) -> Iterator[pa.RecordBatch]:
+    """The live rows of a parent in a range of hashes, ascending.
+
+    Parameters
+    ----------
+    files
+        Where the parent's files lie.
+    parent
+        The parent.
+    low, high
+        The high 32 bits of the hashes: from `low` up to, and without, `high`.
+    schema
+        What the rows are to conform to.
+    scratch
+        Local folder for temporary files.
+
+    Raises
+    ------
+    MissingCheckpointError, CorruptFileError, LineageError, StorageError
+        When a file is gone or damaged, or the store fails.
+    """
+    for rows in _all_rows(files, parent, schema, scratch):
+        hashes = hashes_of(rows) >> np.uint64(32)
+        begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))
+        end = int(np.searchsorted(hashes, np.uint64(high), side="left"))
+        if begin < end:
+            yield rows.slice(begin, end - begin)
+        if end < len(hashes):
+            return
+
+
+def _all_rows(files: Folder, parent: Parent, schema: RowSchema, scratch: Path) -> Iterator[pa.RecordBatch]:
+    pointer, saved = parent.pointer, parent.saved.files
+    if pointer.ref is None:
+        return
+    if len(saved) == 1 and saved[0].name == file_name(pointer.ref, SNAPSHOT):
+        # One file has all of it, as it is: no local store is needed.
+        found = read_checkpoint(files, pointer.ref, SNAPSHOT, schema, scratch)
+        check_owner(found.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(saved[0].name))
+        yield from found.batches
+        return
+    assert all(parse_file_name(file.name) for file in saved), "a manifest has checkpoint files"
+    yield from saved_rows(files, pointer, schema, scratch)

@@ -1,0 +1,204 @@
+"""Parents: the buckets that a rescaled bucket begins with parts of, as the query's folder keeps them.
+
+They lie in `parents/` of the query folder, like the buckets of a savepoint: files under their own names, and beside
+them a record for each parent. Whoever comes first brings a parent; all bring the same. Nothing refers to where they
+came from, and nothing writes to them.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from arrow_schemas.bucket_map import BucketMap
+from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.lineage import CheckpointRef
+from arrow_schemas.operator import OperatorFile
+from arrow_schemas.pointer import Pointer
+from arrow_schemas.savepoint import SavedBucket, SavedFile
+from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
+from spark_state_ext.files.folder import Folder
+
+__all__ = [
+    "PARENTS_FOLDER",
+    "PARENT_FORMAT",
+    "Parent",
+    "note_parent",
+    "origin_of",
+    "overlapping_parents",
+    "parent_files",
+    "parents_in",
+]
+
+PARENTS_FOLDER = "parents"
+PARENT_FORMAT = 1
+_NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.parent\.json")
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A bucket that others begin with parts of.
+
+    Parameters
+    ----------
+    operator_file
+        The operator file in force there, which has the bucket map.
+    saved
+        The bucket, as a savepoint's manifest has it.
+    """
+
+    operator_file: OperatorFile
+    saved: SavedBucket
+
+    @property
+    def bucket(self) -> int:
+        """Its number."""
+        return self.saved.bucket
+
+    @property
+    def pointer(self) -> Pointer:
+        """Where it stood."""
+        return self.saved.pointer
+
+    def encode(self) -> bytes:
+        """The record's bytes; the same from whoever makes them."""
+        fields: dict[str, Any] = {
+            "format": PARENT_FORMAT,
+            "operator_file": json.loads(self.operator_file.encode()),
+            "bucket": self.bucket,
+            "pointer": base64.b64encode(self.pointer.encode()).decode(),
+            "files": [[it.name, it.size_bytes, it.digest] for it in self.saved.files],
+        }
+        return sealed_document(fields)
+
+    @staticmethod
+    def decode(data: bytes, where: str) -> Parent:
+        """Inverse of `encode`.
+
+        Raises
+        ------
+        CorruptFileError
+            When it is damaged.
+        VersionSkewError
+            When a newer release wrote it.
+        """
+        with readable(where, "record of a parent"):
+            fields = opened_document(data, where, PARENT_FORMAT)
+            operator = OperatorFile.decode(json.dumps(fields["operator_file"]).encode(), where)
+            pointer = Pointer.decode(base64.b64decode(fields["pointer"], validate=True))
+            if (pointer.operator, pointer.bucket) != (operator.operator, fields["bucket"]):
+                raise CorruptFileError(f"{where} has the pointer of bucket {pointer.bucket} of {pointer.operator!r}")
+            files = tuple(SavedFile(*file) for file in fields["files"])
+            return Parent(operator, SavedBucket(operator.operator, pointer.bucket, pointer, files))
+        raise AssertionError("unreachable: readable raises what it catches")
+
+
+def _record_name(bucket: int) -> str:
+    return f"{bucket}.parent.json"
+
+
+def parent_files(query_folder: Folder, bucket: int) -> Folder:
+    """Where a parent's files lie.
+
+    Parameters
+    ----------
+    query_folder
+        The folder of the query whose buckets begin with parts of it.
+    bucket
+        The parent's number.
+    """
+    return query_folder.child(PARENTS_FOLDER, str(bucket))
+
+
+def note_parent(query_folder: Folder, parent: Parent) -> None:
+    """Write down what a parent is, once its files are there.
+
+    Raises
+    ------
+    LineageError
+        When another attempt at the first batch began with something else.
+    StorageError
+        When the store fails.
+    """
+    folder, name, data = query_folder.child(PARENTS_FOLDER), _record_name(parent.bucket), parent.encode()
+    if not folder.create(name, data) and folder.get(name) != data:
+        raise LineageError(
+            f"{folder.where(name)} is of another state than bucket {parent.bucket} is to be rescaled from: a first "
+            "batch that failed began with that. Start the query again from where it was, or with a new "
+            "checkpointLocation"
+        )
+
+
+def parents_in(query_folder: Folder, bucket_map: BucketMap, bucket: int) -> list[Parent]:
+    """The parents of a bucket, in the order of their hashes.
+
+    Parameters
+    ----------
+    query_folder
+        The bucket's query folder.
+    bucket_map, bucket
+        The query's map, and the bucket.
+
+    Raises
+    ------
+    MissingCheckpointError
+        When one is not there.
+    CorruptFileError, VersionSkewError, StorageError
+        When one cannot be read.
+    """
+    folder = query_folder.child(PARENTS_FOLDER)
+    numbers = sorted(int(match[1]) for name in folder.names() if (match := _NAME.fullmatch(name)))
+    if not numbers:
+        raise MissingCheckpointError(
+            f"bucket {bucket} begins with parts of other buckets, and {folder.root} has none: bring the folder back, "
+            "or go back to a batch from before the query was rescaled"
+        )
+    first = _read(folder, numbers[0])
+    wanted = bucket_map.overlapping(first.operator_file.bucket_map, bucket)
+    return [first if number == first.bucket else _read(folder, number) for number in wanted]
+
+
+def _read(folder: Folder, bucket: int) -> Parent:
+    name = _record_name(bucket)
+    return Parent.decode(folder.get(name), folder.where(name))
+
+
+def overlapping_parents(parents: Iterable[Parent], bucket_map: BucketMap, bucket: int) -> list[Parent]:
+    """Those of some parents that have hashes of a bucket, in the order of their hashes."""
+    low, high = bucket_map.range_of(bucket)
+
+    def overlaps(parent: Parent) -> bool:
+        begins, ends = parent.operator_file.bucket_map.range_of(parent.bucket)
+        return begins < high and low < ends
+
+    return sorted(filter(overlaps, parents), key=lambda parent: parent.bucket)
+
+
+def origin_of(parents: Sequence[Parent], bucket_map: BucketMap, bucket: int) -> CheckpointRef | None:
+    """The checkpoint that a bucket begins with: the same whoever makes it of the same parents.
+
+    Its version is beyond those of the parents, and so never 1, which a first delta has that is a whole state.
+
+    Parameters
+    ----------
+    parents
+        The bucket's.
+    bucket_map, bucket
+        The query's map, and the bucket.
+
+    Returns
+    -------
+    CheckpointRef or None
+        None where no parent has a state.
+    """
+    refs = [(parent.bucket, str(parent.pointer.ref)) for parent in parents if parent.pointer.ref is not None]
+    if not refs:
+        return None
+    text = json.dumps([refs, bucket_map.range_of(bucket), bucket, bucket_map.buckets])
+    version = max(parent.pointer.version for parent in parents) + 1
+    return CheckpointRef(version, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
