@@ -28,7 +28,7 @@ __all__ = ["FirstQueryFolders", "starting_is_stale"]
 
 # Who starts a query again whose first batch failed has this long for it; the notes are small.
 _STALE_AFTER_MS = 30 * 86_400_000
-_STARTING = re.compile(r"(\d{1,15})-[0-9a-f]{32}(?:\.start\.arrow)?")
+_STARTING = re.compile(r"(\d{1,15})-[0-9a-f]{32}(?:\.start\.arrow(?:\.\d{1,9}\.\d{1,18}\.pointer)?)?")
 
 
 class FirstQueryFolders:

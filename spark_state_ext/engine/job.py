@@ -81,6 +81,13 @@ class Job:
         File with the pointers of the retained checkpoint that the query may start from; None: there is none.
     not_captured
         Why not, where one is asked for.
+    rescaled_from
+        File with the pointers of the query's own last batch, where these may be of another bucket map; None: there is
+        none.
+    rescaled_buckets
+        How many there are.
+    not_rescaled
+        Why there is none, where one is asked for.
     plan_id
         A fresh id of this plan: what a run is told by, as user code can change Spark's own (`lease_record`).
     package_version
@@ -108,6 +115,9 @@ class Job:
     case_sensitive: bool = False
     captured: str | None = None
     not_captured: str = ""
+    rescaled_from: str | None = None
+    rescaled_buckets: int = 0
+    not_rescaled: str = ""
     package_version: str = __version__
 
     @property

@@ -36,7 +36,7 @@ class StateOptions:
     ----------
     root, operator, buckets, local_dir, storage_options, strict, strict_output, lease_ms, memory_bytes_max, local_keep_s
         As given to `ArrowState`.
-    pointer_read, clean_up, ttl, start_from, bucket_by
+    pointer_read, clean_up, ttl, start_from, bucket_by, rescale
         As given to `ArrowState`.
     backends
         The backends without the changelog.
@@ -75,6 +75,7 @@ class StateOptions:
     ttl: Ttl | None = None
     start_from: StartFrom | None = None
     bucket_by: BucketMap | None = None
+    rescale: str | None = None
 
     def __post_init__(self) -> None:
         if not is_operator_name(self.operator):
@@ -105,6 +106,7 @@ class StateOptions:
             raise UsageError(f"ttl must be a Ttl, such as Ttl(duration_ms=86_400_000), not {self.ttl!r}")
         self._check_pointers()
         self._check_start()
+        self._check_rescale()
 
     def _check_start(self) -> None:
         start = self.start_from
@@ -121,6 +123,18 @@ class StateOptions:
             )
         if isinstance(start, RetainedCheckpoint) and start.mode == CLAIM:
             self._check_adopted(start)
+
+    def _check_rescale(self) -> None:
+        if self.rescale is None:
+            return
+        if not isinstance(self.rescale, str) or not self.rescale:
+            raise UsageError(f"rescale must be the query's checkpointLocation, not {self.rescale!r}")
+        if self.commit.pointer_write != V2:
+            raise UsageError(f"rescale needs pointer_write={V2!r}: older pointers cannot tell of a bucket's parents")
+        if self.backends and all(backend.kind != FSSPEC for backend in self.backends):
+            raise UsageError(
+                "rescale needs a backend that is a file system, such as 'fsspec', for the old buckets' files"
+            )
 
     def _check_adopted(self, start: RetainedCheckpoint) -> None:
         if (start.root, dict(start.storage_options)) != (self.root.rstrip("/") or self.root, self.storage_options):
@@ -172,6 +186,8 @@ class StateOptions:
         root = _path("root", root)
         local_dir = None if local_dir is None else _path("local_dir", local_dir)
         told = {**others, "local_dir": local_dir}
+        if others.get("rescale") is not None:
+            told["rescale"] = _path("rescale", others["rescale"]).rstrip("/")
         if storage_options is not None:
             told["storage_options"] = storage_options
         # What is refused of an argument alone is refused first.

@@ -175,9 +175,7 @@ class DividingStarts(Starts):
                 f"operator {job.operator!r} has {asked}, and what it starts from {stored}: that needs a backend that "
                 "is a file system, such as 'fsspec', for the old buckets' files"
             )
-        parents = [
-            Parent(operator_file, SavedBucket(it.pointer.operator, it.pointer.bucket, it.pointer, ())) for it in parts
-        ]
+        parents = [Parent.unsaved(operator_file, it.pointer) for it in parts]
         pointer = divided_pointer(job, "", bucket, parents)
         return Division(pointer, operator_file, first.record, first.source, first.files, first.captured, saved=parts)
 

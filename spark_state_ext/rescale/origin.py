@@ -124,8 +124,8 @@ class Origin:
         if found != self._ref:
             raise LineageError(
                 f"bucket {self._pointer.bucket} of operator {self._pointer.operator!r} begins with "
-                f"checkpoint {self._ref}, and the parents in {self._query_folder.root} make {found}: bring back those that "
-                "it was rescaled from"
+                f"checkpoint {self._ref}, and the parents in {self._query_folder.root} make {found}: bring back "
+                "those that it was rescaled from"
             )
         header = LineageHeader(
             kind=SNAPSHOT,

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedBucket, SavedFile
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.readable import document_in
 
 __all__ = [
     "PARENTS_FOLDER",
@@ -30,8 +31,8 @@ __all__ = [
     "Parent",
     "note_parent",
     "origin_of",
-    "overlapping_parents",
     "parent_files",
+    "parent_of",
     "parents_in",
 ]
 
@@ -54,6 +55,11 @@ class Parent:
 
     operator_file: OperatorFile
     saved: SavedBucket
+
+    @staticmethod
+    def unsaved(operator_file: OperatorFile, pointer: Pointer) -> Parent:
+        """A parent whose files were not looked for."""
+        return Parent(operator_file, SavedBucket(pointer.operator, pointer.bucket, pointer, ()))
 
     @property
     def bucket(self) -> int:
@@ -134,6 +140,17 @@ def note_parent(query_folder: Folder, parent: Parent) -> None:
         )
 
 
+def parent_of(query_folder: Folder, bucket: int) -> Parent | None:
+    """A parent as it was written down; None where it was not.
+
+    Raises
+    ------
+    CorruptFileError, VersionSkewError, StorageError
+        When it cannot be read.
+    """
+    return document_in(query_folder.child(PARENTS_FOLDER), _record_name(bucket), Parent.decode)
+
+
 def parents_in(query_folder: Folder, bucket_map: BucketMap, bucket: int) -> list[Parent]:
     """The parents of a bucket, in the order of their hashes.
 
@@ -166,17 +183,6 @@ def parents_in(query_folder: Folder, bucket_map: BucketMap, bucket: int) -> list
 def _read(folder: Folder, bucket: int) -> Parent:
     name = _record_name(bucket)
     return Parent.decode(folder.get(name), folder.where(name))
-
-
-def overlapping_parents(parents: Iterable[Parent], bucket_map: BucketMap, bucket: int) -> list[Parent]:
-    """Those of some parents that have hashes of a bucket, in the order of their hashes."""
-    low, high = bucket_map.range_of(bucket)
-
-    def overlaps(parent: Parent) -> bool:
-        begins, ends = parent.operator_file.bucket_map.range_of(parent.bucket)
-        return begins < high and low < ends
-
-    return sorted(filter(overlaps, parents), key=lambda parent: parent.bucket)
 
 
 def origin_of(parents: Sequence[Parent], bucket_map: BucketMap, bucket: int) -> CheckpointRef | None:

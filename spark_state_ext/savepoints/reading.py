@@ -16,7 +16,7 @@ from arrow_schemas.pointer import Pointer, ReplicationStatus
 from arrow_schemas.row import DEFINED, RowSchema
 from arrow_schemas.savepoint import SavepointManifest
 from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.backends.replication import Replica
+from spark_state_ext.backends.replication import Replica, Restorable
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.folders import scratch_folder
@@ -33,13 +33,18 @@ _NOBODY = Writer("", "", -1, "")
 
 @contextmanager
 def scanned_rows(
-    pointer: Pointer, replicas: Sequence[Replica], schema: RowSchema, scratch: Path, restore_from: str | None = None
+    pointer: Pointer,
+    replicas: Sequence[Replica],
+    schema: RowSchema,
+    scratch: Path,
+    restore_from: str | None = None,
+    sources: Sequence[Restorable] = (),
 ) -> Iterator[Iterator[pa.RecordBatch]]:
     """All live rows at a pointer, ascending by hash.
 
     Parameters
     ----------
-    pointer, replicas, restore_from
+    pointer, replicas, restore_from, sources
         As for `Bucket`.
     schema
         Row schema of the operator file in force.
@@ -48,7 +53,8 @@ def scanned_rows(
     """
     with tempfile.TemporaryDirectory(prefix="savepoint-", dir=scratch) as folder:
         store = LocalStore.at(Path(folder) / "store", schema)
-        bucket = Bucket(store, replicas, pointer, _NOBODY, CommitContext(Path(folder)), restore_from=restore_from)
+        context = CommitContext(Path(folder))
+        bucket = Bucket(store, replicas, pointer, _NOBODY, context, restore_from=restore_from, sources=sources)
         try:
             yield bucket.scan()
         finally:

@@ -10,7 +10,7 @@ from arrow_schemas.lineage import SNAPSHOT, LineageHeader, Writer, file_name
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import RowSchema
 from arrow_schemas.savepoint import CANONICAL, NATIVE, SavedBucket, SavedFile, relocatable
-from spark_state_ext.backends.replication import Replica, taken_over
+from spark_state_ext.backends.replication import Replica, Restorable, taken_over
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import seal
 from spark_state_ext.restore.needed import needed_files
@@ -68,6 +68,7 @@ def save_bucket(
     *,
     reading: Reading = Reading(),
     writer: Writer | None = None,
+    sources: Sequence[Restorable] = (),
 ) -> Copy:
     """Copy what a bucket's state is made of into a folder. May be repeated, and stopped, at any time.
 
@@ -89,6 +90,8 @@ def save_bucket(
         How the query's files are read.
     writer
         Who is working, for the header of a compacted snapshot.
+    sources
+        Where the state can be read from besides, as what a rescaled bucket began with.
 
     Raises
     ------
@@ -100,11 +103,11 @@ def save_bucket(
     if pointer.ref is None:
         return Copy(SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, ()), ()))
     if form == CANONICAL:
-        return _compacted(pointer, replicas, target, schema, scratch, reading.restore_from, writer)
+        return _compacted(pointer, replicas, target, schema, scratch, reading.restore_from, writer, sources)
     assert form == NATIVE, form
     known = taken_over(pointer, replicas)
-    sources = Sources(restore_order(replicas, known, reading.restore_from), pointer, reading.restore_from)
-    needed = needed_files(pointer, sources, scratch if reading.verify else None)
+    asked = Sources(restore_order([*replicas, *sources], known, reading.restore_from), pointer, reading.restore_from)
+    needed = needed_files(pointer, asked, scratch if reading.verify else None)
     files, how = [], []
     for it in needed.files:
         body = it.announced.body
@@ -131,11 +134,12 @@ def _compacted(
     scratch: Path,
     restore_from: str | None,
     writer: Writer | None,
+    sources: Sequence[Restorable],
 ) -> Copy:
     """One snapshot of a bucket's rows, which are restored to a store of their own."""
     assert pointer.ref is not None, "there is a state"
     by = writer or Writer("", "", pointer.batch, "")
-    with scanned_rows(pointer, replicas, schema, scratch, restore_from) as rows:
+    with scanned_rows(pointer, replicas, schema, scratch, restore_from, sources) as rows:
         sealed = seal(_header(pointer, by), schema, rows, scratch)
     try:
         file = put_whole(target, sealed)

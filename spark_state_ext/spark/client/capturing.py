@@ -20,7 +20,7 @@ from spark_state_ext.spark.client.tasks import in_a_task, let_go, place_of
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["captured"]
+__all__ = ["captured", "with_rescaling"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 
@@ -61,6 +61,69 @@ def captured(spark: SparkSession, job: Job) -> tuple[Job, str | None]:
         )
         return replace(job, not_captured=why), None
     return replace(job, captured=file), query_folder if start.mode == CLAIM else None
+
+
+def with_rescaling(spark: SparkSession, job: Job) -> Job:
+    """The job with the pointers of its query's last batch, where the query may have to be rescaled.
+
+    What cannot be read now is told by the call that would need it: at a query's first start there is nothing to read.
+
+    Parameters
+    ----------
+    spark
+        The session.
+    job
+        The job as planned.
+    """
+    location = job.options.rescale
+    if location is None:
+        return job
+    try:
+        return _rescaled(spark, job, StateReader(spark, location))
+    except StateError as error:
+        why = str(error)
+    except Exception as error:
+        # Spark's errors have no class that all releases share.
+        why = f"Spark cannot read it: {error}"
+    _LOGGER.info("operator %r is not rescaled, as the last batch of %s was not read: %s", job.operator, location, why)
+    return replace(job, not_rescaled=f"the last batch of {location} was not read when the query was planned: {why}")
+
+
+def _rescaled(spark: SparkSession, job: Job, reader: StateReader) -> Job:
+    options = job.options
+    store = next((it for it in reader.stores() if it.operator == job.operator), None)
+    if store is None or (options.bucket_by is None and store.buckets == options.buckets):
+        return job
+    told = {
+        **place_of(options),
+        "operator": job.operator,
+        "query_folder": store.query_folder,
+        "holder": f"the rescaling of operator {job.operator!r} below {options.root}",
+        "lasts_ms": _CAPTURED_HOLD_MS,
+        "file": captured_name(int(time.time() * 1000), job.plan_id),
+        "target": {
+            "root": options.root,
+            "storage_options": dict(options.storage_options),
+            "operator": job.operator,
+        },
+    }
+    told |= in_a_task(spark, "begin", told)
+    try:
+        committed = reader.batch()
+        told |= {"batch": committed.batch, "later": []}
+        reader.pointers(store, committed.batch).coalesce(1).mapInArrow(task_entry("capture", told), ANSWER).collect()
+    except BaseException:
+        # The query's own clean-up would wait for an hour.
+        let_go(spark, told)
+        raise
+    _LOGGER.info(
+        "operator %r has its state of batch %d in %d buckets, and goes on with %s",
+        job.operator,
+        committed.batch,
+        store.buckets,
+        options.bucket_map,
+    )
+    return replace(job, rescaled_from=str(told["file"]), rescaled_buckets=store.buckets)
 
 
 def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple[str | None, str | None]:

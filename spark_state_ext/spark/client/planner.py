@@ -22,7 +22,7 @@ from spark_state_ext.engine.job import PANDAS, Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.spark.client.capturing import captured
+from spark_state_ext.spark.client.capturing import captured, with_rescaling
 from spark_state_ext.spark.client.columns import (
     WATERMARK_KEY,
     KeyLike,
@@ -149,6 +149,7 @@ def planned(options: StateOptions, asked: Request) -> DataFrame:
     case_sensitive = spark.conf.get("spark.sql.caseSensitive", "false") == "true"
     columns = _columns(options, asked, case_sensitive)
     job, adopted = captured(spark, _job(options, asked, columns, spark, case_sensitive))
+    job = with_rescaling(spark, job)
     tell_of_others(options.root, options.storage_options, options.operator)
     result = _wired(job.to_plain(), options.operator, asked, columns)
     keeper = Worker.current().own(LeaseKeeper)

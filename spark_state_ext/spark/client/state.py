@@ -37,10 +37,13 @@ class ArrowState:
         Name of the operator, letters, digits, ``.``, ``_`` and ``-``. Its files lie under
         ``<root>/<operator>/<query id>``.
     buckets
-        Number of buckets, 1 to 32768: the unit of parallelism. A few a core; it cannot change over a checkpoint's life.
+        Number of buckets, 1 to 32768: the unit of parallelism. A few a core. To change it, see `rescale`.
     bucket_by
         A `BucketMap`, where buckets are not ranges of the keys' hash of equal size: ``BucketMap.split(16, {3: 4})`` has
         range 3 of 16 in four buckets. It tells the number of buckets, and `buckets` is not looked at.
+    rescale
+        The query's own checkpointLocation: where its state has another number of buckets, or another `bucket_by`, it is
+        rescaled in its first batch with data. It may stay in the program (``docs/operating/growing.md``).
     local_dir
         Local folder of executors for the LMDB stores, a cache. Default: the first of ``SPARK_LOCAL_DIRS``, or the
         temporary folder.
@@ -124,6 +127,7 @@ class ArrowState:
         ttl: Ttl | None = None,
         start_from: StartFrom | None = None,
         bucket_by: BucketMap | None = None,
+        rescale: str | os.PathLike[str] | None = None,
     ) -> None:
         self.options = StateOptions.given(
             root,
@@ -152,6 +156,7 @@ class ArrowState:
             ttl=ttl,
             start_from=start_from,
             bucket_by=bucket_by,
+            rescale=rescale,
         )
 
     def __repr__(self) -> str:

@@ -45,6 +45,8 @@ class StoreOfState:
         Folder of its state, as pointers name it.
     claim
         Id of the query's claim to that folder, as pointers name it; None: it began it itself.
+    buckets
+        How many buckets the state has.
     """
 
     operator_id: int
@@ -52,6 +54,7 @@ class StoreOfState:
     operator: str
     query_folder: str
     claim: str | None = None
+    buckets: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,9 @@ class StateReader:
             if first is not None:
                 pointer = Pointer.decode(bytes(first.pointer))
                 found.append(
-                    StoreOfState(operator_id, store_name, pointer.operator, pointer.query_folder, pointer.claim)
+                    StoreOfState(
+                        operator_id, store_name, pointer.operator, pointer.query_folder, pointer.claim, pointer.buckets
+                    )
                 )
         return found
 

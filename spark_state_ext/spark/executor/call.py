@@ -27,7 +27,7 @@ from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.release import note_handed_over
-from spark_state_ext.rescale.dividing import DividingStarts
+from spark_state_ext.rescale.dividing import DividingStarts, Division
 from spark_state_ext.savepoints.detaching import Detaching
 from spark_state_ext.savepoints.starting import Beginning
 from spark_state_ext.spark.executor.key_work import KeyWork
@@ -38,6 +38,7 @@ from spark_state_ext.spark.executor.opening import (
     open_bucket,
     refuse_without_import,
 )
+from spark_state_ext.spark.executor.rescaling import Move, Rescales
 from spark_state_ext.spark.shuffle.observed import numbers_of
 from spark_state_ext.spark.shuffle.pack import event_times
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, heartbeat_nonce
@@ -46,6 +47,7 @@ from spark_state_ext.store.committed import CommittedRecord, write_committed
 from spark_state_ext.worker.memory import settle
 from spark_state_ext.worker.metrics import CallMetrics, timing, whole_ms
 from spark_state_ext.worker.process import namespace
+from spark_state_ext.worker.retry import retried
 from spark_state_ext.worker.spill import HashSorter, SpillBuffer
 from spark_state_ext.worker.worker import Worker
 
@@ -169,6 +171,7 @@ class _BucketCall:
     ) -> None:
         self._shared = Shared.of(worker)
         self._starts = worker.own(DividingStarts)
+        self._rescales = worker.own(Rescales)
         self._detaching = worker.own(Detaching)
         self._info = info
         self._job = info.job
@@ -212,7 +215,13 @@ class _BucketCall:
         started_s = time.perf_counter()
         folders = CallFolders.of(self._job)
         sorter = HashSorter(folders.scratch, HASH_COLUMN, self._job.options.memory_bytes_max)
-        if self._info.stored is None:
+        move = self._rescales.of(self._job, self._info.bucket, self._info.stored)
+        if move is not None and self._moves(move, sorter, frames, folders):
+            # The bucket is no more.
+            return
+        if move is not None:
+            pass
+        elif self._info.stored is None:
             self._beginning = self._starts.of(self._job, self._info.bucket)
             refuse_without_import(self._info, self._beginning)
             if self._beginning is not None:
@@ -227,7 +236,7 @@ class _BucketCall:
         clean_ups = self._clean_ups(opened, folders.operator)
         # While the function runs; the commit waits for it.
         clean_ups.probe(opened.pointer, self._job.plan_id)
-        if self._info.stored is not None:
+        if self._info.stored is not None and move is None:
             self._fill(sorter, frames, folders.operator)
         work, bucket, erase_turn = self._key_work(opened), opened.bucket, self._erase_turn(opened)
         rows = SpillBuffer(folders.scratch, self._job.options.memory_bytes_max)
@@ -265,6 +274,8 @@ class _BucketCall:
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             pointer = replace(pointer, earliest_timeout_ms=work.earliest_timeout(rows))
         self._hand_over(pointer)
+        if move is not None and self._info.move is None:
+            move.note(pointer)
         self._shared.housekeeping.reclaim_in_turn(folders.stores, folders.scratch, self._job.options.local_keep_s)
         self._call.total_ms = 1000 * (time.perf_counter() - started_s)
         self._call.cpu_ms = 1000 * self._cpu.spent_s()
@@ -276,6 +287,33 @@ class _BucketCall:
             log.end_task()
         if self._job.api != PANDAS:
             yield numbers_of(self._call)
+
+    def _moves(self, move: Move, sorter: HashSorter, frames: Iterable[pd.DataFrame], folders: CallFolders) -> bool:
+        """Read the rows, and see how the bucket of a query that is rescaled goes on; whether it does not."""
+        tried = partial(retried, timeout_s=self._job.options.commit.commit_timeout_ms / 1000)
+        if move.stored is None:
+            if move.ends:
+                return True
+            # Called for the first time, so with a heartbeat.
+            self._begin_moved(move, tried)
+        self._fill(sorter, frames, folders.operator)
+        if move.stored is None:
+            return False
+        if self._heartbeat is None:
+            # Not every bucket is called: they all go on as they were.
+            self._job = move.as_before()
+            self._info = replace(self._info, job=self._job)
+            return False
+        tried(lambda: move.give(self._shared.replicas, folders.scratch))
+        if move.ends:
+            self._state.remove()
+            return True
+        self._begin_moved(move, tried)
+        return False
+
+    def _begin_moved(self, move: Move, tried: Callable[[Callable[[], Division]], Division]) -> None:
+        self._beginning = tried(move.beginning)
+        self._info = replace(self._info, stored=None, move=move).not_before(self._beginning.pointer)
 
     def _tell_what_is_committed(self, opened: OpenBucket, expires_by_ms: int | None) -> None:
         """To other processes of the machine: what Spark hands out is, up to the batch before."""

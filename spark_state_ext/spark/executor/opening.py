@@ -40,6 +40,7 @@ from spark_state_ext.rescale.origin import Origin
 from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.key_work import Times
+from spark_state_ext.spark.executor.rescaling import Move
 from spark_state_ext.worker.retry import retried
 
 __all__ = ["CallFolders", "CallInfo", "OpenBucket", "open_bucket", "refuse_without_import"]
@@ -61,6 +62,8 @@ class CallInfo:
         The pointer that Spark hands out; None where the bucket has no state yet.
     imported
         What Spark hands out in the place of a pointer where the bucket's state was imported, and it was not called yet.
+    move
+        How the bucket comes to its state, where the call rescales it; then it has no pointer.
     """
 
     job: Job
@@ -69,6 +72,7 @@ class CallInfo:
     times: Times
     stored: Pointer | None
     imported: ImportMark | None = None
+    move: Move | None = None
 
     @staticmethod
     def of(job: Job, bucket: int, state: GroupState, task: TaskInfo) -> CallInfo:
@@ -218,12 +222,15 @@ def open_bucket(
     tried = partial(retried, timeout_s=job.options.commit.commit_timeout_ms / 1000)
     # A query keeps the folder it began in, whatever later tasks are told of their query.
     first = partial(shared.first_query_folders.of, root, call.task.query_id, call.times.processing_ms, nonce)
-    query_folder: str = stored.query_folder if stored is not None else tried(first)
+    if call.move is not None:
+        query_folder: str = call.move.folder
+    else:
+        query_folder = stored.query_folder if stored is not None else tried(first)
     if stored is not None and not names_a_holder(job, stored):
         # Before anything is written there.
         tried(lambda: shared.replicas.refuse_elsewhere(job, root, stored, scratch))
     claim = None if stored is None or stored.claim is None else Claim(stored.claim, root.child(stored.claim).root, 0)
-    if beginning is not None:
+    if beginning is not None and call.move is None:
         if beginning.adopts and not names_a_holder(job, beginning.pointer):
             # Before the claim, too.
             tried(lambda: shared.replicas.refuse_elsewhere(job, root, beginning.pointer, scratch))
@@ -239,6 +246,9 @@ def open_bucket(
     tried(prepare)
     if stored is not None:
         begun = Begun(stored)
+    elif call.move is not None:
+        move = call.move
+        begun = tried(lambda: move.begun(shared.replicas, scratch))
     elif beginning is not None:
         begun = tried(lambda: first_step.begun(beginning, claim, shared.replicas, scratch))
     else:
@@ -351,7 +361,7 @@ def _refuse_another_jobs(call: CallInfo, pointer: Pointer) -> None:
     if pointer.buckets != job.options.buckets:
         raise BucketCountChangedError(
             f"operator {job.operator!r} has its state in {pointer.buckets} buckets and the job asks for "
-            f"{job.options.buckets}: set buckets={pointer.buckets}, or start from a new checkpoint location."
+            f"{job.options.buckets}: set buckets={pointer.buckets}, or {_how_to_rescale(job)}."
         )
     if pointer.operator != job.operator:
         raise OperatorChangedError(
@@ -363,6 +373,14 @@ def _refuse_another_jobs(call: CallInfo, pointer: Pointer) -> None:
             f"Spark's checkpoint holds bucket {pointer.bucket} of operator {job.operator!r} in the place of "
             f"bucket {call.bucket}"
         )
+
+
+def _how_to_rescale(job: Job) -> str:
+    if job.not_rescaled:
+        return f"see why it is not rescaled: {job.not_rescaled}"
+    if job.options.rescale is not None:
+        return f"give the checkpointLocation of this query in the place of rescale={job.options.rescale!r}"
+    return "rescale the query with rescale=<its checkpointLocation>"
 
 
 def _refuse_later(call: CallInfo, pointer: Pointer) -> None:

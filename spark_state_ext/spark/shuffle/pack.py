@@ -83,10 +83,12 @@ def pack(
     packer = _Packer(job, task, inline_share(partition), combiner)
     if context is not None and partition == 0:
         # Every bucket is called in every batch with data: to restore, to time out, to be cleaned up.
-        labels = [bucket_label(bucket) for bucket in range(job.options.buckets)]
-        empty = pa.nulls(job.options.buckets, _OUTPUT.field("event_time").type)
-        others = pa.array([_begun_beside(job, task)] * job.options.buckets, pa.int32())
-        payloads = pa.array([heartbeat(f"{job.application_id} {job.plan_id} {task.stage}")] * job.options.buckets)
+        # Of a query that is rescaled, those that it had before too, which give their state away.
+        called = max(job.options.buckets, job.rescaled_buckets)
+        labels = [bucket_label(bucket) for bucket in range(called)]
+        empty = pa.nulls(called, _OUTPUT.field("event_time").type)
+        others = pa.array([_begun_beside(job, task)] * called, pa.int32())
+        payloads = pa.array([heartbeat(f"{job.application_id} {job.plan_id} {task.stage}")] * called)
         yield pa.RecordBatch.from_arrays([pa.array(labels, pa.int32()), payloads, empty, others], schema=_OUTPUT)
     held: list[pa.RecordBatch] = []
     held_bytes = 0

@@ -1,0 +1,28 @@
+"""Query folders of a query that was rescaled in place: each time it goes on in another one."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["first_folder", "rescaled_folder"]
+
+_RESCALED = re.compile(r"(.+)\.r[0-9a-f]{12}")
+
+
+def rescaled_folder(query_folder: str, plan_id: str) -> str:
+    """Name of the query folder that a query goes on in which a plan rescales.
+
+    Parameters
+    ----------
+    query_folder
+        Name of the one before.
+    plan_id
+        Id of the plan: 32 hexadecimal digits.
+    """
+    return f"{first_folder(query_folder)}.r{plan_id[:12]}"
+
+
+def first_folder(query_folder: str) -> str:
+    """Name of the query folder that a query began in: Spark's id of the query, mostly."""
+    match = _RESCALED.fullmatch(query_folder)
+    return match[1] if match else query_folder
