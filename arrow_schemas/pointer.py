@@ -161,8 +161,8 @@ class Pointer:
     erased
         Which erase requests the state is without the keys of; None: there was none.
     parents
-        The checkpoint that a rescaled bucket began with, whose state is that of parts of other buckets, as long as no
-        backend holds the bucket's state without these (`rescale`). None: none is needed.
+        The checkpoint that a rescaled bucket began with, whose state is that of parts of other buckets (`rescale`).
+        None: it is noted that a backend holds the bucket's state without these, or there were none.
     """
 
     operator: str

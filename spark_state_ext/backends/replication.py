@@ -10,7 +10,7 @@ from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import BackupManager, RestoreManager
 
-__all__ = ["Replica", "Restorable", "close_all", "is_complete", "taken_over", "version_of"]
+__all__ = ["Replica", "Restorable", "close_all", "is_complete", "needs_parents", "taken_over", "version_of"]
 
 
 class Restorable(Protocol):
@@ -29,6 +29,10 @@ class Restorable(Protocol):
     @property
     def root(self) -> bool:
         """As of `Replica`."""
+        ...
+
+    def close(self) -> None:
+        """Nobody reads from it any more."""
         ...
 
 
@@ -51,9 +55,14 @@ class Replica:
     restore: RestoreManager
     root: bool = False
 
+    def close(self) -> None:
+        """Close its managers."""
+        self.restore.close()
+        self.backup.close()
 
-def close_all(replicas: Iterable[Replica]) -> None:
-    """Close the managers of replicas that nobody keeps, as of another query that was only read.
+
+def close_all(replicas: Iterable[Restorable]) -> None:
+    """Close what nobody keeps, such as backends of another query that was only read.
 
     Parameters
     ----------
@@ -61,13 +70,17 @@ def close_all(replicas: Iterable[Replica]) -> None:
         Them.
     """
     for replica in replicas:
-        replica.restore.close()
-        replica.backup.close()
+        replica.close()
 
 
 def is_complete(status: ReplicationStatus | None) -> bool:
     """Whether a backend holds a state as far as its replication status says."""
     return status is not None and status.since is None
+
+
+def needs_parents(pointer: Pointer) -> bool:
+    """Whether no backend holds all of a rescaled bucket's state without its parents."""
+    return pointer.parents is not None and not any(is_complete(status) for status in pointer.replication.values())
 
 
 def taken_over(pointer: Pointer, replicas: Sequence[Restorable]) -> Pointer:

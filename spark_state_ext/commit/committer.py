@@ -11,7 +11,7 @@ from functools import cached_property
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
 from arrow_schemas.pointer import InlineDelta, Pointer
 from spark_state_ext.backends import STATE, Checkpoint, Markers
-from spark_state_ext.backends.replication import Replica, is_complete, taken_over, version_of
+from spark_state_ext.backends.replication import Replica, taken_over, version_of
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions, How, assured, catching_up, decide, lags, pending, settled
 from spark_state_ext.commit.failures import Clocks, Ended, Run, counts
@@ -141,7 +141,7 @@ class Committer:
             unconfirmed = file_name(pointer.lineage[0].ref, SNAPSHOT)
             names |= {record_name(name, unconfirmed) for name in self._replicas}
         self._stale = [name for name in records if _version_in(name) < version_of(oldest) and name not in names]
-        return without_parents(settled(pointer, _done(awaited, records)))
+        return settled(pointer, _done(awaited, records))
 
     def known(self, pointer: Pointer) -> Pointer:
         """An input pointer with what this machine knows to have been confirmed since; nothing is noted or begun."""
@@ -409,13 +409,6 @@ def _timed_out(waiting: Iterable[tuple[str, str]], under_way_s: float, options: 
         f"a backend has not confirmed in {under_way_s:.1f} s what it was sent ({what}); commit_timeout_ms is "
         f"{options.commit_timeout_ms}. See to the backend, or leave it out, and start again: no state is lost."
     )
-
-
-def without_parents(pointer: Pointer) -> Pointer:
-    """A rescaled bucket's pointer, which needs its parents no more once a backend holds all of its own state."""
-    if pointer.parents is None or not any(is_complete(status) for status in pointer.replication.values()):
-        return pointer
-    return replace(pointer, parents=None)
 
 
 def _awaited(pointer: Pointer) -> dict[tuple[str, str], str]:

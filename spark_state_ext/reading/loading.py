@@ -39,6 +39,9 @@ class _FolderAsBackend:
     def restore(self) -> RestoreManager:
         return _FolderRestore(self._folder)
 
+    def close(self) -> None:
+        """Nothing to do."""
+
 
 class _FolderRestore:
     def __init__(self, folder: Folder) -> None:

@@ -15,17 +15,17 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
 from arrow_schemas.savepoint import NATIVE, SavedBucket
 from spark_state_ext.backends.registry import FSSPEC
-from spark_state_ext.backends.replication import Replica
+from spark_state_ext.backends.replication import Restorable
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.start_from import CLAIM
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.rescale.parents import Parent, note_parent, origin_of, parent_files
+from spark_state_ext.rescale.parents import Parent, note_free, note_parent, origin_of, parent_files
 from spark_state_ext.savepoints.copying import copied
 from spark_state_ext.savepoints.starting import Beginning, Begun, Starts
 from spark_state_ext.savepoints.taking import save_bucket
 
-__all__ = ["Division", "DividingStarts", "divided_pointer"]
+__all__ = ["Division", "DividingStarts", "begun_pointer", "divided_pointer"]
 
 
 def divided_pointer(job: Job, query_folder: str, bucket: int, parents: Sequence[Parent]) -> Pointer:
@@ -79,6 +79,21 @@ def divided_pointer(job: Job, query_folder: str, bucket: int, parents: Sequence[
     )
 
 
+def begun_pointer(job: Job, query_folder: Folder, bucket: int, parents: Sequence[Parent]) -> Pointer:
+    """As `divided_pointer`, with its parents in the query folder. Of a bucket without state it is noted that it needs
+    none.
+
+    Raises
+    ------
+    StorageError
+        When the store fails.
+    """
+    pointer = divided_pointer(job, query_folder.name, bucket, parents)
+    if pointer.parents is None:
+        note_free(query_folder, bucket, pointer.heartbeats)
+    return pointer
+
+
 @dataclass(frozen=True)
 class Division(Beginning):
     """Where the state of a bucket comes from that begins with parts of others.
@@ -112,7 +127,9 @@ class Division(Beginning):
             case_sensitive=job.case_sensitive,
         )
 
-    def detached_from(self, job: Job, query_folder: str, replicas: Sequence[Sequence[Replica]], scratch: Path) -> Begun:
+    def detached_from(
+        self, job: Job, query_folder: str, replicas: Sequence[Sequence[Restorable]], scratch: Path
+    ) -> Begun:
         """Have the parents in the query's folder, and the pointer to go on from.
 
         Parameters
@@ -136,10 +153,10 @@ class Division(Beginning):
             parent = Parent(self.operator_file, _brought(part, folder, of_one, scratch))
             note_parent(folder, parent)
             parents.append(parent)
-        return Begun(divided_pointer(job, query_folder, self.pointer.bucket, parents))
+        return Begun(begun_pointer(job, folder, self.pointer.bucket, parents))
 
 
-def _brought(part: Beginning, query_folder: Folder, replicas: Sequence[Replica], scratch: Path) -> SavedBucket:
+def _brought(part: Beginning, query_folder: Folder, replicas: Sequence[Restorable], scratch: Path) -> SavedBucket:
     """Have the files of a saved bucket among the parents."""
     pointer = part.pointer
     target = parent_files(query_folder, pointer.bucket)

@@ -29,6 +29,7 @@ __all__ = [
     "PARENTS_FOLDER",
     "PARENT_FORMAT",
     "Parent",
+    "note_free",
     "note_parent",
     "origin_of",
     "parent_files",
@@ -138,6 +139,24 @@ def note_parent(query_folder: Folder, parent: Parent) -> None:
             "batch that failed began with that. Start the query again from where it was, or with a new "
             "checkpointLocation"
         )
+
+
+def note_free(query_folder: Folder, bucket: int, heartbeats: int) -> None:
+    """Write down that no pointer of a bucket from some heartbeats on needs parents.
+
+    Parameters
+    ----------
+    query_folder, bucket
+        The bucket's.
+    heartbeats
+        Of the first committed pointer that does not.
+
+    Raises
+    ------
+    StorageError
+        When the store fails.
+    """
+    query_folder.child(PARENTS_FOLDER).create(f"{bucket}.free-{heartbeats}", b"")
 
 
 def parent_of(query_folder: Folder, bucket: int) -> Parent | None:

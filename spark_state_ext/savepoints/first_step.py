@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.registry import FSSPEC
-from spark_state_ext.backends.replication import Replica, close_all, is_complete
+from spark_state_ext.backends.replication import Replica, Restorable, close_all, is_complete
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
@@ -48,9 +48,19 @@ class FirstStep:
         Name of the query folder that the first batch agreed upon.
     batch_ms
         The batch's time by Spark: the same in every attempt at it.
+    beside
+        What a saved bucket can be read from beside the backends of its query, by its pointer and its folder.
     """
 
-    def __init__(self, job: Job, root: Folder, query_folder: str, batch_ms: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        root: Folder,
+        query_folder: str,
+        batch_ms: int,
+        beside: Callable[[Beginning, Folder], Sequence[Restorable]] = lambda part, folder: (),
+    ) -> None:
+        self._beside = beside
         self._job = job
         self._root = root
         self._query_folder = query_folder
@@ -191,10 +201,11 @@ class FirstStep:
             # They are asked beside the query's own backends, of which one may have the same name.
             places = [replace(it, name=borrowed(it.name)) for it in places]
         timeout_s = self._job.options.commit.commit_timeout_ms / 1000
-        sources = [replicas.reading(places, part.pointer, scratch, timeout_s) for part in beginning.parts]
+        backends = [replicas.reading(places, part.pointer, scratch, timeout_s) for part in beginning.parts]
+        sources = [[*of_one, *self._beside(part, held)] for part, of_one in zip(beginning.parts, backends, strict=True)]
         every = [replica for of_one in sources for replica in of_one]
         try:
-            for part, of_one in zip(beginning.parts, sources, strict=True):
+            for part, of_one in zip(beginning.parts, backends, strict=True):
                 _refuse_elsewhere(start, part.pointer, of_one)
             note_start(query_folder, beginning.record)
             begun = beginning.detached_from(self._job, self._query_folder, sources, scratch)

@@ -16,7 +16,7 @@ from arrow_schemas.pointer import Pointer, ReplicationStatus
 from arrow_schemas.row import DEFINED, RowSchema
 from arrow_schemas.savepoint import SavepointManifest
 from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.backends.replication import Replica, Restorable
+from spark_state_ext.backends.replication import Restorable
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.folders import scratch_folder
@@ -34,18 +34,19 @@ _NOBODY = Writer("", "", -1, "")
 @contextmanager
 def scanned_rows(
     pointer: Pointer,
-    replicas: Sequence[Replica],
+    replicas: Sequence[Restorable],
     schema: RowSchema,
     scratch: Path,
     restore_from: str | None = None,
-    sources: Sequence[Restorable] = (),
 ) -> Iterator[Iterator[pa.RecordBatch]]:
     """All live rows at a pointer, ascending by hash.
 
     Parameters
     ----------
-    pointer, replicas, restore_from, sources
+    pointer, restore_from
         As for `Bucket`.
+    replicas
+        What the state can be read from.
     schema
         Row schema of the operator file in force.
     scratch
@@ -54,7 +55,7 @@ def scanned_rows(
     with tempfile.TemporaryDirectory(prefix="savepoint-", dir=scratch) as folder:
         store = LocalStore.at(Path(folder) / "store", schema)
         context = CommitContext(Path(folder))
-        bucket = Bucket(store, replicas, pointer, _NOBODY, context, restore_from=restore_from, sources=sources)
+        bucket = Bucket(store, (), pointer, _NOBODY, context, restore_from=restore_from, sources=replicas)
         try:
             yield bucket.scan()
         finally:

@@ -22,10 +22,16 @@ from arrow_schemas.savepoint import NATIVE, SavedFile, SavepointManifest
 from spark_state_ext.backends import STATE
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.registry import FSSPEC
-from spark_state_ext.backends.replication import Replica
+from spark_state_ext.backends.replication import Restorable, needs_parents
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint
-from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, OperatorChangedError, StateError
+from spark_state_ext.errors import (
+    CorruptFileError,
+    MissingCheckpointError,
+    OperatorChangedError,
+    StateElsewhereError,
+    StateError,
+)
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from spark_state_ext.savepoints.captured import Captured
@@ -54,7 +60,7 @@ class Begun:
     """
 
     pointer: Pointer
-    sources: tuple[Replica, ...] = ()
+    sources: tuple[Restorable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,12 +125,14 @@ class Beginning:
             case_sensitive=job.case_sensitive,
         )
 
-    def detached_from(self, job: Job, query_folder: str, replicas: Sequence[Sequence[Replica]], scratch: Path) -> Begun:
+    def detached_from(
+        self, job: Job, query_folder: str, replicas: Sequence[Sequence[Restorable]], scratch: Path
+    ) -> Begun:
         """As `detached`, with the backends of each of the `parts`."""
         (mine,) = replicas
         return self.detached(job, query_folder, mine, scratch)
 
-    def detached(self, job: Job, query_folder: str, replicas: Sequence[Replica], scratch: Path) -> Begun:
+    def detached(self, job: Job, query_folder: str, replicas: Sequence[Restorable], scratch: Path) -> Begun:
         """Have the bucket's files in the query's folder, and the pointer to go on from.
 
         Where no backend of the job is a file system, none can be given files. Then the call reads the state from where
@@ -170,8 +178,13 @@ class Beginning:
             )
         )
 
-    def _read_in_place(self, job: Job, query_folder: str, replicas: Sequence[Replica], scratch: Path) -> Begun:
+    def _read_in_place(self, job: Job, query_folder: str, replicas: Sequence[Restorable], scratch: Path) -> Begun:
         pointer = self.pointer
+        if needs_parents(pointer):
+            raise StateElsewhereError(
+                f"bucket {pointer.bucket} of operator {pointer.operator!r} was rescaled, and has no snapshot of its "
+                "own yet: start from it after some more batches of its query, or with a backend that is a file system"
+            )
         if self.files is not None:
             name = borrowed(self.record.source)
             replicas = sole_replica(self.source, scratch, name)
@@ -204,6 +217,7 @@ class Beginning:
             made_by=None,
             claim=None,
             erased=None,
+            parents=None,
         )
 
 

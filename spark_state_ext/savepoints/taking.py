@@ -10,7 +10,7 @@ from arrow_schemas.lineage import SNAPSHOT, LineageHeader, Writer, file_name
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import RowSchema
 from arrow_schemas.savepoint import CANONICAL, NATIVE, SavedBucket, SavedFile, relocatable
-from spark_state_ext.backends.replication import Replica, Restorable, taken_over
+from spark_state_ext.backends.replication import Restorable, taken_over
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import seal
 from spark_state_ext.restore.needed import needed_files
@@ -60,7 +60,7 @@ class Copy:
 
 def save_bucket(
     pointer: Pointer,
-    replicas: Sequence[Replica],
+    replicas: Sequence[Restorable],
     target: Folder,
     form: str,
     schema: RowSchema,
@@ -68,7 +68,6 @@ def save_bucket(
     *,
     reading: Reading = Reading(),
     writer: Writer | None = None,
-    sources: Sequence[Restorable] = (),
 ) -> Copy:
     """Copy what a bucket's state is made of into a folder. May be repeated, and stopped, at any time.
 
@@ -77,7 +76,7 @@ def save_bucket(
     pointer
         A committed pointer, which a hold protects.
     replicas
-        The query's backends.
+        The query's backends, and what else the state can be read from.
     target
         The folder of the bucket: in a savepoint, or in the query folder of a query that starts from this one's state.
     form
@@ -90,9 +89,6 @@ def save_bucket(
         How the query's files are read.
     writer
         Who is working, for the header of a compacted snapshot.
-    sources
-        Where the state can be read from besides, as what a rescaled bucket began with.
-
     Raises
     ------
     MissingCheckpointError, CorruptFileError, LineageError
@@ -103,11 +99,11 @@ def save_bucket(
     if pointer.ref is None:
         return Copy(SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, ()), ()))
     if form == CANONICAL:
-        return _compacted(pointer, replicas, target, schema, scratch, reading.restore_from, writer, sources)
+        return _compacted(pointer, replicas, target, schema, scratch, reading.restore_from, writer)
     assert form == NATIVE, form
     known = taken_over(pointer, replicas)
-    asked = Sources(restore_order([*replicas, *sources], known, reading.restore_from), pointer, reading.restore_from)
-    needed = needed_files(pointer, asked, scratch if reading.verify else None)
+    sources = Sources(restore_order(replicas, known, reading.restore_from), pointer, reading.restore_from)
+    needed = needed_files(pointer, sources, scratch if reading.verify else None)
     files, how = [], []
     for it in needed.files:
         body = it.announced.body
@@ -128,18 +124,17 @@ def _counted(saved: SavedBucket, how: Iterable[tuple[How, int]]) -> Copy:
 
 def _compacted(
     pointer: Pointer,
-    replicas: Sequence[Replica],
+    replicas: Sequence[Restorable],
     target: Folder,
     schema: RowSchema,
     scratch: Path,
     restore_from: str | None,
     writer: Writer | None,
-    sources: Sequence[Restorable],
 ) -> Copy:
     """One snapshot of a bucket's rows, which are restored to a store of their own."""
     assert pointer.ref is not None, "there is a state"
     by = writer or Writer("", "", pointer.batch, "")
-    with scanned_rows(pointer, replicas, schema, scratch, restore_from, sources) as rows:
+    with scanned_rows(pointer, replicas, schema, scratch, restore_from) as rows:
         sealed = seal(_header(pointer, by), schema, rows, scratch)
     try:
         file = put_whole(target, sealed)

@@ -28,7 +28,18 @@ import pyarrow as pa
 from spark_state_ext.worker.telemetry import Telemetry
 from spark_state_ext.worker.threads import DaemonPool
 
-__all__ = ["SCHEMA", "CallMetrics", "MetricsLog", "MetricsLogs", "by_batch", "read", "timed", "timing", "whole_ms"]
+__all__ = [
+    "SCHEMA",
+    "CallMetrics",
+    "CpuTime",
+    "MetricsLog",
+    "MetricsLogs",
+    "by_batch",
+    "read",
+    "timed",
+    "timing",
+    "whole_ms",
+]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 FILES = "*.arrows"
@@ -365,3 +376,27 @@ def by_batch(calls: pa.Table) -> pa.Table:
     names |= {f"{name}_max": name for name in _LARGEST} | {f"{name}_sum": name for name in _SUMMED}
     found = found.rename_columns([names.get(name, name) for name in found.column_names])
     return found.sort_by([("query_id", "ascending"), ("ended_ms", "ascending"), ("batch", "ascending")])
+
+
+class CpuTime:
+    """Processor time of a call's thread, without what Spark does meanwhile."""
+
+    def __init__(self, spent_s: float) -> None:
+        self._spent_s = spent_s
+
+    @staticmethod
+    def started() -> CpuTime:
+        """From now on."""
+        return CpuTime(-time.thread_time())
+
+    def pause(self) -> None:
+        """What comes next does not count."""
+        self._spent_s += time.thread_time()
+
+    def resume(self) -> None:
+        """It counts again."""
+        self._spent_s -= time.thread_time()
+
+    def spent_s(self) -> float:
+        """So far, seconds."""
+        return self._spent_s + time.thread_time()

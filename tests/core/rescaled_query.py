@@ -27,6 +27,7 @@ from spark_state_ext.engine.start_from import StartFrom
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import clean_up
 from spark_state_ext.rescale.dividing import DividingStarts
+from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.origin import Origin
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import SCHEMA, Changes, Key, Model, changed, scanned
@@ -110,6 +111,7 @@ class RescaledQuery:
     runner: Later = field(default_factory=Later)
     pointers: list[Pointer] = field(default_factory=list)
     generation: int = 0
+    finishing: Finishing = field(default_factory=Finishing)
 
     @property
     def bucket_map(self) -> BucketMap:
@@ -168,6 +170,7 @@ class RescaledQuery:
     def _attempt(self, bucket: int, changes: Changes) -> Pointer:
         mine = {key: row for key, row in changes.items() if bucket_in(self.bucket_map, key) == bucket}
         made = self.called(bucket, lambda it: it.commit(buffer_of(mine, self.scratch, hashed)).pointer)
+        made = self.finishing.noted(self.folder, f"plan {self.generation}", self.pointers[bucket], made)
         return replace(made, batch=made.batch + 1)
 
     def lose_disks(self) -> None:

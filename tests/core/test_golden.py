@@ -19,14 +19,16 @@ from arrow_schemas.pointer import POINTER_FORMAT
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.errors import SchemaChangedError
+from spark_state_ext.errors import CorruptError, SchemaChangedError, VersionSkewError
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header
 from spark_state_ext.files.erase_requests import decode_request, encode_request
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.left_behind import LEFT_BEHIND_NAME, note_left_behind, refuse_left_behind
 from spark_state_ext.ownership.holds import HoldRecord
 from spark_state_ext.ownership.lease_record import Claim, LeaseRecord
+from spark_state_ext.rescale.parents import Parent
 from spark_state_ext.savepoints.claims import SavepointClaim
+from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import START_FORMAT, StartRecord
 from spark_state_ext.store import LocalStore
 
@@ -61,9 +63,9 @@ def _same(found: object, expected: object) -> bool:
 
 
 def test_there_is_a_set_of_the_present_format() -> None:
-    assert [path.name for path in _FORMATS] == ["format-1", "format-2", "format-3", "format-4"]
+    assert [path.name for path in _FORMATS] == [f"format-{number}" for number in range(1, 6)]
     written = [int.from_bytes((path / "pointer.bin").read_bytes()[4:6], "little") for path in _FORMATS]
-    assert written == [1, 2, 3, 4]
+    assert written == [1, 2, 3, 4, 5]
     assert written[-1] == POINTER_FORMAT
     assert {
         read_header(Folder(str(path / "3")), *parsed).package_version
@@ -167,6 +169,24 @@ def test_an_operator_file_with_a_bucket_map() -> None:
     found = OperatorFile.decode(data, "operator_0.json")
     assert found.encode() == data
     assert found.bucket_map == BucketMap.split(6, {2: 2, 5: 2})
+
+
+def test_a_parent_of_a_rescaled_bucket() -> None:
+    data = (_GOLDEN / "parent-format-1.json").read_bytes()
+    found = Parent.decode(data, "0.parent.json")
+    assert found.encode() == data
+    manifest = read_manifest(Folder(str(_GOLDEN / "savepoint-1" / "native")))
+    assert found.saved == manifest.bucket(found.saved.operator, found.bucket)
+    assert found.operator_file == manifest.header.operators[found.saved.operator]
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 0x01
+        try:
+            same = Parent.decode(bytes(damaged), "0.parent.json")
+        except (CorruptError, VersionSkewError):
+            continue
+        # Only white space is outside the checksum.
+        assert same == found
 
 
 def test_leases_of_all_formats() -> None:

@@ -13,7 +13,7 @@ from core_support import change_sets
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from reading_support import Job as OldJob
-from rescaled_query import RescaledQuery, job_from
+from rescaled_query import Later, RescaledQuery, job_from
 from small_root import savepoint_of
 
 from arrow_schemas import BucketMap
@@ -21,6 +21,8 @@ from arrow_schemas.savepoint import CANONICAL, NATIVE
 from spark_state_ext import Savepoint
 from spark_state_ext.commit import cadence
 from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.rescale.finishing import may_remove
 from spark_state_ext.rescale.parents import PARENTS_FOLDER
 from spark_state_ext.store import View
 from spark_state_ext.testing.model import KEYS, Model, Row, expired_in, model_of
@@ -180,3 +182,58 @@ def test_what_is_there_of_another_attempt_must_be_the_same(tmp_path: Path, old: 
     other = rescaled(tmp_path, old, BucketMap(5))
     with pytest.raises(Exception, match="is of another state than bucket 0 is to be rescaled from"):
         other.start()
+
+
+def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path: Path, old: OldJob) -> None:
+    query = rescaled(tmp_path, old, BucketMap(5))
+    query.start()
+    parents = Path(query.folder.child(PARENTS_FOLDER).root)
+
+    def turn() -> bool:
+        """What the first bucket does in its turn; whether the parents are gone."""
+        background = Later()
+        query.finishing.in_turn(
+            query.folder,
+            Folder(query.job.options.root).child("counts"),
+            "plan",
+            query.pointers[0],
+            query.retained,
+            lambda: None,
+            lambda folder: False,
+            background,  # type: ignore[arg-type]
+        )
+        background.do()
+        return not parents.exists()
+
+    every = {key: Row(1) for key in KEYS}
+    for _ in range(3 * query.retained + 6):
+        query.batch(every)
+        assert not turn(), "no bucket has a snapshot of its own"
+    query.runner.do()
+    older = query.pointers
+    query.batch(every)
+    query.batch(every)
+    assert [pointer.parents for pointer in query.pointers] == [None] * 5
+    # Spark may still hand out older pointers: the query goes back to one.
+    assert not turn()
+    query.pointers = older
+    query.lose_disks()
+    assert query.restored() == query.model
+    batches = 0
+    while not turn():
+        query.batch(every)
+        query.runner.do()
+        batches += 1
+    assert batches > 3 * query.retained
+    assert parents.exists() is False
+    query.lose_disks()
+    same(query)
+
+
+@given(st.integers(0, 30), st.integers(0, 3), st.integers(1, 4), st.dictionaries(st.integers(0, 3), st.integers(0, 30)))
+def test_when_parents_may_go(heartbeats: int, retained: int, buckets: int, noted: dict[int, int]) -> None:
+    found = may_remove(heartbeats, retained, buckets, noted)
+    handed_out = range(heartbeats - (3 * retained + 2), heartbeats + 1)
+    needed = any(bucket not in noted or any(at <= noted[bucket] for at in handed_out) for bucket in range(buckets))
+    stray = any(at >= handed_out[0] for bucket, at in noted.items() if bucket >= buckets)
+    assert found == (not needed and not stray)

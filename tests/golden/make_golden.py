@@ -149,6 +149,7 @@ def main(folder: Path) -> None:
             claim="new-query",
             origins=("gold",),
             erased=EraseMark(3, 5, 2, "ab" * 16),
+            parents=CheckpointRef(1, "cd" * 16),
         )
         files.put("pointer.bin", pointer.encode())
         expected = [row for batch in store.view(refs[-1]).scan() for row in batch.to_pylist()]
@@ -168,4 +169,4 @@ def erase_files() -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-4"))
+    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-5"))

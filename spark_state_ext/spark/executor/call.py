@@ -26,8 +26,10 @@ from spark_state_ext.engine.shared import Shared
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.retention import clean_up_due
 from spark_state_ext.ownership.release import note_handed_over
 from spark_state_ext.rescale.dividing import DividingStarts, Division
+from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.savepoints.detaching import Detaching
 from spark_state_ext.savepoints.starting import Beginning
 from spark_state_ext.spark.executor.key_work import KeyWork
@@ -45,7 +47,7 @@ from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, heartbeat
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.store.committed import CommittedRecord, write_committed
 from spark_state_ext.worker.memory import settle
-from spark_state_ext.worker.metrics import CallMetrics, timing, whole_ms
+from spark_state_ext.worker.metrics import CallMetrics, CpuTime, timing, whole_ms
 from spark_state_ext.worker.process import namespace
 from spark_state_ext.worker.retry import retried
 from spark_state_ext.worker.spill import HashSorter, SpillBuffer
@@ -89,7 +91,7 @@ def run_bucket(
     task = task or current_task(job)
     if state.hasTimedOut and _rested(job, state, task):
         return
-    cpu = _CpuTime.started()
+    cpu = CpuTime.started()
     info = CallInfo.of(job, label_bucket(int(key[0])), state, task)
     call = _BucketCall(worker or Worker.current(), info, function, state, cpu)
     try:
@@ -124,30 +126,6 @@ def _ask_for_next_call(state: GroupState, pointer: Pointer, now_ms: int, task: T
         state.setTimeoutDuration(after_ms)
 
 
-class _CpuTime:
-    """Processor time of a call's thread, without what Spark does meanwhile."""
-
-    def __init__(self, spent_s: float) -> None:
-        self._spent_s = spent_s
-
-    @staticmethod
-    def started() -> _CpuTime:
-        """From now on."""
-        return _CpuTime(-time.thread_time())
-
-    def pause(self) -> None:
-        """What comes next does not count."""
-        self._spent_s += time.thread_time()
-
-    def resume(self) -> None:
-        """It counts again."""
-        self._spent_s -= time.thread_time()
-
-    def spent_s(self) -> float:
-        """So far, seconds."""
-        return self._spent_s + time.thread_time()
-
-
 class _BucketCall:
     """One call, from its payloads to the pointer that it hands back.
 
@@ -167,11 +145,12 @@ class _BucketCall:
         info: CallInfo,
         function: Callable[..., Any],
         state: GroupState,
-        cpu: _CpuTime,
+        cpu: CpuTime,
     ) -> None:
         self._shared = Shared.of(worker)
         self._starts = worker.own(DividingStarts)
         self._rescales = worker.own(Rescales)
+        self._finishing = worker.own(Finishing)
         self._detaching = worker.own(Detaching)
         self._info = info
         self._job = info.job
@@ -256,6 +235,7 @@ class _BucketCall:
         with timing(self._call, "commit_ms"):
             made = self._committed(opened, clean_ups, rows, task_end, partitioning)
             pointer = erase_turn.marked(self._stamped(made.pointer, opened, work.threshold_ms()), erased)
+            pointer = self._finishing.noted(opened.files, self._job.plan_id, opened.pointer, pointer)
         opened.let_go()
         if self._info.stored is None and pointer.claim is not None:
             note_handed_over(opened.files, pointer.claim)
@@ -271,6 +251,7 @@ class _BucketCall:
             )
         if self._job.options.clean_up:
             clean_ups.in_turn(opened.pointer, pointer)
+            self._finish(opened, folders, pointer)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             pointer = replace(pointer, earliest_timeout_ms=work.earliest_timeout(rows))
         self._hand_over(pointer)
@@ -287,6 +268,23 @@ class _BucketCall:
             log.end_task()
         if self._job.api != PANDAS:
             yield numbers_of(self._call)
+
+    def _finish(self, opened: OpenBucket, folders: CallFolders, new: Pointer) -> None:
+        """In the turn of the query's first bucket, remove what the query was rescaled from."""
+        if self._info.bucket or self._info.stored is None:
+            return
+        retained = self._task.batches_retained
+        if clean_up_due(new.calls, 0, retained):
+            self._finishing.in_turn(
+                opened.files,
+                folders.operator,
+                self._job.plan_id,
+                opened.pointer,
+                retained,
+                opened.leases.check,
+                lambda folder: bool(self._shared.holds.living(folder)),
+                self._shared.background,
+            )
 
     def _moves(self, move: Move, sorter: HashSorter, frames: Iterable[pd.DataFrame], folders: CallFolders) -> bool:
         """Read the rows, and see how the bucket of a query that is rescaled goes on; whether it does not."""

@@ -16,7 +16,7 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
 from spark_state_ext.backends.registry import FSSPEC
-from spark_state_ext.backends.replication import Replica, close_all
+from spark_state_ext.backends.replication import Replica, Restorable, close_all
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.engine.bucket import Bucket
@@ -36,7 +36,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_record import Claim
-from spark_state_ext.rescale.origin import Origin
+from spark_state_ext.rescale.origin import Origin, origin_beside
 from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.key_work import Times
@@ -160,7 +160,7 @@ class OpenBucket:
     replicas: list[Replica]
     bucket: Bucket
     prepare: Callable[[], None]
-    sources: tuple[Replica, ...] = ()
+    sources: tuple[Restorable, ...] = ()
     origin: Origin | None = None
 
     def let_go(self) -> None:
@@ -236,7 +236,7 @@ def open_bucket(
             tried(lambda: shared.replicas.refuse_elsewhere(job, root, beginning.pointer, scratch))
         # A job that the state cannot serve claims nothing.
         beginning.begins(job, query_folder)
-        first_step = FirstStep(job, root, query_folder, call.times.processing_ms)
+        first_step = FirstStep(job, root, query_folder, call.times.processing_ms, partial(_beside, scratch))
         claim = tried(lambda: first_step.claim(beginning))
         query_folder = first_step.folder_of(beginning)
     leases = Leases.of(job, call.task, root, query_folder, shared.leases, claim, stored is None)
@@ -292,6 +292,12 @@ def open_bucket(
     return OpenBucket(
         query_folder, files, leases, operator, schema, pointer, replicas, bucket, prepare, begun.sources, origin
     )
+
+
+def _beside(scratch: Path, part: Beginning, query_folder: Folder) -> list[Origin]:
+    """What a bucket of another query can be read from beside its backends."""
+    operator = part.operator_file
+    return origin_beside(query_folder, part.pointer, operator.bucket_map, operator.row_schema(), scratch)
 
 
 def _origin(job: Job, pointer: Pointer, schema: RowSchema, scratch: Path) -> Origin | None:

@@ -21,7 +21,7 @@ from arrow_schemas.operator import OperatorFile, operator_file_name
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import NATIVE
 from spark_state_ext.backends.registry import FSSPEC, Backend
-from spark_state_ext.backends.replication import close_all
+from spark_state_ext.backends.replication import Restorable, close_all
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.engine.start_from import NO_CLAIM
@@ -29,9 +29,9 @@ from spark_state_ext.errors import ChangedJobError, CorruptFileError, LineageErr
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
-from spark_state_ext.rescale.dividing import Division, divided_pointer
+from spark_state_ext.rescale.dividing import Division, begun_pointer, divided_pointer
 from spark_state_ext.rescale.folders import rescaled_folder
-from spark_state_ext.rescale.origin import Origin
+from spark_state_ext.rescale.origin import Origin, origin_beside
 from spark_state_ext.rescale.parents import Parent, note_parent, parent_files, parent_of
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.records import StartRecord, note_start
@@ -207,7 +207,7 @@ class Move:
             for number in asked.overlapping(stored, self.bucket)
         ]
         note_start(self._new_folder, self._record())
-        return Begun(divided_pointer(self.job, self.folder, self.bucket, parents))
+        return Begun(begun_pointer(self.job, self._new_folder, self.bucket, parents))
 
     def _record(self) -> StartRecord:
         old = self.plan.old_folder.root
@@ -231,27 +231,22 @@ class Move:
         old, target = self.plan.operator_file, parent_files(folder, number)
         timeout_s = self.job.options.commit.commit_timeout_ms / 1000
         reading = replicas.reading(self.job.options.backends, pointer, scratch, timeout_s)
-        origin = self._origin(pointer, scratch)
+        sources: list[Restorable] = [*reading, *self._origin(pointer, scratch)]
         try:
-            sources = [] if origin is None else [origin]
-            saved = save_bucket(pointer, reading, target, NATIVE, old.row_schema(), scratch, sources=sources).saved
+            saved = save_bucket(pointer, sources, target, NATIVE, old.row_schema(), scratch).saved
         finally:
-            close_all(reading)
-            if origin is not None:
-                origin.close()
+            close_all(sources)
         parent = Parent(old, saved)
         note_parent(folder, parent)
         return parent
 
-    def _origin(self, pointer: Pointer, scratch: Path) -> Origin | None:
+    def _origin(self, pointer: Pointer, scratch: Path) -> list[Origin]:
         """Of a bucket that was rescaled before, and has no snapshot of its own yet."""
-        if pointer.parents is None:
-            return None
         old = self.plan.operator_file
         folder = Folder(self._backend.root, self._backend.storage_options).child(
             self.job.operator, self.plan.old_folder.name
         )
-        return Origin(folder, pointer, old.bucket_map, old.row_schema(), scratch)
+        return origin_beside(folder, pointer, old.bucket_map, old.row_schema(), scratch)
 
     def _known(self, number: int) -> Pointer:
         """The newest pointer of an old bucket that was written down."""

@@ -20,7 +20,7 @@ from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedBucket, SavepointHeader, SavepointManifest
-from spark_state_ext.backends.replication import close_all
+from spark_state_ext.backends.replication import Restorable, close_all
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.engine.options import StateOptions
@@ -32,6 +32,7 @@ from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Found
+from spark_state_ext.rescale.origin import origin_beside
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.copying import refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
@@ -108,9 +109,11 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
         for batch in batches:
             for value in batch.column(0).to_pylist():
                 pointer = Pointer.decode(bytes(value))
-                replicas = shared.replicas.reading(
-                    options.backends, pointer, scratch, options.commit.commit_timeout_ms / 1000
-                )
+                timeout_s = options.commit.commit_timeout_ms / 1000
+                replicas: list[Restorable] = [
+                    *shared.replicas.reading(options.backends, pointer, scratch, timeout_s),
+                    *origin_beside(files, pointer, operator.bucket_map, operator.row_schema(), scratch),
+                ]
                 try:
                     copy = save_bucket(
                         pointer,
