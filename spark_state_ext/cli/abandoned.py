@@ -21,6 +21,7 @@ from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpoint
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, is_new_query_folder
 from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.rescale.folders import first_folder
 
 __all__ = [
     "ABANDONED",
@@ -111,7 +112,9 @@ def judge(found: Found, query_folders: QueryFolders, now_s: float, older_than_s:
     older_than_s
         For how long nobody has written to it, where `query_folders` are not complete; else a day will do.
     """
-    if not query_folders.names.isdisjoint({found.query_folder, found.claim or found.query_folder}):
+    # A query that is rescaled goes on in a folder that is called after its first one, and removes the others itself.
+    named = {first_folder(name) for name in query_folders.names}
+    if not named.isdisjoint({first_folder(found.query_folder), first_folder(found.claim or found.query_folder)}):
         return NAMED
     if not found.ours or found.claim is None or _needs_spark(found, query_folders):
         return UNKNOWN

@@ -44,6 +44,7 @@ from spark_state_ext.ownership.last_written import ERASER, note_last_written
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Found, RunIdentity
+from spark_state_ext.rescale.parents import PARENTS_FOLDER, has_parents
 
 __all__ = ["ErasedHistory", "erase_history"]
 
@@ -166,6 +167,11 @@ def erase_history(
     if write_savepoints and (isinstance(savepoints, str) or not savepoints):
         raise UsageError("write_savepoints needs savepoints=[…]: only those are written anew that you name")
     folder = folders[0]
+    if has_parents(folder.files):
+        raise UsageError(
+            f"the state at {folder.files.root} was rescaled, and the old buckets' files in "
+            f"{folder.files.child(PARENTS_FOLDER).root} are needed still: run the query until it has removed them"
+        )
     wanted = keys_as_stored(keys, folder.schema, "erase_history()")
     if wanted.num_rows > KEYS_MAX:
         raise UsageError(f"erase_history() was given more than {KEYS_MAX:,} keys: erase them in several calls")

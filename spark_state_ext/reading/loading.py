@@ -9,6 +9,7 @@ from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
 from spark_state_ext.backends import Checkpoint, RestoreManager
+from spark_state_ext.backends.replication import Restorable
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder, Readable
 from spark_state_ext.reading.bodies import Body
@@ -57,11 +58,11 @@ class _FolderRestore:
         """Nothing to do."""
 
 
-def sources_in(folder: Folder, pointer: Pointer) -> Sources:
-    """The files of a bucket's folder, and what is inline in a pointer."""
+def sources_in(folder: Folder, pointer: Pointer, *beside: Restorable) -> Sources:
+    """The files of a bucket's folder, what is inline in a pointer, and what else the state can be read from."""
     # Whatever other backends had: here is where one reads.
     status = {} if pointer.ref is None else {folder.root: ReplicationStatus(pointer.ref)}
-    return Sources([_FolderAsBackend(folder)], replace(pointer, replication=status))
+    return Sources([_FolderAsBackend(folder), *beside], replace(pointer, replication=status))
 
 
 def pointer_to(files: BucketFiles, ref: CheckpointRef | None, operator: OperatorFile) -> Pointer:

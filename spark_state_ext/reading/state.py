@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import TIMEOUT_MS
-from spark_state_ext.errors import UsageError
+from spark_state_ext.backends.replication import Restorable
+from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.bodies import Body, Scratch, opened
 from spark_state_ext.reading.history import BucketFiles
@@ -449,12 +451,26 @@ class OpenState:
         pointer = self._files.pointers[bucket]
         folder = self._files.folder.child(str(bucket))
         schema, scratch = self._row_schema, self._scratch
-        return loaded(
-            pointer,
-            sources_in(folder, pointer),
-            lambda files, fetch: opened(files, fetch, folder, schema, scratch),
-            in_parallel=not folder.is_local,
-        )
+
+        def load(*beside: Restorable) -> list[Body]:
+            return loaded(
+                pointer,
+                sources_in(folder, pointer, *beside),
+                lambda files, fetch: opened(files, fetch, folder, schema, scratch),
+                in_parallel=not folder.is_local,
+            )
+
+        try:
+            return load()
+        except MissingCheckpointError:
+            # Imported where it is needed, as it brings much along.
+            from spark_state_ext.rescale.origin import Origin
+
+            origin = Origin(self._files.folder, pointer, self.bucket_map, schema, scratch.folder())
+            with closing(origin):
+                if not origin.is_there():
+                    raise
+                return load(origin)
 
     def _listed(self, bucket: int) -> BucketFiles:
         found = self._files.listed.get(bucket)

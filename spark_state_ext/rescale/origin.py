@@ -24,7 +24,7 @@ from spark_state_ext.errors import InterruptedRestoreError, LineageError, Missin
 from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile, SealedFiles, seal
-from spark_state_ext.rescale.parents import Parent, origin_of, parent_files, parents_in
+from spark_state_ext.rescale.parents import Parent, has_parents, origin_of, parent_files, parents_in
 from spark_state_ext.restore.trace import check_owner
 from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.store.runs import hashes_of
@@ -54,7 +54,7 @@ class Origin:
     query_folder
         The folder of the bucket's query.
     pointer
-        The bucket's; with parents.
+        The bucket's. Where it does not tell the checkpoint that the bucket began with, its parents do.
     bucket_map
         The query's.
     schema
@@ -69,17 +69,28 @@ class Origin:
     def __init__(
         self, query_folder: Folder, pointer: Pointer, bucket_map: BucketMap, schema: RowSchema, scratch: Path
     ) -> None:
-        assert pointer.parents is not None, "it begins with parts of others"
         self._query_folder = query_folder
         self._pointer = pointer
-        self._ref = pointer.parents
         self._bucket_map = bucket_map
         self._schema = schema
         self._scratch = scratch
-        self._file = file_name(self._ref, SNAPSHOT)
+        self._known = pointer.parents
         self._made: SealedFile | None = None
         self._making = threading.Lock()
         self._closed = threading.Event()
+
+    def is_there(self) -> bool:
+        """Whether the bucket has parents.
+
+        Raises
+        ------
+        CorruptFileError, VersionSkewError, StorageError
+            When one cannot be read.
+        """
+        if self._known is None and has_parents(self._query_folder):
+            bucket = self._pointer.bucket
+            self._known = origin_of(parents_in(self._query_folder, self._bucket_map, bucket), self._bucket_map, bucket)
+        return self._known is not None
 
     # -- a backend that nobody writes to -----------------------------------------------------------
 
@@ -123,7 +134,7 @@ class Origin:
             made.let_go()
 
     def _whole(self, name: str) -> SealedFile:
-        if name != self._file:
+        if self._known is None or name != file_name(self._known, SNAPSHOT):
             raise MissingCheckpointError(f"reading {self.where(name)}: it does not exist")
         with self._making:
             if self._made is None:
@@ -134,17 +145,18 @@ class Origin:
         self._raise_if_closed()
         parents = parents_in(self._query_folder, self._bucket_map, self._pointer.bucket)
         found = origin_of(parents, self._bucket_map, self._pointer.bucket)
-        if found != self._ref:
+        assert found is not None, "somebody asked for it by its name"
+        if found != self._known:
             raise LineageError(
                 f"bucket {self._pointer.bucket} of operator {self._pointer.operator!r} begins with "
-                f"checkpoint {self._ref}, and the parents in {self._query_folder.root} make {found}: bring back "
+                f"checkpoint {self._known}, and the parents in {self._query_folder.root} make {found}: bring back "
                 "those that it was rescaled from"
             )
         header = LineageHeader(
             kind=SNAPSHOT,
             operator=self._pointer.operator,
             bucket=self._pointer.bucket,
-            ref=self._ref,
+            ref=found,
             parent=None,
             lineage=(),
             schema_id=self._pointer.schema_id,
@@ -163,7 +175,7 @@ class Origin:
 
     def _raise_if_closed(self) -> None:
         if self._closed.is_set():
-            raise InterruptedRestoreError(f"the restore of checkpoint {self._ref} was told to stop")
+            raise InterruptedRestoreError(f"the restore of checkpoint {self._known} was told to stop")
 
 
 class _OriginRestore:

@@ -29,6 +29,7 @@ __all__ = [
     "PARENTS_FOLDER",
     "PARENT_FORMAT",
     "Parent",
+    "has_parents",
     "note_free",
     "note_parent",
     "origin_of",
@@ -120,6 +121,11 @@ def parent_files(query_folder: Folder, bucket: int) -> Folder:
         The parent's number.
     """
     return query_folder.child(PARENTS_FOLDER, str(bucket))
+
+
+def has_parents(query_folder: Folder) -> bool:
+    """Whether a query was rescaled, and may need its parents still."""
+    return any(_NAME.fullmatch(name) for name in query_folder.child(PARENTS_FOLDER).names())
 
 
 def note_parent(query_folder: Folder, parent: Parent) -> None:

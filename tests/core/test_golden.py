@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from core_support import WRITER
 
-from arrow_schemas import BucketMap, OperatorFile, Pointer
+from arrow_schemas import BucketMap, CheckpointRef, OperatorFile, Pointer
 from arrow_schemas.checksum import opened_document
 from arrow_schemas.erase import EraseDone, EraseMark
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
@@ -133,7 +133,12 @@ def test_the_expected_rows_are_of_every_kind(golden: Path) -> None:
 
 def test_the_erase_mark_of_a_pointer() -> None:
     marks = [Pointer.decode((path / "pointer.bin").read_bytes()).erased for path in _FORMATS]
-    assert marks == [None, None, None, EraseMark(3, 5, 2, "ab" * 16)]
+    assert marks == [None, None, None, *[EraseMark(3, 5, 2, "ab" * 16)] * 2]
+
+
+def test_the_parents_of_a_pointer() -> None:
+    found = [Pointer.decode((path / "pointer.bin").read_bytes()).parents for path in _FORMATS]
+    assert found == [*[None] * 4, CheckpointRef(1, "cd" * 16)]
 
 
 def test_an_erase_request_and_the_record_that_it_is_done() -> None:

@@ -17,10 +17,12 @@ from rescaled_query import Later, RescaledQuery, job_from
 from small_root import savepoint_of
 
 from arrow_schemas import BucketMap
+from arrow_schemas.operator import operator_file_name
 from arrow_schemas.savepoint import CANONICAL, NATIVE
-from spark_state_ext import Savepoint
+from spark_state_ext import Savepoint, open_state
 from spark_state_ext.commit import cadence
 from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.finishing import may_remove
 from spark_state_ext.rescale.parents import PARENTS_FOLDER
@@ -237,3 +239,18 @@ def test_when_parents_may_go(heartbeats: int, retained: int, buckets: int, noted
     needed = any(bucket not in noted or any(at <= noted[bucket] for at in handed_out) for bucket in range(buckets))
     stray = any(at >= handed_out[0] for bucket, at in noted.items() if bucket >= buckets)
     assert found == (not needed and not stray)
+
+
+def test_state_is_read_while_parents_are_needed(tmp_path: Path, old: OldJob) -> None:
+    query = rescaled(tmp_path, old, BucketMap(5))
+    query.start()
+    query.folder.put(operator_file_name(0), query.job.operator_file("new").encode())
+    for at in range(3):
+        query.batch({key: Row(at) for key in KEYS})
+    assert not list((tmp_path / "new").rglob("*.snapshot.arrow"))
+    with open_state(query.folder.root, hold=False) as state:
+        assert {row["count"] for row in state.scan().read_all().to_pylist()} == {1}
+        assert state.get(KEYS[0]).num_rows == 1
+    shutil.rmtree(Path(query.folder.child(PARENTS_FOLDER).root))
+    with open_state(query.folder.root, hold=False) as state, pytest.raises(MissingCheckpointError):
+        state.scan().read_all()
