@@ -89,7 +89,8 @@ def run(job: Job, files: Iterable[Sequence[str]]) -> list[list[tuple[Any, ...]]]
 
 def stored(job: Job) -> dict[str, int]:
     """What the job's state says, by the pointers that Spark committed."""
-    with open_committed(job.session, job.options.get("root", str(job.folder / "root")), job.checkpoint) as state:
+    root = job.options.get("root", str(job.folder / "root"))
+    with job.configured(), open_committed(job.session, root, job.checkpoint) as state:
         return {row["key"]: row["n"] for row in state.scan(["key", "n"]).read_all().to_pylist()}
 
 
