@@ -53,7 +53,7 @@ def batch_computation(files: Iterable[Sequence[str]]) -> list[list[tuple[str]]]:
     found = []
     for keys in files:
         counts.update(keys)
-        texts = [f"{key} has {counts[key]}" for key in keys]
+        texts = [f"{key} has {counts[key]}" for key in set(keys)]
         texts += [f"{key} timed out at {counts[key]}" for key in pending.difference(keys)]
         found.append(sorted((text,) for text in texts))
         pending = set(keys)
