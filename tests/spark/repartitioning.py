@@ -23,10 +23,14 @@ ROCKSDB = {"spark.sql.streaming.stateStore.providerClass": PROVIDERS["rocksdb"]}
 FORMAT_2 = {**ROCKSDB, "spark.sql.streaming.stateStore.checkpointFormatVersion": "2"}
 
 
-def repartition(spark: Any, checkpoint: Path, partitions: int, conf: dict[str, str]) -> None:
-    """Have Spark write the state anew over so many partitions; it adds a batch without input to the checkpoint."""
+def repartition(spark: Any, checkpoint: Path, partitions: int, conf: dict[str, str], *, skip: bool = False) -> None:
+    """Have Spark write the state anew over so many partitions; it adds a batch without input to the checkpoint.
+
+    With `skip`, a batch that failed is given up, and its input is read again in another one.
+    """
     with configured(spark, conf):
-        spark._streamingCheckpointManager.repartition(str(checkpoint), partitions)
+        manager = spark._streamingCheckpointManager
+        manager.repartition(str(checkpoint), partitions, enforce_exactly_once_sink=not skip)
 
 
 if __name__ == "__main__":

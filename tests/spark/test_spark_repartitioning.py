@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import COUNTS, Job, count, keyed
+from jobs import COUNTS, Job, count, emitted, keyed
 from killed_jobs import PROVIDERS
 from processes import kill_tree
 from pyspark.errors import StreamingQueryException
 from repartitioning import FORMAT_2, ROCKSDB, repartition, repartitions
-from streams import finish
+from streams import finish, using
 from timed_counts import BUCKETS, FILES, batch_computation, run, state_of, state_partitions, stored, timed_counts
 
 from arrow_schemas.pointer import Pointer
@@ -195,6 +195,58 @@ def test_what_spark_cannot_repartition_can_go_on_as_it_was(
     assert stored(job) == counted(FILES[:4])
 
 
+@pytest.mark.parametrize("conf", [FORMAT_2, pytest.param(ROCKSDB, marks=pytest.mark.soak)])
+def test_a_batch_that_failed_is_not_counted_twice_and_not_lost(
+    spark: Any, tmp_path: Path, conf: dict[str, str]
+) -> None:
+    """Its tasks had ended, so files and local stores hold what it made. Spark gives it up; its input comes again.
+
+    Not from a file source: Spark 4.3 gives that the offsets of the batch that was given up, and the query does not start.
+    """
+    from growing_source import GrowingSource, keys_of, release
+
+    spark.dataSource.register(GrowingSource)
+    job = Job(spark, "arrow", tmp_path, count, output=COUNTS, options={"buckets": BUCKETS}, conf=conf)
+    table: dict[str, int] = {}
+    fails = False
+
+    def upsert(df: Any, batch: int) -> None:
+        rows = df.collect()
+        if fails:
+            raise RuntimeError("the sink is full")
+        table.update({row.key: row.n for row in rows})
+
+    def go(batches: int) -> None:
+        release(tmp_path, batches)
+        with job.configured(), using(spark, "arrow", tmp_path, **job.options):
+            events = spark.readStream.format("growing").load(str(tmp_path))
+            out = events.groupBy("key").applyInPandasWithState(count, COUNTS, "n bigint", "append", "NoTimeout")
+            writer = out.writeStream.foreachBatch(upsert).option("checkpointLocation", str(job.checkpoint))
+            finish(writer.trigger(availableNow=True).start())
+
+    def expected(batches: int) -> Counter[str]:
+        return counted([keys_of(batch) for batch in range(batches)])
+
+    go(1)
+    go(2)
+    before = pointers(job)
+    fails = True
+    with pytest.raises(StreamingQueryException, match="the sink is full"):
+        go(3)
+    fails = False
+    assert committed(job) == 1
+    assert (job.checkpoint / "offsets" / "2").exists()
+    with pytest.raises(Exception, match="LAST_BATCH_FAILED"):
+        repartition(spark, job.checkpoint, 5, conf)
+    repartition(spark, job.checkpoint, 5, conf, skip=True)
+    assert pointers(job) == before
+    assert stored(job) == table == expected(2)
+    go(3)
+    assert stored(job) == table == expected(3)
+    go(5)
+    assert stored(job) == table == expected(5)
+
+
 def test_uploads_are_left_to_the_last_call_of_a_task_on_the_new_partitions(spark: Any, tmp_path: Path) -> None:
     """One plan, which Spark starts on 2, then 5, then 1 partitions: only what was compared on that number is relied upon."""
     # No delta goes inline, so each that a call need not wait for is left to a later one.
@@ -221,3 +273,28 @@ def test_uploads_are_left_to_the_last_call_of_a_task_on_the_new_partitions(spark
         assert [it[1] for it in found if it] == [partitions] * BUCKETS
         assert not any(it.inline for it in pointers(job).values())
     assert list(tmp_path.glob("root/tested/*/spread-*")) == [], "every bucket was where it was expected"
+
+
+def test_a_batch_without_data_calls_all_buckets_of_the_new_partitions(spark: Any, tmp_path: Path) -> None:
+    """Under Spark's checkpoint format 1 the buckets of a partition must stand on one attempt (`engine.aligned_timeouts`)."""
+    job = timed_counts(spark, tmp_path / "job", 2, ROCKSDB)
+    assert run(job, FILES[:2]) == EXPECTED[:2]
+    repartition(spark, job.checkpoint, 5, ROCKSDB)
+
+    def without_data(query: Any) -> list[Any]:
+        return [
+            it["stateOperators"][0] for it in query.recentProgress if it["numInputRows"] == 0 and it["stateOperators"]
+        ]
+
+    since = max(emitted(job.sink))
+    job.conf["spark.sql.streaming.noDataMicroBatches.enabled"] = "true"
+    # Before a batch with data a query that was started again has none without.
+    job.feed(keyed(*FILES[2]))
+    with job.running() as query:
+        eventually(lambda: len(without_data(query)) > 3 or query.exception() is not None)
+        called = without_data(query)
+    assert {(it["numShufflePartitions"], it["numRowsUpdated"]) for it in called} == {(5, BUCKETS)}
+    # What was pending times out, and once.
+    rows = [row for batch, found in emitted(job.sink).items() if batch > since for row in found]
+    ends = [(f"{key} timed out at {n}",) for key, n in counted(FILES[:3]).items() if key in FILES[2]]
+    assert sorted(rows) == sorted([*EXPECTED[2], *ends])
