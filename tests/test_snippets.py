@@ -160,6 +160,8 @@ def test_a_page_runs_as_pasted(
     finally:
         if spark is not None:
             disable(spark)
+            # The session is that of other tests, too.
+            spark.conf.unset("spark.sql.shuffle.partitions")
     assert [query.exception() for query in queries if query.exception()] == []
     if page == ROOT / "README.md":
         # The second snippet goes on with the query of the first.

@@ -26,6 +26,7 @@ from spark_state_ext.cli.spark_checkpoint import (
     SparkFile,
     missing_version,
     parse_path,
+    shuffle_partitions,
     state_ids,
 )
 from spark_state_ext.errors import (
@@ -70,7 +71,11 @@ class Rollback:
 
 
 def plan_rollback(
-    entries: Iterable[Entry], to_batch: int, ids: Mapping[int, Mapping[str, frozenset[str]]], where: str
+    entries: Iterable[Entry],
+    to_batch: int,
+    ids: Mapping[int, Mapping[str, frozenset[str]]],
+    where: str,
+    partitions: int | None = None,
 ) -> Rollback:
     """Decide what must go for a batch to be the last one.
 
@@ -84,6 +89,8 @@ def plan_rollback(
         What each commit log up to that batch tells (`state_ids`).
     where
         The location, for messages.
+    partitions
+        How many partitions the query had in that batch (`shuffle_partitions`); None: it is not told.
 
     Raises
     ------
@@ -105,7 +112,8 @@ def plan_rollback(
         )
     files = [file for file in parsed.values() if file is not None]
     _check_logs(files, to_batch, where)
-    _check_state(files, to_batch, ids, where)
+    # Where Spark has repartitioned the state, the folders of other partitions hold that of other batches.
+    _check_state([it for it in files if partitions is None or _partition(it) < partitions], to_batch, ids, where)
     state = [file for file in files if file.kind == STATE and file.number > to_batch + 1]
     logs = [[file for file in files if file.kind == kind and file.number > to_batch] for kind in (COMMITS, OFFSETS)]
     steps = [step for group in (state, *logs) for step in _newest_first(group)]
@@ -140,6 +148,10 @@ def _check_logs(files: Sequence[SparkFile], to_batch: int, where: str) -> None:
                 f"{where}/offsets/{batch} is gone, without which no query starts after batch {to_batch}: choose a "
                 "later batch"
             )
+
+
+def _partition(file: SparkFile) -> int:
+    return int(file.store.split("/")[2]) if file.kind == STATE else 0
 
 
 def _check_state(
@@ -266,7 +278,11 @@ def planned(checkpoint: Folder, to_batch: int) -> Rollback:
         for file in logs
         if file.number <= to_batch and not file.checksum
     }
-    return plan_rollback(entries, to_batch, ids, checkpoint.root)
+    offsets = f"{OFFSETS}/{to_batch}"
+    # Where they are gone, the plan says so.
+    there = any(entry.name == offsets for entry in entries)
+    partitions = shuffle_partitions(checkpoint.get(offsets), checkpoint.where(offsets)) if there else None
+    return plan_rollback(entries, to_batch, ids, checkpoint.root, partitions)
 
 
 def _refuse_other_folder(checkpoint: Folder) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "missing_version",
     "parse_path",
     "query_id",
+    "shuffle_partitions",
     "state_ids",
 ]
 
@@ -34,6 +35,7 @@ OFFSETS, COMMITS, STATE, OTHER = "offsets", "commits", "state", "other"
 METADATA = "metadata"
 # Folders with what `spark_state_ext.cli.rollback` put aside.
 ROLLED_BACK = "rolled-back-"
+_PARTITIONS = "spark.sql.shuffle.partitions"
 
 _WHOLE, _CHANGES = frozenset({"snapshot", "zip"}), frozenset({"delta", "changelog"})
 _BATCH = re.compile(r"[0-9]+")
@@ -151,6 +153,29 @@ def state_ids(commit: bytes, where: str) -> dict[str, frozenset[str]]:
         }
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         raise CorruptFileError(f"{where} is no commit log that this release can read: {error!r}") from error
+
+
+def shuffle_partitions(offsets: bytes, where: str) -> int | None:
+    """How many partitions Spark's shuffle had in a batch, and so no more of an operator's state; None: it is not told.
+
+    Parameters
+    ----------
+    offsets
+        The file ``offsets/<batch>``.
+    where
+        Its name in messages.
+
+    Raises
+    ------
+    CorruptFileError
+        When it cannot be read.
+    """
+    try:
+        _, _, text = offsets.decode().partition("\n")
+        told = json.loads(text.splitlines()[0]).get("conf", {}).get(_PARTITIONS)
+        return None if told is None else int(told)
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
+        raise CorruptFileError(f"{where} holds no offsets that this release can read: {error!r}") from error
 
 
 def missing_version(

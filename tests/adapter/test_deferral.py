@@ -73,6 +73,24 @@ def test_nothing_is_expected_before_a_batch_has_compared(query_folder: Folder) -
     assert query_folder.names() == []
 
 
+def test_another_number_of_partitions_within_one_run_is_compared_anew(query_folder: Folder) -> None:
+    """As when Spark repartitions the state of a stopped query, which is then started from the same plan, and again."""
+    before = {bucket: _pointer(bucket, (RUN, 2)) for bucket in range(BUCKETS)}
+    known = deferral.Differences()
+    for partitions in (5, 1, 2):
+        tasks = {at: Partitioning(RUN, partitions, at, BUCKETS, known) for at in range(partitions)}
+        for bucket, pointer in before.items():
+            assert tasks[bucket % partitions].expected(pointer, query_folder) == frozenset()
+        before = {
+            bucket: _pointer(bucket, tasks[bucket % partitions].noted(bucket, query_folder))
+            for bucket in range(BUCKETS)
+        }
+        for bucket, pointer in before.items():
+            found = tasks[bucket % partitions].expected(pointer, query_folder)
+            assert found == set(range(bucket % partitions, BUCKETS, partitions))
+    assert query_folder.names() == []
+
+
 class _Waits:
     """Notes what is waited for."""
 

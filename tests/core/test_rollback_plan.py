@@ -16,7 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.__main__ import main
 from spark_state_ext.cli.rollback import carry_out, check_idle, plan_rollback, planned
-from spark_state_ext.cli.spark_checkpoint import COMMITS, OFFSETS, STATE, parse_path, state_ids
+from spark_state_ext.cli.spark_checkpoint import COMMITS, OFFSETS, STATE, parse_path, shuffle_partitions, state_ids
 from spark_state_ext.errors import CorruptFileError, LiveRunError, MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Entry, Folder
 
@@ -168,6 +168,30 @@ def test_the_commit_log_of_either_format_is_read() -> None:
         state_ids(b"v1", "commits/0")
 
 
+def test_the_number_of_partitions_is_told_by_the_offsets() -> None:
+    conf = json.dumps({"batchWatermarkMs": 0, "conf": {"spark.sql.shuffle.partitions": "5"}})
+    assert shuffle_partitions(f'v1\n{conf}\n{{"logOffset":1}}'.encode(), "offsets/1") == 5
+    assert shuffle_partitions(b'v1\n{"batchWatermarkMs":0}\n-', "offsets/1") is None
+    for damaged in (b"v1", b"v1\n[]\n-", conf.replace("5", "five").join(["v1\n", "\n-"]).encode(), b"v1\n\xff"):
+        with pytest.raises(CorruptFileError, match="offsets/1"):
+            shuffle_partitions(damaged, "offsets/1")
+
+
+def test_partitions_of_other_batches_need_not_hold_the_state_of_this_one() -> None:
+    """After batch 1 Spark repartitioned the state from 2 to 3, or from 3 to 2 before it."""
+    later = [f"state/0/2/{version}.zip" for version in (3, 4)]
+    before = ["state/0/2/1.zip"]
+    for other, goes in ((later, ["state/0/2/4.zip", "state/0/2/3.zip"]), (before, [])):
+        entries = _entries([*_LOGS, *_HDFS, *other])
+        with pytest.raises(MissingCheckpointError, match="state/0/2"):
+            plan_rollback(entries, 1, {}, "the checkpoint", 3)
+        plan = plan_rollback(entries, 1, {}, "the checkpoint", 2)
+        assert [file.path for file in plan.files if file.store == "state/0/2"] == goes
+        # An operator may have fewer partitions than the shuffle, such as one without keys.
+        only = _entries([*_LOGS, *(name for name in _HDFS if name.startswith("state/0/0/"))])
+        assert plan_rollback(only, 1, {}, "the checkpoint", 2).files
+
+
 def test_a_checkpoint_that_is_being_written_is_left_alone() -> None:
     plan = plan_rollback(_entries([*_LOGS, *_HDFS], 100.0), 1, {}, "the checkpoint")
     check_idle(plan, 160.0, 60.0, "the checkpoint")
@@ -178,7 +202,8 @@ def test_a_checkpoint_that_is_being_written_is_left_alone() -> None:
 def _made(folder: Path) -> Folder:
     for name in [*_LOGS, *_HDFS, "metadata"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text('v1\n{"nextBatchWatermarkMs":0}' if name.startswith("commits") else name)
+        log = {COMMITS: 'v1\n{"nextBatchWatermarkMs":0}', OFFSETS: 'v1\n{"batchWatermarkMs":0}\n-'}
+        (folder / name).write_text(log.get(name.split("/")[0], name))
     return Folder(str(folder))
 
 

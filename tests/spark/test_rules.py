@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,15 +73,52 @@ def test_every_bucket_is_called_and_restored_in_every_batch(spark: Any, tmp_path
     assert len(written) == 1, "heartbeats write no file"
 
 
+# Each pair of a number of partitions and one of buckets that is not spread as evenly as can be. A partition without a bucket
+# is in no group, so that the sums show it: `b` buckets leave a remainder of partitions with one more than the others.
+_UNEVEN = """
+WITH spread AS (
+    SELECT p.id AS partitions, n.id AS buckets, pmod(hash(label), p.id) AS partition, count(*) AS has
+    FROM range(1, 65) AS p CROSS JOIN range(1, 513) AS n JOIN labels ON bucket < n.id
+    GROUP BY ALL
+),
+pairs AS (
+    SELECT partitions, buckets, sum(has) AS placed,
+        count_if(has = floor(buckets / partitions)) AS with_fewer, count_if(has = ceil(buckets / partitions)) AS with_more
+    FROM spread GROUP BY ALL
+)
+SELECT count(*) AS pairs, count_if(NOT (placed = buckets AND CASE
+    WHEN buckets % partitions = 0 THEN with_more = partitions
+    WHEN buckets < partitions THEN with_more = buckets AND with_fewer = 0
+    ELSE with_more = buckets % partitions AND with_more + with_fewer = partitions END)) AS uneven
+FROM pairs
+"""
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_buckets_are_spread_as_evenly_as_can_be(spark: Any, labelled: bool) -> None:
+    """Rule 5, by one query of Spark's own: any 1 to 512 buckets over any 1 to 64 partitions; and not without labels."""
+    labels = [bucket_label(bucket) if labelled else bucket for bucket in range(512)]
+    frame = pd.DataFrame({"bucket": range(512), "label": np.array(labels, dtype=np.int32)})
+    spark.createDataFrame(frame, "bucket int, label int").createOrReplaceTempView("labels")
+    try:
+        (found,) = spark.sql(_UNEVEN).collect()
+    finally:
+        spark.catalog.dropTempView("labels")
+    assert found.pairs == 64 * 512
+    assert found.uneven == 0 if labelled else found.uneven > found.pairs / 2
+
+
 @pytest.mark.parametrize("partitions", [1, 3, 7, 8, 64])
-def test_labels_spread_evenly_over_any_number_of_partitions(spark: Any, partitions: int) -> None:
-    """Rule 5."""
-    labels = pd.DataFrame({"label": np.array([bucket_label(bucket) for bucket in range(96)], dtype=np.int32)})
-    frame = spark.createDataFrame(labels, "label int").repartition(partitions, "label")
-    placed = Counter(row[0] for row in frame.selectExpr("spark_partition_id()").collect())
-    per_partition = [placed.get(at, 0) for at in range(partitions)]
-    assert sum(per_partition) == 96
-    assert max(per_partition) - min(per_partition) <= 1
+def test_a_bucket_goes_to_the_partition_of_its_number(spark: Any, partitions: int) -> None:
+    """Rule 5: the shuffle partitions by the same hash as the query above."""
+    labels = pd.DataFrame({"bucket": range(96), "label": np.array([bucket_label(at) for at in range(96)], np.int32)})
+    frame = spark.createDataFrame(labels, "bucket int, label int").repartition(partitions, "label")
+    found = frame.selectExpr(
+        "bucket", f"pmod(hash(label), {partitions}) AS by_hash", "spark_partition_id() AS at"
+    ).collect()
+    assert sorted((row.bucket, row.by_hash, row.at) for row in found) == [
+        (bucket, bucket % partitions, bucket % partitions) for bucket in range(96)
+    ]
 
 
 def test_more_than_the_shuffle_should_carry_goes_through_spill_files(spark: Any, tmp_path: Path) -> None:
