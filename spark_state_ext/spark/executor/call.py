@@ -237,21 +237,7 @@ class _BucketCall:
             pointer = erase_turn.marked(self._stamped(made.pointer, opened, work.threshold_ms()), erased)
             pointer = self._finishing.noted(opened.files, self._job.plan_id, opened.pointer, pointer)
         opened.let_go()
-        if self._info.stored is None and pointer.claim is not None:
-            note_handed_over(opened.files, pointer.claim)
-        if self._info.bucket == 0 and self._info.stored is not None:
-            self._detaching.in_turn(self._job, opened.files, opened.leases.check, self._shared.background)
-            erase_turn.look_after(
-                lambda: self._job.options.clean_up and not self._shared.holds.living(opened.files),
-                opened.leases.check,
-            )
-        if self._info.bucket == 0:
-            self._shared.housekeeping.drop_spill_files(
-                folders.operator, self._task, pointer.calls, self._info.times.processing_ms
-            )
-        if self._job.options.clean_up:
-            clean_ups.in_turn(opened.pointer, pointer)
-            self._finish(opened, folders, pointer)
+        self._look_after(opened, folders, pointer, clean_ups, erase_turn)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             pointer = replace(pointer, earliest_timeout_ms=work.earliest_timeout(rows))
         self._hand_over(pointer)
@@ -269,10 +255,29 @@ class _BucketCall:
         if self._job.api != PANDAS:
             yield numbers_of(self._call)
 
+    def _look_after(
+        self, opened: OpenBucket, folders: CallFolders, new: Pointer, clean_ups: CleanUps, erase_turn: EraseTurn
+    ) -> None:
+        """What a call does besides, for the bucket and, as the query's first bucket, for the query."""
+        options, is_first = self._job.options, self._info.bucket == 0
+        if self._info.stored is None and new.claim is not None:
+            note_handed_over(opened.files, new.claim)
+        if is_first and self._info.stored is not None:
+            self._detaching.in_turn(self._job, opened.files, opened.leases.check, self._shared.background)
+            erase_turn.look_after(
+                lambda: options.clean_up and not self._shared.holds.living(opened.files), opened.leases.check
+            )
+        if is_first:
+            self._shared.housekeeping.drop_spill_files(
+                folders.operator, self._task, new.calls, self._info.times.processing_ms
+            )
+        if options.clean_up:
+            clean_ups.in_turn(opened.pointer, new)
+        if options.clean_up and is_first and self._info.stored is not None:
+            self._finish(opened, folders, new)
+
     def _finish(self, opened: OpenBucket, folders: CallFolders, new: Pointer) -> None:
-        """In the turn of the query's first bucket, remove what the query was rescaled from."""
-        if self._info.bucket or self._info.stored is None:
-            return
+        """Now and then remove what the query was rescaled from."""
         retained = self._task.batches_retained
         if clean_up_due(new.calls, 0, retained):
             self._finishing.in_turn(

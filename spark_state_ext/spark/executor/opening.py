@@ -239,6 +239,8 @@ def open_bucket(
         first_step = FirstStep(job, root, query_folder, call.times.processing_ms, partial(_beside, scratch))
         claim = tried(lambda: first_step.claim(beginning))
         query_folder = first_step.folder_of(beginning)
+    if call.move is not None:
+        _hold_old(call.move, call, root, shared, tried)
     leases = Leases.of(job, call.task, root, query_folder, shared.leases, claim, stored is None)
     tried(leases.hold)
     operator: OperatorFile = tried(lambda: _admitted(shared, call, root, query_folder, beginning))
@@ -271,18 +273,7 @@ def open_bucket(
             call.batch,
             socket.gethostname(),
         ),
-        CommitContext(
-            scratch,
-            options=job.options.commit,
-            batches_retained=call.task.batches_retained,
-            uploads=shared.uploads,
-            runner=shared.background,
-            # Not what Spark calls the run: `foreachBatch` may set another job group.
-            run=Run(job.plan_id, call.task.stage),
-            batch_ms=call.times.processing_ms,
-            # A run that has lost its state to another one need not read on.
-            while_waiting=leases.hold,
-        ),
+        _context(shared, call, scratch, leases),
         # The query's own backends have nothing yet where it reads from others.
         restore_from=None if begun.sources else job.options.restore_from,
         memory=shared.memory,
@@ -292,6 +283,32 @@ def open_bucket(
     return OpenBucket(
         query_folder, files, leases, operator, schema, pointer, replicas, bucket, prepare, begun.sources, origin
     )
+
+
+def _context(shared: Shared, call: CallInfo, scratch: Path, leases: Leases) -> CommitContext:
+    job = call.job
+    return CommitContext(
+        scratch,
+        options=job.options.commit,
+        batches_retained=call.task.batches_retained,
+        uploads=shared.uploads,
+        runner=shared.background,
+        # Not what Spark calls the run: `foreachBatch` may set another job group.
+        run=Run(job.plan_id, call.task.stage),
+        batch_ms=call.times.processing_ms,
+        # A run that has lost its state to another one need not read on.
+        while_waiting=leases.hold,
+    )
+
+
+def _hold_old(
+    move: Move, call: CallInfo, root: Folder, shared: Shared, tried: Callable[[Callable[[], None]], None]
+) -> None:
+    """Hold the old query folder's lease, so that a run that still writes there is noticed."""
+    old, claim_id = move.old_folder, move.old_claim
+    claim = None if claim_id is None else Claim(claim_id, root.child(claim_id).root, 0)
+    leases = Leases.of(call.job, call.task, root, old, shared.leases, claim, False)
+    tried(leases.hold)
 
 
 def _beside(scratch: Path, part: Beginning, query_folder: Folder) -> list[Origin]:

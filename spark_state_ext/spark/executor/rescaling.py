@@ -138,6 +138,16 @@ class Move:
         """Name of the query folder from now on; the same for all calls of the plan."""
         return rescaled_folder(self.plan.old_folder.name, self.job.plan_id)
 
+    @property
+    def old_folder(self) -> str:
+        """Name of the query folder so far."""
+        return self.plan.old_folder.name
+
+    @property
+    def old_claim(self) -> str | None:
+        """Id of the query's claim to that folder; None: it began it itself."""
+        return self.plan.captured.pointers[0].claim
+
     def as_before(self) -> Job:
         """The job with the old bucket map, for a call without a heartbeat."""
         return replace(self.job, options=replace(self.job.options, bucket_by=self.plan.operator_file.bucket_map))
