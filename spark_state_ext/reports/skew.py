@@ -179,7 +179,8 @@ def _load(query_id: str, operator: str, calls: pa.Table, cores: int | None) -> O
     }
     by_bucket = pa.table(columns)
     skew = Skew(*(_skew(by_bucket[name].to_numpy()) for name in ("rows", "state_bytes", "call_ms")))
-    job_buckets, workers = int(pc.max(calls["job_buckets"]).as_py()), _workers(calls)
+    job_buckets = int(max(pc.max(calls["job_buckets"]).as_py(), pc.max(calls["bucket"]).as_py() + 1))
+    workers = _workers(calls)
     ended_s = calls.group_by(["batch"]).aggregate([("ended_ms", "max")]).sort_by("batch")["ended_ms_max"].to_numpy()
     interval_s = float(np.median(np.diff(ended_s))) / 1000 if len(ended_s) > 1 else None
     of_buckets = _of_buckets(by_bucket, job_buckets)
