@@ -6,11 +6,13 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import spark_state_ext
+from benchmarks.__main__ import main as benchmark
 from benchmarks.buckets import BATCH, LOST, WARM, point_name, slope_ms, slope_name
 from benchmarks.report import RESULTS
 from spark_state_ext import recommend
@@ -132,6 +134,15 @@ def test_constants_are_those_of_the_committed_results() -> None:
 def test_a_slope_is_that_of_the_line() -> None:
     line = {count: 0.5 + 0.01 * count for count in (1, 4, 16, 64, 4096)}
     assert slope_ms(line, 2) == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize("counts", ["", "1", "4,1", "0,1", "1,x", "1,2,", "1,1"])
+def test_numbers_that_make_no_line_are_refused(counts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--counts", "--large-counts"):
+        arguments = [option, counts, "--results", str(tmp_path), "--work-dir", str(tmp_path)]
+        assert benchmark(["buckets", *arguments]) == 2
+        assert "name two numbers or more, ascending" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- the command -----------------------------------------------------------------------------------
