@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks import (
     async_commit,
     big_bucket,
+    buckets,
     growth,
     import_native,
     initial_state,
@@ -53,6 +54,11 @@ _BENCHMARKS = {
         "batches of one size over ever more keys of state: time, memory, bytes written",
         growth.add_arguments,
         growth.run,
+    ),
+    "buckets": _Benchmark(
+        "batches, and first batches of new workers, with ever more buckets, beside Spark's own operator",
+        buckets.add_arguments,
+        buckets.run,
     ),
     "nexmark": _Benchmark(
         "queries of the Nexmark benchmark, in our form and in those that Spark has", nexmark.add_arguments, nexmark.run

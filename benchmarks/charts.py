@@ -161,11 +161,24 @@ def _growth(result: dict[str, Any]) -> list[Chart]:
     return [Chart("growth", f"{events:,} keys updated a batch, of ever more", bars)]
 
 
+def _buckets(result: dict[str, Any]) -> list[Chart]:
+    """Batches alone: what comes after a restart would leave them no room."""
+    (small, *_) = result["parameters"]["counts by keys"]
+    bars = tuple(
+        (name[: -len(_BATCH)].removeprefix(f"{small} keys: "), tuple(times), "Spark's own" not in name)
+        for name, times in result["timings_s"].items()
+        if name.startswith(f"{small} keys: ") and name.endswith(_BATCH)
+    )
+    events = result["parameters"]["events"]
+    return [Chart("buckets", f"{events:,} of {small} keys updated a batch, in ever more buckets", bars)]
+
+
 _MAKERS: dict[str, Callable[[dict[str, Any]], list[Chart]]] = {
     "vectorised": _by_workload,
     "peers": _by_workload,
     "nexmark": _nexmark,
     "growth": _growth,
+    "buckets": _buckets,
 }
 
 

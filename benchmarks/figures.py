@@ -12,12 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.buckets import BATCH, LOST, SPARKS, WARM, point_name, slope_name
 from benchmarks.report import RESULTS
 
 __all__ = ["DOCUMENTS", "main", "with_figures"]
 
 _ROOT = Path(__file__).parent.parent
-DOCUMENTS = (_ROOT / "README.md", _ROOT / "docs" / "benchmarks.md")
+DOCUMENTS = (
+    _ROOT / "README.md",
+    _ROOT / "docs" / "benchmarks.md",
+    _ROOT / "docs" / "operating" / "choosing-settings.md",
+)
 _PLACE = re.compile(r"(<!-- figures (\w+): begin -->\n).*?(<!-- figures \2: end -->)", re.DOTALL)
 
 
@@ -143,6 +148,33 @@ def _growth() -> str:
     return f"{_table('growth')}\nTimed batches in which snapshots were published: {told}.\n"
 
 
+def _bucket_curves() -> str:
+    """Median seconds by the number of buckets, and what one more adds: a table for each size of state."""
+    result = _result("buckets")
+    lines: list[str] = []
+    for told, counts in result["parameters"]["counts by keys"].items():
+        keys = int(told.replace(",", ""))
+        lines += [
+            f"{told} keys, {result['parameters']['events']:,} rows a batch, seconds:",
+            "",
+            f"| buckets | {BATCH} | {WARM} | {LOST} |",
+            "| --- | --- | --- | --- |",
+        ]
+        for count in counts:
+            cells = (result["medians_s"][f"{point_name(keys, count)}: {what}"] for what in (BATCH, WARM, LOST))
+            lines.append(f"| {count:,} | {' | '.join(f'{seconds:.2f}' for seconds in cells)} |")
+        slopes = (result["ratios"][slope_name(keys, what)] for what in (BATCH, WARM, LOST))
+        added = " | ".join(f"{slope:.1f} ms" for slope in slopes)
+        lines += [f"| one more adds, on one core | {added} |", ""]
+    return "\n".join([*lines, _where(result), ""])
+
+
+def _buckets() -> str:
+    ratios = {name: value for name, value in _result("buckets")["ratios"].items() if SPARKS in name}
+    lines = ["| ratio | |", "| --- | --- |", *(f"| {name} | {value:.2f} |" for name, value in ratios.items()), "", ""]
+    return "\n".join(lines) + _bucket_curves()
+
+
 def _peers() -> str:
     """Median seconds a batch: a row a program, a column a workload."""
     result = _result("peers")
@@ -204,6 +236,8 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "vectorised": lambda: _table("vectorised"),
     "nexmark": lambda: _table("nexmark"),
     "growth": _growth,
+    "buckets": _buckets,
+    "bucket_curves": _bucket_curves,
     "peers": _peers,
 }
 

@@ -47,6 +47,8 @@ class TimedStream:
     idle_ms
         How often an idle query looks for files, milliseconds; Spark's default is a hundred times a second, on the time
         of others.
+    checkpoint
+        Spark's checkpoint, where another stream of the same query had it before; by default one in `folder`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class TimedStream:
         plan: Callable[[DataFrame, Path], DataFrame],
         output_mode: str = "update",
         idle_ms: int = 500,
+        checkpoint: Path | None = None,
     ) -> None:
         self.name = name
         self.folder = folder
@@ -76,7 +79,7 @@ class TimedStream:
             plan(rows, folder)
             .writeStream.foreachBatch(sink)
             .outputMode(output_mode)
-            .option("checkpointLocation", str(folder / "checkpoint"))
+            .option("checkpointLocation", str(checkpoint or folder / "checkpoint"))
             .trigger(processingTime=f"{idle_ms} milliseconds")
             .start()
         )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spark_state_ext.reading.live import LiveState, open_live
     from spark_state_ext.reading.opening import open_state
     from spark_state_ext.reading.state import OpenState
+    from spark_state_ext.reports.choosing import Recommendation, recommend
     from spark_state_ext.reports.making import report
     from spark_state_ext.savepoints.offsets import starting_offsets
     from spark_state_ext.savepoints.reading import savepoint_tables
@@ -49,6 +50,7 @@ __all__ = [
     "ImportedJob",
     "LiveState",
     "OpenState",
+    "Recommendation",
     "RetainedCheckpoint",
     "Savepoint",
     "StateBatch",
@@ -72,6 +74,7 @@ __all__ = [
     "open_state",
     "read_savepoint",
     "read_state",
+    "recommend",
     "register",
     "report",
     "savepoint_tables",
@@ -96,6 +99,7 @@ _LAZY = {
     "ImportedJob": "spark_state_ext.spark.native.importing",
     "LiveState": "spark_state_ext.reading.live",
     "OpenState": "spark_state_ext.reading.state",
+    "Recommendation": "spark_state_ext.reports.choosing",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
     "StateBatch": "spark_state_ext.functions.state_batch",
@@ -118,6 +122,7 @@ _LAZY = {
     "open_state": "spark_state_ext.reading.opening",
     "read_savepoint": "spark_state_ext.spark.client.tables",
     "read_state": "spark_state_ext.spark.source.frames",
+    "recommend": "spark_state_ext.reports.choosing",
     "register": "spark_state_ext.spark.source.frames",
     "report": "spark_state_ext.reports.making",
     "savepoint_tables": "spark_state_ext.savepoints.reading",

@@ -34,7 +34,7 @@ def test_a_giant_is_told_of_and_not_drawn() -> None:
     assert chart.title.endswith("(not shown: Flink, 21 s)")
 
 
-@pytest.mark.parametrize("name", ["growth", "nexmark", "peers", "vectorised"])
+@pytest.mark.parametrize("name", ["buckets", "growth", "nexmark", "peers", "vectorised"])
 def test_committed_results_have_charts(name: str) -> None:
     charts = charts_of(json.loads((RESULTS / f"{name}.json").read_text()))
     assert charts

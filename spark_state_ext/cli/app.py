@@ -26,6 +26,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "check": ("check", "what is installed, and whether this machine can run it (also without a command)"),
     "doctor": ("doctor", "what is wrong with a configuration, and what to change"),
     "metrics": ("metrics", "what each batch did, from the files that executors write"),
+    "skew": ("skew", "how evenly the load lies on buckets: rows, state and time of each, and what mends it"),
+    "recommend": ("recommend", "how many buckets and shuffle partitions a job should have, and why"),
     "report": ("report", "write one page about a job, from its metrics and its root"),
     "rollback": ("rollback", "make an older batch the last one of a Spark checkpoint"),
     "show": ("show", "which state there is at a path, and which batches of it can be read"),

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["OperatorBatches", "batches_of", "thinned"]
+__all__ = ["OperatorBatches", "batches_of", "last_calls", "thinned"]
 
 _KEYS = ("query_id", "operator")
 # Of the calls of a batch the longest counts, as buckets are worked on side by side.
@@ -50,12 +50,27 @@ def batches_of(calls: pa.Table) -> list[OperatorBatches]:
     calls
         From `spark_state_ext.worker.metrics.read`.
     """
-    calls = calls.append_column("at", pa.array(range(calls.num_rows), pa.int64()))
-    # Of calls that were made again, also by a later run of the query, the last one counts.
-    last = calls.group_by([*_KEYS, "batch", "bucket"]).aggregate([("at", "max")])
-    calls = calls.take(pc.take(last["at_max"], pc.sort_indices(last["at_max"])))
+    calls = last_calls(calls)
     found = calls.group_by(list(_KEYS)).aggregate([]).sort_by([(name, "ascending") for name in _KEYS])
     return [_operator(calls, row["query_id"], row["operator"]) for row in found.to_pylist()]
+
+
+def last_calls(calls: pa.Table) -> pa.Table:
+    """The calls that count: of those that were made again, also by a later run of the query, the last one.
+
+    Parameters
+    ----------
+    calls
+        From `spark_state_ext.worker.metrics.read`.
+
+    Returns
+    -------
+    pa.Table
+        The same columns, in the same order, and ``at``: where each was.
+    """
+    calls = calls.append_column("at", pa.array(np.arange(calls.num_rows)))
+    last = calls.group_by([*_KEYS, "batch", "bucket"]).aggregate([("at", "max")])
+    return calls.take(pc.take(last["at_max"], pc.sort_indices(last["at_max"])))
 
 
 def _operator(calls: pa.Table, query_id: str, operator: str) -> OperatorBatches:

@@ -13,8 +13,10 @@ from spark_state_ext.errors import StorageError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.reports.batches import batches_of
 from spark_state_ext.reports.checkpoints import query_files_of
+from spark_state_ext.reports.load_section import of_load
 from spark_state_ext.reports.page import page_of
 from spark_state_ext.reports.sections import of_batches, of_files, summary
+from spark_state_ext.reports.skew import loads_of
 from spark_state_ext.worker.metrics import FILES, SCHEMA, read
 
 __all__ = ["report"]
@@ -77,7 +79,10 @@ def report(
             f"there is nothing to report of in {given}: no {FILES} files of metrics, and no state of an operator. Give "
             "the root as ArrowState has it, or the folder …/metrics below its local_dir."
         )
-    sections = [summary(operators, files), *map(of_batches, operators), *map(of_files, files)]
+    loads = map(of_load, loads_of(calls))
+    # Of one operator after the other: its batches, and then its buckets.
+    noted_of = [section for pair in zip(map(of_batches, operators), loads, strict=True) for section in pair]
+    sections = [summary(operators, files), *noted_of, *map(of_files, files)]
     sources = [] if noted is None else [f"metrics in {noted}"]
     sources += [] if noted is not None and metrics is None else [f"checkpoint files in {given}"]
     page = page_of(title or f"State of {given}", time.time(), sources, sections)

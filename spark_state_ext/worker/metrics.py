@@ -62,6 +62,8 @@ class CallMetrics:
     rows, keys, timeouts
         Input rows without late ones, distinct keys among them, and keys that were called because their time was up.
         (For an operator that makes rows fewer before the shuffle: those that are left.)
+    key_rows_max
+        Of these rows, those of the key that has most.
     changed_rows
         Rows of the delta, tombstones included; 0 when nothing changed.
     state_rows, state_rows_min
@@ -109,6 +111,7 @@ class CallMetrics:
     ended_ms: int = 0
     rows: int = 0
     keys: int = 0
+    key_rows_max: int = 0
     timeouts: int = 0
     changed_rows: int = 0
     state_rows: int = 0
@@ -172,7 +175,7 @@ _SUMMED = (
     ),
 )
 # Of these the largest counts.
-_LARGEST = ("oldest_inline_ms", "lease_age_ms", "job_buckets", "ended_ms")
+_LARGEST = ("key_rows_max", "oldest_inline_ms", "lease_age_ms", "job_buckets", "ended_ms")
 _KEYS = ("query_id", "run_id", "operator", "batch")
 
 
@@ -361,7 +364,8 @@ def by_batch(calls: pa.Table) -> pa.Table:
     -------
     pa.Table
         One row a batch, ascending: sums of what can be summed, ``buckets`` (how many were called), ``cache_hits``, the
-        largest ``oldest_inline_ms``, ``lease_age_ms`` and ``job_buckets``, and ``ended_ms`` (the last).
+        largest ``key_rows_max``, ``oldest_inline_ms``, ``lease_age_ms`` and ``job_buckets``, and ``ended_ms`` (the
+        last).
     """
     calls = calls.append_column("at", pa.array(range(calls.num_rows), pa.int64()))
     last = calls.group_by([*_KEYS, "bucket"]).aggregate([("at", "max")]).column("at_max")

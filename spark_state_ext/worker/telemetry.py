@@ -91,6 +91,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
     *_made_of(HISTOGRAM, "snapshot_ms", "delta_bytes", "inline_bytes", "oldest_inline_ms", "lease_age_ms"),
     *_made_of(HISTOGRAM, "state_bytes"),
     Instrument("state_rows", HISTOGRAM, "state_rows", "{row}"),
+    Instrument("key_rows_max", HISTOGRAM, "key_rows_max", "{row}"),
     Instrument("buckets", GAUGE, "job_buckets", "{bucket}"),
 )
 

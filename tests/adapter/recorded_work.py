@@ -257,7 +257,7 @@ class Lived:
         if erased:
             self.erased += work.erase([pa.array(erased, pa.int64())])
         frames = list(work.run(self._counted(sorter), changed))
-        self.timeouts = metrics.timeouts
+        self.timeouts, self.key_rows_max = metrics.timeouts, metrics.key_rows_max
         self._check_order(changed)
         pointer = bucket.commit(changed).pointer
         # As `executor.call` stamps it.

@@ -321,3 +321,16 @@ def test_what_the_call_for_a_timeout_writes_lives_as_long_as_the_rows_of_its_key
     lived.batch(rows_for(1, at_ms=30_000), 0, 10_000)
     assert sorted(timed_out) == [False, True, True]
     assert lived.stored() == {1: ((1, []), None, 45_000), 2: ((1, []), None, 25_000)}
+
+
+@pytest.mark.parametrize("memory_bytes", [256, 1 << 20])
+@pytest.mark.parametrize("hashed", [spread, clashing])
+def test_the_rows_of_the_key_with_most_are_counted(tmp_path: Path, hashed: Any, memory_bytes: int) -> None:
+    """Whatever ranges the rows are worked on in, and also where keys have one hash."""
+    lived = Lived(tmp_path, ARROW, hashed=hashed, memory_bytes=memory_bytes)
+    for sizes in ({1: 3, 2: 17, 3: 5, None: 4}, {1: 1}, {}, {1: 2, None: 40, 9: 39}):
+        rows = [(key, 0, 1) for key, size in sizes.items() for _ in range(size)]
+        random.Random(len(rows)).shuffle(rows)
+        lived.batch(rows, 1_000, 0)
+        assert lived.key_rows_max == max(sizes.values(), default=0)
+    assert lived.ranges > 4 or memory_bytes > 256

@@ -62,6 +62,12 @@ _LINES: dict[str, list[str]] = {
         "rollback state --to-batch 1",
     ],
     "metrics": ["metrics metrics -o jsonl"],
+    "skew": ["skew metrics", "skew uneven --cores 2", "skew uneven --batches 1 -o jsonl", "skew state"],
+    "recommend": [
+        "recommend --keys 50000000 --bytes-per-key 200 --batch-interval-s 10 --cores 8",
+        "recommend --keys 1000 --bytes-per-key 20 --batch-interval-s 0.1 --cores 16 -o json",
+        "recommend --keys 1000 --bytes-per-key 20 --batch-interval-s 0 --cores 16",
+    ],
     "report": ["report metrics --out report.html", "report STATE", "report STATE --metrics checkpoint"],
     "erase": [
         "erase scan STATE ann 0 bob",
@@ -119,8 +125,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         for bucket in range(2):
             log.add(CallMetrics(QUERY, "run", 7, "counts", bucket, ended_ms=BEGUN_S * 1000, rows=3, keys=2))
         log.flush()
+        _uneven(MetricsLog(work / "uneven"))
         monkeypatch.chdir(work)
         yield work
+
+
+def _uneven(log: MetricsLog) -> None:
+    """Four buckets, of which one has the rows of many keys, and one those of one key."""
+    rows, of_one_key = (100, 900, 110, 800), (4, 5, 4, 720)
+    for batch in range(3):
+        for bucket in range(4):
+            ended_ms = (BEGUN_S + 10 * batch) * 1000
+            call = CallMetrics(QUERY, "run", batch, "counts", bucket, ended_ms=ended_ms, job_buckets=4)
+            call.rows, call.key_rows_max, call.total_ms = rows[bucket], of_one_key[bucket], 5.0 + bucket
+            call.changed_rows, call.state_rows, call.state_bytes = 60, 300, 9_000
+            log.add(call)
+    log.flush()
 
 
 def _version(path: Path) -> int:

@@ -98,7 +98,7 @@ def test_a_report_of_a_root_and_its_metrics(root: Path, tmp_path: Path) -> None:
         assert told in text
     for told in ("Wait for uploads", "Commit time", "Restore time", "Deltas upon the snapshot", "Rows"):
         assert told in text
-    assert page.tags.count("svg") == 8 + 2
+    assert page.tags.count("svg") == 8 + 3 + 2
     # One made twice is made twice, and the module of the name does not come in between.
     assert spark_state_ext.report(root, tmp_path / "out.html", metrics=tmp_path / "local") == made
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
@@ -141,7 +141,7 @@ def test_each_chart_can_be_read_without_seeing_it(tmp_path: Path) -> None:
     _log(tmp_path / "metrics", *(_call(batch, 0, rows=batch) for batch in range(4)))
     text = report(tmp_path / "metrics", tmp_path / "out.html").read_text()
     drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(drawings) == 8
+    assert len(drawings) == 8 + 3
     for drawing in drawings:
         svg = ET.fromstring(drawing)
         space = "{http://www.w3.org/2000/svg}"
@@ -150,10 +150,11 @@ def test_each_chart_can_be_read_without_seeing_it(tmp_path: Path) -> None:
         assert says is not None
         assert svg.attrib["role"] == "img"
         assert svg.attrib["aria-labelledby"] == f"{title.attrib['id']} {says.attrib['id']}"
-        assert "Batch 0 to 3." in (says.text or "")
+        assert ("Batch 0 to 3." in (says.text or "")) != ("Bucket 0 to 0." in (says.text or ""))
     # And as a table.
-    assert text.count("<details>") == 8
-    assert _Page(text).tags.count("caption") == 8 + 1
+    assert text.count("<details>") == 8 + 3
+    # One of each chart, of the summary, and of the buckets.
+    assert _Page(text).tags.count("caption") == 8 + 3 + 1 + 1
 
 
 def test_what_there_is_nothing_to_report_of(tmp_path: Path, root: Path) -> None:

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from spark_state_ext.cli.metrics_folder import refuse_nothing
 from spark_state_ext.cli.output import Output, write_table
 from spark_state_ext.cli.parameters import OutputOption
 from spark_state_ext.errors import UsageError
-from spark_state_ext.worker.metrics import FILES, by_batch, read
+from spark_state_ext.worker.metrics import by_batch, read
 
 __all__ = ["command"]
 
@@ -37,7 +38,7 @@ def command(
         raise UsageError("--every and --looks go with --watch")
     if live and (calls or output is not Output.TABLE):
         raise UsageError("--watch shows a table of operators: it goes neither with --calls nor with -o")
-    _refuse_nothing(folder)
+    refuse_nothing(folder)
     if live:
         from spark_state_ext.cli.top import watch
 
@@ -45,10 +46,3 @@ def command(
         return
     table = read(folder)
     write_table(table if calls else by_batch(table), output)
-
-
-def _refuse_nothing(folder: Path) -> None:
-    if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}{', that is a file' if folder.exists() else ''}")
-    if next(folder.rglob(FILES), None) is None:
-        raise UsageError(f"no {FILES} files below {folder}: give the job's local_dir, where executors write them")

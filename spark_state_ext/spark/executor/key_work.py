@@ -295,6 +295,9 @@ class KeyWork:
         if gone.any():
             found = Lookup(np.where(gone, -1, found.index), found.rows)
         self._metrics.keys += groups.count
+        # Rows of a key are adjacent, and in one range: its hash is.
+        most = int(np.diff(np.append(groups.starts, table.num_rows)).max(initial=0))
+        self._metrics.key_rows_max = max(self._metrics.key_rows_max, most)
         written_ms = np.full(groups.count, self._clock_ms(), dtype=np.int64)
         if job.options.ttl is not None and job.options.ttl.clock == "event":
             times = event_times(job, groups.rows)

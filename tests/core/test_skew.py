@@ -1,0 +1,200 @@
+"""How evenly load lies on buckets: a heavy range and a hot key are told apart, and even load is no finding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arrow_schemas.bucket_map import BucketMap
+from spark_state_ext.__main__ import main
+from spark_state_ext.reports.choosing import BUCKET_BATCH_S
+from spark_state_ext.reports.skew import (
+    HEAVY_RANGE,
+    HOT_KEY,
+    INCOMPLETE,
+    MUCH_STATE,
+    SLOW_CALLS,
+    TOO_FEW,
+    TOO_MANY,
+    OperatorLoad,
+    loads_of,
+    told,
+)
+from spark_state_ext.worker.metrics import CallMetrics, MetricsLog, read
+
+BUCKETS = 8
+
+
+def _noted(folder: Path, batches: int, special: dict[int, dict[str, Any]], **values: Any) -> None:
+    """Batches with data, in which some buckets are special."""
+    log = MetricsLog(folder)
+    buckets = values.pop("job_buckets", BUCKETS)
+    every_ms = values.pop("every_ms", 10_000)
+    for batch in range(batches):
+        for bucket in range(buckets):
+            it = {"rows": 1_000, "keys": 400, "key_rows_max": 9, "total_ms": 20.0, "state_rows": 4_000, **values}
+            it |= {"state_bytes": 20 << 20, "changed_rows": 400, **special.get(bucket, {})}
+            ended_ms = every_ms * batch + bucket
+            call = CallMetrics("query", "run", batch, "counts", bucket, ended_ms=ended_ms, job_buckets=buckets, **it)
+            log.add(call)
+    log.flush()
+
+
+def _load(
+    folder: Path, batches: int = 5, special: dict[int, dict[str, Any]] | None = None, **values: Any
+) -> OperatorLoad:
+    cores = values.pop("cores", None)
+    _noted(folder, batches, special or {}, **values)
+    (load,) = loads_of(read(folder), cores=cores)
+    return load
+
+
+def test_even_load_is_no_finding(tmp_path: Path) -> None:
+    load = _load(tmp_path, cores=4)
+    assert load.findings == ()
+    assert load.is_even
+    assert (load.skew.rows, load.skew.state_bytes, load.skew.call_ms) == (1.0, 1.0, 1.0)
+    assert (load.batches, load.job_buckets, load.workers, load.interval_s) == (5, BUCKETS, 1, 10.0)
+
+
+@pytest.mark.parametrize("rows", [1, 20, 1_000, 100_000])
+@pytest.mark.parametrize("buckets", [1, 2, 16, 256])
+def test_chance_is_no_finding(rows: int, buckets: int) -> None:
+    """Keys that fall on buckets by their hash, as they do; each seed is another set of keys."""
+    from spark_state_ext.worker.metrics import SCHEMA
+
+    for seed in range(5):
+        chance = np.random.default_rng(seed)
+        calls = []
+        for batch in range(3):
+            of = BucketMap(buckets).of(chance.integers(0, 2**64, rows * buckets, dtype=np.uint64))
+            for bucket, count in enumerate(np.bincount(of, minlength=buckets).tolist()):
+                call = CallMetrics("query", "run", batch, "counts", bucket, ended_ms=10_000_000 * batch)
+                call.rows, call.keys, call.key_rows_max = count, count, min(1, count)
+                call.total_ms, call.job_buckets = 10 + 5 * chance.random(), buckets
+                calls.append({**vars(call), "host": "", "pid": 1})
+        table = SCHEMA.empty_table().from_pylist(calls, schema=SCHEMA)
+        (load,) = loads_of(table)
+        assert load.findings == (), seed
+
+
+def test_a_heavy_range_can_be_split_and_a_hot_key_cannot(tmp_path: Path) -> None:
+    load = _load(
+        tmp_path,
+        special={3: {"rows": 6_000, "key_rows_max": 9}, 5: {"rows": 5_000, "key_rows_max": 4_009}},
+    )
+    heavy, hot = load.findings
+    assert (heavy.kind, heavy.bucket, hot.kind, hot.bucket) == (HEAVY_RANGE, 3, HOT_KEY, 5)
+    # What it says to do can be done.
+    assert "BucketMap.split(8, {3: 3})" in heavy.text
+    assert BucketMap.split(8, {3: 3}).buckets == 10
+    assert "split(" not in hot.text
+    assert "80% of them are of one key" in hot.text
+    assert "before the operator" in hot.text
+    assert "another key" in hot.text
+    assert load.skew.rows == pytest.approx(6_000 / (17_000 / 8))
+    assert not load.is_even
+    row = load.buckets.to_pylist()[3]
+    assert (row["rows"], row["top_key_rows"], row["changed_rows"], row["calls"]) == (30_000, 45, 2_000, 5)
+    assert load.buckets["finding"].to_pylist() == [None, None, None, HEAVY_RANGE, None, HOT_KEY, None, None]
+
+
+@pytest.mark.parametrize("buckets", [1, 2])
+def test_a_hot_key_is_found_where_buckets_are_few(tmp_path: Path, buckets: int) -> None:
+    hot = {"rows": 9_000, "key_rows_max": 8_000}
+    load = _load(tmp_path, special={0: hot}, job_buckets=buckets)
+    assert [(it.kind, it.bucket) for it in load.findings] == [(HOT_KEY, 0)]
+
+
+def test_much_state_and_slow_calls(tmp_path: Path) -> None:
+    load = _load(tmp_path, special={1: {"state_bytes": 200 << 20}, 2: {"total_ms": 900.0}})
+    much, slow = load.findings
+    assert (much.kind, much.bucket, slow.kind, slow.bucket) == (MUCH_STATE, 1, SLOW_CALLS, 2)
+    assert "BucketMap.split(8, {1: 5})" in much.text
+    assert load.skew.call_ms > 5
+
+
+def test_one_slow_call_is_no_finding(tmp_path: Path) -> None:
+    """As the first one of a worker, which imports what the function needs."""
+    assert _load(tmp_path, batches=1, special={0: {"total_ms": 2_000.0}}).findings == ()
+
+
+def test_the_number_of_buckets_against_cores(tmp_path: Path) -> None:
+    (few,) = _load(tmp_path / "few", cores=16).findings
+    assert (few.kind, few.bucket) == (TOO_FEW, None)
+    every_ms = int(1000 * 64 * BUCKET_BATCH_S)
+    (many,) = _load(tmp_path / "many", batches=2, job_buckets=64, every_ms=every_ms).findings
+    assert many.kind == TOO_MANY
+    assert "1 worker process:" in many.text
+    # As many on more cores, or further apart, are not too many.
+    assert loads_of(read(tmp_path / "many"), cores=16)[0].findings == ()
+    assert _load(tmp_path / "slowly", batches=2, job_buckets=64, every_ms=100 * every_ms).findings == ()
+    (large,) = _load(tmp_path / "large", state_rows=20_000_000).findings
+    assert large.kind == TOO_FEW
+
+
+def test_metrics_of_some_executors_only_are_told_of_and_nothing_is_to_be_changed(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path)
+    log.add(CallMetrics("query", "run", 1, "counts", 0, rows=10, job_buckets=4))
+    log.flush()
+    (load,) = loads_of(read(tmp_path))
+    assert [it.kind for it in load.findings] == [INCOMPLETE]
+    assert load.is_even
+
+
+def test_only_the_last_batches_count_and_calls_made_again_once(tmp_path: Path) -> None:
+    _noted(tmp_path, 3, {2: {"rows": 50_000}})
+    log = MetricsLog(tmp_path)
+    for batch in (3, 4, 4):
+        for bucket in range(BUCKETS):
+            log.add(
+                CallMetrics("query", "again", batch, "counts", bucket, ended_ms=100_000 * batch, rows=7, job_buckets=8)
+            )
+    log.flush()
+    (load,) = loads_of(read(tmp_path), batches=2)
+    assert load.buckets["rows"].to_pylist() == [14] * 8
+    assert load.findings == ()
+    (load,) = loads_of(read(tmp_path), batches=3)
+    assert [it.kind for it in load.findings] == [HEAVY_RANGE]
+
+
+def test_of_many_findings_some_are_told(tmp_path: Path) -> None:
+    load = _load(tmp_path, special={bucket: {"rows": 90_000} for bucket in range(0, 64, 8)}, job_buckets=64)
+    assert len(load.findings) == 8
+    lines = told(load.findings)
+    assert len(lines) == 6
+    assert lines[-1] == "heavy range: 3 buckets more."
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _noted(tmp_path / "even", 3, {})
+    _noted(tmp_path / "hot", 3, {5: {"rows": 9_000, "key_rows_max": 8_500}})
+    assert main(["skew", str(tmp_path / "even"), "-o", "json"]) == 0
+    out, err = capsys.readouterr()
+    assert [row["rows"] for row in json.loads(out)] == [3_000] * 8
+    assert err == "operator=counts query=query batches=3 buckets=8 skew_rows=1.00 skew_state=1.00 skew_time=1.00\n"
+    assert main(["skew", str(tmp_path / "hot"), "-o", "jsonl"]) == 1
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["finding"] for line in out.splitlines()].count(HOT_KEY) == 1
+    assert "hot key: bucket 5 has 4.5 times the mean of rows, and 94% of them are of one key" in err
+    # Options, and folders without metrics.
+    assert main(["skew", str(tmp_path / "even"), "--cores", "64", "--batches", "1"]) == 1
+    assert "too few buckets: 8 buckets keep no more than 8 of 64 cores at work" in capsys.readouterr().err
+    assert main(["skew", str(tmp_path / "none")]) == 2
+    (tmp_path / "cut" / "metrics").mkdir(parents=True)
+    (tmp_path / "cut" / "metrics" / "1.arrows").write_bytes(b"")
+    assert main(["skew", str(tmp_path / "cut"), "-o", "json"]) == 0
+
+
+def test_a_report_has_it(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from spark_state_ext import report
+
+    _noted(tmp_path / "metrics", 3, {3: {"rows": 9_000}}, job_buckets=40)
+    text = report(tmp_path / "metrics", tmp_path / "out.html").read_text()
+    for said in ("Operator counts: buckets", "the 20 with most rows of 40", "Rows of buckets", "heavy range: bucket 3"):
+        assert said in text
