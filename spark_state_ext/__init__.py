@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from spark_state_ext.reading.opening import open_state
     from spark_state_ext.reading.state import OpenState
     from spark_state_ext.reports.making import report
+    from spark_state_ext.rescale.savepoints import RescaledSavepoint, rescale_savepoint
     from spark_state_ext.savepoints.offsets import starting_offsets
     from spark_state_ext.savepoints.reading import savepoint_tables
     from spark_state_ext.spark.client.chain import Step, chain
@@ -49,6 +50,7 @@ __all__ = [
     "ImportedJob",
     "LiveState",
     "OpenState",
+    "RescaledSavepoint",
     "RetainedCheckpoint",
     "Savepoint",
     "StateBatch",
@@ -74,6 +76,7 @@ __all__ = [
     "read_state",
     "register",
     "report",
+    "rescale_savepoint",
     "savepoint_tables",
     "sessionize",
     "starting_offsets",
@@ -96,6 +99,7 @@ _LAZY = {
     "ImportedJob": "spark_state_ext.spark.native.importing",
     "LiveState": "spark_state_ext.reading.live",
     "OpenState": "spark_state_ext.reading.state",
+    "RescaledSavepoint": "spark_state_ext.rescale.savepoints",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
     "StateBatch": "spark_state_ext.functions.state_batch",
@@ -120,6 +124,7 @@ _LAZY = {
     "read_state": "spark_state_ext.spark.source.frames",
     "register": "spark_state_ext.spark.source.frames",
     "report": "spark_state_ext.reports.making",
+    "rescale_savepoint": "spark_state_ext.rescale.savepoints",
     "savepoint_tables": "spark_state_ext.savepoints.reading",
     "sessionize": "spark_state_ext.spark.client.operators",
     "starting_offsets": "spark_state_ext.savepoints.offsets",
