@@ -32,6 +32,7 @@ from spark_state_ext import Savepoint, erase_history, open_state, rescale_savepo
 from spark_state_ext.__main__ import main
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.errors import (
+    BucketMapChangedError,
     ClaimedError,
     CorruptFileError,
     MissingCheckpointError,
@@ -39,6 +40,7 @@ from spark_state_ext.errors import (
     StorageError,
     UsageError,
 )
+from spark_state_ext.files import checkpoint
 from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.digests import RowsDigest
@@ -165,6 +167,36 @@ def test_one_bucket_alone_is_split_and_joined_again(job: Job, savepoint: Folder,
             found = state.get({"name": name, "x": x})
             there = ("NaN" if x is not None and x != x else x) in {k[1] for k in job.models[-1] if k[0] == name}
             assert found.num_rows == there, "keys are where their hash says"
+
+
+def test_a_job_starts_with_one_bucket_that_was_split(job: Job, savepoint: Folder, tmp_path: Path) -> None:
+    bucket_map = BucketMap.split(3, {1: 4})
+    made = rescale_savepoint(savepoint.root, str(tmp_path / "split"), bucket_map)
+    query = RescaledQuery(
+        job_from(tmp_path / "new", job, bucket_map, Savepoint(made.path)), tmp_path, dict(job.models[-1])
+    )
+    query.start()
+    query.batch({KEYS[0]: Row(7), KEYS[1]: None})
+    assert query.state() == query.restored() == query.model
+    with pytest.raises(BucketMapChangedError):
+        job_from(tmp_path / "other", job, BucketMap(6), None).operator_file("q").succeeded_by(
+            read_manifest(Folder(made.path)).header.operators["counts"]
+        )
+
+
+def test_files_of_many_batches_are_cut_within_them(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "CHUNK_ROWS", 2)
+    savepoint = savepoint_of(job, tmp_path / "savepoint", CANONICAL)
+    checksums = set()
+    for buckets in (1, 2, 5, 8):
+        made = rescale_savepoint(savepoint.root, str(tmp_path / f"{buckets}"), BucketMap(buckets))
+        assert model_in(Path(made.path), tmp_path) == job.models[-1]
+        checksums.add(made.operators["counts"].checksum)
+    assert len(checksums) == 1
+    (one,) = read_manifest(Folder(str(tmp_path / "1"))).buckets
+    assert one.pointer.ref is not None
+    read = read_checkpoint(_files(tmp_path / "1", one), one.pointer.ref, SNAPSHOT, SCHEMA, tmp_path)
+    assert len(list(read.batches)) == -(-len(job.models[-1]) // 2)
 
 
 def test_pointers_say_what_those_of_the_parents_said(savepoint: Folder, tmp_path: Path) -> None:
