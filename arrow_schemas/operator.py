@@ -126,6 +126,10 @@ class OperatorFile:
         """The same with the hidden column for a time to live behind the state's."""
         return replace(self, state_schema=with_expiry(self.state_schema))
 
+    def with_map(self, bucket_map: BucketMap) -> OperatorFile:
+        """The same with another bucket map."""
+        return replace(self, buckets=bucket_map.buckets, mapped=None if bucket_map.kind == HASH else bucket_map)
+
     def encode(self) -> bytes:
         """The file's bytes; equal contents give equal bytes."""
         fields = {

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from spark_state_ext.reading.state import OpenState
     from spark_state_ext.reports.choosing import Recommendation, recommend
     from spark_state_ext.reports.making import report
+    from spark_state_ext.rescale.savepoints import RescaledSavepoint, rescale_savepoint
     from spark_state_ext.savepoints.offsets import starting_offsets
     from spark_state_ext.savepoints.reading import savepoint_tables
     from spark_state_ext.spark.client.chain import Step, chain
@@ -51,6 +52,7 @@ __all__ = [
     "LiveState",
     "OpenState",
     "Recommendation",
+    "RescaledSavepoint",
     "RetainedCheckpoint",
     "Savepoint",
     "StateBatch",
@@ -77,6 +79,7 @@ __all__ = [
     "recommend",
     "register",
     "report",
+    "rescale_savepoint",
     "savepoint_tables",
     "sessionize",
     "starting_offsets",
@@ -100,6 +103,7 @@ _LAZY = {
     "LiveState": "spark_state_ext.reading.live",
     "OpenState": "spark_state_ext.reading.state",
     "Recommendation": "spark_state_ext.reports.choosing",
+    "RescaledSavepoint": "spark_state_ext.rescale.savepoints",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
     "StateBatch": "spark_state_ext.functions.state_batch",
@@ -125,6 +129,7 @@ _LAZY = {
     "recommend": "spark_state_ext.reports.choosing",
     "register": "spark_state_ext.spark.source.frames",
     "report": "spark_state_ext.reports.making",
+    "rescale_savepoint": "spark_state_ext.rescale.savepoints",
     "savepoint_tables": "spark_state_ext.savepoints.reading",
     "sessionize": "spark_state_ext.spark.client.operators",
     "starting_offsets": "spark_state_ext.savepoints.offsets",

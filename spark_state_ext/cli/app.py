@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "export": ("export", "write keys with their state to a Parquet or Arrow file"),
     "abandoned": ("abandoned", "list and remove state that no Spark checkpoint names"),
     "savepoint": ("savepoint", "what is known of a savepoint, and what can be done with it"),
+    "rescale": ("rescale", "write a savepoint anew with more or fewer buckets, without Spark"),
     "erase": ("erase", "erase keys that you name, and look for what holds them"),
     "import-native": ("import_native", "bring a stopped job on Spark's own operator to this package, with Spark"),
     "export-native": ("export_native", "write a savepoint's state for Spark's own transformWithState, with Spark"),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from arrow_schemas.bucket_map import HASH, BucketMap
+from arrow_schemas.bucket_map import BucketMap
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
 from arrow_schemas.savepoint import NATIVE, SavedBucket
@@ -25,7 +25,45 @@ from spark_state_ext.savepoints.copying import copied
 from spark_state_ext.savepoints.starting import Beginning, Begun, Starts
 from spark_state_ext.savepoints.taking import save_bucket
 
-__all__ = ["Division", "DividingStarts", "begun_pointer", "divided_pointer"]
+__all__ = ["Division", "DividingStarts", "begun_pointer", "combined_pointer", "divided_pointer"]
+
+
+def combined_pointer(operator: str, bucket_map: BucketMap, bucket: int, parents: Sequence[Parent]) -> Pointer:
+    """What a bucket that is made of parts of others knows of its past, before it has a checkpoint.
+
+    Parameters
+    ----------
+    operator
+        Name of the operator.
+    bucket_map, bucket
+        The new map, and the bucket.
+    parents
+        Its parents, all as of one batch.
+
+    Returns
+    -------
+    Pointer
+        Without a history. Nothing is known to be dealt with of the keys' timeouts: they are looked at once more.
+    """
+    pointers = [parent.pointer for parent in parents]
+    names = dict.fromkeys(name for it in pointers for name in (*it.origins, it.operator))
+    return Pointer(
+        operator=operator,
+        bucket=bucket,
+        buckets=bucket_map.buckets,
+        schema_id=0,
+        batch=-1,
+        watermark_ms=max((it.watermark_ms for it in pointers if it.watermark_ms is not None), default=None),
+        rows=sum(it.rows for it in pointers),
+        earliest_timeout_ms=min(
+            (it.earliest_timeout_ms for it in pointers if it.earliest_timeout_ms is not None), default=None
+        ),
+        calls=max(it.calls for it in pointers),
+        heartbeats=max(it.heartbeats for it in pointers),
+        retained=max(it.retained for it in pointers),
+        retained_heartbeat=max(it.retained_heartbeat for it in pointers),
+        origins=tuple(name for name in names if name != operator),
+    )
 
 
 def divided_pointer(job: Job, query_folder: str, bucket: int, parents: Sequence[Parent]) -> Pointer:
@@ -45,36 +83,19 @@ def divided_pointer(job: Job, query_folder: str, bucket: int, parents: Sequence[
     Returns
     -------
     Pointer
-        With a history that begins at the bucket's origin. Nothing is known to be dealt with of the keys' timeouts: they
-        are looked at once more.
+        With a history that begins at the bucket's origin.
     """
     bucket_map = job.options.bucket_map
-    pointers = [parent.pointer for parent in parents]
     origin = origin_of(parents, bucket_map, bucket)
-    heartbeats = max(it.heartbeats for it in pointers)
-    names = dict.fromkeys(name for it in pointers for name in (*it.origins, it.operator))
-    return Pointer(
-        operator=job.operator,
-        bucket=bucket,
-        buckets=bucket_map.buckets,
-        schema_id=0,
-        batch=-1,
-        watermark_ms=max((it.watermark_ms for it in pointers if it.watermark_ms is not None), default=None),
+    made = combined_pointer(job.operator, bucket_map, bucket, parents)
+    return replace(
+        made,
         query_folder=query_folder,
-        lineage=() if origin is None else (LineageEntry(origin, 0, heartbeats),),
-        rows=sum(it.rows for it in pointers),
-        earliest_timeout_ms=min(
-            (it.earliest_timeout_ms for it in pointers if it.earliest_timeout_ms is not None), default=None
-        ),
-        calls=max(it.calls for it in pointers),
-        heartbeats=heartbeats,
-        retained=max(it.retained for it in pointers),
-        retained_heartbeat=max(it.retained_heartbeat for it in pointers),
+        lineage=() if origin is None else (LineageEntry(origin, 0, made.heartbeats),),
         # They have what comes from now on, and everything once the first snapshot has arrived.
         replication={}
         if origin is None
         else {backend.name: ReplicationStatus(origin, origin) for backend in job.options.backends},
-        origins=tuple(name for name in names if name != job.operator),
         parents=origin,
     )
 
@@ -121,7 +142,7 @@ class Division(Beginning):
         ChangedJobError
             When the saved state cannot serve the job.
         """
-        return _as_asked(self.operator_file, job.options.bucket_map).begins(
+        return self.operator_file.with_map(job.options.bucket_map).begins(
             job.operator_file(query_folder),
             leave_behind=self.leaves_behind(job),
             case_sensitive=job.case_sensitive,
@@ -177,7 +198,7 @@ class DividingStarts(Starts):
         asked, stored = job.options.bucket_map, operator_file.bucket_map
         if asked == stored or not (asked.by_hash and stored.by_hash):
             return super()._begun_with(job, operator_file, bucket, saved)
-        _as_asked(operator_file, asked).begins(
+        operator_file.with_map(asked).begins(
             job.operator_file(""), leave_behind=True, case_sensitive=job.case_sensitive
         )
         parts = tuple(saved(number) for number in asked.overlapping(stored, bucket))
@@ -195,8 +216,3 @@ class DividingStarts(Starts):
         parents = [Parent.unsaved(operator_file, it.pointer) for it in parts]
         pointer = divided_pointer(job, "", bucket, parents)
         return Division(pointer, operator_file, first.record, first.source, first.files, first.captured, saved=parts)
-
-
-def _as_asked(operator_file: OperatorFile, bucket_map: BucketMap) -> OperatorFile:
-    """The saved operator file as if it had the map that the job asks for."""
-    return replace(operator_file, buckets=bucket_map.buckets, mapped=None if bucket_map.kind == HASH else bucket_map)

@@ -17,7 +17,7 @@ from spark_state_ext.files.sealed_body import announced_body, verified
 from spark_state_ext.worker.spill import local_errors
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["How", "copied", "digest_text", "put_whole", "refuse_incomplete"]
+__all__ = ["How", "copied", "digest_text", "first_other", "put_whole", "refuse_incomplete"]
 
 _PARALLEL_MAX = 16
 
@@ -103,21 +103,33 @@ def refuse_incomplete(savepoint: Folder, manifest: SavepointManifest) -> None:
     StorageError
         When the store fails.
     """
+    torn = first_other(savepoint, manifest)
+    if torn is not None:
+        folder, file = torn
+        raise CorruptFileError(
+            f"{folder.where(file.name)} is not the file that a task has written there ({file.size_bytes} bytes, "
+            f"{file.digest}), so there is no savepoint at {savepoint.root}: see that the path is one that all "
+            "executors share and that nobody else writes to, then take it again at another path"
+        )
+
+
+def first_other(savepoint: Folder, manifest: SavepointManifest) -> tuple[Folder, SavedFile] | None:
+    """The first file of a manifest that is not there, or is another one by its size and its end; with its folder.
+
+    Raises
+    ------
+    StorageError
+        When the store fails.
+    """
     named = [
         (savepoint.child(bucket.operator, str(bucket.bucket)), file)
         for bucket in manifest.buckets
         for file in bucket.files
     ]
     if not named:
-        return
+        return None
     found = side_by_side("look", min(_PARALLEL_MAX, len(named)), lambda it: _is_there(*it), named)
-    for (folder, file), there in zip(named, found, strict=True):
-        if not there:
-            raise CorruptFileError(
-                f"{folder.where(file.name)} is not the file that a task has written there ({file.size_bytes} bytes, "
-                f"{file.digest}), so there is no savepoint at {savepoint.root}: see that the path is one that all "
-                "executors share and that nobody else writes to, then take it again at another path"
-            )
+    return next((it for it, there in zip(named, found, strict=True) if not there), None)
 
 
 def _put(target: Folder, sealed: SealedFile, file: SavedFile) -> None:

@@ -237,7 +237,12 @@ sys.exit(status)
 
 def test_a_shell_completes_names_and_options() -> None:
     """Typer's protocol, as the script for bash has it."""
-    for words, expected in (("spark-state-ext savep", "savepoint"), ("spark-state-ext savepoint st", "status")):
+    for words, expected in (
+        ("spark-state-ext savep", "savepoint"),
+        ("spark-state-ext savepoint st", "status"),
+        ("spark-state-ext resc", "rescale"),
+        ("spark-state-ext rescale --b", "--buckets"),
+    ):
         environment = {"_SPARK_STATE_EXT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "1"}
         environment["COMP_CWORD"] = str(len(words.split()) - 1)
         code = "import sys; from spark_state_ext.__main__ import main; sys.exit(main([]))"

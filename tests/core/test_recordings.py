@@ -76,6 +76,13 @@ _LINES: dict[str, list[str]] = {
         "erase history STATE ann 0",
         "erase history STATE ann 0 --yes",
     ],
+    "rescale": [
+        "rescale savepoint more --buckets 5",
+        "scan more",
+        "rescale more split --split 1=2 -o jsonl",
+        "rescale split more --buckets 3",
+        "rescale savepoint other --buckets 2",
+    ],
     "savepoint": [
         "savepoint status savepoint",
         "savepoint verify savepoint",

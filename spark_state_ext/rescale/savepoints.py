@@ -1,0 +1,482 @@
+"""A savepoint with another bucket map: the same rows in other buckets, written anew without Spark.
+
+The rows of the old buckets follow each other in ascending hash, and so do those of the new ones: they are read once,
+and cut where the new buckets begin. Each new bucket is one snapshot, whose name follows from what it is made of. So a
+run that was stopped leaves nothing but files that the next one makes, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_schemas.bucket_map import BucketMap
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
+from arrow_schemas.operator import OperatorFile
+from arrow_schemas.pointer import LineageEntry
+from arrow_schemas.savepoint import CANONICAL, MANIFEST_NAME, SavedBucket, SavepointManifest, relocatable
+from spark_state_ext.engine.folders import scratch_folder
+from spark_state_ext.engine.limits import BUCKETS_MAX
+from spark_state_ext.engine.start_from import Savepoint
+from spark_state_ext.errors import ClaimedError, CorruptFileError, MissingCheckpointError, StorageError, UsageError
+from spark_state_ext.files.checkpoint import read_checkpoint
+from spark_state_ext.files.folder import Folder, is_temporary, refuse_relative
+from spark_state_ext.rescale.digests import RowsDigest
+from spark_state_ext.rescale.dividing import combined_pointer
+from spark_state_ext.rescale.origin import rows_of_parents
+from spark_state_ext.rescale.parents import Parent, origin_of
+from spark_state_ext.restore.trace import check_owner
+from spark_state_ext.savepoints.claims import claim_of, refuse_claimed
+from spark_state_ext.savepoints.copying import copied, first_other, refuse_incomplete
+from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
+from spark_state_ext.savepoints.reading import operator_named
+from spark_state_ext.savepoints.rewriting import bucket_of_rows
+from spark_state_ext.store.runs import hashes_of
+from spark_state_ext.version import __version__
+
+__all__ = ["RescaledOperator", "RescaledSavepoint", "Rescaling", "rescale_savepoint", "rescaling_of", "write_rescaled"]
+
+_BITS = np.uint64(32)
+_END = 1 << 32
+
+
+@dataclass(frozen=True)
+class RescaledOperator:
+    """An operator whose state is in other buckets now.
+
+    Parameters
+    ----------
+    operator
+        Its name.
+    before, after
+        Its bucket maps.
+    rows
+        How many keys it has.
+    checksum
+        Of all its rows, in the order of their hashes: 32 hexadecimal digits. Old and new have the same.
+    """
+
+    operator: str
+    before: BucketMap
+    after: BucketMap
+    rows: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class RescaledSavepoint:
+    """A savepoint that was written anew with another bucket map.
+
+    Parameters
+    ----------
+    path, id
+        Where it is, and its id.
+    operators
+        The operators that were rescaled, by name. Others are as they were.
+    """
+
+    path: str
+    id: str
+    operators: Mapping[str, RescaledOperator]
+
+
+@dataclass(frozen=True)
+class Rescaling:
+    """What is to be made of a savepoint.
+
+    Parameters
+    ----------
+    manifest
+        What is in it.
+    wanted
+        The operators that are rescaled, by name, with the operator file that they are to have.
+    """
+
+    manifest: SavepointManifest
+    wanted: Mapping[str, OperatorFile]
+
+    @property
+    def operators(self) -> dict[str, OperatorFile]:
+        """All operators of the new savepoint."""
+        return {**self.manifest.header.operators, **self.wanted}
+
+    @property
+    def buckets(self) -> int:
+        """How many buckets the new savepoint has."""
+        return sum(it.buckets for it in self.operators.values())
+
+    def parents(self, operator: str) -> list[Parent]:
+        """The old buckets of an operator."""
+        before = self.manifest.header.operators[operator]
+        return [Parent(before, it) for it in self.manifest.buckets if it.operator == operator]
+
+    def parents_of(self, operator: str, bucket: int) -> list[Parent]:
+        """The old buckets that a new one is made of parts of."""
+        before, after = self.manifest.header.operators[operator].bucket_map, self.wanted[operator].bucket_map
+        return [
+            Parent(self.manifest.header.operators[operator], self.manifest.bucket(operator, number))
+            for number in after.overlapping(before, bucket)
+        ]
+
+    def ref_of(self, operator: str, bucket: int) -> CheckpointRef | None:
+        """The checkpoint of a new bucket: always the same. None where it has no state."""
+        origin = origin_of(self.parents_of(operator, bucket), self.wanted[operator].bucket_map, bucket)
+        if origin is None:
+            return None
+        # An operator file may have changed between two savepoints of one checkpoint.
+        text = f"{self.manifest.header.id} {origin}"
+        return CheckpointRef(origin.version, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+
+    def files(self) -> Iterator[str]:
+        """The files that the new savepoint consists of beside its manifest, by their paths in it."""
+        for it in self.manifest.buckets:
+            if it.operator not in self.wanted:
+                yield from (f"{it.operator}/{it.bucket}/{file.name}" for file in it.files)
+        for operator, after in self.wanted.items():
+            for bucket in range(after.buckets):
+                ref = self.ref_of(operator, bucket)
+                if ref is not None:
+                    yield f"{operator}/{bucket}/{file_name(ref, SNAPSHOT)}"
+
+
+def rescale_savepoint(
+    savepoint: Savepoint | str | os.PathLike[str],
+    path: str,
+    bucket_map: BucketMap,
+    *,
+    operator: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    on_bucket: Callable[[SavedBucket], None] = lambda bucket: None,
+) -> RescaledSavepoint:
+    """Write a savepoint anew with another bucket map, without Spark: a job with that map starts from it.
+
+    The savepoint itself stays as it is. Rows, timeouts, times to live, batch, watermark and offsets are those of the
+    savepoint. All rows are read back and compared before the manifest is written. A call that was stopped is repeated
+    with the same arguments: it goes on in the folder that the first one has left.
+
+    Parameters
+    ----------
+    savepoint
+        The savepoint, or its path.
+    path
+        Folder of the new one, which does not exist yet: any fsspec URL, or an absolute path.
+    bucket_map
+        The new map: ``BucketMap(buckets)``, or one with unequal ranges, such as ``BucketMap.split(4, {1: 2})``.
+    operator
+        The only operator that is rescaled; others are copied as they are. By default all are, or the one that a
+        `Savepoint` names.
+    storage_options
+        Options for the new path's fsspec file system; also for the savepoint's, where only its path is given.
+    on_bucket
+        Called with each bucket of the new savepoint once its files are there.
+
+    Returns
+    -------
+    RescaledSavepoint
+        What was made.
+
+    Raises
+    ------
+    UsageError
+        When the savepoint has that map already, or is divided by source partition; when it has no such operator; or
+        when there is something at the path.
+    ClaimedError
+        When a query has claimed the savepoint, or keys are being erased from it.
+    MissingCheckpointError, CorruptFileError, LineageError, VersionSkewError
+        When there is no savepoint that can be read.
+    StorageError
+        When a store fails, or what was written reads otherwise.
+
+    Examples
+    --------
+    >>> made = rescale_savepoint("/savepoints/monday", "/savepoints/monday-64", BucketMap(64))  # doctest: +SKIP
+    >>> made.operators["counts"].rows  # doctest: +SKIP
+    6
+    """
+    if isinstance(savepoint, Savepoint):
+        given = savepoint
+    else:
+        given = Savepoint(os.fspath(savepoint), storage_options=storage_options or {})
+    refuse_relative(path, "the path of a savepoint")
+    source = Folder(given.path, given.storage_options)
+    target = Folder(path.rstrip("/") or path, storage_options)
+    wanted = rescaling_of(source, bucket_map, operator or given.operator)
+    return write_rescaled(source, target, wanted, on_bucket)
+
+
+def rescaling_of(source: Folder, bucket_map: BucketMap, operator: str | None = None) -> Rescaling:
+    """See what is to be made of a savepoint; nothing is changed.
+
+    Parameters
+    ----------
+    source
+        The savepoint.
+    bucket_map
+        The new map.
+    operator
+        The only operator that is rescaled; None: all.
+
+    Raises
+    ------
+    UsageError
+        When it cannot be, or there is nothing to do.
+    MissingCheckpointError, CorruptFileError, VersionSkewError, StorageError
+        When the manifest cannot be read.
+    """
+    if not isinstance(bucket_map, BucketMap) or not bucket_map.by_hash:
+        raise UsageError(f"a savepoint is rescaled to a BucketMap of hashes, and not to {bucket_map!r}")
+    if bucket_map.buckets > BUCKETS_MAX:
+        raise UsageError(f"buckets must be a whole number from 1 to {BUCKETS_MAX}, not {bucket_map.buckets}")
+    manifest = read_manifest(source)
+    operators = manifest.header.operators
+    names = sorted(operators) if operator is None else [operator_named(manifest, operator, source.root)]
+    for name in names:
+        if not operators[name].bucket_map.by_hash:
+            raise UsageError(
+                f"operator {name!r} of the savepoint at {source.root} has {operators[name].bucket_map}: no hash tells "
+                "the bucket of its keys, so it cannot be rescaled. Its job takes more source partitions as they are"
+                + ("; name another operator" if len(operators) > 1 else "")
+            )
+    # Numbers of the query's operator files end here: who starts from it begins with one of number 0.
+    wanted = {
+        name: replace(operators[name].with_map(bucket_map), schema_id=0)
+        for name in names
+        if operators[name].bucket_map != bucket_map
+    }
+    if not wanted:
+        raise UsageError(
+            f"the savepoint at {source.root} has {bucket_map} already: there is nothing to do. Ask for another number, "
+            "or copy it with spark-state-ext savepoint copy"
+        )
+    return Rescaling(manifest, wanted)
+
+
+def write_rescaled(
+    source: Folder, target: Folder, wanted: Rescaling, on_bucket: Callable[[SavedBucket], None] = lambda bucket: None
+) -> RescaledSavepoint:
+    """Write the new savepoint.
+
+    Parameters
+    ----------
+    source, target
+        The savepoint, and the folder of the new one.
+    wanted
+        What is to be made.
+    on_bucket
+        Called with each bucket of the new savepoint once its files are there.
+
+    Raises
+    ------
+    UsageError
+        When there is something else at the target.
+    ClaimedError
+        When a query has claimed the savepoint, or keys are erased from it.
+    MissingCheckpointError, CorruptFileError, LineageError
+        When the savepoint is not whole.
+    StorageError
+        When a store fails, or what was written reads otherwise.
+    """
+    manifest, scratch = wanted.manifest, scratch_folder(None)
+    _refuse_others(target, wanted)
+    refuse_claimed(source)
+    _refuse_torn(source, manifest)
+    buckets: list[SavedBucket] = []
+    done = {}
+    for name in sorted(manifest.header.operators):
+        if name in wanted.wanted:
+            made, done[name] = _rescaled(source, target, wanted, name, scratch, on_bucket)
+            buckets += made
+            continue
+        for saved in (it for it in manifest.buckets if it.operator == name):
+            _copy(source, target, saved, scratch)
+            buckets.append(saved)
+            on_bucket(saved)
+    header = replace(
+        manifest.header,
+        id=uuid.uuid4().hex,
+        # Files that were copied are as they were.
+        form=CANONICAL if len(done) == len(manifest.header.operators) else manifest.header.form,
+        made_ms=int(time.time() * 1000),
+        operators=wanted.operators,
+        package_version=__version__,
+    )
+    new = SavepointManifest(header, tuple(buckets))
+    refuse_incomplete(target, new)
+    _refuse_changed(source, target, manifest)
+    write_manifest(target, new)
+    return RescaledSavepoint(target.root, header.id, done)
+
+
+# -- before and after -----------------------------------------------------------------------------
+
+
+def _refuse_others(target: Folder, wanted: Rescaling) -> None:
+    """Refuse a folder in which there is a savepoint, or anything that a run which was stopped has not left."""
+    names = target.names()
+    if not names:
+        return
+    if MANIFEST_NAME not in names:
+        mine = set(wanted.files())
+        others = (it.name for it in target.tree() if not is_temporary(it.name.rpartition("/")[2]))
+        if all(name in mine for name in others):
+            return
+    refuse_existing(target)
+
+
+def _refuse_torn(source: Folder, manifest: SavepointManifest) -> None:
+    torn = first_other(source, manifest)
+    if torn is not None:
+        folder, file = torn
+        raise CorruptFileError(
+            f"{folder.where(file.name)} is missing, or not the file that the savepoint's manifest names "
+            f"({file.size_bytes} bytes, {file.digest}): look with spark-state-ext savepoint verify, and take another "
+            "savepoint"
+        )
+
+
+def _refuse_changed(source: Folder, target: Folder, manifest: SavepointManifest) -> None:
+    """Refuse to finish where keys were erased from the savepoint meanwhile: the new one would have them."""
+    there = claim_of(source)
+    if there is not None and there.erases:
+        refuse_claimed(source)
+    try:
+        now = read_manifest(source)
+    except MissingCheckpointError:
+        # A query that has claimed it meanwhile has deleted it; what was read of it is whole.
+        return
+    if now != manifest:
+        raise ClaimedError(
+            f"the savepoint at {source.root} was written anew meanwhile, as it is when keys are erased: remove "
+            f"{target.root}, and rescale it again"
+        )
+
+
+def _copy(source: Folder, target: Folder, saved: SavedBucket, scratch: Path) -> None:
+    files, into = (it.child(saved.operator, str(saved.bucket)) for it in (source, target))
+    for file in saved.files:
+        copied(files, file, into, scratch)
+    into.sync()
+
+
+# -- one operator ---------------------------------------------------------------------------------
+
+
+def _rescaled(
+    source: Folder,
+    target: Folder,
+    wanted: Rescaling,
+    operator: str,
+    scratch: Path,
+    on_bucket: Callable[[SavedBucket], None],
+) -> tuple[list[SavedBucket], RescaledOperator]:
+    before, after = wanted.manifest.header.operators[operator], wanted.wanted[operator]
+    old, new = RowsDigest(), RowsDigest()
+    buckets = []
+    with closing(_old_rows(source, wanted.parents(operator), scratch, old)) as rows:
+        cut = _Cut(rows)
+        for bucket in range(after.buckets):
+            _, high = after.bucket_map.range_of(bucket)
+            into = target.child(operator, str(bucket))
+            made = _made(wanted, operator, bucket, cut.below(high), into, scratch)
+            into.sync()
+            _read_back(made, after, into, scratch, new)
+            buckets.append(made)
+            on_bucket(made)
+        for _ in cut.below(_END):
+            pass
+    if (old.rows, old.value) != (new.rows, new.value):
+        raise StorageError(
+            f"operator {operator!r} has {old.rows} rows with the checksum {old.value} in {source.root}, and "
+            f"{new.rows} rows with {new.value} in {target.root}: remove that folder, see that nobody else writes to "
+            "it, and rescale again"
+        )
+    return buckets, RescaledOperator(operator, before.bucket_map, after.bucket_map, new.rows, new.value)
+
+
+def _old_rows(
+    source: Folder, parents: list[Parent], scratch: Path, digest: RowsDigest
+) -> Generator[pa.RecordBatch, None, None]:
+    """All rows of an operator, ascending by hash, each noted in the digest."""
+    for parent in parents:
+        files = source.child(parent.pointer.operator, str(parent.bucket))
+        schema = parent.operator_file.row_schema()
+        low, high = parent.operator_file.bucket_map.range_of(parent.bucket)
+        for rows in _in_range(rows_of_parents(files, parent, 0, _END, schema, scratch), low, high, files.root):
+            digest.add(rows)
+            yield rows
+
+
+class _Cut:
+    """Rows in ascending hash, one range after the other."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
+        self._batches = batches
+        self._left: pa.RecordBatch | None = None
+
+    def below(self, high: int) -> Iterator[pa.RecordBatch]:
+        """The rows that come next and whose hashes' high 32 bits are below a number."""
+        while True:
+            rows = next(self._batches, None) if self._left is None else self._left
+            self._left = None
+            if rows is None:
+                return
+            end = int(np.searchsorted(hashes_of(rows) >> _BITS, np.uint64(high), side="left"))
+            if end < rows.num_rows:
+                self._left = rows.slice(end)
+            if end:
+                yield rows.slice(0, end)
+            if end < rows.num_rows:
+                return
+
+
+def _made(
+    wanted: Rescaling, operator: str, bucket: int, rows: Iterator[pa.RecordBatch], into: Folder, scratch: Path
+) -> SavedBucket:
+    """Write a bucket's rows, unless a run before has."""
+    after, parents = wanted.wanted[operator], wanted.parents_of(operator, bucket)
+    known = replace(
+        combined_pointer(operator, after.bucket_map, bucket, parents), batch=max(it.pointer.batch for it in parents)
+    )
+    ref = wanted.ref_of(operator, bucket)
+    if ref is None:
+        return SavedBucket(operator, bucket, relocatable(replace(known, rows=0, origins=()), ()), ())
+    pointer = replace(known, lineage=(LineageEntry(ref, 0, known.heartbeats),))
+    return bucket_of_rows(pointer, ref.id, after.row_schema(), rows, into, scratch)
+
+
+def _read_back(made: SavedBucket, after: OperatorFile, into: Folder, scratch: Path, digest: RowsDigest) -> None:
+    """Note the rows of a bucket as they lie there in the digest."""
+    ref = made.pointer.ref
+    if ref is None:
+        return
+    where = into.where(file_name(ref, SNAPSHOT))
+    found = read_checkpoint(into, ref, SNAPSHOT, after.row_schema(), scratch)
+    check_owner(found.header, (made.operator,), made.bucket, where)
+    for rows in _in_range(found.batches, *after.bucket_map.range_of(made.bucket), where):
+        digest.add(rows)
+
+
+def _in_range(batches: Iterable[pa.RecordBatch], low: int, high: int, where: str) -> Iterator[pa.RecordBatch]:
+    """Rows as they come; those of another bucket, or in another order, are refused."""
+    last = low << 32
+    for rows in batches:
+        if not rows.num_rows:
+            continue
+        hashes = hashes_of(rows)
+        if int(hashes[0]) < last or (hashes[1:] < hashes[:-1]).any() or int(hashes[-1]) >= high << 32:
+            raise CorruptFileError(
+                f"{where} has rows that are another bucket's, or not in the order of their hashes: take another "
+                "savepoint"
+            )
+        last = int(hashes[-1])
+        yield rows
