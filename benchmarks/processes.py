@@ -51,8 +51,7 @@ def cpu_seconds(pid: int) -> dict[str, float]:
 def io_bytes(pid: int, program: str) -> dict[int, tuple[int, int]]:
     """Bytes that a process's living descendants have read and written so far, by process.
 
-    Counted where they are read and written (``rchar``, ``wchar``), files and pipes alike: pages of files that are mapped
-    are not in it.
+    Counted where they are read and written (``rchar``, ``wchar``), files and pipes alike: pages of maps are not in it.
 
     Parameters
     ----------

@@ -8,8 +8,9 @@ queries with many buckets start, under no-claim, each with an empty root, local 
 * *rewritten first*: as without us. Spark rescales no live state; a user reads the savepoint with few buckets
   (`read_savepoint`), writes it anew with many (`write_savepoint`), and starts from that. All of it is timed.
 
-**Time** goes from before the query is planned until Spark's ``commits/0`` has its name, by that file's ctime. The input
-is there before: one file with a few thousand events of as many keys that the savepoint has, which the first batch reads.
+**Time** goes from before the query is planned until Spark's ``commits/0`` has its name, by that file's ctime. The
+input is there before: one file with a few thousand events, each of another key of the savepoint, which the first batch
+reads.
 
 **Bytes in the root** are sizes of the files in it when that commit is seen (it is looked for 200 times a second).
 *Linked* is a file that has the inode of one of the savepoint's: no byte of it was written. Of the others those count
@@ -17,14 +18,15 @@ whose ctime, which is when they got their name, is not after that of ``commits/0
 there. A *snapshot* among them is state that was rewritten; a delta is the batch's own. Files of the batch that are in
 Spark's checkpoint (inline) are not in the root.
 
-**Bytes read and written** are ``rchar`` and ``wchar`` of ``/proc/<pid>/io`` of all Python workers, from before the query
-is planned until the same look: what they read and wrote by system calls, sockets and local disk included, in the
-page cache or not. Pages that a map of a file has read (LMDB, base files, snapshots) or made dirty (LMDB) are not in it,
-nor what a worker did that ended meanwhile. *Local disk* is what is allocated below `local_dir` at that look, LMDB's
-pages included. What the JVM reads and writes is not counted.
+**Bytes read and written** are ``rchar`` and ``wchar`` of ``/proc/<pid>/io`` of all Python workers, from before the
+query is planned until the same look: what they read and wrote by system calls, sockets and the local disk included,
+whether it was in the page cache or not. Pages that were read by way of a map of a file (LMDB, base files, snapshots) or
+made dirty so (LMDB) are not in it, nor what a worker did that ended meanwhile. *Local disk* is what is allocated below
+`local_dir` at that look, LMDB's pages included. What the JVM reads and writes is not counted.
 
-Afterwards snapshots of the rescaled buckets are written in the background. Nothing else is timed before that has ended.
-Then the state of each query is read in full, outside of the times, and compared with what the table and the events make.
+Rescaled buckets write snapshots of their own with later batches, in the background. There are none here, and what
+workers still do after the first is waited for before anything else is timed. Then the state of each query is read in
+full, outside of the times, and compared with what the table and the events make.
 """
 
 from __future__ import annotations
@@ -213,7 +215,6 @@ class _Started:
     written_bytes: list[int] = field(default_factory=list)
     local_bytes: list[int] = field(default_factory=list)
     durations: list[dict[str, int]] = field(default_factory=list)
-    rewritten_later_bytes: list[int] = field(default_factory=list)
     quiet_after_s: list[float] = field(default_factory=list)
 
 
@@ -271,7 +272,6 @@ class _State:
         found.written_bytes.append(written)
         found.local_bytes.append(sum(512 * it.st_blocks for it in local.values()))
         found.durations.append(dict(query.recentProgress[0]["durationMs"]))
-        found.rewritten_later_bytes.append(tree_of(root, savepoint).snapshots - tree.snapshots)
         found.quiet_after_s.append((quiet_ns - committed_ns) / 1e9)
         state_told = _content_of_state(self._spark, root, checkpoint)
         what = (
@@ -341,7 +341,6 @@ class _State:
             report.details[f"{told}: bytes that workers read by then"] = found.read_bytes
             report.details[f"{told}: bytes that workers wrote by then"] = found.written_bytes
             report.details[f"{told}: bytes on the local disk by then"] = found.local_bytes
-            report.details[f"{told}: bytes of snapshots in the root from then on"] = found.rewritten_later_bytes
             report.details[f"{told}: seconds from then on until workers were quiet"] = found.quiet_after_s
             report.details[f"{told}: durationMs of the first batch"] = found.durations
         rescaled_s, plain_s = self.median_s(RESCALED), self.median_s(AS_IT_IS)
@@ -402,7 +401,7 @@ def _write_table(folder: Path, rows: int, seed: int) -> Content:
 
 
 def _content(batches: Iterable[pa.RecordBatch]) -> Content:
-    """Rows; sums of the columns, and of the products of each row's key with its other columns: none in the wrong row."""
+    """Rows; sums of the columns, and of the products of each row's key with its other columns."""
     return _sum([_content_of(batch) for batch in batches])
 
 
