@@ -21,6 +21,7 @@ from benchmarks import (
     live,
     paired,
     reading,
+    rescale,
     restore,
     savepoint,
     store,
@@ -99,6 +100,11 @@ _BENCHMARKS = {
         "native savepoints of running queries with small and large states, and a query that starts from one",
         savepoint.add_arguments,
         savepoint.run,
+    ),
+    "rescale": _Benchmark(
+        "a query started from a savepoint with twice its buckets, beside one with as many and one rewritten first",
+        rescale.add_arguments,
+        rescale.run,
     ),
     "live": _Benchmark(
         "another process asks a running job for keys: how long that takes, and what the job notices",

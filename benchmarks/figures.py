@@ -230,6 +230,7 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "restore": lambda: _table("restore"),
     "savepoint": lambda: _table("savepoint"),
     "initial_state": lambda: _table("initial_state"),
+    "rescale": lambda: _table("rescale"),
     "reading": lambda: _table("reading"),
     "live": lambda: _table("live"),
     "import_native": lambda: _table("import_native"),

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MemoryWatch", "Peak", "cpu_seconds", "descendants", "supported", "written_bytes"]
+__all__ = ["MemoryWatch", "Peak", "cpu_seconds", "descendants", "io_bytes", "supported", "written_bytes"]
 
 _PROC = Path("/proc")
 
@@ -42,14 +42,29 @@ def cpu_seconds(pid: int) -> dict[str, float]:
     ticks: dict[str, int] = {}
     for child in descendants(pid):
         fields = _stat(child)
-        try:
-            # Threads may rename a process; the file it runs stays.
-            program = (_PROC / str(child) / "exe").readlink().name.rstrip(".0123456789")
-        except OSError:
-            continue  # it has ended
-        if fields is not None:
+        program = _program(child)
+        if fields is not None and program is not None:
             ticks[program] = ticks.get(program, 0) + sum(int(value) for value in fields[11:15])
     return {program: count / os.sysconf("SC_CLK_TCK") for program, count in ticks.items()}
+
+
+def io_bytes(pid: int, program: str) -> dict[int, tuple[int, int]]:
+    """Bytes that a process's living descendants have read and written so far, by process.
+
+    Counted where they are read and written (``rchar``, ``wchar``), files and pipes alike: pages of maps are not in it.
+
+    Parameters
+    ----------
+    pid
+        The process.
+    program
+        What its descendants run that count, such as ``python``.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for child in descendants(pid):
+        if _program(child) == program and (fields := _io(child)) is not None:
+            found[child] = int(fields["rchar"]), int(fields["wchar"])
+    return found
 
 
 def written_bytes(pid: int) -> int:
@@ -59,11 +74,9 @@ def written_bytes(pid: int) -> int:
     """
     total = 0
     for child in descendants(pid):
-        try:
-            fields = dict(line.split(": ") for line in (_PROC / str(child) / "io").read_text().splitlines())
-        except (OSError, ValueError):
-            continue  # it has ended
-        total += int(fields["wchar"])
+        fields = _io(child)
+        if fields is not None:
+            total += int(fields["wchar"])
     return total
 
 
@@ -129,6 +142,23 @@ class MemoryWatch:
             peak.command = command
             peak.rss_bytes = max(peak.rss_bytes, _kib(status["VmHWM"]))
             peak.anonymous_bytes = max(peak.anonymous_bytes, _kib(status["RssAnon"]))
+
+
+def _program(pid: int) -> str | None:
+    """What a process runs, without its version; None when it has ended."""
+    try:
+        # Threads may rename a process; the file it runs stays.
+        return (_PROC / str(pid) / "exe").readlink().name.rstrip(".0123456789")
+    except OSError:
+        return None
+
+
+def _io(pid: int) -> dict[str, str] | None:
+    """``/proc/<pid>/io``; None when the process has ended."""
+    try:
+        return dict(line.split(": ") for line in (_PROC / str(pid) / "io").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
 
 
 def _kib(text: str) -> int:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks import rescale
+from benchmarks.rescale import Tree, tree_of
 from benchmarks.savepoint import told_apart
 
 
@@ -22,3 +30,45 @@ def test_a_link_and_a_copy_are_told_apart(tmp_path: Path) -> None:
     linked, copied = told_apart(tmp_path / "savepoint", tmp_path / "job")
     assert linked == {str(savepoint / "1_a.snapshot.arrow"): 3}
     assert copied == {str(savepoint / "2_b.delta.arrow"): 4}
+
+
+def test_of_a_root_what_was_there_at_the_commit_is_told(tmp_path: Path) -> None:
+    savepoint, query = tmp_path / "savepoint" / "0", tmp_path / "root" / "operator" / "query"
+    for folder in (savepoint, query / "parents" / "0", query / "0"):
+        folder.mkdir(parents=True)
+    (savepoint / "1_a.snapshot.arrow").write_text("1")
+    (query / "0" / "2_b.delta.arrow").write_text("22")
+    (query / "0" / "2_b.snapshot.arrow").write_text("333")
+    (query / "operator_0.json").write_text("4444")
+    committed_ns = max(it.stat().st_ctime_ns for it in query.rglob("*.*"))
+    _wait_past(committed_ns, tmp_path)
+    # A link changes the ctime of the file.
+    os.link(savepoint / "1_a.snapshot.arrow", query / "parents" / "0" / "1_a.snapshot.arrow")
+    (query / "0" / "3_c.delta.arrow").write_text("5" * 5)
+    assert tree_of(tmp_path / "root", savepoint, committed_ns) == Tree(linked=1, snapshots=3, deltas=2, others=4)
+    assert tree_of(tmp_path / "root", savepoint) == Tree(linked=1, snapshots=3, deltas=7, others=4)
+    # Bytes of one that is being written are there, whenever it will get its name.
+    (query / "0" / ".tmp-0123-4_d.snapshot.arrow").write_text("6" * 6)
+    assert tree_of(tmp_path / "root", savepoint, committed_ns).snapshots == 9
+
+
+def _wait_past(time_ns: int, folder: Path) -> None:
+    """Until the file system's clock, which ticks a few hundred times a second, has gone on."""
+    probe = folder / "probe"
+    probe.touch()
+    while probe.stat().st_ctime_ns <= time_ns:
+        time.sleep(0.001)
+        probe.touch()
+
+
+@pytest.mark.parametrize("column", ["key", "n", "total", "pad"])
+def test_a_value_in_the_wrong_row_is_noticed(tmp_path: Path, column: str) -> None:
+    expected = rescale._write_table(tmp_path / "table", 1_000, seed=7)
+    rows = pa.concat_tables(pq.read_table(path) for path in (tmp_path / "table").iterdir())
+    order = np.arange(len(rows))
+    other_order = rows.take(pa.array(order[::-1]))
+    assert rescale._content(rows.to_batches(64)) == rescale._content(other_order.to_batches()) == expected
+    at = rows.column_names.index(column)
+    # Of n, all are equal: one more here and one less there.
+    wrong = pa.chunked_array([pa.array(order % 2 * 2)]) if column == "n" else other_order[column]
+    assert rescale._content(rows.set_column(at, column, wrong).to_batches()) != expected

@@ -239,7 +239,9 @@ class Bucket:
             self._tidy(parent)
             state_bytes, sizes = self._reconciled(new, lambda view: (self._state_bytes(view), Sizes.of(view)))
             finished = self.committer.finish(replace(new, rows=sizes.rows_max), handed_in)
-            due = snapshot_due(finished.pointer.lineage, state_bytes) or begins_with_parents(finished.pointer)
+            # What a bucket's first call begins with is in no batch yet. That one is to wait for no state written anew.
+            first_due = self.pointer.batch >= 0 and begins_with_parents(finished.pointer)
+            due = snapshot_due(finished.pointer.lineage, state_bytes) or first_due
             made = self._snapshots.in_time(finished.pointer, due, behind, changed=rows.rows > 0)
             waited_s = begun.waited_s + finished.waited_s
             return CommitResult(made, sizes, finished.deferred, waited_s)

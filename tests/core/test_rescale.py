@@ -124,6 +124,9 @@ def test_a_bucket_stands_alone_once_it_has_a_snapshot(tmp_path: Path, old: OldJo
     query = rescaled(tmp_path, old, BucketMap(8))
     query.start()
     assert all(pointer.parents is not None for pointer in query.pointers)
+    query.batch({key: Row(6) for key in KEYS})
+    # Nor in the background, which is on the first batch's cores.
+    query.runner.do()
     assert not list((tmp_path / "new").rglob("*.snapshot.arrow")), "no row is written anew"
     query.batch({key: Row(7) for key in KEYS})
     assert all(pointer.parents is not None for pointer in query.pointers), "no snapshot has arrived"
