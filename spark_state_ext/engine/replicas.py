@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
+from arrow_schemas.partitions import parse_partitions_name
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends import BackendContext, BackupManager
 from spark_state_ext.backends.registry import FSSPEC, Backend, factory_of
@@ -165,12 +166,14 @@ class Replicas:
         """
         others = [backend for backend in job.options.backends if not _is_root(job, backend)]
         with self._prepared_lock:
-            schema = f"{job.operator} {schema_id}"
+            # A plan may say that the source has grown.
+            plan = "" if job.options.source_partition is None else f" {job.plan_id}"
+            schema = f"{job.operator} {schema_id}{plan}"
             missing = [it for it in others if (it.name, query_folder, schema) not in self._prepared]
             if not missing:
                 return
             files = root.child(query_folder)
-            names = [name for name in files.names() if parse_operator_file_name(name) is not None]
+            names = [name for name in files.names() if _is_of_operator(name)]
             names.sort(key=lambda name: name == operator_file_name(schema_id))
             resources = {name: files.get(name) for name in names}
             for backend in missing:
@@ -178,7 +181,7 @@ class Replicas:
                 admin = factory_of(backend.kind).admin(BackendContext(**{**context.__dict__, "resources": resources}))
                 admin.create_resources()
                 admin.validate_resources()
-                self._prepared.add((backend.name, query_folder, f"{job.operator} {schema_id}"))
+                self._prepared.add((backend.name, query_folder, schema))
 
     def refuse_elsewhere(self, job: Job, root: Folder, pointer: Pointer, scratch: Path) -> None:
         """Refuse a job that names none of the replicas which hold its state; nothing is written, nor asked of the right
@@ -244,6 +247,11 @@ class Replicas:
             files.create(name, operator.encode())
         with self._prepared_lock:
             self._prepared.difference_update([it for it in self._prepared if it[1] == query_folder])
+
+
+def _is_of_operator(name: str) -> bool:
+    """Whether a file of a query folder is what all buckets share."""
+    return parse_operator_file_name(name) is not None or parse_partitions_name(name) is not None
 
 
 def _is_root(job: Job, backend: Backend) -> bool:
