@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
-from arrow_schemas.partitions import parse_partitions_name
+from arrow_schemas.partitions import PartitionAssignment, parse_partitions_name, partitions_name
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends import BackendContext, BackupManager
 from spark_state_ext.backends.registry import FSSPEC, Backend, factory_of
@@ -21,6 +21,7 @@ from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import StateElsewhereError
 from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.partition_files import newest_assignment
 from spark_state_ext.ownership.lease import Lease, LeaseRegistry
 from spark_state_ext.ownership.lease_record import Claim, RunIdentity
 from spark_state_ext.worker.background import Background
@@ -231,9 +232,11 @@ class Replicas:
                 "all files of the old place first. Nothing was written and no state is lost."
             )
 
-    def bring_back(self, root: Folder, query_folder: str, operator: OperatorFile) -> None:
-        """Write the operator file that is in force where somebody has deleted it; other backends get it as for
-        `prepare`.
+    def bring_back(
+        self, root: Folder, query_folder: str, operator: OperatorFile, assignment: PartitionAssignment | None = None
+    ) -> None:
+        """Write the operator file that is in force where somebody has deleted it, and the assignment of partitions;
+        other backends get them as for `prepare`.
 
         Parameters
         ----------
@@ -241,10 +244,14 @@ class Replicas:
             As for `Leases.of`.
         operator
             The file.
+        assignment
+            The plan's, which what was there could grow to; None: buckets do not go by partition.
         """
         files, name = root.child(query_folder), operator_file_name(operator.schema_id)
         if not files.exists(name):
             files.create(name, operator.encode())
+        if assignment is not None and newest_assignment(files) is None:
+            files.create(partitions_name(0), assignment.encode())
         with self._prepared_lock:
             self._prepared.difference_update([it for it in self._prepared if it[1] == query_folder])
 

@@ -98,7 +98,7 @@ if int(pyspark.__version__.split(".")[0]) >= 4:
         def initialOffset(self) -> dict[str, int]:
             return {}
 
-        def latestOffset(self) -> dict[str, int]:
+        def latestOffset(self) -> dict[str, int]:  # type: ignore[override]  # newer releases may tell a limit
             return self._log.ends()
 
         def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
