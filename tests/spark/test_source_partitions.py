@@ -9,24 +9,30 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from jobs import COUNTS, Job, count, reads_state, table
+from jobs import COUNTS, Job, count, ddl, reads_state, table
 from partitioned import counted, partition_of, range_of
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
+from streams import finish, read
 
 from spark_state_ext import (
     Agg,
     ArrowState,
+    Backend,
     Savepoint,
     SourcePartition,
     aggregate,
     deduplicate,
+    erase_keys,
+    export_native,
+    open_live,
     open_state,
     sessionize,
     take_savepoint,
     top_k,
     write_savepoint,
 )
+from spark_state_ext.__main__ import main
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 
 pytestmark = pytest.mark.spark
@@ -239,9 +245,6 @@ def test_streams_with_buckets_of_their_own(spark: Any, tmp_path: Path) -> None:
 
 def run_operator(job: Job, plan: Callable[[Any], Any], mode: str, *tables: Any) -> list[list[tuple[Any, ...]]]:
     """What each batch of a built-in operator gives, by `foreachBatch`."""
-    from jobs import ddl
-    from streams import finish, read
-
     job.feed(*tables)
     told: list[list[tuple[Any, ...]]] = []
     df = plan(job.before(read(job.session, str(job.folder / "in"), ddl(job.schema))))
@@ -330,11 +333,51 @@ def test_a_savepoint_has_the_map(spark: Any, tmp_path: Path) -> None:
         other = job_of(spark, folder, bucket_by, start_from=Savepoint(path))
         with pytest.raises(PySparkException, match=rf"(?s)BucketMapChangedError.*{text}"):
             other.run(rows(LETTERS, 4))
-    new = job_of(spark, tmp_path / "new", source, start_from=Savepoint(path))
-    (tmp_path / "new").mkdir()
     fed += [LETTERS, MOVED]
-    assert batches_of(new, *[rows(keys, 4) for keys in fed[2:]]) == counted(*fed)[2:]
-    assert recorded(new) == [{"": {"counts": [2, 4], "buckets": [0, 1, 0, 1]}}]
+    few = str(tmp_path / "few")
+    assert main(["savepoint", "transform", path, few, "--keep", "key != 'a'"]) == 0
+    for name, start, begun in (("new", path, fed), ("fewer", few, [LETTERS[1:], LETTERS[1:9], *fed[2:]])):
+        (tmp_path / name).mkdir()
+        new = job_of(spark, tmp_path / name, source, start_from=Savepoint(start))
+        assert batches_of(new, *[rows(keys, 4) for keys in fed[2:]]) == counted(*begun)[2:]
+        assert recorded(new) == [{"": {"counts": [2, 4], "buckets": [0, 1, 0, 1]}}]
+
+
+def test_what_else_finds_a_key_or_a_file(spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Erase requests go to every bucket, a live job is asked in every bucket, and other backends have the assignment."""
+    second = Backend(str(tmp_path / "second"))
+    job = job_of(
+        spark,
+        tmp_path,
+        SourcePartition("partition", [2, 4]),
+        backends=["changelog", "fsspec", second],
+        erase_requests=True,
+        lease_ms=30_000,
+    )
+    fed = [LETTERS, LETTERS]
+    assert batches_of(job, rows(fed[0], 2), rows(fed[1], 4)) == counted(*fed)
+    with open_live(str(tmp_path / "local"), "tested") as live:
+        told = {key: live.get(key).rows.column("n").to_pylist() for key in LETTERS}
+        # As of the batch that is known to be committed.
+        assert set(map(tuple, told.values())) in ({(1,)}, {(2,)})
+    erase_keys(str(tmp_path / "root"), {"key": [*MOVED, "a"]}, operator="tested")
+    job.options["bucket_by"] = SourcePartition("partition", [2, 4, 8])
+    gone = {*MOVED, "a"}
+    assert batches_of(job, rows(LETTERS, 8)) == [{key: 1 if key in gone else 3 for key in LETTERS}]
+    (query_folder,) = (it for it in (tmp_path / "root" / "tested").iterdir() if it.name.count("-") == 4)
+    copies = tmp_path / "second" / "tested" / query_folder.name
+    for name in ("partitions_0.json", "partitions_1.json"):
+        assert (copies / name).read_bytes() == (query_folder / name).read_bytes()
+    capsys.readouterr()
+    assert main(["why", str(query_folder / "partitions_1.json"), "-o", "jsonl"]) == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "assignment of partitions"
+    assert main(["verify", str(tmp_path / "root")]) == 0
+    data = (query_folder / "partitions_0.json").read_bytes()
+    (query_folder / "partitions_0.json").write_bytes(data.replace(b"counts", b"Counts"))
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "root"), "-o", "jsonl"]) == 1
+    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "partitions_0.json fails its checksum" in str(row)
 
 
 @reads_state
@@ -352,8 +395,6 @@ def test_a_table_has_no_partitions(spark: Any, tmp_path: Path) -> None:
 
 @reads_state
 def test_a_state_for_each_stream_does_not_go_to_spark(spark: Any, tmp_path: Path) -> None:
-    from spark_state_ext import export_native
-
     source = SourcePartition("partition", {"a": 1, "b": 1}, stream="stream", group_by="stream_and_partition")
     job = job_of(spark, tmp_path, source)
     job.run(rows("a", 1, "a"), rows("a", 1, "b"))
