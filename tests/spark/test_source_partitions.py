@@ -19,6 +19,7 @@ from spark_state_ext import (
     Agg,
     ArrowState,
     Backend,
+    RetainedCheckpoint,
     Savepoint,
     SourcePartition,
     aggregate,
@@ -341,6 +342,40 @@ def test_a_savepoint_has_the_map(spark: Any, tmp_path: Path) -> None:
         new = job_of(spark, tmp_path / name, source, start_from=Savepoint(start))
         assert batches_of(new, *[rows(keys, 4) for keys in fed[2:]]) == counted(*begun)[2:]
         assert recorded(new) == [{"": {"counts": [2, 4], "buckets": [0, 1, 0, 1]}}]
+
+
+@reads_state
+def test_what_another_query_left_has_an_assignment(spark: Any, tmp_path: Path) -> None:
+    """Who starts from it grows on from there, whether the folder is claimed or not."""
+    (tmp_path / "old").mkdir()
+    old = job_of(spark, tmp_path / "old", SourcePartition("partition", [2, 4]))
+    fed = [LETTERS, LETTERS[:9], LETTERS]
+    assert batches_of(old, rows(fed[0], 2), rows(fed[1], 4)) == counted(*fed)[:2]
+    root = str(tmp_path / "old" / "root")
+    path = "partitioned:range_before_expansion"
+    for at, (mode, bucket_by) in enumerate(
+        (
+            ("no_claim", SourcePartition("partition", [2, 4], before_expansion=path)),
+            ("no_claim", SourcePartition("partition", 2)),
+            ("no_claim", SourcePartition("partition", [2, 4, 8])),
+            ("claim", SourcePartition("partition", 2)),
+            ("claim", SourcePartition("partition", [2, 4, 8])),
+        )
+    ):
+        folder = tmp_path / f"new-{at}"
+        folder.mkdir()
+        start = RetainedCheckpoint(root, str(old.checkpoint), mode=mode)
+        options = {"root": root} if mode == "claim" else {}
+        new = job_of(spark, folder, bucket_by, start_from=start, **options)
+        if bucket_by.assignment.streams[0].counts[-1] == 8:
+            assert batches_of(new, rows(LETTERS, 8)) == counted(*fed)[-1:]
+            continue
+        with pytest.raises(PySparkException, match=r"(?s)PartitionsChangedError"):
+            new.run(rows(["b", "d"], 2))
+    assert recorded(old) == [
+        {"": {"counts": [2, 4], "buckets": [0, 1, 0, 1]}},
+        {"": {"counts": [2, 4, 8], "buckets": [0, 1, 0, 1, 0, 1, 0, 1]}},
+    ]
 
 
 def test_what_else_finds_a_key_or_a_file(spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
