@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrow_schemas.bucket_map import BOUNDS, BY_PARTITION, BY_STREAM_AND_PARTITION, HASH, PARTITION, BucketMap
@@ -25,10 +25,13 @@ from arrow_schemas.errors import (
 )
 from arrow_schemas.labels import buckets_of
 from arrow_schemas.operator import OPERATOR_FORMAT, OperatorFile
+from tests.helpers.soak import examples
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "operator-format-3.json"
 _END = 1 << 32
+# However slow the machine is.
+_UNHURRIED = settings(max_examples=examples(100), deadline=None)
 _COUNTS = st.integers(1, 600) | st.sampled_from([1 << 15, (1 << 15) - 1])
 _BOUNDS = st.sets(st.integers(1, _END - 1), max_size=40).map(lambda them: (0, *sorted(them)))
 _STREAMS = st.dictionaries(st.text(min_size=1), st.integers(1, 50), min_size=1, max_size=4) | st.integers(1, 50).map(
@@ -45,6 +48,7 @@ def _edges(of: BucketMap) -> list[int]:
     return [it << 32 | low for it in high for low in (0, 0xFFFFFFFF)]
 
 
+@_UNHURRIED
 @given(_MAPS)
 def test_buckets_are_ranges_that_follow_each_other(of: BucketMap) -> None:
     ranges = [of.range_of(bucket) for bucket in range(of.buckets)]
@@ -56,6 +60,7 @@ def test_buckets_are_ranges_that_follow_each_other(of: BucketMap) -> None:
     assert [of.candidates(it) for it in hashes[:50]] == [range(b, b + 1) for b in found[:50].tolist()]
 
 
+@_UNHURRIED
 @given(_COUNTS, st.lists(st.integers(0, 2**64 - 1), min_size=1))
 def test_equal_ranges_are_as_ever(buckets: int, hashes: list[int]) -> None:
     found = BucketMap(buckets).of(np.array(hashes, np.uint64)).tolist()
@@ -63,6 +68,7 @@ def test_equal_ranges_are_as_ever(buckets: int, hashes: list[int]) -> None:
     assert found == [(it >> 32) * buckets >> 32 for it in hashes]
 
 
+@_UNHURRIED
 @given(_MAPS, _MAPS)
 def test_overlapping_buckets(mine: BucketMap, other: BucketMap) -> None:
     theirs = [other.range_of(bucket) for bucket in range(other.buckets)]
@@ -125,6 +131,7 @@ def test_no_hash_tells_the_bucket_of_a_partition() -> None:
         of.of(np.zeros(1, np.uint64))
 
 
+@_UNHURRIED
 @given(_BY_PARTITION)
 def test_maps_by_partition(of: BucketMap) -> None:
     counts = dict(of.streams)

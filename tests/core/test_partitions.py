@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrow_schemas.bucket_map import BY_PARTITION, BY_STREAM_AND_PARTITION, BucketMap
@@ -29,7 +29,10 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.source_partition import SourcePartition
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.partition_files import newest_assignment, record_assignment, refuse_assignment
+from tests.helpers.soak import examples
 
+# However slow the machine is.
+_UNHURRIED = settings(max_examples=examples(100), deadline=None)
 # A count, and by what it was multiplied, each time that the source grew.
 _GROWTH = st.tuples(st.integers(1, 12), st.lists(st.integers(2, 4), max_size=3)).map(
     lambda it: [it[0] * int(np.prod(it[1][:at])) for at in range(len(it[1]) + 1)]
@@ -83,6 +86,7 @@ def _produced(counts: Sequence[int], hashes: Sequence[int]) -> list[tuple[int, i
     return [(key, key % count) for count in counts for key in hashes]
 
 
+@_UNHURRIED
 @given(_GROWTH, _HASHES)
 def test_a_key_keeps_its_state_whatever_the_source_grows_to(counts: list[int], hashes: list[int]) -> None:
     hashes = sorted(set(hashes))
@@ -111,6 +115,7 @@ def test_broken_mappings_lose_counts() -> None:
 # -- assignments and tables ------------------------------------------------------------------------
 
 
+@_UNHURRIED
 @given(st.dictionaries(_NAMES, _GROWTH, min_size=1, max_size=4), st.sampled_from([BY_PARTITION, "s"]), st.data())
 def test_tables_of_rows(counts: dict[str, list[int]], group_by: str, data: st.DataObject) -> None:
     group_by = BY_PARTITION if group_by == BY_PARTITION else BY_STREAM_AND_PARTITION
@@ -134,6 +139,7 @@ def test_tables_of_rows(counts: dict[str, list[int]], group_by: str, data: st.Da
     assert carried.buckets == (max if group_by == BY_PARTITION else sum)(it[0] for it in counts.values())
 
 
+@_UNHURRIED
 @given(st.dictionaries(_NAMES, _GROWTH, min_size=1, max_size=3))
 def test_assignments_are_read_as_they_were_written(counts: dict[str, list[int]]) -> None:
     found = SourcePartition("p", counts, stream="s").assignment
@@ -143,6 +149,7 @@ def test_assignments_are_read_as_they_were_written(counts: dict[str, list[int]])
     assert PartitionAssignment.from_plain(json.loads(json.dumps(found.to_plain()))) == found
 
 
+@_UNHURRIED
 @given(_GROWTH, st.data())
 def test_growing_is_the_same_in_one_step_and_in_many(counts: list[int], data: st.DataObject) -> None:
     def told(some: Sequence[int]) -> PartitionAssignment:
