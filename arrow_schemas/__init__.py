@@ -11,6 +11,7 @@ from arrow_schemas.evolution import conform, state_change
 from arrow_schemas.labels import bucket_label, label_bucket
 from arrow_schemas.lineage import BodyRecord, CheckpointRef, LineageHeader, Writer, new_checkpoint_id
 from arrow_schemas.operator import OperatorFile
+from arrow_schemas.partitions import PartitionAssignment
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_types import key_fields, normal_type, state_fields
@@ -22,6 +23,7 @@ __all__ = [
     "LineageEntry",
     "LineageHeader",
     "OperatorFile",
+    "PartitionAssignment",
     "Pointer",
     "RowSchema",
     "Writer",

@@ -16,10 +16,12 @@ import numpy as np
 from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.errors import CorruptFileError, UsageError
 
-__all__ = ["BOUNDS", "HASH", "PARTITION", "BucketMap"]
+__all__ = ["BOUNDS", "BY_PARTITION", "BY_STREAM_AND_PARTITION", "HASH", "PARTITION", "BucketMap"]
 
 # Kinds: equal ranges of the hash, ranges between bounds, and source partitions.
 HASH, BOUNDS, PARTITION = "hash", "bounds", "partition"
+# How partitions are grouped: partition i of every stream in bucket i, or buckets of its own for each stream.
+BY_PARTITION, BY_STREAM_AND_PARTITION = "partition", "stream_and_partition"
 # Buckets go by the high 32 bits of the hash.
 _BITS = np.uint64(32)
 _END = 1 << 32
@@ -39,6 +41,11 @@ class BucketMap:
     bounds
         Of kind ``"bounds"``: where the range of each bucket begins, in the high 32 bits of the hash; ascending, the
         first 0. Else empty.
+    streams
+        Of kind ``"partition"``: the name of each stream of the source, ascending, and how many partitions it had when
+        the state began; one stream that nothing tells from others is called ``""``. Else empty.
+    group_by
+        Of kind ``"partition"``: ``"partition"`` or ``"stream_and_partition"``. Else empty.
 
     Raises
     ------
@@ -56,6 +63,8 @@ class BucketMap:
     buckets: int
     kind: str = HASH
     bounds: tuple[int, ...] = ()
+    streams: tuple[tuple[str, int], ...] = ()
+    group_by: str = ""
 
     def __post_init__(self) -> None:
         whole = all(type(it) is int for it in (self.buckets, *self.bounds))
@@ -63,6 +72,7 @@ class BucketMap:
             raise UsageError(f"there is no bucket map of kind {self.kind!r} with {self.buckets!r} buckets")
         if (self.kind == BOUNDS) != bool(self.bounds):
             raise UsageError(f"a bucket map of kind {self.kind!r} cannot have {len(self.bounds)} bounds")
+        self._check_streams()
         if not self.bounds:
             return
         ascending = all(low < high for low, high in zip(self.bounds, (*self.bounds[1:], _END), strict=True))
@@ -72,6 +82,53 @@ class BucketMap:
                 f"{_END}, not {len(self.bounds)}: {', '.join(map(str, self.bounds[:8]))}"
                 + (", …" if len(self.bounds) > 8 else "")
             )
+
+    def _check_streams(self) -> None:
+        if self.kind != PARTITION:
+            if self.streams or self.group_by:
+                raise UsageError(f"a bucket map of kind {self.kind!r} has neither streams nor a grouping of partitions")
+            return
+        if self.group_by not in (BY_PARTITION, BY_STREAM_AND_PARTITION):
+            raise UsageError(
+                f"partitions are grouped by {BY_PARTITION!r} or {BY_STREAM_AND_PARTITION!r}, not {self.group_by!r}"
+            )
+        names = [name for name, _ in self.streams]
+        counted = all(type(name) is str and type(count) is int and count > 0 for name, count in self.streams)
+        if not counted or not names or names != sorted(set(names)) or ("" in names and len(names) > 1):
+            raise UsageError(
+                "the streams of a bucket map have names, ascending, and numbers of partitions from 1 on, not "
+                f"{self.streams!r}"
+            )
+        if self.buckets != _buckets_for(self.streams, self.group_by):
+            raise UsageError(f"partitions of {self.streams!r} by {self.group_by!r} are not in {self.buckets} buckets")
+
+    @staticmethod
+    def of_partitions(counts: Mapping[str, int], group_by: str = BY_PARTITION) -> BucketMap:
+        """The map of a source's partitions.
+
+        Parameters
+        ----------
+        counts
+            How many partitions each stream has as the state begins, by the stream's name; of one stream that nothing
+            tells from others by ``""``.
+        group_by
+            ``"partition"``: partition *i* of every stream is in bucket *i*. ``"stream_and_partition"``: each stream has
+            buckets of its own, those of the first one by name first.
+
+        Returns
+        -------
+        BucketMap
+            Of as many buckets as there are.
+
+        Raises
+        ------
+        UsageError
+            When these are no partitions.
+        """
+        streams = tuple(sorted(counts.items()))
+        # Numbers that are none are refused by the map itself.
+        numbered = streams if all(type(count) is int for _, count in streams) else ()
+        return BucketMap(_buckets_for(numbered, group_by), PARTITION, streams=streams, group_by=group_by)
 
     @staticmethod
     def split(buckets: int, into: Mapping[int, int]) -> BucketMap:
@@ -134,6 +191,11 @@ class BucketMap:
         """Whether a key's hash tells its bucket."""
         return self.kind != PARTITION
 
+    @property
+    def one_state(self) -> bool:
+        """Whether a key has one state: not where each stream has buckets of its own."""
+        return self.group_by != BY_STREAM_AND_PARTITION or len(self.streams) == 1
+
     def of(self, hashes: HashArray) -> IndexArray:
         """The bucket of each hash.
 
@@ -160,6 +222,23 @@ class BucketMap:
             borders = np.array(self.bounds, dtype=np.uint64)
             return np.searchsorted(borders, high, side="right").astype(np.int64) - 1
         raise ValueError("rows are in buckets by their source's partition, which no hash tells")
+
+    def first_of(self, stream: str) -> int:
+        """The bucket of partition 0 of a stream, where buckets go by partition.
+
+        Parameters
+        ----------
+        stream
+            Its name.
+
+        Returns
+        -------
+        int
+            The bucket's number.
+        """
+        if self.group_by == BY_PARTITION:
+            return 0
+        return sum(count for name, count in self.streams if name < stream)
 
     def candidates(self, key_hash: int) -> range:
         """The buckets that a key may be in: one, where its hash tells it.
@@ -226,8 +305,11 @@ class BucketMap:
         Returns
         -------
         dict
-            With ``buckets``, ``kind`` and ``bounds``.
+            With ``buckets`` and ``kind``; ``streams`` and ``group_by`` where buckets go by partition, else ``bounds``.
         """
+        if self.kind == PARTITION:
+            streams = dict(self.streams)
+            return {"buckets": self.buckets, "kind": self.kind, "streams": streams, "group_by": self.group_by}
         return {"buckets": self.buckets, "kind": self.kind, "bounds": list(self.bounds)}
 
     @staticmethod
@@ -250,6 +332,14 @@ class BucketMap:
             When there is no such map.
         """
         try:
+            if plain["kind"] == PARTITION:
+                streams = tuple(sorted(plain["streams"].items()))
+                return BucketMap(plain["buckets"], PARTITION, streams=streams, group_by=plain["group_by"])
             return BucketMap(plain["buckets"], plain["kind"], tuple(plain["bounds"]))
         except UsageError as error:
             raise CorruptFileError(f"no bucket map: {error}") from error
+
+
+def _buckets_for(streams: tuple[tuple[str, int], ...], group_by: str) -> int:
+    counts = [count for _, count in streams]
+    return sum(counts) if group_by == BY_STREAM_AND_PARTITION else max(counts, default=0)

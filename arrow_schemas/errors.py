@@ -15,6 +15,7 @@ __all__ = [
     "CorruptPointerError",
     "FunctionChangedError",
     "LineageError",
+    "PartitionsChangedError",
     "SchemaChangedError",
     "StateError",
     "StateValueError",
@@ -64,6 +65,10 @@ class BucketCountChangedError(ChangedJobError):
 
 class BucketMapChangedError(ChangedJobError):
     """The job spreads rows over its buckets in another way than the state was written with."""
+
+
+class PartitionsChangedError(ChangedJobError):
+    """The source's partitions are not those that the plan declares, or the plan's are not those of the state."""
 
 
 class VersionSkewError(ChangedJobError):

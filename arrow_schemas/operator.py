@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from arrow_schemas.bucket_map import HASH, BucketMap
+from arrow_schemas.bucket_map import HASH, PARTITION, BucketMap
 from arrow_schemas.checksum import checksum_of
 from arrow_schemas.errors import (
     BucketCountChangedError,
@@ -216,7 +216,7 @@ class OperatorFile:
         BucketCountChangedError, BucketMapChangedError, SchemaChangedError, FunctionChangedError
             When stored rows cannot serve the job; the text says which column or parameter, and why.
         """
-        _same_map(self.operator, self.bucket_map, wanted.bucket_map)
+        self.refuse_other_map(wanted.bucket_map)
         kept = self._without_columns_beside(wanted) if leave_behind else self
         stored, asked = kept.row_schema(), wanted.row_schema()
         if stored.expires and not asked.expires:
@@ -231,6 +231,21 @@ class OperatorFile:
         changed |= [field.name for field in stored.keys] != [field.name for field in asked.keys]
         changed |= kept.state_schema != self.state_schema
         return replace(wanted, schema_id=self.schema_id + 1) if changed else self
+
+    def refuse_other_map(self, asked: BucketMap) -> None:
+        """Refuse a job that has another bucket map.
+
+        Parameters
+        ----------
+        asked
+            The job's.
+
+        Raises
+        ------
+        BucketCountChangedError, BucketMapChangedError
+            The text says what to give.
+        """
+        _same_map(self.operator, self.bucket_map, asked)
 
     def begins(self, wanted: OperatorFile, *, leave_behind: bool = False, case_sensitive: bool = False) -> OperatorFile:
         """The first operator file of a query that begins with the state which was written under this one.
@@ -286,11 +301,32 @@ def _same_map(operator: str, stored: BucketMap, asked: BucketMap) -> None:
             f"operator {operator!r} has its state in {stored.buckets} buckets and the job asks for {asked.buckets}: "
             f"set buckets={stored.buckets}, or start from a new checkpoint location."
         )
+    if stored.kind == asked.kind == PARTITION:
+        raise BucketMapChangedError(
+            f"operator {operator!r} has its state in buckets by source partition, and "
+            f"{_other_partitions(stored, asked)}, or start from a new checkpoint location."
+        )
     raise BucketMapChangedError(
         f"operator {operator!r} has its state in {stored} and the job asks for {asked}"
         f"{', which begin elsewhere' if str(stored) == str(asked) else ''}: give bucket_by as it was, or start from a "
         "new checkpoint location."
     )
+
+
+def _other_partitions(stored: BucketMap, asked: BucketMap) -> str:
+    """What differs between two maps by partition, and what to give."""
+    before, after = dict(stored.streams), dict(asked.streams)
+    if before.keys() != after.keys():
+        names = [", ".join(it) or "none by name" for it in (filter(None, before), filter(None, after))]
+        return f"its streams were {names[0]}, and are now {names[1]}: give the streams as they were"
+    if stored.group_by != asked.group_by:
+        return f"these are grouped by {stored.group_by!r}, not {asked.group_by!r}: give group_by as it was"
+    stream = next(name for name in before if before[name] != after[name])
+    was, now, which = before[stream], after[stream], f" of stream {stream!r}" if stream else ""
+    began = f"the state began with {was} partitions{which} and the plan says {now}"
+    if now > was and now % was == 0:
+        return f"{began}: give counts=[{was}, {now}]{which}, if the source has grown since"
+    return f"{began}: give a list for counts{which} that begins with {was}"
 
 
 def _same_function(operator: str, stored: str | None, asked: str | None) -> None:

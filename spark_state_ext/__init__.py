@@ -11,7 +11,9 @@ from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
     from arrow_schemas.bucket_map import BucketMap
+    from arrow_schemas.partitions import partition_before_expansion
     from spark_state_ext.backends.registry import Backend
+    from spark_state_ext.engine.source_partition import SourcePartition
     from spark_state_ext.engine.start_from import RetainedCheckpoint, Savepoint
     from spark_state_ext.erasing.asking import AskedErasure, EraseStatus, erase_keys, erase_status, withdraw_erasure
     from spark_state_ext.erasing.history import ErasedHistory, erase_history
@@ -55,6 +57,7 @@ __all__ = [
     "RescaledSavepoint",
     "RetainedCheckpoint",
     "Savepoint",
+    "SourcePartition",
     "StateBatch",
     "Step",
     "TakenSavepoint",
@@ -74,6 +77,7 @@ __all__ = [
     "open_committed",
     "open_live",
     "open_state",
+    "partition_before_expansion",
     "read_savepoint",
     "read_state",
     "recommend",
@@ -106,6 +110,7 @@ _LAZY = {
     "RescaledSavepoint": "spark_state_ext.rescale.savepoints",
     "RetainedCheckpoint": "spark_state_ext.engine.start_from",
     "Savepoint": "spark_state_ext.engine.start_from",
+    "SourcePartition": "spark_state_ext.engine.source_partition",
     "StateBatch": "spark_state_ext.functions.state_batch",
     "Step": "spark_state_ext.spark.client.chain",
     "TakenSavepoint": "spark_state_ext.spark.client.savepoints",
@@ -124,6 +129,7 @@ _LAZY = {
     "open_committed": "spark_state_ext.spark.source.exact",
     "open_live": "spark_state_ext.reading.live",
     "open_state": "spark_state_ext.reading.opening",
+    "partition_before_expansion": "arrow_schemas.partitions",
     "read_savepoint": "spark_state_ext.spark.client.tables",
     "read_state": "spark_state_ext.spark.source.frames",
     "recommend": "spark_state_ext.reports.choosing",

@@ -58,6 +58,11 @@ def compared(first: OpenState, second: OpenState) -> Compared:
         raise UsageError(
             f"keys with the columns {_told(first.key_schema)} and with {_told(second.key_schema)} cannot be compared"
         )
+    if first.bucket_map != second.bucket_map and not (first.bucket_map.one_state and second.bucket_map.one_state):
+        raise UsageError(
+            f"{first.bucket_map} and {second.bucket_map} cannot be compared: in one of them a key has a state for each "
+            "stream"
+        )
     here, there = set(map(_pair, first.state_schema)), set(map(_pair, second.state_schema))
     state = [field for field in first.state_schema if _pair(field) in there]
     timeout = pa.field(_TIMEOUT, pa.int64())
@@ -66,8 +71,8 @@ def compared(first: OpenState, second: OpenState) -> Compared:
     names = [*keys, *(field.name for field in state), _TIMEOUT, _DEFINED, _HASH]
 
     def differences() -> Iterator[pa.RecordBatch]:
-        # Buckets are ranges of hashes: where there are as many, a key is in the same one of both.
-        same = first.buckets == second.buckets
+        # By one bucket map, a key is in the same bucket of both.
+        same = first.bucket_map == second.bucket_map
         for buckets in [[n] for n in range(first.buckets)] if same else [None]:
             tables = [it.scan(names, buckets=buckets).read_all() for it in (first, second)]
             yield from _differing(tables, keys, schema)

@@ -11,6 +11,7 @@ from typing import Any
 from arrow_schemas.erase import ERASE_FOLDER, parse_erase_name
 from arrow_schemas.lineage import parse_file_name
 from arrow_schemas.operator import parse_operator_file_name
+from arrow_schemas.partitions import parse_partitions_name
 from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.cli.clean_ups import clean_up_of, holders
 from spark_state_ext.cli.targets import query_folder_at
@@ -76,6 +77,8 @@ def owner_of(folder: Folder, name: str, storage_options: Mapping[str, Any], batc
         return _in_bucket(folder, name, storage_options, batches_retained)
     if parse_operator_file_name(name) is not None:
         return _of_query(folder, "operator file", "every start of the query reads it")
+    if parse_partitions_name(name) is not None:
+        return _of_query(folder, "assignment of partitions", "every start of the query reads the last one")
     if folder.name == LEASE_FOLDER or name == "lease.json":
         query = folder if name == "lease.json" else above
         return _of_query(query, "lease", "it says which run of the query may write here; renewing it removes old ones")

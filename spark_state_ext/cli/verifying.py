@@ -11,6 +11,7 @@ from arrow_schemas.checksum import opened_document, readable
 from arrow_schemas.erase import ERASE_FOLDER, EraseDone, parse_erase_name
 from arrow_schemas.lineage import CheckpointRef, parse_file_name
 from arrow_schemas.operator import OperatorFile, parse_operator_file_name
+from arrow_schemas.partitions import PartitionAssignment, parse_partitions_name
 from arrow_schemas.savepoint import MANIFEST_NAME, SavedFile, SavepointManifest
 from spark_state_ext.cli.targets import QueryFolder, Target, bucket_folders
 from spark_state_ext.errors import ChangedJobError, CorruptError, CorruptFileError, LineageError, MissingError
@@ -164,6 +165,8 @@ def _document(folder: Folder, entry: Entry, within: str = "") -> Check:
         return Check(where, "file", entry.size_bytes, None)
     if parse_operator_file_name(name) is not None:
         return check("operator", lambda data: OperatorFile.decode(data, where))
+    if parse_partitions_name(name) is not None:
+        return check("assignment", lambda data: PartitionAssignment.decode(data, where))
     if name == START_NAME:
         return check("start", lambda data: StartRecord.decode(data, where))
     if name in _DOCUMENTS:

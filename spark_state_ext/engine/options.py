@@ -13,6 +13,7 @@ from arrow_schemas.pointer import BOTH, V1, V2
 from spark_state_ext.backends.registry import FSSPEC, Backend, configured, refuse_unusable
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.limits import check_flags, check_sizes, check_times, erase_window_ms
+from spark_state_ext.engine.source_partition import SourcePartition, bucket_by_from_plain, bucket_by_to_plain
 from spark_state_ext.engine.start_from import (
     CLAIM,
     RetainedCheckpoint,
@@ -74,7 +75,7 @@ class StateOptions:
     erase_requests: bool = False
     ttl: Ttl | None = None
     start_from: StartFrom | None = None
-    bucket_by: BucketMap | None = None
+    bucket_by: BucketMap | SourcePartition | None = None
     rescale: str | None = None
 
     def __post_init__(self) -> None:
@@ -94,9 +95,12 @@ class StateOptions:
         )
         commit = self.commit
         if self.bucket_by is not None:
-            if not isinstance(self.bucket_by, BucketMap) or not self.bucket_by.by_hash:
-                raise UsageError(f"bucket_by must be a BucketMap of hashes, not {self.bucket_by!r}")
-            object.__setattr__(self, "buckets", self.bucket_by.buckets)
+            by_hash = isinstance(self.bucket_by, BucketMap) and self.bucket_by.by_hash
+            if not by_hash and not isinstance(self.bucket_by, SourcePartition):
+                raise UsageError(
+                    f"bucket_by must be a BucketMap of hashes, or a SourcePartition, not {self.bucket_by!r}"
+                )
+            object.__setattr__(self, "buckets", self.bucket_map.buckets)
         check_sizes(self.buckets, self.memory_bytes_max, commit.inline_bytes_max, commit.task_inline_bytes_max)
         check_times(self.lease_ms, self.local_keep_s, commit.commit_delay_ms_max, commit.commit_timeout_ms)
         refuse_relative(self.root, "root")
@@ -212,11 +216,18 @@ class StateOptions:
     @property
     def bucket_map(self) -> BucketMap:
         """Which bucket a row belongs to."""
+        if isinstance(self.bucket_by, SourcePartition):
+            return self.bucket_by.bucket_map
         return self.bucket_by or BucketMap(self.buckets)
+
+    @property
+    def source_partition(self) -> SourcePartition | None:
+        """How the source's partitions tell a row's bucket; None where its key's hash does."""
+        return self.bucket_by if isinstance(self.bucket_by, SourcePartition) else None
 
     def to_plain(self) -> dict[str, Any]:
         """As builtin values."""
-        bucket_by = None if self.bucket_by is None else self.bucket_by.to_plain()
+        bucket_by = bucket_by_to_plain(self.bucket_by)
         return {**asdict(self), "start_from": start_to_plain(self.start_from), "bucket_by": bucket_by}
 
     @staticmethod
@@ -229,7 +240,7 @@ class StateOptions:
                 "commit": CommitOptions(**plain["commit"]),
                 "ttl": None if plain["ttl"] is None else Ttl(**plain["ttl"]),
                 "start_from": start_from_plain(plain["start_from"]),
-                "bucket_by": None if plain["bucket_by"] is None else BucketMap.from_plain(plain["bucket_by"]),
+                "bucket_by": bucket_by_from_plain(plain["bucket_by"]),
             }
         )
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
+from arrow_schemas.partitions import PartitionAssignment, parse_partitions_name, partitions_name
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends import BackendContext, BackupManager
 from spark_state_ext.backends.registry import FSSPEC, Backend, factory_of
@@ -20,6 +21,7 @@ from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import StateElsewhereError
 from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.partition_files import newest_assignment
 from spark_state_ext.ownership.lease import Lease, LeaseRegistry
 from spark_state_ext.ownership.lease_record import Claim, RunIdentity
 from spark_state_ext.worker.background import Background
@@ -165,12 +167,14 @@ class Replicas:
         """
         others = [backend for backend in job.options.backends if not _is_root(job, backend)]
         with self._prepared_lock:
-            schema = f"{job.operator} {schema_id}"
+            # A plan may say that the source has grown.
+            plan = "" if job.options.source_partition is None else f" {job.plan_id}"
+            schema = f"{job.operator} {schema_id}{plan}"
             missing = [it for it in others if (it.name, query_folder, schema) not in self._prepared]
             if not missing:
                 return
             files = root.child(query_folder)
-            names = [name for name in files.names() if parse_operator_file_name(name) is not None]
+            names = [name for name in files.names() if _is_of_operator(name)]
             names.sort(key=lambda name: name == operator_file_name(schema_id))
             resources = {name: files.get(name) for name in names}
             for backend in missing:
@@ -178,7 +182,7 @@ class Replicas:
                 admin = factory_of(backend.kind).admin(BackendContext(**{**context.__dict__, "resources": resources}))
                 admin.create_resources()
                 admin.validate_resources()
-                self._prepared.add((backend.name, query_folder, f"{job.operator} {schema_id}"))
+                self._prepared.add((backend.name, query_folder, schema))
 
     def refuse_elsewhere(self, job: Job, root: Folder, pointer: Pointer, scratch: Path) -> None:
         """Refuse a job that names none of the replicas which hold its state; nothing is written, nor asked of the right
@@ -228,9 +232,11 @@ class Replicas:
                 "all files of the old place first. Nothing was written and no state is lost."
             )
 
-    def bring_back(self, root: Folder, query_folder: str, operator: OperatorFile) -> None:
-        """Write the operator file that is in force where somebody has deleted it; other backends get it as for
-        `prepare`.
+    def bring_back(
+        self, root: Folder, query_folder: str, operator: OperatorFile, assignment: PartitionAssignment | None = None
+    ) -> None:
+        """Write the operator file that is in force where somebody has deleted it, and the assignment of partitions;
+        other backends get them as for `prepare`.
 
         Parameters
         ----------
@@ -238,12 +244,21 @@ class Replicas:
             As for `Leases.of`.
         operator
             The file.
+        assignment
+            The plan's, which what was there could grow to; None: buckets do not go by partition.
         """
         files, name = root.child(query_folder), operator_file_name(operator.schema_id)
         if not files.exists(name):
             files.create(name, operator.encode())
+        if assignment is not None and newest_assignment(files) is None:
+            files.create(partitions_name(0), assignment.encode())
         with self._prepared_lock:
             self._prepared.difference_update([it for it in self._prepared if it[1] == query_folder])
+
+
+def _is_of_operator(name: str) -> bool:
+    """Whether a file of a query folder is what all buckets share."""
+    return parse_operator_file_name(name) is not None or parse_partitions_name(name) is not None
 
 
 def _is_root(job: Job, backend: Backend) -> bool:

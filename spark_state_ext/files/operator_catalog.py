@@ -19,6 +19,7 @@ __all__ = [
     "query_folders_of_batch",
     "is_query_folder",
     "is_new_query_folder",
+    "newest_operator",
     "new_query_folder",
     "others_beside",
     "shown_ids",
@@ -141,10 +142,8 @@ def _admitted_by(
 ) -> OperatorFile | None:
     """The operator file in force; None where another job wrote one of its own at the same time."""
     files = operator_files.child(wanted.query_id)
-    stored = [n for n in map(parse_operator_file_name, files.names()) if n is not None]
-    if stored:
-        name = operator_file_name(max(stored))
-        newest = OperatorFile.decode(files.get(name), files.where(name))
+    newest = newest_operator(files)
+    if newest is not None:
         in_force = newest.succeeded_by(wanted, case_sensitive=case_sensitive, leave_behind=leave_behind)
         if in_force is newest:
             return newest
@@ -154,6 +153,26 @@ def _admitted_by(
         look_beside()
     made = files.create(operator_file_name(in_force.schema_id), in_force.encode())
     return in_force if made else None
+
+
+def newest_operator(query_folder: Folder) -> OperatorFile | None:
+    """The operator file in force of a query folder; None where there is none.
+
+    Parameters
+    ----------
+    query_folder
+        The query folder.
+
+    Raises
+    ------
+    CorruptFileError, VersionSkewError
+        When it cannot be read.
+    """
+    stored = [n for n in map(parse_operator_file_name, query_folder.names()) if n is not None]
+    if not stored:
+        return None
+    name = operator_file_name(max(stored))
+    return OperatorFile.decode(query_folder.get(name), query_folder.where(name))
 
 
 def new_query_folder(batch_ms: int, nonce: str) -> str:

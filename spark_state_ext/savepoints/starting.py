@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.operator import OperatorFile, operator_file_name
+from arrow_schemas.partitions import PartitionAssignment
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from arrow_schemas.savepoint import NATIVE, SavedFile, SavepointManifest
 from spark_state_ext.backends import STATE
@@ -34,6 +35,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.files.partition_files import newest_assignment
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.copying import copied
 from spark_state_ext.savepoints.manifest_file import read_manifest
@@ -267,6 +269,7 @@ class Starts:
         self._manifests: _Once[SavepointManifest] = _Once()
         self._captured: _Once[Captured] = _Once()
         self._operator_files: _Once[OperatorFile] = _Once()
+        self._assignments: _Once[tuple[int, PartitionAssignment] | None] = _Once()
         # Plans of which it was said that they begin without state.
         self._said: set[str] = set()
 
@@ -284,6 +287,8 @@ class Starts:
         ------
         OperatorChangedError
             When the operator is not in the snapshot.
+        BucketCountChangedError, BucketMapChangedError, SchemaChangedError, FunctionChangedError, PartitionsChangedError
+            When its state cannot serve the job.
         MissingCheckpointError, CorruptFileError, VersionSkewError
             When the snapshot cannot be read.
         StorageError
@@ -358,6 +363,11 @@ class Starts:
                 files.get(operator_file_name(pointer.schema_id)), files.where(operator_file_name(pointer.schema_id))
             ),
         )
+        source = job.options.source_partition
+        if source is not None:
+            newest = self._assignments.of(f"{files.identity} {job.plan_id}", lambda: newest_assignment(files))
+            if newest is not None:
+                newest[1].grown_to(source.assignment)
         record = StartRecord("retained_checkpoint", files.root, "", captured.batch, start.mode, name)
 
         def saved(number: int) -> Beginning:

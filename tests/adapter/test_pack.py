@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,12 +11,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from arrow_schemas.bucket_map import BY_STREAM_AND_PARTITION
 from arrow_schemas.labels import buckets_of, label_bucket
 from spark_state_ext.backends.registry import Backend
 from spark_state_ext.engine.folders import operator_folder
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.engine.source_partition import SourcePartition
+from spark_state_ext.errors import PartitionsChangedError
+from spark_state_ext.operators.arrays import KeyedRows
 from spark_state_ext.spark.shuffle import pack as packing
+from spark_state_ext.spark.shuffle.combine import Combiner
 from spark_state_ext.spark.shuffle.pack import pack
 from spark_state_ext.spark.shuffle.payload import decode
 from tests.helpers.jobs import job_of
@@ -112,3 +119,67 @@ def test_each_attempt_at_a_task_sends_the_same(tmp_path: Path, monkeypatch: pyte
     sent, again = (list(pack(job(tmp_path).to_plain(), iter([rows]))) for _ in range(2))
     assert sum(batch.num_rows for batch in sent) == 2 * BUCKETS
     assert [batch.to_pydict() for batch in sent] == [batch.to_pydict() for batch in again]
+
+
+# -- by source partition -----------------------------------------------------------------------------------------
+
+_KEY = '{"type":"struct","fields":[{"name":"k","type":"long","nullable":true,"metadata":{}}]}'
+_SOURCE = SourcePartition("p", {"a": [2, 4], "b": 3}, stream="s", group_by=BY_STREAM_AND_PARTITION)
+
+
+def _summed(keyed: KeyedRows) -> tuple[pa.Table, np.ndarray]:
+    rows = keyed.by_key
+    sums = np.add.reduceat(rows.column("n").to_numpy(), keyed.starts)
+    keys = rows.column("k").take(pa.array(keyed.starts))
+    return pa.table({"k": keys, "n": sums}), np.arange(len(keyed.starts))
+
+
+def _partitioned(keys: int, rows: int) -> tuple[pa.RecordBatch, list[tuple[int, int, int]]]:
+    """Packed columns of rows from two streams, of which the first has grown; and key, count and bucket of each."""
+    rng = np.random.default_rng(5)
+    key, of_b = rng.integers(0, keys, rows), rng.integers(0, 2, rows).astype(bool)
+    grown = np.arange(rows) > rows // 2
+    partition = np.where(of_b, key % 3, np.where(grown, key % 4, key % 2))
+    bucket = np.where(of_b, 2 + key % 3, key % 2)
+    packed = {
+        "c0": pa.array(key),
+        "c1": pa.array(np.ones(rows, np.int64)),
+        # Some keys share a hash.
+        "__hash": pa.array(rng.integers(-(2**63), 2**63, keys // 2 + 1)[key // 2]),
+        "__partition": pa.array(partition),
+        "__stream": pa.array(np.where(of_b, "b", "a").tolist()),
+    }
+    return pa.record_batch(packed), list(zip(key.tolist(), [1] * rows, bucket.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("combine", [False, True])
+@pytest.mark.parametrize(("keys", "rows"), [(12, 3_000), (100_000, 3_000), (1, 1)])
+def test_rows_are_in_the_bucket_of_their_partition(tmp_path: Path, combine: bool, keys: int, rows: int) -> None:
+    """Rows of a key in two streams stay apart, also where they are made fewer, and nothing else goes on with them."""
+    options = replace(job(tmp_path).options, bucket_by=_SOURCE)
+    the_job = job_of(options, columns=("k", "n"), key_schema=_KEY)
+    batch, told = _partitioned(keys, rows)
+    combiner = Combiner(_summed, ("k", "n"), (0,)) if combine else None
+    found: Counter[tuple[int, int]] = Counter()
+    arrived = 0
+    for packed in pack(the_job.to_plain(), iter([batch.slice(0, rows // 3), batch.slice(rows // 3)]), combiner):
+        for label, payload in zip(*packed.select(["bucket", "payload"]).to_pydict().values(), strict=True):
+            for decoded in decode(payload, lambda *_: b""):
+                assert decoded.schema.names == ["c0", "c1", "__hash"]
+                hashes = decoded.column("__hash").to_numpy().view(np.uint64)
+                assert not combine or keys > rows or (hashes[1:] >= hashes[:-1]).all()
+                arrived += decoded.num_rows
+                for key, n in zip(*decoded.select(["c0", "c1"]).to_pydict().values(), strict=True):
+                    found[key, label_bucket(label)] += n
+    wanted: Counter[tuple[int, int]] = Counter()
+    for key, n, bucket in told:
+        wanted[key, bucket] += n
+    assert found == wanted
+    assert arrived == (len(wanted) if combine and keys < rows else rows)
+
+
+def test_a_row_of_no_declared_partition_goes_nowhere(tmp_path: Path) -> None:
+    options = replace(job(tmp_path).options, bucket_by=replace(_SOURCE, counts={"a": 2, "b": 3}))
+    batch, _ = _partitioned(12, 3_000)
+    with pytest.raises(PartitionsChangedError, match=r"partition [23] of stream 'a'"):
+        list(pack(job_of(options, columns=("k", "n"), key_schema=_KEY).to_plain(), iter([batch])))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arrow_schemas.bucket_map import BOUNDS, HASH, PARTITION, BucketMap
+from arrow_schemas.bucket_map import BOUNDS, BY_PARTITION, BY_STREAM_AND_PARTITION, HASH, PARTITION, BucketMap
 from arrow_schemas.checksum import checksum_of
 from arrow_schemas.errors import (
     BucketCountChangedError,
@@ -25,12 +25,19 @@ from arrow_schemas.errors import (
 )
 from arrow_schemas.labels import buckets_of
 from arrow_schemas.operator import OPERATOR_FORMAT, OperatorFile
+from tests.helpers.soak import examples
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "operator-format-3.json"
 _END = 1 << 32
+# However slow the machine is.
+_UNHURRIED = settings(max_examples=examples(100), deadline=None)
 _COUNTS = st.integers(1, 600) | st.sampled_from([1 << 15, (1 << 15) - 1])
 _BOUNDS = st.sets(st.integers(1, _END - 1), max_size=40).map(lambda them: (0, *sorted(them)))
+_STREAMS = st.dictionaries(st.text(min_size=1), st.integers(1, 50), min_size=1, max_size=4) | st.integers(1, 50).map(
+    lambda count: {"": count}
+)
+_BY_PARTITION = st.builds(BucketMap.of_partitions, _STREAMS, st.sampled_from([BY_PARTITION, BY_STREAM_AND_PARTITION]))
 _MAPS = st.builds(BucketMap, _COUNTS) | _BOUNDS.map(BucketMap.between)
 
 
@@ -41,6 +48,7 @@ def _edges(of: BucketMap) -> list[int]:
     return [it << 32 | low for it in high for low in (0, 0xFFFFFFFF)]
 
 
+@_UNHURRIED
 @given(_MAPS)
 def test_buckets_are_ranges_that_follow_each_other(of: BucketMap) -> None:
     ranges = [of.range_of(bucket) for bucket in range(of.buckets)]
@@ -52,6 +60,7 @@ def test_buckets_are_ranges_that_follow_each_other(of: BucketMap) -> None:
     assert [of.candidates(it) for it in hashes[:50]] == [range(b, b + 1) for b in found[:50].tolist()]
 
 
+@_UNHURRIED
 @given(_COUNTS, st.lists(st.integers(0, 2**64 - 1), min_size=1))
 def test_equal_ranges_are_as_ever(buckets: int, hashes: list[int]) -> None:
     found = BucketMap(buckets).of(np.array(hashes, np.uint64)).tolist()
@@ -59,6 +68,7 @@ def test_equal_ranges_are_as_ever(buckets: int, hashes: list[int]) -> None:
     assert found == [(it >> 32) * buckets >> 32 for it in hashes]
 
 
+@_UNHURRIED
 @given(_MAPS, _MAPS)
 def test_overlapping_buckets(mine: BucketMap, other: BucketMap) -> None:
     theirs = [other.range_of(bucket) for bucket in range(other.buckets)]
@@ -95,6 +105,17 @@ def test_one_bucket_alone_is_split() -> None:
         (lambda: BucketMap.between([]), "0 buckets"),
         (lambda: BucketMap.split(4, {4: 2}), "bucket 4 of 4"),
         (lambda: BucketMap.split(4, {1: 0}), "into 0"),
+        (lambda: BucketMap(2, PARTITION), "grouped by"),
+        (lambda: BucketMap(2, HASH, streams=(("", 2),)), "neither streams"),
+        (lambda: BucketMap(2, BOUNDS, (0, 5), group_by="partition"), "neither streams"),
+        (lambda: BucketMap(3, PARTITION, streams=(("", 2),), group_by="partition"), "not in 3 buckets"),
+        (lambda: BucketMap(2, PARTITION, (0, 5), (("", 2),), "partition"), "2 bounds"),
+        (lambda: BucketMap(2, PARTITION, streams=(("b", 2), ("a", 2)), group_by="partition"), "ascending"),
+        (lambda: BucketMap(2, PARTITION, streams=(("", 2), ("a", 2)), group_by="partition"), "ascending"),
+        (lambda: BucketMap.of_partitions({}), "0 buckets"),
+        (lambda: BucketMap.of_partitions({"a": 0, "b": 2}), "from 1 on"),
+        (lambda: BucketMap.of_partitions({"": "2"}), "0 buckets"),  # type: ignore[dict-item]
+        (lambda: BucketMap.of_partitions({"": 2}, "task"), "not 'task'"),
     ],
 )
 def test_there_is_no_such_map(made: object, text: str) -> None:
@@ -104,10 +125,25 @@ def test_there_is_no_such_map(made: object, text: str) -> None:
 
 
 def test_no_hash_tells_the_bucket_of_a_partition() -> None:
-    of = BucketMap(3, PARTITION)
+    of = BucketMap.of_partitions({"": 3})
     assert of.candidates(7) == range(3)
     with pytest.raises(ValueError, match="no hash tells"):
         of.of(np.zeros(1, np.uint64))
+
+
+@_UNHURRIED
+@given(_BY_PARTITION)
+def test_maps_by_partition(of: BucketMap) -> None:
+    counts = dict(of.streams)
+    places = [(name, of.first_of(name) + index) for name, count in of.streams for index in range(count)]
+    if of.group_by == BY_STREAM_AND_PARTITION:
+        assert sorted(bucket for _, bucket in places) == list(range(of.buckets))
+        assert of.one_state == (len(counts) == 1)
+    else:
+        assert {bucket for _, bucket in places} == set(range(of.buckets)) == set(range(max(counts.values())))
+        assert of.one_state
+    assert BucketMap.from_plain(json.loads(json.dumps(of.to_plain(), sort_keys=True))) == of
+    assert BucketMap.of_partitions(dict(reversed(of.streams)), of.group_by) == of
 
 
 def _operator(mapped: BucketMap | None, buckets: int = 5) -> OperatorFile:
@@ -116,7 +152,7 @@ def _operator(mapped: BucketMap | None, buckets: int = 5) -> OperatorFile:
     return OperatorFile("counts", "q", buckets, key, state, mapped=mapped)
 
 
-@pytest.mark.parametrize("mapped", [BucketMap.split(4, {1: 2}), BucketMap(5, PARTITION)])
+@pytest.mark.parametrize("mapped", [BucketMap.split(4, {1: 2}), BucketMap.of_partitions({"": 5})])
 def test_operator_files_with_a_map(mapped: BucketMap) -> None:
     data = _operator(mapped).encode()
     found = OperatorFile.decode(data, "there")
@@ -138,6 +174,42 @@ def test_operator_files_with_a_map(mapped: BucketMap) -> None:
             continue
         # Only white space is outside the checksum.
         assert same.encode() == data
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (({"": 4},), r"began with 2 partitions and the plan says 4: give counts=\[2, 4\], if"),
+        (({"": 3},), r"began with 2 partitions and the plan says 3: give a list for counts that begins with 2"),
+        (({"": 1},), r"began with 2 partitions and the plan says 1: give a list for counts that begins with 2"),
+        (({"": 2}, BY_STREAM_AND_PARTITION), "grouped by 'partition', not 'stream_and_partition'"),
+        (({"a": 2},), "its streams were none by name, and are now a"),
+    ],
+)
+def test_another_map_by_partition_is_told(asked: tuple[object, ...], text: str) -> None:
+    stored, wanted = BucketMap.of_partitions({"": 2}), BucketMap.of_partitions(*asked)  # type: ignore[arg-type]
+    with pytest.raises(BucketMapChangedError, match=text):
+        _operator(stored, 2).succeeded_by(_operator(wanted, wanted.buckets))
+    with pytest.raises(BucketMapChangedError, match=r"has its state in 2 buckets and the job asks for 2 buckets by"):
+        _operator(None, 2).succeeded_by(_operator(stored, 2))
+
+
+def test_a_stream_of_several_is_named() -> None:
+    stored, wanted = (BucketMap.of_partitions({"clicks": 3, "orders": orders}) for orders in (3, 6))
+    with pytest.raises(
+        BucketMapChangedError, match=r"of stream 'orders' and the plan says 6: give counts=\[3, 6\] of s"
+    ):
+        _operator(stored, 3).succeeded_by(_operator(wanted, 6))
+
+
+@pytest.mark.parametrize("plain", [{"streams": {}}, {"streams": {"": 4}}, {"group_by": "none"}, {"kind": "bounds"}])
+def test_operator_files_with_no_such_map_by_partition(plain: dict[str, object]) -> None:
+    fields = json.loads(_operator(BucketMap.of_partitions({"": 5})).encode())
+    fields["bucket_map"] |= plain
+    del fields["checksum"]
+    fields["checksum"] = checksum_of(fields)
+    with pytest.raises(CorruptFileError):
+        OperatorFile.decode(json.dumps(fields).encode(), "operator_0.json")
 
 
 @pytest.mark.parametrize("plain", [{"buckets": 4}, {"bounds": [0, 9, 8, 10, 11]}, {"kind": "hash"}, {"kind": "other"}])

@@ -11,10 +11,12 @@ import pyarrow as pa
 import pytest
 from core_support import WRITER
 
-from arrow_schemas import BucketMap, CheckpointRef, OperatorFile, Pointer
+from arrow_schemas import BucketMap, CheckpointRef, OperatorFile, PartitionAssignment, Pointer
+from arrow_schemas.bucket_map import BY_STREAM_AND_PARTITION
 from arrow_schemas.checksum import opened_document
 from arrow_schemas.erase import EraseDone, EraseMark
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
+from arrow_schemas.partitions import StreamPartitions
 from arrow_schemas.pointer import POINTER_FORMAT
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
@@ -192,6 +194,23 @@ def test_a_parent_of_a_rescaled_bucket() -> None:
             continue
         # Only white space is outside the checksum.
         assert same == found
+
+
+def test_an_operator_file_by_partition() -> None:
+    data = (_GOLDEN / "operator-format-3-partition.json").read_bytes()
+    found = OperatorFile.decode(data, "operator_0.json")
+    assert found.encode() == data
+    assert found.bucket_map == BucketMap.of_partitions({"clicks": 3, "orders": 5}, BY_STREAM_AND_PARTITION)
+
+
+def test_an_assignment_of_partitions() -> None:
+    data = (_GOLDEN / "partitions-format-1.json").read_bytes()
+    found = PartitionAssignment.decode(data, "partitions_1.json")
+    assert found.encode() == data
+    assert found.streams == (
+        StreamPartitions("clicks", (3, 6), (0, 1, 2, 0, 1, 2)),
+        StreamPartitions("orders", (5,), (3, 4, 5, 6, 7)),
+    )
 
 
 def test_leases_of_all_formats() -> None:

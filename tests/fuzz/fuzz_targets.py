@@ -36,6 +36,7 @@ from arrow_schemas.lineage import (
     parse_file_name,
 )
 from arrow_schemas.operator import OperatorFile
+from arrow_schemas.partitions import PartitionAssignment
 from arrow_schemas.pointer import BOTH, V1, V2, InlineDelta, LineageEntry, Pointer, ReplicationStatus
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import LineageError, StateError
@@ -87,7 +88,11 @@ class Target:
 
 
 def _golden(pattern: str) -> list[bytes]:
-    found = [path.read_bytes() for path in sorted(_GOLDEN.glob(f"format-*/{pattern}"))]
+    return _golden_beside(f"format-*/{pattern}")
+
+
+def _golden_beside(pattern: str) -> list[bytes]:
+    found = [path.read_bytes() for path in sorted(_GOLDEN.glob(pattern))]
     assert found, f"no golden file is called {pattern}"
     return found
 
@@ -267,6 +272,15 @@ def _operator_signed(data: bytes) -> None:
     _operator(_json_signed(data))
 
 
+def _partitions(data: bytes) -> None:
+    encoded = PartitionAssignment.decode(data, "partitions_0.json").encode()
+    assert PartitionAssignment.decode(encoded, "partitions_0.json").encode() == encoded
+
+
+def _partitions_signed(data: bytes) -> None:
+    _partitions(_json_signed(data))
+
+
 def _lease(data: bytes) -> None:
     encoded = LeaseRecord.decode(data, "lease.json").encode()
     assert LeaseRecord.decode(encoded, "lease.json").encode() == encoded
@@ -336,6 +350,9 @@ TARGETS: dict[str, Target] = {
     "file-name": Target(_file_name, lambda: [file_name(_REFS[0], kind).encode() for kind in (DELTA, SNAPSHOT)]),
     "operator-file": Target(_operator, lambda: _golden("operator_0.json"), changed_json),
     "operator-file-signed": Target(_operator_signed, lambda: _golden("operator_0.json"), changed_json),
+    "operator-file-map": Target(_operator_signed, lambda: _golden_beside("operator-format-3*.json"), changed_json),
+    "partitions": Target(_partitions, lambda: _golden_beside("partitions-format-1.json"), changed_json),
+    "partitions-signed": Target(_partitions_signed, lambda: _golden_beside("partitions-format-1.json"), changed_json),
     "lease": Target(_lease, _leases, changed_json),
     "lease-signed": Target(_lease_signed, _leases, changed_json),
     "run": Target(_run, _runs, changed_json),

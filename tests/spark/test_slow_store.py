@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from jobs import COUNTS, Job, count, emitted, keyed
+from pyspark.sql import functions as F
 from streams import finish
 from watched_store import STORE
 
+from spark_state_ext import SourcePartition
 from spark_state_ext.store.environment import Environment
 from spark_state_ext.store.records import every
 from spark_state_ext.worker.metrics import read as read_metrics
@@ -58,10 +60,12 @@ def _right(job: Job, fed: list[list[str]]) -> bool:
     return [dict(rows) for rows in emitted(job.sink).values()] == _counted(fed)
 
 
-def test_a_warm_batch_asks_the_store_for_nothing(spark: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bucket_by", [None, SourcePartition("partition", [2, 8])], ids=["hash", "partition"])
+def test_a_warm_batch_asks_the_store_for_nothing(spark: Any, tmp_path: Path, bucket_by: SourcePartition | None) -> None:
     """Snapshots, leases, clean-up and confirmations included: all that is beside it."""
     log = tmp_path / "asked"
-    job = _job(spark, tmp_path, buckets=2, lease_ms=30_000, store={"log": str(log)})
+    job = _job(spark, tmp_path, buckets=2, lease_ms=30_000, store={"log": str(log)}, bucket_by=bucket_by)
+    job.before = lambda df: df.withColumn("partition", F.expr("ascii(key) % 8"))
     fed: list[list[str]] = []
     job.feed()
     with job.running() as query:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 from pyspark.sql import functions as F
-from pyspark.sql.types import DoubleType, FloatType, StructField, StructType
+from pyspark.sql.types import DataType, DoubleType, FloatType, IntegralType, StringType, StructField, StructType
 
+from spark_state_ext.engine.source_partition import SourcePartition
 from spark_state_ext.errors import UnsupportedPlanError, UnsupportedTypeError, UsageError
-from spark_state_ext.spark.shuffle.payload import HASH_COLUMN
+from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, PARTITION_COLUMN, STREAM_COLUMN
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -20,6 +21,7 @@ __all__ = [
     "KeyLike",
     "event_time_of",
     "packable",
+    "partition_columns",
     "place_of",
     "refuse_equal_names",
     "refuse_session_windows",
@@ -150,13 +152,54 @@ def packable(
     positions: tuple[int, ...],
     extra: list[KeyLike],
 ) -> DataFrame:
-    """Input columns, keys that are none of them, and the hash, under names that cannot clash."""
+    """Input columns, keys that are none of them, and the hash, under names that cannot clash; and what `df` has behind
+    the input's columns, as it is."""
     extra_columns = [F.col(key) if isinstance(key, str) else key for key in extra]
     widened = df.select("*", *(column.alias(f"__key{i}") for i, column in enumerate(extra_columns)))
     names = [f"c{i}" for i in range(len(input_type) + len(extra))]
-    named = widened.toDF(*names)
+    behind = df.columns[len(input_type) :]
+    named = widened.toDF(*names[: len(input_type)], *behind, *names[len(input_type) :])
     hashed = F.xxhash64(*(_hashable(names[at], field) for at, field in zip(positions, key_type.fields, strict=True)))
-    return named.select(*names, hashed.alias(HASH_COLUMN))
+    return named.select(*names, hashed.alias(HASH_COLUMN), *behind)
+
+
+def partition_columns(df: DataFrame, source: SourcePartition) -> list[Column]:
+    """The columns that tell a row's partition, as packing takes them.
+
+    Parameters
+    ----------
+    df
+        Has them.
+    source
+        Names them.
+
+    Raises
+    ------
+    UsageError
+        When there is no such column, or it is of another type.
+    """
+    asked = [(source.column, PARTITION_COLUMN)]
+    if source.stream is not None:
+        asked.append((source.stream, STREAM_COLUMN))
+    fields, found = df.schema.fields, []
+    for name, alias in asked:
+        at = place_of(name, [field.name for field in fields])
+        if at is None:
+            raise UsageError(
+                f"bucket_by names the column {name!r}, and the input has none of that name, or several: it has "
+                f"{', '.join(field.name for field in fields)}. Select it along with the others, as Kafka's 'partition'"
+            )
+        given, wanted = fields[at].dataType, "bigint"
+        kind: type[DataType] = IntegralType
+        if alias == STREAM_COLUMN:
+            kind, wanted = StringType, "string"
+        if not isinstance(given, kind):
+            raise UsageError(
+                f"bucket_by names the column {name!r}, which is {given.simpleString()}: it must be {wanted}"
+                + (", or another integer type" if wanted == "bigint" else "")
+            )
+        found.append(F.col(f"`{fields[at].name.replace('`', '``')}`").cast(wanted).alias(alias))
+    return found
 
 
 def _hashable(name: str, field: StructField) -> Column:

@@ -193,12 +193,16 @@ def checked_aggregates(aggregates: Mapping[str, Aggregate], name: str) -> dict[s
 
 
 def selected(
-    df: DataFrame, keys: Sequence[KeyLike], specs: Mapping[str, Aggregate], *more: Column
+    df: DataFrame,
+    keys: Sequence[KeyLike],
+    specs: Mapping[str, Aggregate],
+    *more: Column,
+    behind: Sequence[Column] = (),
 ) -> tuple[DataFrame, tuple[Bound, ...]]:
-    """The keys, `more`, and the columns that are aggregated, each once; and the functions of these."""
+    """The keys, `more`, and the columns that are aggregated, each once, and `behind`; and the functions of these."""
     values = values_of(specs)
     columns = [column_of(column).alias(name, metadata=PLAIN) for name, column in values.values()]
-    narrow = df.select(*keys, *more, *columns)
+    narrow = df.select(*keys, *more, *columns, *behind)
     refuse_session_windows(narrow.schema.fields[: len(keys)])
     return narrow, bound_to(specs, narrow.schema)
 

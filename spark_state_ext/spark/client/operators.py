@@ -9,11 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
 
 from spark_state_ext.engine.job import ARROW
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.operators.agg import Aggregate
-from spark_state_ext.spark.client.columns import WATERMARK_KEY, KeyLike, event_time_of, resolve_keys
+from spark_state_ext.spark.client.columns import (
+    WATERMARK_KEY,
+    KeyLike,
+    event_time_of,
+    partition_columns,
+    resolve_keys,
+)
 from spark_state_ext.spark.client.operator_columns import (
     PLAIN,
     Keys,
@@ -97,15 +104,18 @@ def aggregate(
     _check(state, df, "aggregate")
     check_output_mode(output_mode)
     specs = checked_aggregates(aggregates, "aggregate")
-    key_columns = listed(keys)
-    narrow, bound = selected(df, key_columns, specs)
+    key_columns, behind = listed(keys), _partition(state, df)
+    narrow, bound = selected(df, key_columns, specs, behind=behind)
     timed = state.options.ttl is None or event_time_of(narrow.schema) is not None
     lives_by = None if timed else event_time_of(df.schema)
     if lives_by is not None:
         # Comes along for the time to live, whose clock it may be: each row's time counts.
-        narrow, _ = selected(df, key_columns, specs, F.col(quoted(df.columns)[lives_by[0]]).alias("__at"))
-    plan = aggregation(narrow.schema, len(key_columns), specs, bound, output_mode, combine=lives_by is None)
-    return planned(state.options, _asked(narrow, quoted(narrow.columns[: len(key_columns)]), plan))
+        at = F.col(quoted(df.columns)[lives_by[0]]).alias("__at")
+        narrow, _ = selected(df, key_columns, specs, at, behind=behind)
+    given = _without(narrow, behind)
+    plan = aggregation(given, len(key_columns), specs, bound, output_mode, combine=lives_by is None)
+    key_names = quoted(given.names[: len(key_columns)])
+    return planned(state.options, _asked(narrow, key_names, plan, partitioned=bool(behind)))
 
 
 def deduplicate(
@@ -201,14 +211,16 @@ def sessionize(
     _check(state, df, "sessionize")
     check_gap(gap_ms)
     specs = checked_aggregates(aggregates, "sessionize")
-    key_columns = listed(keys)
+    key_columns, behind = listed(keys), _partition(state, df)
     timed = timed_field(df.select(time).schema.fields[0])
     own_end = F.timestamp_micros(F.unix_micros(column_of(time)) + F.lit(1000 * gap_ms))
     ended = own_end.alias(SESSION_END, metadata={WATERMARK_KEY: timed.metadata[WATERMARK_KEY]})
-    narrow, bound = selected(df, key_columns, specs, ended)
+    narrow, bound = selected(df, key_columns, specs, ended, behind=behind)
     narrow = narrow.where(F.col(SESSION_END).isNotNull())
-    plan = sessions(narrow.schema, len(key_columns), specs, bound, gap_ms)
-    return planned(state.options, _asked(narrow, quoted(narrow.columns[: len(key_columns)]), plan))
+    given = _without(narrow, behind)
+    plan = sessions(given, len(key_columns), specs, bound, gap_ms)
+    key_names = quoted(given.names[: len(key_columns)])
+    return planned(state.options, _asked(narrow, key_names, plan, partitioned=bool(behind)))
 
 
 def top_k(
@@ -288,7 +300,19 @@ def top_k(
 # -- inside --------------------------------------------------------------------------------------------------
 
 
-def _asked(df: DataFrame, keys: Sequence[KeyLike], plan: OperatorPlan) -> Request:
+def _partition(state: ArrowState, df: DataFrame) -> list[Any]:
+    """What goes behind the columns that an operator selects, so that packing knows a row's partition."""
+    source = state.options.source_partition
+    return [] if source is None else partition_columns(df, source)
+
+
+def _without(narrow: DataFrame, behind: Sequence[Any]) -> StructType:
+    """The columns without those behind them."""
+    fields = narrow.schema.fields
+    return StructType(fields[: len(fields) - len(behind)])
+
+
+def _asked(df: DataFrame, keys: Sequence[KeyLike], plan: OperatorPlan, *, partitioned: bool = False) -> Request:
     return Request(
         ARROW,
         df,
@@ -301,6 +325,7 @@ def _asked(df: DataFrame, keys: Sequence[KeyLike], plan: OperatorPlan) -> Reques
         plan.name,
         combining=plan.combining,
         function=plan.identity,
+        partitioned=partitioned,
     )
 
 

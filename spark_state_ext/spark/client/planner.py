@@ -28,6 +28,7 @@ from spark_state_ext.spark.client.columns import (
     KeyLike,
     event_time_of,
     packable,
+    partition_columns,
     refuse_equal_names,
     resolve_keys,
     struct_of,
@@ -73,6 +74,8 @@ class Request:
         What makes rows fewer before the shuffle; `func` gets what it gives.
     function
         Of a built-in operator, as in `OperatorFile`: what must not change while there is state.
+    partitioned
+        The last columns of `df` are those of `partition_columns`, and no input of the function's.
     """
 
     api: str
@@ -86,6 +89,7 @@ class Request:
     name: str
     combining: Combining | None = None
     function: str | None = None
+    partitioned: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,11 +162,11 @@ def planned(options: StateOptions, asked: Request) -> DataFrame:
 
 
 def _columns(options: StateOptions, asked: Request, case_sensitive: bool) -> _Columns:
-    df, spark = asked.df, asked.df.sparkSession
+    df, input_type = _with_partition(options, asked)
+    spark = df.sparkSession
     keys: list[Any] = list(asked.keys) if isinstance(asked.keys, (list, tuple)) else [asked.keys]
     state_type = struct_of(asked.state, spark, "the state schema")
     output_type = struct_of(asked.output, spark, "the output schema")
-    input_type = df.schema
     key_type, positions, extra_keys = resolve_keys(df, input_type, keys)
     key_fields(key_type.json())
     check_types(asked.api, state_type, output_type, input_type, case_sensitive)
@@ -180,6 +184,17 @@ def _columns(options: StateOptions, asked: Request, case_sensitive: bool) -> _Co
         if event_time is not None:
             event_time = asked.combining.places(input_type, [event_time[0]])[0], event_time[1]
     return _Columns(key_type, state_type, output_type, given_type, positions, event_time, packed, combiner)
+
+
+def _with_partition(options: StateOptions, asked: Request) -> tuple[DataFrame, StructType]:
+    """The input, with what tells a row's partition behind its columns where that tells its bucket; and its columns."""
+    df, source = asked.df, options.source_partition
+    if source is None:
+        return df, df.schema
+    if not asked.partitioned:
+        return df.select("*", *partition_columns(df, source)), df.schema
+    behind = 1 if source.stream is None else 2
+    return df, StructType(df.schema.fields[:-behind])
 
 
 def check_types(

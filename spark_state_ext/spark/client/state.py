@@ -14,6 +14,7 @@ from arrow_schemas.pointer import V2
 from spark_state_ext.backends.registry import CHANGELOG, FSSPEC, Backend
 from spark_state_ext.engine.job import ARROW, PANDAS, ROWS
 from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.engine.source_partition import SourcePartition
 from spark_state_ext.engine.start_from import StartFrom
 from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.functions.ttl import Ttl
@@ -40,7 +41,8 @@ class ArrowState:
         Number of buckets, 1 to 32768: the unit of parallelism. A few a core. To change it, see `rescale`.
     bucket_by
         A `BucketMap`, where buckets are not ranges of the keys' hash of equal size: ``BucketMap.split(16, {3: 4})`` has
-        range 3 of 16 in four buckets. It tells the number of buckets, and `buckets` is not looked at.
+        range 3 of 16 in four buckets. Or a `SourcePartition`, where they are the partitions of the source
+        (``docs/operating/source-partitions.md``). It tells the number of buckets, and `buckets` is not looked at.
     rescale
         The query's own checkpointLocation: where its state has another number of buckets, or another `bucket_by`, it is
         rescaled in its first batch with data. It may stay in the program (``docs/operating/growing.md``).
@@ -126,7 +128,7 @@ class ArrowState:
         erase_requests: bool = False,
         ttl: Ttl | None = None,
         start_from: StartFrom | None = None,
-        bucket_by: BucketMap | None = None,
+        bucket_by: BucketMap | SourcePartition | None = None,
         rescale: str | os.PathLike[str] | None = None,
     ) -> None:
         self.options = StateOptions.given(

@@ -327,6 +327,7 @@ class _BucketCall:
         write_committed(opened.bucket.store.folder, record, opened.operator)
 
     def _clean_ups(self, opened: OpenBucket, root: Folder) -> CleanUps:
+        source = self._job.options.source_partition
         return CleanUps(
             opened.bucket,
             opened.replicas,
@@ -334,7 +335,13 @@ class _BucketCall:
             self._task.batches_retained,
             opened.files,
             self._shared.housekeeping,
-            partial(self._shared.replicas.bring_back, root, opened.query_folder, opened.operator),
+            partial(
+                self._shared.replicas.bring_back,
+                root,
+                opened.query_folder,
+                opened.operator,
+                None if source is None else source.assignment,
+            ),
         )
 
     def _key_work(self, opened: OpenBucket) -> KeyWork:

@@ -35,6 +35,8 @@ from spark_state_ext.errors import (
     UsageError,
 )
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.operator_catalog import newest_operator
+from spark_state_ext.files.partition_files import record_assignment, refuse_assignment
 from spark_state_ext.ownership.lease_record import Claim
 from spark_state_ext.rescale.origin import Origin, origin_beside
 from spark_state_ext.savepoints.first_step import FirstStep
@@ -348,8 +350,9 @@ def _admitted(
 ) -> OperatorFile:
     """The operator file in force, where the state is this job's."""
     job, pointer = call.job, call.stored
+    files = root.child(query_folder)
     if pointer is not None:
-        _refuse_another_jobs(call, pointer)
+        _refuse_another_jobs(call, pointer, files)
         _refuse_later(call, pointer)
     wanted = job.operator_file(query_folder)
     if beginning is not None and not beginning.adopts:
@@ -364,9 +367,14 @@ def _admitted(
         case_sensitive=job.case_sensitive,
         leave_behind=beginning is not None and beginning.adopts and beginning.leaves_behind(job),
     )
-    files = root.child(query_folder)
     again = not shared.catalog.is_looked_at(files, job.plan_id)
+    source = job.options.source_partition
+    if again and source is not None:
+        refuse_assignment(files, source.assignment)
     in_force = ask(again=again, batch_ms=call.times.processing_ms if pointer is None else None)
+    if again and source is not None:
+        adopts = beginning is not None and beginning.adopts
+        record_assignment(files, source.assignment, has_state=pointer is not None or adopts)
     shared.catalog.note_run(files, job.plan_id)
     if pointer is not None and pointer.schema_id > in_force.schema_id:
         # What this process admitted once may have been succeeded since.
@@ -379,9 +387,13 @@ def _admitted(
     return in_force
 
 
-def _refuse_another_jobs(call: CallInfo, pointer: Pointer) -> None:
+def _refuse_another_jobs(call: CallInfo, pointer: Pointer, files: Folder) -> None:
     job = call.job
     if pointer.buckets != job.options.buckets:
+        stored = newest_operator(files)
+        if stored is not None:
+            # It knows what kind of buckets these are, and so says more.
+            stored.refuse_other_map(job.options.bucket_map)
         raise BucketCountChangedError(
             f"operator {job.operator!r} has its state in {pointer.buckets} buckets and the job asks for "
             f"{job.options.buckets}: set buckets={pointer.buckets}, or {_how_to_rescale(job)}."

@@ -84,7 +84,9 @@ class Rescales:
         if job.rescaled_from is None:
             return None
         plan = self._plans.get(job.rescaled_from) or self._read(job, job.rescaled_from)
-        if plan.operator_file.bucket_map == job.options.bucket_map:
+        stored_map, asked = plan.operator_file.bucket_map, job.options.bucket_map
+        if stored_map == asked or not (stored_map.by_hash and asked.by_hash):
+            # By source partition nothing can be divided: the call is refused as without a rescaling.
             return None
         if stored is not None and not plan.is_old(stored):
             return None

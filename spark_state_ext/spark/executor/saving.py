@@ -223,6 +223,7 @@ def describe(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterat
         {
             "operator": name,
             "buckets": found.buckets,
+            "one_state": found.bucket_map.one_state,
             "key_schema": json.loads(found.key_schema),
             "state_schema": state,
         }

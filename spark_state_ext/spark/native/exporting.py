@@ -44,7 +44,7 @@ def export_native(
     Raises
     ------
     UnsupportedPlanError
-        For ``"applyInPandasWithState"``.
+        For ``"applyInPandasWithState"``, and where each stream of a key has a state of its own.
     UsageError
         When an argument cannot work, or on PySpark 3.5.
     PySparkException
@@ -69,6 +69,11 @@ def export_native(
         "operator": given.operator,
     }
     found = in_a_task(spark, "describe", told)
+    if not found["one_state"]:
+        raise UnsupportedPlanError(
+            f"the savepoint at {given.path} has a state for each stream of a key, and Spark's operator takes one: read "
+            "it with read_savepoint, and make one row of a key's"
+        )
     keys = [field["name"] for field in found["key_schema"]["fields"]]
     state = [field["name"] for field in found["state_schema"]["fields"]]
     names = [*keys, *state, TIMEOUT_COLUMN]

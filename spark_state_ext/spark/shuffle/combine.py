@@ -65,8 +65,10 @@ class Combiner:
     key_positions: tuple[int, ...]
 
 
-def combined(table: pa.Table, combiner: Combiner, schema: RowSchema) -> pa.Table:
-    """Rows as they are packed, with their hash at the end, as fewer such rows.
+def combined(
+    table: pa.Table, combiner: Combiner, schema: RowSchema, buckets: IndexArray | None = None
+) -> tuple[pa.Table, IndexArray | None]:
+    """Rows as they are packed, with their hash at the end, as fewer such rows; and the buckets of these.
 
     Parameters
     ----------
@@ -74,21 +76,25 @@ def combined(table: pa.Table, combiner: Combiner, schema: RowSchema) -> pa.Table
         The combiner's columns, and the hash.
     schema
         Has the keys' types.
+    buckets
+        The bucket of each row, where its hash does not tell it: rows of two buckets stay apart.
     """
     hashes: HashArray = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
     rows = normal_rows(table.select(list(range(len(combiner.columns)))), combiner.columns)
     if _worth_while(hashes):
         keys = schema.normalise_keys([flat(rows.column(at)) for at in combiner.key_positions])
-        order, starts = group_by_key(hashes, keys)
+        order, starts = group_by_key(hashes, keys if buckets is None else [*keys, pa.array(buckets)])
         keyed, hashes = KeyedRows(rows, order, starts), hashes[order[starts]]
+        buckets = None if buckets is None else buckets[order[starts]]
     else:
         keyed = KeyedRows(rows, None, np.arange(len(hashes)))
     found, positions = combiner.function(keyed)
     names = [f"c{at}" for at in range(found.num_columns)]
-    return pa.table(
+    table = pa.table(
         [*found.columns, pa.array(hashes[positions].view(np.int64))],
         names=[*names, HASH_COLUMN],
     )
+    return table, None if buckets is None else buckets[positions]
 
 
 def _worth_while(hashes: HashArray) -> bool:

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from pyspark import TaskContext
 
 from arrow_schemas.columns import event_times_us
+from arrow_schemas.equality import IndexArray
 from arrow_schemas.labels import bucket_label
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_types import key_fields
@@ -25,7 +26,15 @@ from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.files.operator_catalog import others_beside
 from spark_state_ext.spark.shuffle.combine import Combiner, combined
 from spark_state_ext.spark.shuffle.observed import OTHERS_COLUMN
-from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, encode, heartbeat, payload_bytes_max, spilled
+from spark_state_ext.spark.shuffle.payload import (
+    HASH_COLUMN,
+    PARTITION_COLUMN,
+    STREAM_COLUMN,
+    encode,
+    heartbeat,
+    payload_bytes_max,
+    spilled,
+)
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.worker.retry import retried
 
@@ -72,7 +81,8 @@ def pack(
     plain
         `Job.to_plain`.
     batches
-        Input rows: the packed columns and then the hash.
+        Input rows: the packed columns and then the hash; and behind it what tells their partition, where that tells
+        their bucket.
     combiner
         Makes rows fewer before they are packed; None: they stay as they are.
     """
@@ -130,12 +140,9 @@ class _Packer:
         self._spill: _SpillFile | None = None
 
     def packed(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
-        if self._combiner is not None:
-            table = combined(table, self._combiner, RowSchema(key_fields(self._job.key_schema), ()))
-        hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
-        buckets = self._job.options.bucket_map.of(hashes)
+        table, buckets = self._in_buckets(table)
         times = event_times(self._job, table)
-        # Combined rows are by hash already.
+        # Combined rows are by hash already, and so mostly by bucket.
         if np.any(buckets[1:] < buckets[:-1]):
             order = np.argsort(buckets, kind="stable")
             indices = pa.array(order)
@@ -176,6 +183,21 @@ class _Packer:
             self._spill = None
         if rows:
             yield self._output(rows)
+
+    def _in_buckets(self, table: pa.Table) -> tuple[pa.Table, IndexArray]:
+        """Rows as they go on, and the bucket of each."""
+        buckets, source = None, self._job.options.source_partition
+        if source is not None:
+            streams = None if source.stream is None else table.column(STREAM_COLUMN)
+            buckets = source.buckets_of(table.column(PARTITION_COLUMN), streams)
+            beside = [PARTITION_COLUMN] if streams is None else [PARTITION_COLUMN, STREAM_COLUMN]
+            table = table.drop_columns(beside)
+        if self._combiner is not None:
+            schema = RowSchema(key_fields(self._job.key_schema), ())
+            table, buckets = combined(table, self._combiner, schema, buckets)
+        if buckets is None:
+            buckets = self._job.options.bucket_map.of(table.column(HASH_COLUMN).to_numpy().view(np.uint64))
+        return table, buckets
 
     def close(self) -> None:
         assert self._spill is None, "spill files are published with the rows that refer to them"

@@ -25,6 +25,8 @@ __all__ = [
     "OUTPUT_COLUMN",
     "PAYLOAD_SCHEMA",
     "HASH_COLUMN",
+    "PARTITION_COLUMN",
+    "STREAM_COLUMN",
     "decode",
     "decode_output",
     "encode",
@@ -37,6 +39,8 @@ __all__ = [
 ]
 
 HASH_COLUMN = "__hash"
+# Behind the hash, where a row's bucket is told by its source's partition; packing takes them off.
+PARTITION_COLUMN, STREAM_COLUMN = "__partition", "__stream"
 PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp, __others int"
 # `records_per_batch` where Spark is told no limit.
 NO_ROW_LIMIT = 2**31 - 1

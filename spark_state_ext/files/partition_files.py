@@ -1,0 +1,99 @@
+"""The assignment of a source's partitions to buckets in a query folder: numbered files, of which the last counts."""
+
+from __future__ import annotations
+
+from arrow_schemas.partitions import PartitionAssignment, parse_partitions_name, partitions_name
+from spark_state_ext.errors import PartitionsChangedError, StorageError
+from spark_state_ext.files.folder import Folder
+
+__all__ = ["newest_assignment", "record_assignment", "refuse_assignment"]
+
+# Each round ends with the file of one plan written, and a plan writes one.
+_ROUNDS_MAX = 5
+
+
+def newest_assignment(query_folder: Folder) -> tuple[int, PartitionAssignment] | None:
+    """The assignment in force, and its number; None where there is none.
+
+    Parameters
+    ----------
+    query_folder
+        The query folder.
+
+    Raises
+    ------
+    CorruptFileError, VersionSkewError
+        When it cannot be read.
+    """
+    numbers = [number for number in map(parse_partitions_name, query_folder.names()) if number is not None]
+    if not numbers:
+        return None
+    name = partitions_name(max(numbers))
+    return max(numbers), PartitionAssignment.decode(query_folder.get(name), query_folder.where(name))
+
+
+def refuse_assignment(query_folder: Folder, wanted: PartitionAssignment) -> None:
+    """Refuse a plan that what is recorded cannot grow to; nothing is written.
+
+    A plan of other streams, or of other first counts, is none of its business: the operator file tells of these.
+
+    Parameters
+    ----------
+    query_folder
+        The query folder.
+    wanted
+        What the plan declares.
+
+    Raises
+    ------
+    PartitionsChangedError
+        When a stream has shrunk, or a partition would go to another bucket.
+    """
+    newest = newest_assignment(query_folder)
+    if newest is not None and newest[1].initial == wanted.initial:
+        newest[1].grown_to(wanted)
+
+
+def record_assignment(query_folder: Folder, wanted: PartitionAssignment, *, has_state: bool) -> PartitionAssignment:
+    """Compare a plan with what is recorded, and record what it adds.
+
+    Parameters
+    ----------
+    query_folder
+        The query folder.
+    wanted
+        What the plan declares.
+    has_state
+        The query has state already, and so must have an assignment.
+
+    Returns
+    -------
+    PartitionAssignment
+        The one in force.
+
+    Raises
+    ------
+    PartitionsChangedError
+        When the plan is none that the state can follow, or there is state and no assignment.
+    StorageError
+        When it cannot be recorded.
+    """
+    for _ in range(_ROUNDS_MAX):
+        newest = newest_assignment(query_folder)
+        if newest is None:
+            if has_state:
+                raise PartitionsChangedError(
+                    f"{query_folder.root} has state by source partition, and no {partitions_name(0)}, which tells the "
+                    "bucket of each partition: bring the file back, or start from a new checkpoint location"
+                )
+            number, grown = 0, wanted
+        else:
+            number, grown = newest[0] + 1, newest[1].grown_to(wanted)
+            if grown is newest[1]:
+                return grown
+        if query_folder.create(partitions_name(number), grown.encode()):
+            return grown
+    raise StorageError(
+        f"the assignment of partitions cannot be written to {query_folder.root}: the store says that there is one, and "
+        "does not list it. Start again."
+    )

@@ -1,0 +1,387 @@
+"""Which bucket a source's partition is in: mappings, assignments and tables, against a plain model of a producer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arrow_schemas.bucket_map import BY_PARTITION, BY_STREAM_AND_PARTITION, BucketMap
+from arrow_schemas.checksum import checksum_of
+from arrow_schemas.errors import CorruptFileError, PartitionsChangedError, UsageError, VersionSkewError
+from arrow_schemas.partitions import (
+    PARTITIONS_FORMAT,
+    BeforeExpansion,
+    PartitionAssignment,
+    StreamPartitions,
+    parse_partitions_name,
+    partition_before_expansion,
+    partitions_name,
+)
+from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.engine.source_partition import SourcePartition
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.partition_files import newest_assignment, record_assignment, refuse_assignment
+from tests.helpers.soak import examples
+
+# However slow the machine is.
+_UNHURRIED = settings(max_examples=examples(100), deadline=None)
+# A count, and by what it was multiplied, each time that the source grew.
+_GROWTH = st.tuples(st.integers(1, 12), st.lists(st.integers(2, 4), max_size=3)).map(
+    lambda it: [it[0] * int(np.prod(it[1][:at])) for at in range(len(it[1]) + 1)]
+)
+_NAMES = st.text(min_size=1, max_size=3)
+_HASHES = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=60)
+
+
+def by_halves(current_index: int, current_count: int, initial_count: int) -> int:
+    """Of a producer whose partitions split: 0 and 1 began, and each new one has keys of partition 1."""
+    return min(current_index, initial_count - 1)
+
+
+def to_itself(current_index: int, current_count: int, initial_count: int) -> int:
+    """A mapping with a mistake: a new partition is taken for a bucket of its own."""
+    return current_index
+
+
+def by_count(current_index: int, current_count: int, initial_count: int) -> int:
+    """A mapping that cannot be told from rows."""
+    return current_index if current_index < initial_count else current_count % initial_count
+
+
+def _not_whole(current_index: int, current_count: int, initial_count: int) -> object:
+    return "0"
+
+
+def _moves_the_first(current_index: int, current_count: int, initial_count: int) -> int:
+    return (current_index + 1) % initial_count
+
+
+HERE = "tests.core.test_partitions"
+
+
+# -- a producer ------------------------------------------------------------------------------------
+
+
+def _counted_by_bucket(rows: Sequence[tuple[int, int]], bucket_of: Callable[[int], int]) -> list[int]:
+    """How often a key has come, as an operator tells with each row that has its state in buckets."""
+    state: dict[tuple[int, int], int] = {}
+    told = []
+    for key, partition in rows:
+        place = bucket_of(partition), key
+        state[place] = state.get(place, 0) + 1
+        told.append(state[place])
+    return told
+
+
+def _produced(counts: Sequence[int], hashes: Sequence[int]) -> list[tuple[int, int]]:
+    """Key and partition of all keys, written once for each count."""
+    return [(key, key % count) for count in counts for key in hashes]
+
+
+@_UNHURRIED
+@given(_GROWTH, _HASHES)
+def test_a_key_keeps_its_state_whatever_the_source_grows_to(counts: list[int], hashes: list[int]) -> None:
+    hashes = sorted(set(hashes))
+    source = SourcePartition("partition", counts)
+    rows = _produced(counts, hashes)
+    table = source.assignment.streams[0].buckets
+    right = [at + 1 for at in range(len(counts)) for _ in hashes]
+    assert _counted_by_bucket(rows, lambda partition: table[partition]) == right
+    assert source.bucket_map.buckets == counts[0]
+
+
+def test_broken_mappings_lose_counts() -> None:
+    """What the model finds of mappings that nobody checks: the very example of Samza's proposal, 2 partitions to 4."""
+    rows = _produced([2, 4], range(8))
+    assert _counted_by_bucket(rows, lambda partition: partition)[8:] == [2, 2, 1, 1, 2, 2, 1, 1]
+    assert set(_counted_by_bucket(rows, lambda partition: min(partition, 1))[8:]) == {1, 2}
+    assert set(_counted_by_bucket(rows, lambda partition: partition % 2)[8:]) == {2}
+    # 3 is no multiple of 2, and no mapping helps.
+    grown = _produced([2, 3], range(6))
+    for table in ((0, 1, 0), (0, 1, 1)):
+        assert set(_counted_by_bucket(grown, table.__getitem__)[6:]) == {1, 2}
+    with pytest.raises(UsageError, match="3 after 2"):
+        SourcePartition("partition", [2, 3])
+
+
+# -- assignments and tables ------------------------------------------------------------------------
+
+
+@_UNHURRIED
+@given(st.dictionaries(_NAMES, _GROWTH, min_size=1, max_size=4), st.sampled_from([BY_PARTITION, "s"]), st.data())
+def test_tables_of_rows(counts: dict[str, list[int]], group_by: str, data: st.DataObject) -> None:
+    group_by = BY_PARTITION if group_by == BY_PARTITION else BY_STREAM_AND_PARTITION
+    source = SourcePartition("p", counts, stream="s", group_by=group_by)
+    names, first = sorted(counts), 0
+    model: dict[tuple[str, int], int] = {}
+    for name in names:
+        for index in range(counts[name][-1]):
+            before = partition_before_expansion(index, counts[name][-1], counts[name][0])
+            model[name, index] = before if group_by == BY_PARTITION else first + before
+        first += counts[name][0]
+    rows = data.draw(st.lists(st.sampled_from(sorted(model)), max_size=50))
+    halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+    partitions = pa.chunked_array([pa.array([index for _, index in half], pa.int64()) for half in halves])
+    streams = pa.chunked_array([pa.array([name for name, _ in half], pa.string()) for half in halves])
+    assert source.buckets_of(partitions, streams).tolist() == [model[row] for row in rows]
+    carried = StateOptions.from_plain(StateOptions(root="/state", bucket_by=source).to_plain())
+    assert carried.source_partition is not None
+    assert carried.source_partition.buckets_of(partitions, streams).tolist() == [model[row] for row in rows]
+    assert carried.bucket_map == source.bucket_map
+    assert carried.buckets == (max if group_by == BY_PARTITION else sum)(it[0] for it in counts.values())
+
+
+@_UNHURRIED
+@given(st.dictionaries(_NAMES, _GROWTH, min_size=1, max_size=3))
+def test_assignments_are_read_as_they_were_written(counts: dict[str, list[int]]) -> None:
+    found = SourcePartition("p", counts, stream="s").assignment
+    data = found.encode()
+    assert PartitionAssignment.decode(data, "partitions_0.json") == found
+    assert SourcePartition("p", dict(reversed(counts.items())), stream="s").assignment.encode() == data
+    assert PartitionAssignment.from_plain(json.loads(json.dumps(found.to_plain()))) == found
+
+
+@_UNHURRIED
+@given(_GROWTH, st.data())
+def test_growing_is_the_same_in_one_step_and_in_many(counts: list[int], data: st.DataObject) -> None:
+    def told(some: Sequence[int]) -> PartitionAssignment:
+        return SourcePartition("p", list(some)).assignment
+
+    recorded = told(counts[:1])
+    for at in range(len(counts)):
+        # A plan may leave out counts that the source had for a while.
+        between = data.draw(st.sets(st.sampled_from(counts[: at + 1])))
+        recorded = recorded.grown_to(told(sorted({counts[0], *between, counts[at]})))
+        assert recorded.streams[0].buckets == told(counts[: at + 1]).streams[0].buckets
+        assert recorded.grown_to(told(sorted({counts[0], counts[at]}))) is recorded
+        if at:
+            with pytest.raises(PartitionsChangedError, match=f"{counts[at]} partitions"):
+                recorded.grown_to(told(counts[:at]))
+    assert recorded == told(sorted(recorded.streams[0].counts))
+
+
+def test_a_partition_never_goes_to_another_bucket() -> None:
+    by_rest = SourcePartition("p", [2, 4]).assignment
+    by_function = SourcePartition("p", [2, 4], before_expansion=f"{HERE}:by_halves").assignment
+    with pytest.raises(PartitionsChangedError, match=r"partition 2 has its keys in bucket 0, and .* in bucket 1"):
+        by_rest.grown_to(by_function)
+    with pytest.raises(PartitionsChangedError, match="streams and first counts"):
+        by_rest.grown_to(SourcePartition("p", 4).assignment)
+    assert by_function.grown_to(SourcePartition("p", [2, 5], before_expansion=f"{HERE}:by_halves").assignment) == (
+        SourcePartition("p", [2, 4, 5], before_expansion=f"{HERE}:by_halves").assignment
+    )
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counts", "function", "text"),
+    [
+        ([2, 3], None, "3 after 2, which is no multiple"),
+        ([4, 2], None, "ascend"),
+        ([2, 2], None, "ascend"),
+        ([], None, "a number of partitions"),
+        (0, None, "from 1 on"),
+        ([2, 1 << 18], None, "from 1 to 131072"),
+        (True, None, "a number of partitions"),
+        ("2", None, "a number of partitions"),
+        ([2, 4.0], None, "a number of partitions"),
+        ({"a": 2}, None, "stream names the column"),
+        ([2, 4], "to_itself", r"before_expansion\(2, 4, 2\) is 2, and must be a whole number from 0 to 1"),
+        ([2, 4, 7], "by_count", r"before_expansion\(2, 7, 2\) is 1, and for a smaller count it was 0"),
+        ([2, 4], "_not_whole", "is '0'"),
+        ([2, 4], "_moves_the_first", r"before_expansion\(0, 2, 2\) is 1, and must be 0"),
+        ([2, 4], "nobody", "cannot be imported here"),
+        ([2, 4], "HERE", "no function"),
+    ],
+)
+def test_there_is_no_such_source(counts: object, function: str | None, text: str) -> None:
+    path = None if function is None else f"{HERE}:{function}"
+    with pytest.raises(UsageError, match=text):
+        SourcePartition("p", counts, before_expansion=path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"column": ""}, "name of a column"),
+        ({"stream": ""}, "name of a column"),
+        ({"stream": "s"}, "stream names the column"),
+        ({"stream": "s", "counts": {}}, "names the streams"),
+        ({"stream": "s", "counts": {"": 2}}, "names the streams"),
+        ({"stream": "s", "counts": {"a": [2, 3]}}, "counts of stream 'a' have 3 after 2"),
+        ({"group_by": "task"}, "grouped by"),
+        ({"before_expansion": "nothing"}, "an import path"),
+        ({"before_expansion": len}, "an import path"),
+        ({"before_expansion": "no_such_package:f"}, "cannot be imported here"),
+    ],
+)
+def test_arguments_are_checked(given: dict[str, object], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        SourcePartition(**{"column": "p", "counts": 2, **given})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("partitions", "streams", "error", "text"),
+    [
+        (
+            [0, 3, 4],
+            ["a", "a", "a"],
+            PartitionsChangedError,
+            r"partition 4 of stream 'a'.* counts=\[2, 4, 8\] of stream",
+        ),
+        ([0, 3, 9], ["a", "a", "a"], PartitionsChangedError, r"counts=\[2, 4, 12\]"),
+        ([0, 1], ["a", "b"], PartitionsChangedError, r"partition 1 of stream 'b'.* counts=\[1, 2\]"),
+        ([0, 0], ["a", "c"], PartitionsChangedError, "stream 'c', and the plan declares a, b"),
+        ([0, -1], ["a", "a"], UsageError, "'p' has -1"),
+        ([0, None], ["a", "a"], UsageError, "'p' is NULL in 1 rows"),
+        ([0, 0], ["a", None], UsageError, "'s' is NULL in 1 rows"),
+    ],
+)
+def test_rows_of_no_such_partition(
+    partitions: list[int | None], streams: list[str | None], error: type[Exception], text: str
+) -> None:
+    source = SourcePartition("p", {"a": [2, 4], "b": 1}, stream="s")
+    with pytest.raises(error, match=text):
+        source.buckets_of(
+            pa.chunked_array([pa.array(partitions, pa.int64())]), pa.chunked_array([pa.array(streams, pa.string())])
+        )
+
+
+def test_an_option_is_a_map_or_a_source() -> None:
+    with pytest.raises(UsageError, match="a BucketMap of hashes, or a SourcePartition"):
+        StateOptions(root="/state", bucket_by=BucketMap.of_partitions({"": 2}))
+    with pytest.raises(UsageError, match="a BucketMap of hashes, or a SourcePartition"):
+        StateOptions(root="/state", bucket_by="partition")  # type: ignore[arg-type]
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def test_damaged_assignments() -> None:
+    data = SourcePartition("p", {"a": [2, 4], "b": 3}, stream="s").assignment.encode()
+    for at in range(len(data)):
+        for bit in (0x01, 0x20):
+            damaged = bytearray(data)
+            damaged[at] ^= bit
+            try:
+                same = PartitionAssignment.decode(bytes(damaged), "partitions_0.json")
+            except (CorruptFileError, VersionSkewError):
+                continue
+            assert same.encode() == data
+    for end in range(len(data)):
+        with pytest.raises(CorruptFileError):
+            PartitionAssignment.decode(data[:end], "partitions_0.json")
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [
+        {},
+        {"": {"counts": [2, 4], "buckets": [0, 1]}},
+        {"": {"counts": [4, 2], "buckets": [0, 1]}},
+        {"": {"counts": [2], "buckets": [0, -1]}},
+        {"": {"counts": [2], "buckets": [0, "1"]}},
+        {"": {"counts": [True], "buckets": [0]}},
+        {"": {"buckets": [0]}},
+        {"b": {"counts": [1], "buckets": [0]}, "a": {"counts": [1], "buckets": [0]}},
+        [],
+    ],
+)
+def test_files_with_no_assignment(streams: object) -> None:
+    fields = {"format": PARTITIONS_FORMAT, "streams": streams}
+    data = json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
+    with pytest.raises(CorruptFileError, match="partitions_0"):
+        PartitionAssignment.decode(data, "partitions_0.json")
+
+
+def test_names_of_files() -> None:
+    assert [parse_partitions_name(partitions_name(number)) for number in (0, 1, 10, 999_999_999)] == [
+        *(0, 1, 10, 999_999_999)
+    ]
+    for name in (
+        "partitions_01.json",
+        "partitions_-1.json",
+        "partitions_.json",
+        "partitions_1.json.tmp",
+        "operator_0.json",
+    ):
+        assert parse_partitions_name(name) is None
+
+
+def _told(*counts: int, function: BeforeExpansion | None = None) -> PartitionAssignment:
+    return PartitionAssignment.declared(BucketMap.of_partitions({"": counts[0]}), {"": counts}, function)
+
+
+def test_numbered_files(tmp_path: Path) -> None:
+    files = Folder(str(tmp_path))
+    assert newest_assignment(files) is None
+    with pytest.raises(PartitionsChangedError, match=r"and no partitions_0\.json"):
+        record_assignment(files, _told(2), has_state=True)
+    assert list(tmp_path.iterdir()) == []
+    assert record_assignment(files, _told(2), has_state=False) == _told(2)
+    # What another process of the first batch finds is what it would have written.
+    assert record_assignment(files, _told(2), has_state=False) == _told(2)
+    assert record_assignment(files, _told(2, 4), has_state=True) == _told(2, 4)
+    assert record_assignment(files, _told(2, 8), has_state=True) == _told(2, 4, 8)
+    assert sorted(it.name for it in tmp_path.iterdir()) == [f"partitions_{n}.json" for n in range(3)]
+    for refused in (_told(2, 4), _told(2), _told(2, 8, function=by_halves)):
+        for ask in (refuse_assignment, lambda *them: record_assignment(*them, has_state=True)):
+            with pytest.raises(PartitionsChangedError):
+                ask(files, refused)
+    # Of the operator file's business.
+    refuse_assignment(files, _told(4))
+    with pytest.raises(PartitionsChangedError, match="streams and first counts"):
+        record_assignment(files, _told(4, 8), has_state=True)
+    assert sorted(it.name for it in tmp_path.iterdir()) == [f"partitions_{n}.json" for n in range(3)]
+    (tmp_path / "partitions_2.json").write_bytes(b"{}")
+    with pytest.raises(CorruptFileError, match=r"partitions_2.json is no assignment .* Bring it back"):
+        newest_assignment(files)
+
+
+def test_two_writers_at_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one comes in between: what it wrote is compared, whatever it was."""
+    files, create = Folder(str(tmp_path)), Folder.create
+    others: list[PartitionAssignment] = [_told(2, 4)]
+
+    def beaten(self: Folder, name: str, data: bytes) -> bool:
+        if others:
+            create(self, name, others.pop().encode())
+        return create(self, name, data)
+
+    monkeypatch.setattr(Folder, "create", beaten)
+    assert record_assignment(files, _told(2, 8), has_state=False) == _told(2, 4, 8)
+    others.append(_told(2, 4, 8, 16))
+    with pytest.raises(PartitionsChangedError, match="up to 16 partitions"):
+        record_assignment(files, _told(2, 4, 8, 12, function=lambda at, _, first: at % first), has_state=True)
+
+
+def test_streams_that_are_no_assignment() -> None:
+    one = StreamPartitions("a", (2,), (0, 1))
+    with pytest.raises(UsageError, match="ascend by name"):
+        PartitionAssignment((one, one))
+    with pytest.raises(UsageError, match="cannot be in buckets"):
+        replace(one, buckets=(0,))
+    with pytest.raises(UsageError, match="cannot be assigned to 2 buckets"):
+        PartitionAssignment.declared(BucketMap(2), {"": [2]}, None)
+
+
+def test_what_the_public_names_are() -> None:
+    import spark_state_ext
+
+    assert spark_state_ext.SourcePartition is SourcePartition
+    assert spark_state_ext.partition_before_expansion is partition_before_expansion
+    counts: Mapping[str, int] = {"clicks": 3, "orders": 3}
+    assert repr(SourcePartition("p", counts, stream="s")) == (
+        "SourcePartition(column='p', counts={'clicks': (3,), 'orders': (3,)}, stream='s', group_by='partition', "
+        "before_expansion=None)"
+    )
