@@ -66,7 +66,7 @@ _COLUMNS = ("key", "n", "total", "pad")
 _OPERATOR = "totals"
 _FILES, _PIECE_ROWS = 4, 1 << 18
 _LOOK_S, _QUIET_S, _WAIT_S = 0.005, 1.0, 900.0
-_QUICK_GB, _QUICK_REPEATS = [0.01, 0.05], 2
+_QUICK_GB, _QUICK_REPEATS = [0.01, 0.05], 1
 # An odd number: multiplied by it, modulo 2 ** 64, different numbers stay different.
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
