@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pytest
 from jobs import COUNTS, Job, count, ddl, reads_state, table
@@ -212,6 +214,37 @@ def test_two_streams_of_which_one_grows(spark: Any, tmp_path: Path) -> None:
         "clicks": {"counts": [3], "buckets": [0, 1, 2]},
         "orders": {"counts": [3, 6], "buckets": [0, 1, 2, 0, 1, 2]},
     }
+
+
+def test_two_streams_are_joined_while_one_of_them_grows(spark: Any, tmp_path: Path) -> None:
+    """Each batch gives the pairs of a click and an order of one key that it completes; all are those of a batch join."""
+
+    def joined(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
+        clicks, orders = state.getOption or (0, 0)
+        before = clicks * orders
+        for pdf in pdfs:
+            clicks += int((pdf["stream"] == "clicks").sum())
+            orders += int((pdf["stream"] == "orders").sum())
+        state.update((clicks, orders))
+        yield pd.DataFrame({"key": [key[0]], "n": [clicks * orders - before]})
+
+    job = job_of(spark, tmp_path, SourcePartition("partition", {"clicks": 3, "orders": 3}, stream="stream"))
+    job.function, job.state = joined, "clicks long, orders long"
+    clicks: list[str] = []
+    orders: list[str] = []
+    pairs: Counter[str] = Counter()
+    for number, counts in enumerate((3, 3, 6, 6)):
+        job.options["bucket_by"] = SourcePartition(
+            "partition", {"clicks": 3, "orders": [3, 6] if counts == 6 else 3}, stream="stream"
+        )
+        new = LETTERS[number::2], LETTERS[number % 3 :]
+        batch = pa.concat_tables([rows(new[0], 3, "clicks"), rows(new[1], counts, "orders")])
+        for found in batches_of(job, batch):
+            pairs.update(found)
+        clicks += new[0]
+        orders += new[1]
+        wanted = Counter({key: n * Counter(orders)[key] for key, n in Counter(clicks).items()})
+        assert +pairs == +wanted
 
 
 def test_streams_with_buckets_of_their_own(spark: Any, tmp_path: Path) -> None:
