@@ -78,6 +78,8 @@ class Rescales:
 
         Raises
         ------
+        LineageError
+            When Spark has no pointer of a bucket that had one: the query is another one than was read.
         MissingCheckpointError, CorruptFileError, StorageError
             When what the plan has written down cannot be read.
         """
@@ -90,6 +92,13 @@ class Rescales:
             return None
         if stored is not None and not plan.is_old(stored):
             return None
+        if stored is None and bucket < min(stored_map.buckets, asked.buckets):
+            # Of the query that was read each of these has one, before and after.
+            raise LineageError(
+                f"bucket {bucket} of operator {job.operator!r} has no state at this checkpointLocation, and has some at "
+                f"rescale={job.options.rescale!r}: rescale is for the query that has its own checkpoint there. Leave it "
+                "out, and to begin a new query with that state give start_from=RetainedCheckpoint(…)"
+            )
         return Move(job, bucket, stored, plan)
 
     def _read(self, job: Job, file: str) -> _Plan:
