@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from arrow_schemas import BucketMap
 from arrow_schemas.operator import operator_file_name
 from arrow_schemas.savepoint import CANONICAL, NATIVE
 from spark_state_ext import Savepoint, open_state
+from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit import cadence
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import MissingCheckpointError
@@ -257,3 +259,19 @@ def test_state_is_read_while_parents_are_needed(tmp_path: Path, old: OldJob) -> 
     shutil.rmtree(Path(query.folder.child(PARENTS_FOLDER).root))
     with open_state(query.folder.root, hold=False) as state, pytest.raises(MissingCheckpointError):
         state.scan().read_all()
+
+
+def test_a_backend_that_no_pointer_names_gets_all_of_it(tmp_path: Path, old: OldJob) -> None:
+    query = rescaled(tmp_path, old, BucketMap(5))
+    query.start()
+    query.batch({key: Row(1) for key in KEYS})
+    assert all(pointer.parents for pointer in query.pointers)
+    # The plan names another backend than the one so far, or that one was found to have lost files.
+    query.pointers = [replace(it, replication={"gone": next(iter(it.replication.values()))}) for it in query.pointers]
+    query.batch({KEYS[0]: Row(2)})
+    for pointer in query.pointers:
+        assert [is_complete(status) for status in pointer.replication.values()] == [True]
+    query.lose_disks()
+    shutil.rmtree(Path(query.folder.child(PARENTS_FOLDER).root))
+    query.pointers = [replace(it, parents=None) for it in query.pointers]
+    same(query)
