@@ -14,6 +14,7 @@ from core_support import change_sets
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from reading_support import Job as OldJob
+from reading_support import operator_file
 from rescaled_query import Later, RescaledQuery, job_from
 from small_root import savepoint_of
 
@@ -21,15 +22,18 @@ from arrow_schemas import BucketMap
 from arrow_schemas.operator import operator_file_name
 from arrow_schemas.savepoint import CANONICAL, NATIVE
 from spark_state_ext import Savepoint, open_state
+from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit import cadence
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.finishing import may_remove
-from spark_state_ext.rescale.parents import PARENTS_FOLDER
+from spark_state_ext.rescale.origin import rows_of_parents
+from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, note_parent, parent_files
+from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.store import View
-from spark_state_ext.testing.model import KEYS, Model, Row, expired_in, model_of
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, expired_in, model_of
 from tests.helpers.soak import SOAK, examples
 
 COUNTS = st.integers(1, 64)
@@ -275,3 +279,31 @@ def test_a_backend_that_no_pointer_names_gets_all_of_it(tmp_path: Path, old: Old
     shutil.rmtree(Path(query.folder.child(PARENTS_FOLDER).root))
     query.pointers = [replace(it, parents=None) for it in query.pointers]
     same(query)
+
+
+def test_a_parent_is_the_same_once_its_snapshot_has_arrived(tmp_path: Path, old: OldJob) -> None:
+    pointer = replace(old.pointers[-1][0], query_folder="query")
+    assert pointer.ref is not None
+    assert pointer.version > 1
+    source, target = old.folder.child("0"), Folder(str(tmp_path / "new"))
+    made = operator_file("counts", "query", 3)
+
+    def brought() -> Parent:
+        """What a call brings that looks now."""
+        files = parent_files(target, 0)
+        saved = save_bucket(pointer, sole_replica(source, tmp_path, source.root), files, NATIVE, SCHEMA, tmp_path).saved
+        return Parent(made, saved)
+
+    first = brought()
+    assert note_parent(target, first) == first
+    whole = save_bucket(
+        pointer, sole_replica(source, tmp_path, source.root), source, CANONICAL, SCHEMA, tmp_path
+    ).saved.files
+    pointer = replace(pointer, lineage=pointer.lineage[-1:])
+    second = brought()
+    assert second.saved.files == whole != first.saved.files
+    assert note_parent(target, second).encode() == first.encode()
+    files = parent_files(target, 0)
+    found = [model_of(rows_of_parents(files, it, 0, 1 << 32, SCHEMA, tmp_path)) for it in (first, second)]
+    assert found[0] == found[1]
+    assert found[0]

@@ -257,9 +257,7 @@ class Move:
             saved = save_bucket(pointer, sources, target, NATIVE, old.row_schema(), scratch).saved
         finally:
             close_all(sources)
-        parent = Parent(old, saved)
-        note_parent(folder, parent)
-        return parent
+        return note_parent(folder, Parent(old, saved))
 
     def _origin(self, pointer: Pointer, scratch: Path) -> list[Origin]:
         """Of a bucket that was rescaled before, and has no snapshot of its own yet."""
