@@ -79,6 +79,11 @@ class Origin:
         self._making = threading.Lock()
         self._closed = threading.Event()
 
+    @property
+    def query_folder(self) -> Folder:
+        """Where its parents lie."""
+        return self._query_folder
+
     def is_there(self) -> bool:
         """Whether the bucket has parents.
 

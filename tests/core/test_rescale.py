@@ -28,9 +28,9 @@ from spark_state_ext.commit import cadence
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.rescale.finishing import may_remove
+from spark_state_ext.rescale.finishing import Finishing, may_remove
 from spark_state_ext.rescale.origin import rows_of_parents
-from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, note_parent, parent_files
+from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, note_free, note_parent, parent_files
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.store import View
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, expired_in, model_of
@@ -199,18 +199,23 @@ def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path:
     query = rescaled(tmp_path, old, BucketMap(5))
     query.start()
     parents = Path(query.folder.child(PARENTS_FOLDER).root)
+    # What was written before in a second backend, and another query's.
+    other = Folder(str(tmp_path / "other" / "counts"))
+    before, theirs = (other.child(f"{name}.r{12 * '0'}", "0") for name in (query.name, "theirs"))
+    for folder in (before, theirs):
+        folder.put("1_a.delta.arrow", b"")
 
     def turn() -> bool:
         """What the first bucket does in its turn; whether the parents are gone."""
         background = Later()
         query.finishing.in_turn(
-            query.folder,
-            Folder(query.job.options.root).child("counts"),
+            [Folder(query.job.options.root).child("counts"), other],
+            query.name,
             "plan",
             query.pointers[0],
             query.retained,
             lambda: None,
-            lambda folder: False,
+            lambda name: False,
             background,  # type: ignore[arg-type]
         )
         background.do()
@@ -237,6 +242,8 @@ def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path:
         batches += 1
     assert batches > 3 * query.retained
     assert parents.exists() is False
+    assert not before.names()
+    assert theirs.names()
     query.lose_disks()
     same(query)
 
@@ -307,3 +314,17 @@ def test_a_parent_is_the_same_once_its_snapshot_has_arrived(tmp_path: Path, old:
     found = [model_of(rows_of_parents(files, it, 0, 1 << 32, SCHEMA, tmp_path)) for it in (first, second)]
     assert found[0] == found[1]
     assert found[0]
+
+
+def test_a_query_that_goes_back_under_the_same_plan_needs_its_parents_again(tmp_path: Path, old: OldJob) -> None:
+    query = rescaled(tmp_path, old, BucketMap(5))
+    query.start()
+    notes, finishing = query.folder.child(PARENTS_FOLDER), Finishing()
+    pointers = [replace(query.pointers[0], heartbeats=at) for at in range(10, 16)]
+    for at, committed in enumerate(pointers):
+        # Another process of the query has been further, and it goes back.
+        if at in (0, 3):
+            note_free(query.folder, 0, 15)
+        if at not in (2, 4):
+            finishing.noted(query.folder, "plan", committed, committed)
+            assert "0.free-15" not in notes.names()

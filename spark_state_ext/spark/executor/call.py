@@ -20,6 +20,7 @@ from spark_state_ext.engine.aligned_timeouts import has_nothing_due, next_call_m
 from spark_state_ext.engine.bucket import CommitResult
 from spark_state_ext.engine.deferral import Partitioning, TaskEnd
 from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch
+from spark_state_ext.engine.folders import operator_folders
 from spark_state_ext.engine.housekeeping import CleanUps
 from spark_state_ext.engine.job import PANDAS, Job
 from spark_state_ext.engine.shared import Shared
@@ -235,7 +236,8 @@ class _BucketCall:
         with timing(self._call, "commit_ms"):
             made = self._committed(opened, clean_ups, rows, task_end, partitioning)
             pointer = erase_turn.marked(self._stamped(made.pointer, opened, work.threshold_ms()), erased)
-            pointer = self._finishing.noted(opened.files, self._job.plan_id, opened.pointer, pointer)
+            home = opened.files if opened.origin is None else opened.origin.query_folder
+            pointer = self._finishing.noted(home, self._job.plan_id, opened.pointer, pointer)
         opened.let_go()
         self._look_after(opened, folders, pointer, clean_ups, erase_turn)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
@@ -281,13 +283,13 @@ class _BucketCall:
         retained = self._task.batches_retained
         if clean_up_due(new.calls, 0, retained):
             self._finishing.in_turn(
-                opened.files,
-                folders.operator,
+                operator_folders(self._job),
+                opened.query_folder,
                 self._job.plan_id,
                 opened.pointer,
                 retained,
                 opened.leases.check,
-                lambda folder: bool(self._shared.holds.living(folder)),
+                lambda name: bool(self._shared.holds.living(folders.operator.child(name))),
                 self._shared.background,
             )
 

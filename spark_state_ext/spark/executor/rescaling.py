@@ -95,9 +95,9 @@ class Rescales:
         if stored is None and bucket < min(stored_map.buckets, asked.buckets):
             # Of the query that was read each of these has one, before and after.
             raise LineageError(
-                f"bucket {bucket} of operator {job.operator!r} has no state at this checkpointLocation, and has some at "
-                f"rescale={job.options.rescale!r}: rescale is for the query that has its own checkpoint there. Leave it "
-                "out, and to begin a new query with that state give start_from=RetainedCheckpoint(…)"
+                f"bucket {bucket} of operator {job.operator!r} has no state at this checkpointLocation, and has some "
+                f"at rescale={job.options.rescale!r}: rescale is for the query that has its own checkpoint there. Leave "
+                "it out, and to begin a new query with that state give start_from=RetainedCheckpoint(…)"
             )
         return Move(job, bucket, stored, plan)
 
