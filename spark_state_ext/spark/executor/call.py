@@ -195,7 +195,8 @@ class _BucketCall:
         started_s = time.perf_counter()
         folders = CallFolders.of(self._job)
         sorter = HashSorter(folders.scratch, HASH_COLUMN, self._job.options.memory_bytes_max)
-        move = self._rescales.of(self._job, self._info.bucket, self._info.stored)
+        tried = partial(retried, timeout_s=self._job.options.commit.commit_timeout_ms / 1000)
+        move: Move | None = tried(lambda: self._rescales.of(self._job, self._info.bucket, self._info.stored))
         if move is not None and self._moves(move, sorter, frames, folders):
             # The bucket is no more.
             return
