@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+import rescaled_query
 from core_support import change_sets
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -25,11 +29,13 @@ from spark_state_ext import Savepoint, open_state
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit import cadence
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.finishing import Finishing, may_remove
-from spark_state_ext.rescale.origin import rows_of_parents
+from spark_state_ext.rescale.origin import Origin, rows_of_parents
 from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, note_free, note_parent, parent_files
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.store import View
@@ -328,3 +334,20 @@ def test_a_query_that_goes_back_under_the_same_plan_needs_its_parents_again(tmp_
         if at not in (2, 4):
             finishing.noted(query.folder, "plan", committed, committed)
             assert "0.free-15" not in notes.names()
+
+
+def test_rows_of_parents_may_take_longer_than_a_backend_may_be_silent(
+    tmp_path: Path, old: OldJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = rescaled(tmp_path, old, BucketMap(2))
+    query.start()
+    options, rows_of = CommitOptions(journal=False, commit_timeout_ms=400), Origin._rows
+
+    def slowly(origin: Origin, parents: list[Parent]) -> Iterator[pa.RecordBatch]:
+        """As on a large bucket."""
+        time.sleep(1)
+        yield from rows_of(origin, parents)
+
+    monkeypatch.setattr(Origin, "_rows", slowly)
+    monkeypatch.setattr(rescaled_query, "CommitContext", partial(CommitContext, options=options))
+    assert query.restored() == query.model
