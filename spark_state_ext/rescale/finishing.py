@@ -90,6 +90,9 @@ class Finishing:
                         notes.remove(name)
             self._looked[key] = committed.heartbeats
             return made
+        if needs_parents(made):
+            # Somebody has deleted files from the one that had all of it.
+            return made
         note_free(query_folder, committed.bucket, committed.heartbeats)
         return replace(made, parents=None)
 

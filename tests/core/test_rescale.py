@@ -351,3 +351,17 @@ def test_rows_of_parents_may_take_longer_than_a_backend_may_be_silent(
     monkeypatch.setattr(Origin, "_rows", slowly)
     monkeypatch.setattr(rescaled_query, "CommitContext", partial(CommitContext, options=options))
     assert query.restored() == query.model
+
+
+def test_a_bucket_keeps_its_parents_when_the_backend_that_had_it_has_lost_it(tmp_path: Path, old: OldJob) -> None:
+    query = rescaled(tmp_path, old, BucketMap(5))
+    query.start()
+    begun = query.pointers[0]
+    (status,) = begun.replication.values()
+    lags, has_all = {"lags": status}, {"has all": replace(status, since=None)}
+    whole = replace(begun, replication=has_all | lags)
+    finishing, notes = Finishing(), query.folder.child(PARENTS_FOLDER)
+    assert finishing.noted(query.folder, "plan", whole, replace(begun, replication=lags)).parents == begun.parents
+    assert not [name for name in notes.names() if ".free-" in name]
+    assert finishing.noted(query.folder, "plan", whole, whole).parents is None
+    assert notes.exists(f"0.free-{begun.heartbeats}")
