@@ -394,7 +394,7 @@ def _refuse_another_jobs(call: CallInfo, pointer: Pointer, files: Folder) -> Non
     job = call.job
     if pointer.buckets != job.options.buckets:
         stored = newest_operator(files)
-        if stored is not None:
+        if stored is not None and not (stored.bucket_map.by_hash and job.options.bucket_map.by_hash):
             # It knows what kind of buckets these are, and so says more.
             stored.refuse_other_map(job.options.bucket_map)
         raise BucketCountChangedError(
