@@ -154,12 +154,12 @@ class Finishing:
         held: Callable[[str], bool],
     ) -> bool:
         """Remove what may go; whether nothing is left."""
-        homes = {it.child(name): it.child(name, PARENTS_FOLDER).names() for it in places}
-        home = next((it for it, names in homes.items() if names), None)
-        if home is None:
+        query_folders = {it.child(name): it.child(name, PARENTS_FOLDER).names() for it in places}
+        query_folder = next((it for it, names in query_folders.items() if names), None)
+        if query_folder is None:
             return True
         noted: dict[int, int] = {}
-        for match in filter(None, map(_NOTE.fullmatch, homes[home])):
+        for match in filter(None, map(_NOTE.fullmatch, query_folders[query_folder])):
             noted[int(match[1])] = max(int(match[2]), noted.get(int(match[1]), 0))
         retained = max(batches_retained, committed.retained)
         if not may_remove(committed.heartbeats, retained, committed.buckets, noted) or held(name):
@@ -179,8 +179,8 @@ class Finishing:
         if left:
             return False
         still_ours()
-        home.remove_tree(PARENTS_FOLDER)
-        _LOGGER.info("%s needs nothing any more of what it was rescaled from", home.root)
+        query_folder.remove_tree(PARENTS_FOLDER)
+        _LOGGER.info("%s needs nothing any more of what it was rescaled from", query_folder.root)
         return True
 
     def _is_written(self, query_folder: Folder) -> bool:
