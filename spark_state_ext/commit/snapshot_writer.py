@@ -121,7 +121,8 @@ class SnapshotWriter:
         again = self._snapshots.to_repeat(new)
         if not (due or behind or again):
             return new
-        if new.parents is None and not any(is_complete(status) for status in new.replication.values()):
+        alone = new.parents is None or not new.replication
+        if alone and not any(is_complete(status) for status in new.replication.values()):
             # Nothing that is configured holds this state, so the pointer must not go before something does.
             self._write_now(new, behind)
             return self._snapshots.with_full_snapshot(

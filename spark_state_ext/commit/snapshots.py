@@ -126,13 +126,13 @@ class Snapshots:
     def behind(self, pointer: Pointer) -> list[str]:
         """Backends that need a full snapshot of the next checkpoint: they have nothing, or the one they got is lost.
 
-        Where no backend holds everything, it is all of them; but of a rescaled bucket the parents do, and its first
-        snapshot makes them complete.
+        Where no backend holds everything, it is all of them; but of a rescaled bucket the parents do, with the deltas
+        that backends have, and its first snapshot makes these complete.
         """
         if pointer.ref is None:
             return []
         if not any(is_complete(status) for status in pointer.replication.values()):
-            if pointer.parents is None:
+            if pointer.parents is None or not pointer.replication:
                 return list(self._replicas)
             self._look_for_first(pointer)
             return []

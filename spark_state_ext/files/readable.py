@@ -14,7 +14,7 @@ from spark_state_ext.files.listing import Entry
 if TYPE_CHECKING:
     from spark_state_ext.files.folder import Folder
 
-__all__ = ["Duplicable", "Listed", "Readable", "document_in"]
+__all__ = ["Answering", "Duplicable", "Listed", "Readable", "document_in"]
 
 T = TypeVar("T")
 
@@ -53,6 +53,15 @@ class Duplicable(Protocol):
 
     def duplicate_to(self, target: Folder, name: str) -> bool:
         """As `Folder.duplicate` of the target."""
+        ...
+
+
+@runtime_checkable
+class Answering(Protocol):
+    """Files that are made where they are asked for, which takes long: these say before that their store answers."""
+
+    def tell(self, answered: Callable[[], None]) -> None:
+        """Call this as soon as the store has answered."""
         ...
 
 

@@ -171,9 +171,7 @@ class Division(Beginning):
         folder = Folder(backend.root, backend.storage_options).child(job.operator, query_folder)
         parents = []
         for part, of_one in zip(self.saved, replicas, strict=True):
-            parent = Parent(self.operator_file, _brought(part, folder, of_one, scratch))
-            note_parent(folder, parent)
-            parents.append(parent)
+            parents.append(note_parent(folder, Parent(self.operator_file, _brought(part, folder, of_one, scratch))))
         return Begun(begun_pointer(job, folder, self.pointer.bucket, parents))
 
 

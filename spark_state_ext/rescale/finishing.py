@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from arrow_schemas.pointer import Pointer
@@ -52,8 +52,8 @@ class Finishing:
     """What a process has done of this; a `Worker` owns it."""
 
     def __init__(self) -> None:
-        # Of which plan the buckets' notes were looked for.
-        self._looked: set[tuple[str, int, str]] = set()
+        # Of which plan the buckets' notes were looked for, and the heartbeats of the last call that needed that.
+        self._looked: dict[tuple[str, int, str], int] = {}
         # Query folders of a plan without parents.
         self._without: set[tuple[str, str]] = set()
         # Numbers of leases as they were seen before.
@@ -83,34 +83,38 @@ class Finishing:
             return made
         notes, key = query_folder.child(PARENTS_FOLDER), (query_folder.identity, committed.bucket, plan_id)
         if needs_parents(committed):
-            if key not in self._looked:
+            # A query may go back under the same plan, too; not where this process had the batch before.
+            if committed.heartbeats - 1 != self._looked.get(key):
                 for name in notes.names():
                     if (match := _NOTE.fullmatch(name)) and int(match[1]) == committed.bucket:
                         notes.remove(name)
-                self._looked.add(key)
+            self._looked[key] = committed.heartbeats
+            return made
+        if needs_parents(made):
+            # Somebody has deleted files from the one that had all of it.
             return made
         note_free(query_folder, committed.bucket, committed.heartbeats)
         return replace(made, parents=None)
 
     def in_turn(
         self,
-        query_folder: Folder,
-        siblings: Folder,
+        places: Sequence[Folder],
+        name: str,
         plan_id: str,
         committed: Pointer,
         batches_retained: int,
         still_ours: Callable[[], None],
-        held: Callable[[Folder], bool],
+        held: Callable[[str], bool],
         background: Background,
     ) -> None:
         """Have what is not needed any more removed beside the batch. A query's first bucket has it done, in its turn.
 
         Parameters
         ----------
-        query_folder
-            The query folder.
-        siblings
-            The folder that it lies in.
+        places
+            The operator's folders in all file systems that have its state.
+        name
+            Name of the query folder.
         plan_id
             Id of the plan.
         committed
@@ -120,56 +124,58 @@ class Finishing:
         still_ours
             Raises when another run has taken the state over.
         held
-            Whether somebody copies from a query folder.
+            Whether somebody copies from a query folder, by its name.
         background
             Does it.
         """
-        key = (query_folder.identity, plan_id)
+        key = (places[0].child(name).identity, plan_id)
         if key in self._without:
             return
 
         def work() -> None:
             try:
-                if self._finished(query_folder, siblings, committed, batches_retained, still_ours, held):
+                if self._finished(places, name, committed, batches_retained, still_ours, held):
                     self._without.add(key)
             except OwnershipError:
                 raise
             except StateError as error:
                 # Of no harm to a batch; it is tried again.
-                _LOGGER.warning("what %s was rescaled from is not removed yet: %s", query_folder.root, error)
+                _LOGGER.warning("what %s was rescaled from is not removed yet: %s", places[0].where(name), error)
 
-        background.submit(f"parents of {query_folder.root}", work)
+        background.submit(f"parents of {places[0].where(name)}", work)
 
     def _finished(
         self,
-        query_folder: Folder,
-        siblings: Folder,
+        places: Sequence[Folder],
+        name: str,
         committed: Pointer,
         batches_retained: int,
         still_ours: Callable[[], None],
-        held: Callable[[Folder], bool],
+        held: Callable[[str], bool],
     ) -> bool:
         """Remove what may go; whether nothing is left."""
-        names = query_folder.child(PARENTS_FOLDER).names()
-        if not names:
+        query_folders = {it.child(name): it.child(name, PARENTS_FOLDER).names() for it in places}
+        query_folder = next((it for it, names in query_folders.items() if names), None)
+        if query_folder is None:
             return True
         noted: dict[int, int] = {}
-        for match in filter(None, map(_NOTE.fullmatch, names)):
+        for match in filter(None, map(_NOTE.fullmatch, query_folders[query_folder])):
             noted[int(match[1])] = max(int(match[2]), noted.get(int(match[1]), 0))
         retained = max(batches_retained, committed.retained)
-        if not may_remove(committed.heartbeats, retained, committed.buckets, noted) or held(query_folder):
+        if not may_remove(committed.heartbeats, retained, committed.buckets, noted) or held(name):
             return False
         left = False
-        for name in siblings.names():
-            if name == query_folder.name or first_folder(name) != first_folder(query_folder.name):
-                continue
-            old = siblings.child(name)
-            if self._is_written(old) or held(old):
-                left = True
-                continue
-            still_ours()
-            siblings.remove_tree(name)
-            _LOGGER.info("%s is removed: the query was rescaled, and goes on in %s", old.root, query_folder.root)
+        for place in places:
+            for other in place.names():
+                if other == name or first_folder(other) != first_folder(name):
+                    continue
+                old = place.child(other)
+                if self._is_written(old) or held(other):
+                    left = True
+                    continue
+                still_ours()
+                place.remove_tree(other)
+                _LOGGER.info("%s is removed: the query was rescaled, and goes on in %s", old.root, name)
         if left:
             return False
         still_ours()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +78,12 @@ class Origin:
         self._made: SealedFile | None = None
         self._making = threading.Lock()
         self._closed = threading.Event()
+        self._answered: Callable[[], None] = lambda: None
+
+    @property
+    def query_folder(self) -> Folder:
+        """Where its parents lie."""
+        return self._query_folder
 
     def is_there(self) -> bool:
         """Whether the bucket has parents.
@@ -98,6 +104,10 @@ class Origin:
     def restore(self) -> RestoreManager:
         """Reads it."""
         return _OriginRestore(self)
+
+    def tell(self, answered: Callable[[], None]) -> None:
+        """Call this once the parents' records were read, as their rows may be many."""
+        self._answered = answered
 
     # -- its one file ------------------------------------------------------------------------------
 
@@ -144,6 +154,7 @@ class Origin:
     def _make(self) -> SealedFile:
         self._raise_if_closed()
         parents = parents_in(self._query_folder, self._bucket_map, self._pointer.bucket)
+        self._answered()
         found = origin_of(parents, self._bucket_map, self._pointer.bucket)
         assert found is not None, "somebody asked for it by its name"
         if found != self._known:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from arrow_schemas.bucket_map import BucketMap
@@ -128,8 +128,14 @@ def has_parents(query_folder: Folder) -> bool:
     return any(_NAME.fullmatch(name) for name in query_folder.child(PARENTS_FOLDER).names())
 
 
-def note_parent(query_folder: Folder, parent: Parent) -> None:
+def note_parent(query_folder: Folder, parent: Parent) -> Parent:
     """Write down what a parent is, once its files are there.
+
+    Returns
+    -------
+    Parent
+        What is written down. Of one checkpoint it may name other files, where a snapshot has arrived since, or another
+        backend was asked: their state is the same.
 
     Raises
     ------
@@ -139,12 +145,22 @@ def note_parent(query_folder: Folder, parent: Parent) -> None:
         When the store fails.
     """
     folder, name, data = query_folder.child(PARENTS_FOLDER), _record_name(parent.bucket), parent.encode()
-    if not folder.create(name, data) and folder.get(name) != data:
+    if folder.create(name, data):
+        return parent
+    there = Parent.decode(folder.get(name), folder.where(name))
+    same_operator = there.operator_file.encode() == parent.operator_file.encode()
+    if not same_operator or _without_lineage(there.pointer) != _without_lineage(parent.pointer):
         raise LineageError(
             f"{folder.where(name)} is of another state than bucket {parent.bucket} is to be rescaled from: a first "
             "batch that failed began with that. Start the query again from where it was, or with a new "
             "checkpointLocation"
         )
+    return there
+
+
+def _without_lineage(pointer: Pointer) -> tuple[CheckpointRef | None, Pointer]:
+    """Where a pointer stands, whatever files lead there."""
+    return pointer.ref, replace(pointer, lineage=())
 
 
 def note_free(query_folder: Folder, bucket: int, heartbeats: int) -> None:

@@ -33,6 +33,7 @@ from spark_state_ext.errors import (
     StoreFullError,
 )
 from spark_state_ext.files.folder import Duplicable, Folder, Readable
+from spark_state_ext.files.readable import Answering
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
 from spark_state_ext.worker.threads import DaemonPool
 
@@ -50,6 +51,8 @@ class _Answering:
     def __init__(self, files: Readable, answered: Callable[[], None]) -> None:
         self._files = files
         self._answered = answered
+        if isinstance(files, Answering):
+            files.tell(answered)
 
     def where(self, name: str) -> str:
         return self._files.where(name)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+import rescaled_query
 from core_support import change_sets
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from reading_support import Job as OldJob
+from reading_support import operator_file
 from rescaled_query import Later, RescaledQuery, job_from
 from small_root import savepoint_of
 
@@ -20,14 +26,20 @@ from arrow_schemas import BucketMap
 from arrow_schemas.operator import operator_file_name
 from arrow_schemas.savepoint import CANONICAL, NATIVE
 from spark_state_ext import Savepoint, open_state
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit import cadence
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.rescale.finishing import may_remove
-from spark_state_ext.rescale.parents import PARENTS_FOLDER
+from spark_state_ext.rescale.finishing import Finishing, may_remove
+from spark_state_ext.rescale.origin import Origin, rows_of_parents
+from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, note_free, note_parent, parent_files
+from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.store import View
-from spark_state_ext.testing.model import KEYS, Model, Row, expired_in, model_of
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, expired_in, model_of
 from tests.helpers.soak import SOAK, examples
 
 COUNTS = st.integers(1, 64)
@@ -193,18 +205,23 @@ def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path:
     query = rescaled(tmp_path, old, BucketMap(5))
     query.start()
     parents = Path(query.folder.child(PARENTS_FOLDER).root)
+    # What was written before in a second backend, and another query's.
+    other = Folder(str(tmp_path / "other" / "counts"))
+    before, theirs = (other.child(f"{name}.r{12 * '0'}", "0") for name in (query.name, "theirs"))
+    for folder in (before, theirs):
+        folder.put("1_a.delta.arrow", b"")
 
     def turn() -> bool:
         """What the first bucket does in its turn; whether the parents are gone."""
         background = Later()
         query.finishing.in_turn(
-            query.folder,
-            Folder(query.job.options.root).child("counts"),
+            [Folder(query.job.options.root).child("counts"), other],
+            query.name,
             "plan",
             query.pointers[0],
             query.retained,
             lambda: None,
-            lambda folder: False,
+            lambda name: False,
             background,  # type: ignore[arg-type]
         )
         background.do()
@@ -231,6 +248,8 @@ def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path:
         batches += 1
     assert batches > 3 * query.retained
     assert parents.exists() is False
+    assert not before.names()
+    assert theirs.names()
     query.lose_disks()
     same(query)
 
@@ -257,3 +276,92 @@ def test_state_is_read_while_parents_are_needed(tmp_path: Path, old: OldJob) -> 
     shutil.rmtree(Path(query.folder.child(PARENTS_FOLDER).root))
     with open_state(query.folder.root, hold=False) as state, pytest.raises(MissingCheckpointError):
         state.scan().read_all()
+
+
+def test_a_backend_that_no_pointer_names_gets_all_of_it(tmp_path: Path, old: OldJob) -> None:
+    query = rescaled(tmp_path, old, BucketMap(5))
+    query.start()
+    query.batch({key: Row(1) for key in KEYS})
+    assert all(pointer.parents for pointer in query.pointers)
+    # The plan names another backend than the one so far, or that one was found to have lost files.
+    query.pointers = [replace(it, replication={"gone": next(iter(it.replication.values()))}) for it in query.pointers]
+    query.batch({KEYS[0]: Row(2)})
+    for pointer in query.pointers:
+        assert [is_complete(status) for status in pointer.replication.values()] == [True]
+    query.lose_disks()
+    shutil.rmtree(Path(query.folder.child(PARENTS_FOLDER).root))
+    query.pointers = [replace(it, parents=None) for it in query.pointers]
+    same(query)
+
+
+def test_a_parent_is_the_same_once_its_snapshot_has_arrived(tmp_path: Path, old: OldJob) -> None:
+    pointer = replace(old.pointers[-1][0], query_folder="query")
+    assert pointer.ref is not None
+    assert pointer.version > 1
+    source, target = old.folder.child("0"), Folder(str(tmp_path / "new"))
+    made = operator_file("counts", "query", 3)
+
+    def brought() -> Parent:
+        """What a call brings that looks now."""
+        files = parent_files(target, 0)
+        saved = save_bucket(pointer, sole_replica(source, tmp_path, source.root), files, NATIVE, SCHEMA, tmp_path).saved
+        return Parent(made, saved)
+
+    first = brought()
+    assert note_parent(target, first) == first
+    whole = save_bucket(
+        pointer, sole_replica(source, tmp_path, source.root), source, CANONICAL, SCHEMA, tmp_path
+    ).saved.files
+    pointer = replace(pointer, lineage=pointer.lineage[-1:])
+    second = brought()
+    assert second.saved.files == whole != first.saved.files
+    assert note_parent(target, second).encode() == first.encode()
+    files = parent_files(target, 0)
+    found = [model_of(rows_of_parents(files, it, 0, 1 << 32, SCHEMA, tmp_path)) for it in (first, second)]
+    assert found[0] == found[1]
+    assert found[0]
+
+
+def test_a_query_that_goes_back_under_the_same_plan_needs_its_parents_again(tmp_path: Path, old: OldJob) -> None:
+    query = rescaled(tmp_path, old, BucketMap(5))
+    query.start()
+    notes, finishing = query.folder.child(PARENTS_FOLDER), Finishing()
+    pointers = [replace(query.pointers[0], heartbeats=at) for at in range(10, 16)]
+    for at, committed in enumerate(pointers):
+        # Another process of the query has been further, and it goes back.
+        if at in (0, 3):
+            note_free(query.folder, 0, 15)
+        if at not in (2, 4):
+            finishing.noted(query.folder, "plan", committed, committed)
+            assert "0.free-15" not in notes.names()
+
+
+def test_rows_of_parents_may_take_longer_than_a_backend_may_be_silent(
+    tmp_path: Path, old: OldJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = rescaled(tmp_path, old, BucketMap(2))
+    query.start()
+    options, rows_of = CommitOptions(journal=False, commit_timeout_ms=400), Origin._rows
+
+    def slowly(origin: Origin, parents: list[Parent]) -> Iterator[pa.RecordBatch]:
+        """As on a large bucket."""
+        time.sleep(1)
+        yield from rows_of(origin, parents)
+
+    monkeypatch.setattr(Origin, "_rows", slowly)
+    monkeypatch.setattr(rescaled_query, "CommitContext", partial(CommitContext, options=options))
+    assert query.restored() == query.model
+
+
+def test_a_bucket_keeps_its_parents_when_the_backend_that_had_it_has_lost_it(tmp_path: Path, old: OldJob) -> None:
+    query = rescaled(tmp_path, old, BucketMap(5))
+    query.start()
+    begun = query.pointers[0]
+    (status,) = begun.replication.values()
+    lags, has_all = {"lags": status}, {"has all": replace(status, since=None)}
+    whole = replace(begun, replication=has_all | lags)
+    finishing, notes = Finishing(), query.folder.child(PARENTS_FOLDER)
+    assert finishing.noted(query.folder, "plan", whole, replace(begun, replication=lags)).parents == begun.parents
+    assert not [name for name in notes.names() if ".free-" in name]
+    assert finishing.noted(query.folder, "plan", whole, whole).parents is None
+    assert notes.exists(f"0.free-{begun.heartbeats}")

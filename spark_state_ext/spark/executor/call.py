@@ -20,6 +20,7 @@ from spark_state_ext.engine.aligned_timeouts import has_nothing_due, next_call_m
 from spark_state_ext.engine.bucket import CommitResult
 from spark_state_ext.engine.deferral import Partitioning, TaskEnd
 from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch
+from spark_state_ext.engine.folders import operator_folders
 from spark_state_ext.engine.housekeeping import CleanUps
 from spark_state_ext.engine.job import PANDAS, Job
 from spark_state_ext.engine.shared import Shared
@@ -194,7 +195,8 @@ class _BucketCall:
         started_s = time.perf_counter()
         folders = CallFolders.of(self._job)
         sorter = HashSorter(folders.scratch, HASH_COLUMN, self._job.options.memory_bytes_max)
-        move = self._rescales.of(self._job, self._info.bucket, self._info.stored)
+        tried = partial(retried, timeout_s=self._job.options.commit.commit_timeout_ms / 1000)
+        move: Move | None = tried(lambda: self._rescales.of(self._job, self._info.bucket, self._info.stored))
         if move is not None and self._moves(move, sorter, frames, folders):
             # The bucket is no more.
             return
@@ -235,7 +237,8 @@ class _BucketCall:
         with timing(self._call, "commit_ms"):
             made = self._committed(opened, clean_ups, rows, task_end, partitioning)
             pointer = erase_turn.marked(self._stamped(made.pointer, opened, work.threshold_ms()), erased)
-            pointer = self._finishing.noted(opened.files, self._job.plan_id, opened.pointer, pointer)
+            query_folder = opened.files if opened.origin is None else opened.origin.query_folder
+            pointer = self._finishing.noted(query_folder, self._job.plan_id, opened.pointer, pointer)
         opened.let_go()
         self._look_after(opened, folders, pointer, clean_ups, erase_turn)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
@@ -281,13 +284,13 @@ class _BucketCall:
         retained = self._task.batches_retained
         if clean_up_due(new.calls, 0, retained):
             self._finishing.in_turn(
-                opened.files,
-                folders.operator,
+                operator_folders(self._job),
+                opened.query_folder,
                 self._job.plan_id,
                 opened.pointer,
                 retained,
                 opened.leases.check,
-                lambda folder: bool(self._shared.holds.living(folder)),
+                lambda name: bool(self._shared.holds.living(folders.operator.child(name))),
                 self._shared.background,
             )
 

@@ -39,6 +39,7 @@ from spark_state_ext.files.operator_catalog import newest_operator
 from spark_state_ext.files.partition_files import record_assignment, refuse_assignment
 from spark_state_ext.ownership.lease_record import Claim
 from spark_state_ext.rescale.origin import Origin, origin_beside
+from spark_state_ext.rescale.parents import has_parents
 from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.key_work import Times
@@ -323,13 +324,15 @@ def _origin(job: Job, pointer: Pointer, schema: RowSchema, scratch: Path) -> Ori
     """What a rescaled bucket began with, as long as no backend has all of its state."""
     if pointer.parents is None:
         return None
-    backend = next((it for it in job.options.backends if it.kind == FSSPEC), None)
-    if backend is None:
+    backends = [it for it in job.options.backends if it.kind == FSSPEC]
+    if not backends:
         raise StateElsewhereError(
             f"bucket {pointer.bucket} of operator {job.operator!r} was rescaled, and has no snapshot of its own yet: "
             "keep the backend that has the old buckets' files until it has"
         )
-    folder = Folder(backend.root, backend.storage_options).child(job.operator, pointer.query_folder)
+    folders = [Folder(it.root, it.storage_options).child(job.operator, pointer.query_folder) for it in backends]
+    # They lie with the backend that came first when the query was rescaled.
+    folder = folders[0] if len(folders) == 1 else next(filter(has_parents, folders), folders[0])
     return Origin(folder, pointer, job.options.bucket_map, schema, scratch)
 
 
@@ -391,7 +394,7 @@ def _refuse_another_jobs(call: CallInfo, pointer: Pointer, files: Folder) -> Non
     job = call.job
     if pointer.buckets != job.options.buckets:
         stored = newest_operator(files)
-        if stored is not None:
+        if stored is not None and not (stored.bucket_map.by_hash and job.options.bucket_map.by_hash):
             # It knows what kind of buckets these are, and so says more.
             stored.refuse_other_map(job.options.bucket_map)
         raise BucketCountChangedError(

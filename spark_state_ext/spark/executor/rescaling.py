@@ -29,6 +29,7 @@ from spark_state_ext.errors import ChangedJobError, CorruptFileError, LineageErr
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.rescale.dividing import Division, begun_pointer, divided_pointer
 from spark_state_ext.rescale.folders import rescaled_folder
 from spark_state_ext.rescale.origin import Origin, origin_beside
@@ -78,6 +79,8 @@ class Rescales:
 
         Raises
         ------
+        LineageError
+            When Spark has no pointer of a bucket that had one: the query is another one than was read.
         MissingCheckpointError, CorruptFileError, StorageError
             When what the plan has written down cannot be read.
         """
@@ -90,6 +93,13 @@ class Rescales:
             return None
         if stored is not None and not plan.is_old(stored):
             return None
+        if stored is None and bucket < min(stored_map.buckets, asked.buckets):
+            # Of the query that was read each of these has one, before and after.
+            raise LineageError(
+                f"bucket {bucket} of operator {job.operator!r} has no state at this checkpointLocation, and has some "
+                f"at rescale={job.options.rescale!r}: rescale is for the query that has its checkpoint there. Leave it "
+                "out, and to begin a new query with that state give start_from=RetainedCheckpoint(…)"
+            )
         return Move(job, bucket, stored, plan)
 
     def _read(self, job: Job, file: str) -> _Plan:
@@ -107,6 +117,9 @@ class Rescales:
                 f"{notes.where(file)} has {len(captured.pointers)} of {operator_file.buckets} buckets. Plan the query "
                 "again."
             )
+        if operator_file.bucket_map == job.options.bucket_map:
+            # Nobody copies from there. Else a query that starts often would never be cleaned up.
+            Hold(old, captured.hold_id).release()
         plan = self._plans[file] = _Plan(captured, operator_file, old, notes, file)
         while len(self._plans) > self._MAX:
             self._plans.popitem(last=False)
@@ -248,9 +261,7 @@ class Move:
             saved = save_bucket(pointer, sources, target, NATIVE, old.row_schema(), scratch).saved
         finally:
             close_all(sources)
-        parent = Parent(old, saved)
-        note_parent(folder, parent)
-        return parent
+        return note_parent(folder, Parent(old, saved))
 
     def _origin(self, pointer: Pointer, scratch: Path) -> list[Origin]:
         """Of a bucket that was rescaled before, and has no snapshot of its own yet."""
