@@ -306,10 +306,11 @@ def _same_map(operator: str, stored: BucketMap, asked: BucketMap) -> None:
             f"operator {operator!r} has its state in buckets by source partition, and "
             f"{_other_partitions(stored, asked)}, or start from a new checkpoint location."
         )
+    mend = "rescale the query with rescale=<its checkpointLocation>, " if stored.by_hash and asked.by_hash else ""
     raise BucketMapChangedError(
         f"operator {operator!r} has its state in {stored} and the job asks for {asked}"
-        f"{', which begin elsewhere' if str(stored) == str(asked) else ''}: give bucket_by as it was, or start from a "
-        "new checkpoint location."
+        f"{', which begin elsewhere' if str(stored) == str(asked) else ''}: give bucket_by as it was, {mend}or start "
+        "from a new checkpoint location."
     )
 
 

@@ -135,6 +135,11 @@ class StateOptions:
             raise UsageError(f"rescale must be the query's checkpointLocation, not {self.rescale!r}")
         if self.commit.pointer_write != V2:
             raise UsageError(f"rescale needs pointer_write={V2!r}: older pointers cannot tell of a bucket's parents")
+        if self.commit.erase_window_ms is not None:
+            raise UsageError(
+                "rescale cannot go with erase_within_s: the old buckets' files keep bytes of removed keys until no "
+                "batch that Spark retains needs them. Leave it out until the query has removed its old folder"
+            )
         if self.backends and all(backend.kind != FSSPEC for backend in self.backends):
             raise UsageError(
                 "rescale needs a backend that is a file system, such as 'fsspec', for the old buckets' files"

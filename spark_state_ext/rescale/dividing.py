@@ -25,7 +25,10 @@ from spark_state_ext.savepoints.copying import copied
 from spark_state_ext.savepoints.starting import Beginning, Begun, Starts
 from spark_state_ext.savepoints.taking import save_bucket
 
-__all__ = ["Division", "DividingStarts", "begun_pointer", "combined_pointer", "divided_pointer"]
+__all__ = ["RESCALE", "Division", "DividingStarts", "begun_pointer", "combined_pointer", "divided_pointer"]
+
+# Kind of the record of a query's start, where it was rescaled in place.
+RESCALE = "rescale"
 
 
 def combined_pointer(operator: str, bucket_map: BucketMap, bucket: int, parents: Sequence[Parent]) -> Pointer:
@@ -134,6 +137,10 @@ class Division(Beginning):
         """The saved buckets that it is made of."""
         return self.saved
 
+    def leaves_behind(self, job: Job) -> bool:
+        """As for `Beginning`; a query that is rescaled in place leaves nothing behind."""
+        return self.record.kind != RESCALE and super().leaves_behind(job)
+
     def begins(self, job: Job, query_folder: str) -> OperatorFile:
         """The first operator file of the query, which has the job's bucket map.
 
@@ -199,6 +206,12 @@ class DividingStarts(Starts):
         operator_file.with_map(asked).begins(
             job.operator_file(""), leave_behind=True, case_sensitive=job.case_sensitive
         )
+        if job.options.commit.erase_window_ms is not None:
+            raise UsageError(
+                f"operator {job.operator!r} has {asked}, and what it starts from {stored}: that cannot go with "
+                "erase_within_s, as the old buckets' files keep bytes of removed keys for a while. Leave it out until "
+                "the query has removed them"
+            )
         parts = tuple(saved(number) for number in asked.overlapping(stored, bucket))
         first = parts[0]
         if first.captured is not None and first.record.mode == CLAIM:

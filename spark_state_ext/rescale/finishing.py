@@ -17,6 +17,7 @@ from dataclasses import replace
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.replication import needs_parents
 from spark_state_ext.errors import OwnershipError, StateError
+from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.ownership.lease_log import LeaseLog
@@ -46,6 +47,20 @@ def may_remove(heartbeats: int, batches_retained: int, buckets: int, noted: dict
     """
     whole = noted.keys() >= set(range(buckets))
     return whole and max(noted.values()) < heartbeats - recent_heartbeats(batches_retained)
+
+
+def _has_waiting_requests(query_folder: Folder) -> bool:
+    """Whether somebody has asked for keys to be erased in a query folder that is to go, and nobody has done so."""
+    numbers = EraseFolder(query_folder).numbers()
+    waiting = sorted(numbers.requests - numbers.done)
+    if waiting:
+        _LOGGER.warning(
+            "%s is not removed, as erase request %d there came while the query was rescaled: ask again, which asks the "
+            "query's new folder too, and withdraw that one",
+            query_folder.root,
+            waiting[0],
+        )
+    return bool(waiting)
 
 
 class Finishing:
@@ -158,6 +173,10 @@ class Finishing:
         query_folder = next((it for it, names in query_folders.items() if names), None)
         if query_folder is None:
             return True
+        if all(map(_NOTE.fullmatch, query_folders[query_folder])):
+            # Somebody was stopped who removed all else.
+            query_folder.remove_tree(PARENTS_FOLDER)
+            return True
         noted: dict[int, int] = {}
         for match in filter(None, map(_NOTE.fullmatch, query_folders[query_folder])):
             noted[int(match[1])] = max(int(match[2]), noted.get(int(match[1]), 0))
@@ -170,7 +189,7 @@ class Finishing:
                 if other == name or first_folder(other) != first_folder(name):
                     continue
                 old = place.child(other)
-                if self._is_written(old) or held(other):
+                if self._is_written(old) or held(other) or _has_waiting_requests(old):
                     left = True
                     continue
                 still_ours()
@@ -179,6 +198,10 @@ class Finishing:
         if left:
             return False
         still_ours()
+        # The notes last: without them nobody would know that the others may go.
+        for it in query_folders[query_folder]:
+            if not _NOTE.fullmatch(it):
+                query_folder.child(PARENTS_FOLDER).remove_tree(it)
         query_folder.remove_tree(PARENTS_FOLDER)
         _LOGGER.info("%s needs nothing any more of what it was rescaled from", query_folder.root)
         return True

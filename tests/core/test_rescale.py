@@ -23,6 +23,7 @@ from rescaled_query import Later, RescaledQuery, job_from
 from small_root import savepoint_of
 
 from arrow_schemas import BucketMap
+from arrow_schemas.erase import EraseRequest
 from arrow_schemas.operator import operator_file_name
 from arrow_schemas.savepoint import CANONICAL, NATIVE
 from spark_state_ext import Savepoint, open_state
@@ -32,7 +33,8 @@ from spark_state_ext.commit import cadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.errors import MissingCheckpointError
+from spark_state_ext.errors import MissingCheckpointError, UsageError
+from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.finishing import Finishing, may_remove
 from spark_state_ext.rescale.origin import Origin, rows_of_parents
@@ -365,3 +367,60 @@ def test_a_bucket_keeps_its_parents_when_the_backend_that_had_it_has_lost_it(tmp
     assert not [name for name in notes.names() if ".free-" in name]
     assert finishing.noted(query.folder, "plan", whole, whole).parents is None
     assert notes.exists(f"0.free-{begun.heartbeats}")
+
+
+def test_what_cannot_keep_its_promise_is_refused(tmp_path: Path, old: OldJob) -> None:
+    query = rescaled(tmp_path, old, BucketMap(5))
+    options = query.job.options
+    strict = replace(options, commit=replace(options.commit, erase_window_ms=600_000, journal=False))
+    query.job = replace(query.job, options=strict)
+    with pytest.raises(UsageError, match="cannot go with erase_within_s"):
+        query.start()
+    with pytest.raises(UsageError, match="rescale cannot go with erase_within_s"):
+        replace(strict, start_from=None, rescale="/checkpoint")
+
+
+def test_an_old_folder_stays_while_somebody_waits_for_it(tmp_path: Path, old: OldJob) -> None:
+    """Somebody asked for keys to be erased in the midst of a rescaling. And a removal that was stopped goes on."""
+    query = rescaled(tmp_path, old, BucketMap(2))
+    query.name = "query.r0123456789ab"
+    query.start()
+    operator = Folder(query.job.options.root).child("counts")
+    before = operator.child("query")
+    request = EraseFolder(before)
+    nothing = pa.RecordBatch.from_arrays(
+        [pa.array([], field.type) for field in SCHEMA.keys], schema=pa.schema(list(SCHEMA.keys))
+    )
+    request.add(EraseRequest("ab" * 16, "counts", 1, nothing, "0"))
+    notes = query.folder.child(PARENTS_FOLDER)
+    for bucket in range(2):
+        notes.create(f"{bucket}.free-1", b"")
+    pointer = replace(query.pointers[0], heartbeats=100)
+
+    def turn() -> None:
+        background = Later()
+        query.finishing.in_turn(
+            [operator],
+            query.name,
+            "plan",
+            pointer,
+            query.retained,
+            lambda: None,
+            lambda name: False,
+            background,  # type: ignore[arg-type]
+        )
+        background.do()
+
+    for _ in range(3):
+        turn()
+    assert "query" in operator.names()
+    assert len(notes.names()) > 2
+    request.files.remove("00000001.keys.arrow")
+    turn()
+    assert operator.names() == [query.name]
+    assert notes.names() == []
+    for bucket in range(2):
+        notes.create(f"{bucket}.free-1", b"")
+    query.finishing = Finishing()
+    turn()
+    assert notes.names() == []

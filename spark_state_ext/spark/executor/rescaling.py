@@ -30,7 +30,7 @@ from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from spark_state_ext.ownership.holds import Hold
-from spark_state_ext.rescale.dividing import Division, begun_pointer, divided_pointer
+from spark_state_ext.rescale.dividing import RESCALE, Division, begun_pointer, divided_pointer
 from spark_state_ext.rescale.folders import rescaled_folder
 from spark_state_ext.rescale.origin import Origin, origin_beside
 from spark_state_ext.rescale.parents import Parent, note_parent, parent_files, parent_of
@@ -236,7 +236,7 @@ class Move:
 
     def _record(self) -> StartRecord:
         old = self.plan.old_folder.root
-        return StartRecord("rescale", old, "", self.plan.captured.batch, NO_CLAIM, self.job.operator)
+        return StartRecord(RESCALE, old, "", self.plan.captured.batch, NO_CLAIM, self.job.operator)
 
     @property
     def _backend(self) -> Backend:
