@@ -147,8 +147,12 @@ def _killed(hanging: Query, log: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "m"), [(3, 8), (96, 64), (64, 1)] if SOAK else [(3, 8), (7, 2)])
-@pytest.mark.parametrize("hang", [IN_A_TASK, AFTER_ITS_TASKS])
+@pytest.mark.parametrize(
+    ("n", "m", "hang"),
+    [(*numbers, hang) for numbers in ((3, 8), (96, 64), (64, 1)) for hang in (IN_A_TASK, AFTER_ITS_TASKS)]
+    if SOAK
+    else [(3, 8, IN_A_TASK), (7, 2, AFTER_ITS_TASKS)],
+)
 def test_killed_in_its_midst_and_gone_on_with_either_number(
     spark: Any, tmp_path: Path, n: int, m: int, hang: str
 ) -> None:
@@ -231,7 +235,7 @@ def _outputs(spark: Any, operator: str, folder: Path, numbers: tuple[int, int], 
     return batches
 
 
-@pytest.mark.parametrize("numbers", [(3, 8), (8, 3)], ids=str)
+@pytest.mark.parametrize("numbers", [(3, 8), (8, 3)] if SOAK else [(8, 3)], ids=str)
 def test_timeouts_and_batches_without_data(spark: Any, tmp_path: Path, numbers: tuple[int, int]) -> None:
     """As Spark's own operator has them, batch by batch; also where the first batch after the restart has no data."""
     parts = [
