@@ -146,6 +146,7 @@ def test_a_page_runs_as_pasted(
     if ("take_savepoint" in code or "import_native" in code) and SPARK < (4, 0):
         pytest.skip("PySpark 3.5 has no reader of state")
     spark = request.getfixturevalue("spark") if "SparkSession" in code else None
+    partitions = None if spark is None else spark.conf.get("spark.sql.shuffle.partitions")
     queries = request.getfixturevalue("waited")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -161,7 +162,7 @@ def test_a_page_runs_as_pasted(
         if spark is not None:
             disable(spark)
             # The session is that of other tests, too.
-            spark.conf.unset("spark.sql.shuffle.partitions")
+            spark.conf.set("spark.sql.shuffle.partitions", partitions)
     assert [query.exception() for query in queries if query.exception()] == []
     if page == ROOT / "README.md":
         # The second snippet goes on with the query of the first.

@@ -25,7 +25,6 @@ from wide_savepoint import KEYS as WIDE_KEYS
 from wide_savepoint import WIDE, rows_of, wide_rows, wide_savepoint
 
 from arrow_schemas import BucketMap
-from arrow_schemas.bucket_map import PARTITION
 from arrow_schemas.lineage import SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.savepoint import CANONICAL, NATIVE, SavedBucket, SavepointHeader, SavepointManifest
 from spark_state_ext import Savepoint, erase_history, open_state, rescale_savepoint, savepoint_tables
@@ -438,14 +437,14 @@ def with_operator(savepoint: Folder, **fields: Any) -> None:
 def test_what_cannot_be_asked_for(savepoint: Folder, tmp_path: Path) -> None:
     to = tmp_path / "to"
     refused(savepoint, to, UsageError, "has 3 buckets already: there is nothing to do", bucket_map=BucketMap(3))
-    refused(savepoint, to, UsageError, "to a BucketMap of hashes, and not", bucket_map=BucketMap(2, PARTITION))
+    refused(savepoint, to, UsageError, "to a BucketMap of hashes, and not", bucket_map=BucketMap.of_partitions({"": 2}))
     refused(savepoint, to, UsageError, "from 1 to 32768, not 40000", bucket_map=BucketMap(40_000))
     with pytest.raises(UsageError, match="has no operator 'sums'; it has counts"):
         rescale_savepoint(savepoint.root, str(to), BucketMap(2), operator="sums")
     with pytest.raises(UsageError, match="must be a URL or an absolute path"):
         rescale_savepoint(savepoint.root, "to", BucketMap(2))
     refused(Folder(str(tmp_path / "nothing")), to, MissingCheckpointError, "there is no savepoint at")
-    with_operator(savepoint, mapped=BucketMap(3, PARTITION))
+    with_operator(savepoint, mapped=BucketMap.of_partitions({"": 3}))
     refused(savepoint, to, UsageError, "has 3 buckets by source partition: no hash tells the bucket of its keys")
     assert not to.exists()
 

@@ -54,11 +54,12 @@ def test_the_state_of_sparks_own_operators_is_not_in_it_and_that_is_said(
     assert "are Spark's own: dedupe" in said
 
 
-def test_another_number_of_buckets_is_told_as_such(spark: Any, tmp_path: Path) -> None:
+def test_what_is_claimed_keeps_its_number_of_buckets(spark: Any, tmp_path: Path) -> None:
     old = Query(spark, tmp_path / "old").run(FIRST)
-    start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint))
-    with pytest.raises(StreamingQueryException, match="BucketCountChangedError"):
-        Query(spark, tmp_path / "new", start_from=start, buckets=7).run(NEXT)
+    root = str(tmp_path / "old" / "root")
+    start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
+    with pytest.raises(StreamingQueryException, match="what is claimed is gone on with as it is"):
+        Query(spark, tmp_path / "new", root=root, start_from=start, buckets=7).run(NEXT)
 
 
 def test_what_cannot_be_captured_is_said_when_the_query_is_planned(
