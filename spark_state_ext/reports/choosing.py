@@ -29,10 +29,10 @@ __all__ = [
 
 # From benchmarks/results/buckets.json, the small state: a batch with one bucket, Spark's own part included; and what
 # one more bucket adds on one core to a batch, to the first batch of a new worker, and to one without local stores.
-BATCH_S = 0.28
-BUCKET_BATCH_S = 0.0226
-BUCKET_OPEN_S = 0.029
-BUCKET_RESTORE_S = 0.061
+BATCH_S = 0.31
+BUCKET_BATCH_S = 0.0089
+BUCKET_OPEN_S = 0.0105
+BUCKET_RESTORE_S = 0.0195
 # From benchmarks/results/restore.json: a core that restores from a root on a local disk. Another store gives what it
 # and the network give.
 RESTORE_BYTES_PER_S = 1.7e9
