@@ -49,7 +49,7 @@ _RESCALE_KINDS = {
     "zombie": 2,
     "gap": 2,
     "restart": 2,
-    "rescale": 4,
+    "rescale": 6,
     "killed": 2,
 }
 
@@ -131,7 +131,7 @@ def rescale_histories(**fixed: Any) -> st.SearchStrategy[History]:
         st.sampled_from([RESCALE_STEPS.index(kind) for kind in kinds]),
         st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES),
     )
-    steps = st.sampled_from([6, 12, 24]).flatmap(
+    steps = st.sampled_from([8, 16, 32]).flatmap(
         lambda n: st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=n, max_size=n)
     )
     return st.builds(History, st.builds(RescaleConfig, **drawn), steps.map(tuple))

@@ -117,10 +117,16 @@ class MovedMade(Made):
         What Spark had handed to it.
     changes
         By new bucket.
+    groups
+        Partitions of which its task succeeded.
+    plan_id
+        Of the query as it was planned.
     """
 
     handed_out: Partition = field(default_factory=dict)
     changes: Mapping[int, Changes] = field(default_factory=dict)
+    groups: frozenset[int] = frozenset()
+    plan_id: str = ""
 
 
 def only(made: Made, labels: Iterable[int]) -> Made:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
@@ -50,11 +50,11 @@ from sim_rescale_savepoints import save_and_start
 from sim_savepoints import in_turn
 from sim_search import replaced
 from sim_spark import Made
-from sim_stores import Fault
+from sim_stores import DiedError, Fault
 from sim_world import DEFAULT, EXECUTORS, STARTS_MAX, World, lived
 from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Yard
 
-from arrow_schemas import BucketMap
+from arrow_schemas import BucketMap, CheckpointRef
 from arrow_schemas.operator import OperatorFile, operator_file_name
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.replication import Restorable, is_complete
@@ -67,7 +67,9 @@ from spark_state_ext.engine.shared import Shared
 from spark_state_ext.errors import LineageError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER, OperatorCatalog
+from spark_state_ext.rescale.folders import rescaled_folder
 from spark_state_ext.rescale.origin import Origin
+from spark_state_ext.rescale.parents import parent_of
 from spark_state_ext.restore import needed
 from spark_state_ext.savepoints.captured import Captured, captured_name
 from spark_state_ext.spark.executor.rescaling import Move, Rescales
@@ -75,7 +77,7 @@ from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.worker import Worker
 from tests.helpers.jobs import job_of
 
-__all__ = ["RESCALE_STEPS", "RescaleWorld", "simulate_rescales"]
+__all__ = ["RESCALE_STEPS", "RescaleWorld", "beside_rescaling", "simulate_rescales"]
 
 RESCALE_STEPS = (
     "batch",  # as in `sim_world`, each
@@ -91,6 +93,10 @@ RESCALE_STEPS = (
     "killed",  # attempts at the next batch, and then the driver dies
     "savepoint",  # somebody takes one, and another query starts from it
 )
+
+
+# A variant may put something else in its place.
+_overlapping = BucketMap.overlapping
 
 
 class _RefusedError(Exception):
@@ -138,6 +144,12 @@ class RescaleWorld(World):
         # Attempts that succeeded while another one stood still.
         self._beside: list[tuple[int, Made]] = []
         self._origins: list[Origin] = []
+        # What plans know of the old buckets: read when the query was planned, and noted since.
+        self._known: dict[str, dict[int, Pointer]] = {}
+        # And where their attempts that moved the state began.
+        self._handed_out_to: dict[str, dict[int, set[CheckpointRef | None]]] = {}
+        # The model by checkpoint, whatever else pointers say.
+        self._states: dict[CheckpointRef, Model] = {}
         self._alone = self._nested = False
         self._plans, self._markers, self.savepoints = itertools.count(1), itertools.count(1), itertools.count(1)
         super().__init__(config, built, self.yard.name)
@@ -224,6 +236,7 @@ class RescaleWorld(World):
             return job
         self.counted["plans that rescale"] += 1
         pointers = {bucket: held.pointer for bucket, held in self.spark.at(self.batch).items()}
+        self._known[plan_id] = pointers
         name = captured_name(number, plan_id)
         captured = Captured(OPERATOR, self.batch, (), "", 0, dict(sorted(pointers.items())))
         self.operator.child(STARTING_FOLDER).put(name, captured.encode())
@@ -244,6 +257,12 @@ class RescaleWorld(World):
         self._begin_anew(numbers)
         others = [count for count in COUNTS if count != self.count]
         self._starts(others[numbers.below(len(others))])
+        # What comes between the plan and the first batch with data.
+        after = numbers.below(4)
+        if after == 0:
+            self._gap(numbers)
+        elif after == 1:
+            self._zombie(numbers)
 
     def _begin_anew(self, numbers: Numbers) -> None:
         """The query ends and starts again where it was; processes may live on."""
@@ -297,7 +316,9 @@ class RescaleWorld(World):
         partition = self._handed_out(executor, batch)
         bucket_map = self.job.options.bucket_map if heartbeat else BucketMap(_count(partition))
         calls: dict[int, Call] = {}
-        for bucket in range(bucket_map.buckets):
+        # Tasks run side by side, so that any label's call may come first.
+        begins = numbers.below(bucket_map.buckets)
+        for bucket in (*range(begins, bucket_map.buckets), *range(begins)):
             held = partition.get(bucket)
             if not heartbeat and (held is None or held.due_ms is None or held.due_ms >= now_ms):
                 continue
@@ -344,26 +365,69 @@ class RescaleWorld(World):
                 # What a run that is over has in memory, the next one does not go on from.
                 executor.loaded = {b: it for b, it in executor.loaded.items() if before.get(b) is it}
 
-    def _run_moving(self, attempt: PlannedAttempt, fault: Fault | None, numbers: Numbers, zombie: bool) -> Made | None:
-        bucket_map, handed_out = attempt.planned.options.bucket_map, attempt.partition
-        total = whole(self.models[held.pointer.encode()] for held in handed_out.values())
-        marker = next(self._markers)
-        partition = {}
-        for bucket in range(bucket_map.buckets):
-            stateless = Pointer(OPERATOR, bucket, bucket_map.buckets, 0, -1, None, calls=marker)
-            self.models[stateless.encode()] = of_bucket(total, bucket_map, bucket)
-            partition[bucket] = Held(stateless)
-        made = super()._run(replace(attempt, partition=partition, handed_out=handed_out), fault, numbers, zombie)
-        if made is None:
+    def _run_moving(
+        self, attempt: PlannedAttempt, fault: Fault | None, numbers: Numbers, zombie: bool
+    ) -> MovedMade | None:
+        """A task for each partition: some may succeed and others fail."""
+        handed_out, executor, at = attempt.partition, self.executors[attempt.executor], attempt.batch
+        seen = self._handed_out_to.setdefault(attempt.planned.plan_id, {})
+        for bucket, held in handed_out.items():
+            seen.setdefault(bucket, set()).add(held.pointer.ref)
+        before, owner = executor.loaded.get(at), executor.uploads.owner
+        made: dict[int, Made] = {}
+        for number in range(self.config.partitions):
+            calls = {b: call for b, call in attempt.calls.items() if b % self.config.partitions == number}
+            task = replace(attempt, calls=calls, partition=self._stateless(attempt, calls), handed_out=handed_out)
+            try:
+                ended = self._ended(task, number)
+                if attempt.cleans:
+                    self._give(task, ended, numbers)
+                done = super()._run(task, fault, numbers, zombie)
+                if done is not None and not attempt.cleans:
+                    self._give(task, ended, numbers)
+            except _RefusedError:
+                self.counted["calls refused"] += 1
+            except _FailedError:
+                pass
+            except DiedError:
+                executor.die()
+            else:
+                if done is not None:
+                    made[number] = replace(done, called=done.called | {*ended}, removed=frozenset(ended))
+        whole_attempt = len(made) == self.config.partitions and executor.uploads.owner == owner
+        partition = {b: held for task in made.values() for b, held in task.partition.items()}
+        if executor.uploads.owner == owner and (whole_attempt or before is not None):
+            executor.load(at, partition if whole_attempt or before is None else before)
+        else:
+            executor.loaded.pop(at, None)
+        if not made:
             return None
         self.counted["moves"] += 1
         return MovedMade(
-            made.partition,
-            made.called | handed_out.keys(),
-            frozenset(handed_out) - frozenset(made.partition),
+            partition,
+            frozenset().union(*(task.called for task in made.values())),
+            frozenset().union(*(task.removed for task in made.values())),
             handed_out,
             {bucket: call.changes for bucket, call in attempt.calls.items()},
+            frozenset(made),
+            attempt.planned.plan_id,
         )
+
+    def _ended(self, task: PlannedAttempt, number: int) -> list[int]:
+        """Labels of a partition that are no more."""
+        assert task.handed_out is not None
+        count = task.planned.options.buckets
+        return [b for b in sorted(task.handed_out) if b >= count and b % self.config.partitions == number]
+
+    def _stateless(self, attempt: PlannedAttempt, buckets: Iterable[int]) -> dict[int, Held]:
+        """In the place of pointers that buckets have not yet."""
+        count, marker = attempt.planned.options.buckets, next(self._markers)
+        made = {}
+        for bucket in buckets:
+            pointer = Pointer(OPERATOR, bucket, count, 0, -1, None, calls=marker)
+            self.models[pointer.encode()] = {}
+            made[bucket] = Held(pointer)
+        return made
 
     def _call(
         self, attempt: Attempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
@@ -375,27 +439,28 @@ class RescaleWorld(World):
         if number == 0 and pointer.batch >= 0:
             self.finish(attempt.planned, self.operator.child(pointer.query_folder), pointer)
         made = super()._call(attempt, number, run, fault, numbers)
+        self._note_state(made[0].pointer, pointer, attempt.calls[number])
         move = self._process(self.executors[attempt.executor]).rescales.of(attempt.planned, number, pointer)
         if move is not None:
             # The batch has no data, and goes on as before.
             move.note(made[0].pointer)
+            self._known[attempt.planned.plan_id][number] = made[0].pointer
             self.counted["pointers noted"] += 1
         return made
+
+    def _note_state(self, made: Pointer, before: Pointer, call: Call) -> None:
+        if made.ref is not None:
+            self._states[made.ref] = changed(self.models[before.encode()], call.changes)
 
     def _first_call(
         self, attempt: PlannedAttempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
     ) -> tuple[CommitResult, Committer]:
-        assert attempt.handed_out is not None
-        ended = sorted(attempt.handed_out.keys() - attempt.partition.keys())
-        begins, at = min(attempt.calls), min(attempt.calls) if attempt.cleans else max(attempt.calls)
-        if number == at == begins:
-            self._give(attempt, ended, numbers)
-        begun = self._begun(attempt, number, numbers)
-        self.models[begun.encode()] = self.models[attempt.partition[number].pointer.encode()]
+        begun, model = self._begun(attempt, number, numbers)
+        stateless = attempt.partition[number].pointer
+        self.models[begun.encode()] = self.models[stateless.encode()] = model
         partition = {**attempt.partition, number: Held(begun)}
         made = super()._call(replace(attempt, partition=partition), number, run, fault, numbers)
-        if number == at != begins:
-            self._give(attempt, ended, numbers)
+        self._note_state(made[0].pointer, begun, attempt.calls[number])
         return made
 
     def _give(self, attempt: PlannedAttempt, ended: Sequence[int], numbers: Numbers) -> None:
@@ -404,8 +469,11 @@ class RescaleWorld(World):
             with self._troubled(attempt, numbers):
                 self._move(attempt, bucket).give(Shared.of(Worker.current()).replicas, self.folder)
 
-    def _begun(self, attempt: PlannedAttempt, number: int, numbers: Numbers) -> Pointer:
-        """As `call._moves` and `opening.open_bucket`, but for the lease."""
+    def _begun(self, attempt: PlannedAttempt, number: int, numbers: Numbers) -> tuple[Pointer, Model]:
+        """As `call._moves` and `opening.open_bucket`, but for the lease; with the state of what was brought.
+
+        Whether that is what Spark hands out is seen when all tasks are over.
+        """
         assert attempt.handed_out is not None
         job, catalog = attempt.planned, self._process(self.executors[attempt.executor]).catalog
         with self._troubled(attempt, numbers):
@@ -414,13 +482,16 @@ class RescaleWorld(World):
             wanted = move.beginning().begins(job, move.folder)
             operator = catalog.admit(self.operator, wanted, False, with_state=True)
             begun = replace(move.begun(replicas, self.folder).pointer, schema_id=operator.schema_id)
-        stored = BucketMap(_count(attempt.handed_out))
-        parents = [attempt.handed_out[it].pointer for it in job.options.bucket_map.overlapping(stored, number)]
+        stored, bucket_map = BucketMap(_count(attempt.handed_out)), job.options.bucket_map
+        overlapping = _overlapping(bucket_map, stored, number)
+        parents = [attempt.handed_out[it].pointer for it in overlapping]
         due = [it.earliest_timeout_ms for it in parents if it.earliest_timeout_ms is not None]
         if due and (begun.earliest_timeout_ms is None or begun.earliest_timeout_ms > min(due)):
             raise WrongStateError(f"bucket {number} begins without the timeouts that are due at {min(due)}")
         self.counted["parents without a snapshot of their own"] += any(it.parents is not None for it in parents)
-        return begun
+        brought = [parent_of(self.operator.child(move.folder), it) for it in overlapping]
+        refs = [it.pointer.ref for it in brought if it is not None]
+        return begun, of_bucket(whole(self._states[ref] for ref in refs if ref is not None), bucket_map, number)
 
     def _move(self, attempt: PlannedAttempt, bucket: int) -> Move:
         assert attempt.handed_out is not None
@@ -436,14 +507,14 @@ class RescaleWorld(World):
         """What a call does may stop, fail or die at any change to a file."""
         trap = None
         if not self._calm and not self._nested:
-            happens = numbers.below(12)
-            kinds = {0: "dies", 1: "fails", 2: "waits", 3: "waits"}
-            if happens in kinds:
-                trap = Trap(numbers.below(8), kinds[happens], lambda: self._meanwhile(attempt, numbers))
+            happens = ("dies", "fails", *["waits"] * 4, *[""] * 6)[numbers.below(12)]
+            if happens:
+                trap = Trap(numbers.below(6), happens, lambda: self._meanwhile(attempt, numbers))
         try:
             with trapped(trap) if trap else nullcontext():
                 yield
         except LineageError as error:
+            self._check_refused(attempt, error)
             raise _RefusedError from error
         except StorageError as error:
             raise _FailedError from error
@@ -478,14 +549,13 @@ class RescaleWorld(World):
         self.spark.overwrite(attempt.batch, only(made, labels))
 
     def _commit(self, batch: int, done: Sequence[Made], numbers: Numbers) -> None:
-        done = [*(made for of, made in self._beside if of == batch), *done]
+        done = self._complete(batch, [*(made for of, made in self._beside if of == batch), *done], numbers)
         self._beside.clear()
-        chosen = [self._chosen(done, numbers) for _ in range(self.config.partitions)]
-        labels = {bucket for made in done for bucket in (*made.called, *made.partition)}
-        parts = [
-            only(made, {bucket for bucket in labels if bucket % self.config.partitions == at})
-            for at, made in enumerate(chosen)
-        ]
+        parts = []
+        for number in range(self.config.partitions):
+            made = self._chosen([it for it in done if number in _groups(it, self.config.partitions)], numbers)
+            labels = made.called | made.partition.keys()
+            parts.append(only(made, {bucket for bucket in labels if bucket % self.config.partitions == number}))
         self._check_moved(batch, parts)
         self.spark.times_ms[batch] = self.planned[batch][1]
         self.spark.commit(
@@ -496,6 +566,16 @@ class RescaleWorld(World):
                 frozenset().union(*(part.removed for part in parts)),
             ),
         )
+
+    def _complete(self, batch: int, done: list[Made], numbers: Numbers) -> list[Made]:
+        """Attempts of the query as it was planned last, of which some task of each partition succeeded."""
+        number = self.config.partitions
+        mine = [it for it in done if not isinstance(it, MovedMade) or it.plan_id == self.job.plan_id]
+        if {group for it in mine for group in _groups(it, number)} == set(range(number)):
+            return mine
+        heartbeat, now_ms = self.planned[batch]
+        made = self._surely(self._attempt(numbers.below(EXECUTORS), batch, heartbeat, now_ms, numbers), numbers)
+        return self._complete(batch, [*mine, made], numbers)
 
     def _chosen(self, done: Sequence[Made], numbers: Numbers) -> Made:
         if self.config.checkpoint_v2:
@@ -518,12 +598,26 @@ class RescaleWorld(World):
         }
         total = whole(self.models[held.pointer.encode()] for held in handed_out.values())
         self.counted["batches that moved the state"] += 1
+        self.counted["moved by several attempts"] += len({id(part.handed_out) for part in moved}) > 1
         for part in moved:
             for bucket, held in part.partition.items():
                 before = of_bucket(total, BucketMap(held.pointer.buckets), bucket)
                 expected, found = changed(before, dict(part.changes[bucket])), self.models[held.pointer.encode()]
                 if found != expected:
                     raise WrongStateError(f"batch {batch} moved {found} to bucket {bucket}, and should have {expected}")
+
+    def _check_refused(self, attempt: PlannedAttempt, error: LineageError) -> None:
+        """Whoever is refused was handed out something else than what the plan knows, or than another attempt was."""
+        assert attempt.handed_out is not None
+        job = attempt.planned
+        known, seen = self._known[job.plan_id], self._handed_out_to[job.plan_id]
+        folder = self.operator.child(rescaled_folder("q0", job.plan_id))
+        for bucket, held in attempt.handed_out.items():
+            there = parent_of(folder, bucket)
+            others = there is not None and there.pointer.ref in seen[bucket] - {known[bucket].ref}
+            if others or held.pointer.ref != known[bucket].ref:
+                return
+        raise WrongStateError(f"a call is refused that goes on from what its plan knows: {error}") from error
 
     def _check_drawn(self, partition: Partition, batch: int) -> None:
         """Each key is in its bucket, and every bucket is there."""
@@ -572,11 +666,21 @@ class RescaleWorld(World):
                 raise WrongStateError(f"bucket {held.pointer.bucket} still needs {held.pointer.parents}")
 
 
+def _groups(made: Made, partitions: int) -> frozenset[int]:
+    """Partitions of which an attempt's task succeeded."""
+    return made.groups if isinstance(made, MovedMade) else frozenset(range(partitions))
+
+
 def _count(partition: Partition) -> int:
     counts = {held.pointer.buckets for held in partition.values()}
     if len(counts) != 1:
         raise WrongStateError(f"the state is of {counts} buckets")
     return counts.pop()
+
+
+def beside_rescaling(built: Built) -> AbstractContextManager[None]:
+    """What is put in the place of threads, of folders' methods, and of what is broken."""
+    return replaced([*traps(), (needed, "side_by_side", in_turn), *built.patches])
 
 
 def simulate_rescales(history: History, built: Built = DEFAULT) -> RescaleWorld:
@@ -591,6 +695,6 @@ def simulate_rescales(history: History, built: Built = DEFAULT) -> RescaleWorld:
     """
     assert isinstance(history.config, RescaleConfig)
     world = RescaleWorld(history.config, built)
-    with replaced([*traps(), (needed, "side_by_side", in_turn), *built.patches]):
+    with beside_rescaling(built):
         lived(world, history, replace(built, patches=()))
     return world
