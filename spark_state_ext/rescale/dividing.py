@@ -134,8 +134,7 @@ class Division(Beginning):
         parents = []
         for part, of_one in zip(self.saved, replicas, strict=True):
             parent = Parent(self.operator_file, _brought(part, folder, of_one, scratch))
-            note_parent(folder, parent)
-            parents.append(parent)
+            parents.append(note_parent(folder, parent))
         return Begun(divided_pointer(job, query_folder, self.pointer.bucket, parents))
 
 

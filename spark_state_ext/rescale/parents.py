@@ -29,6 +29,7 @@ __all__ = [
     "PARENTS_FOLDER",
     "PARENT_FORMAT",
     "Parent",
+    "has_parents",
     "note_parent",
     "origin_of",
     "parent_files",
@@ -121,8 +122,16 @@ def parent_files(query_folder: Folder, bucket: int) -> Folder:
     return query_folder.child(PARENTS_FOLDER, str(bucket))
 
 
-def note_parent(query_folder: Folder, parent: Parent) -> None:
+def note_parent(query_folder: Folder, parent: Parent) -> Parent:
     """Write down what a parent is, once its files are there.
+
+    Who brings it at the same time may have found a snapshot that was on its way. Then other files make the same state,
+    and all are there; whoever was first counts.
+
+    Returns
+    -------
+    Parent
+        As it is written down.
 
     Raises
     ------
@@ -132,12 +141,27 @@ def note_parent(query_folder: Folder, parent: Parent) -> None:
         When the store fails.
     """
     folder, name, data = query_folder.child(PARENTS_FOLDER), _record_name(parent.bucket), parent.encode()
-    if not folder.create(name, data) and folder.get(name) != data:
+    if folder.create(name, data):
+        return parent
+    there = _read(query_folder.child(PARENTS_FOLDER), parent.bucket)
+    if there.pointer.ref != parent.pointer.ref:
         raise LineageError(
             f"{folder.where(name)} is of another state than bucket {parent.bucket} is to be rescaled from: a first "
             "batch that failed began with that. Start the query again from where it was, or with a new "
             "checkpointLocation"
         )
+    return there
+
+
+def has_parents(query_folder: Folder) -> bool:
+    """Whether a query folder has any.
+
+    Raises
+    ------
+    StorageError
+        When the store fails.
+    """
+    return any(_NAME.fullmatch(name) for name in query_folder.child(PARENTS_FOLDER).names())
 
 
 def parent_of(query_folder: Folder, bucket: int) -> Parent | None:

@@ -23,7 +23,6 @@ from spark_state_ext.engine.shared import Shared
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.dividing import DividingStarts
-from spark_state_ext.rescale.origin import Origin
 from spark_state_ext.rescale.parents import PARENTS_FOLDER
 from spark_state_ext.savepoints.manifest_file import write_manifest
 from spark_state_ext.savepoints.taking import save_bucket
@@ -53,7 +52,8 @@ def save_and_start(world: RescaleWorld, numbers: Numbers) -> None:
     query.look("some batches")
     if any(pointer.parents is not None for pointer in query.pointers):
         raise WrongStateError("a query still needs its savepoint's buckets, though nothing was late")
-    query.folder.remove_tree(PARENTS_FOLDER)
+    for name in world.configured:
+        world.yard.root(name).child(OPERATOR, query.name).remove_tree(PARENTS_FOLDER)
     query.look("its parents are gone")
     world.counted["queries begun with a savepoint"] += 1
 
@@ -102,11 +102,6 @@ class _Other:
         self.pointers: list[Pointer] = []
         self._disks = 0
 
-    @property
-    def folder(self) -> Folder:
-        """Its query folder."""
-        return self.world.operator.child(self.name)
-
     def start(self, savepoint: Folder) -> None:
         """What the first calls of all buckets do."""
         world, starts = self.world, DividingStarts()
@@ -144,9 +139,7 @@ class _Other:
 
     def _called(self, bucket: int, local: Path, changes: dict[int, int | None] | None) -> Model | CommitResult:
         world, pointer = self.world, self.pointers[bucket]
-        origins = []
-        if pointer.parents is not None:
-            origins.append(Origin(self.folder, pointer, self.bucket_map, SCHEMA, world.folder))
+        origins = [world.origin(pointer)] if pointer.parents is not None else []
         store = LocalStore.at(local, SCHEMA, chunk_rows=4)
         replicas = [
             replica

@@ -68,7 +68,7 @@ from spark_state_ext.errors import LineageError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER, OperatorCatalog
 from spark_state_ext.rescale.folders import rescaled_folder
-from spark_state_ext.rescale.origin import Origin
+from spark_state_ext.rescale.origin import Origin, origin_in
 from spark_state_ext.rescale.parents import parent_of
 from spark_state_ext.restore import needed
 from spark_state_ext.savepoints.captured import Captured, captured_name
@@ -89,6 +89,7 @@ RESCALE_STEPS = (
     "restart",  # with the number of buckets that there was, or another one
     "lose disk",
     "lose memory",
+    "switch",
     "rescale",  # the query starts again where it was, with another number of buckets
     "killed",  # attempts at the next batch, and then the driver dies
     "savepoint",  # somebody takes one, and another query starts from it
@@ -150,7 +151,7 @@ class RescaleWorld(World):
         self._handed_out_to: dict[str, dict[int, set[CheckpointRef | None]]] = {}
         # The model by checkpoint, whatever else pointers say.
         self._states: dict[CheckpointRef, Model] = {}
-        self._alone = self._nested = False
+        self._alone = self._steady = False
         self._plans, self._markers, self.savepoints = itertools.count(1), itertools.count(1), itertools.count(1)
         super().__init__(config, built, self.yard.name)
         self.configured = ["a", "b"] if config.two else ["a"]
@@ -185,8 +186,10 @@ class RescaleWorld(World):
 
     def origin(self, pointer: Pointer) -> Origin:
         """What a rescaled bucket began with."""
-        folder, schema = self.operator.child(pointer.query_folder), self.job.operator_file("").row_schema()
-        return Origin(folder, pointer, BucketMap(pointer.buckets), schema, self.folder)
+        backends, schema = self.yard.backends(self.configured), self.job.operator_file("").row_schema()
+        found = origin_in(backends, pointer, BucketMap(pointer.buckets), schema, self.folder)
+        assert found is not None, "it needs its parents"
+        return found
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -272,6 +275,16 @@ class RescaleWorld(World):
             if numbers.yes():
                 executor.die()
 
+    def _switch(self, numbers: Numbers) -> None:
+        """Other backends: such that one of them holds what Spark may hand out, or those that there were and others."""
+        before = list(self.configured)
+        super()._switch(numbers)
+        wanted = (["a", "b"], ["b", "a"])[numbers.below(2)]
+        if self.configured == before and set(before) <= set(wanted):
+            self.configured = wanted
+        self.counted["switches of backends"] += self.configured != before
+        self._starts(self.job.options.buckets)
+
     def _killed(self, numbers: Numbers) -> None:
         batch = self.batch + 1
         heartbeat, now_ms = self._plan(batch, numbers.below(4) > 0, numbers)
@@ -331,8 +344,12 @@ class RescaleWorld(World):
     def _surely(self, attempt: Attempt, numbers: Numbers) -> Made:
         attempt = replace(attempt, run=attempt.run or self.stage())
         for _ in range(STARTS_MAX):
-            made = self._run(attempt, None, numbers)
-            if made is not None:
+            steady, self._steady = self._steady, True
+            try:
+                made = self._run(attempt, None, numbers)
+            finally:
+                self._steady = steady
+            if made is not None and _groups(made, self.config.partitions) == set(range(self.config.partitions)):
                 return made
             # Whoever is refused, or mends what failed, starts the query again.
             self._begin_anew(numbers)
@@ -489,9 +506,14 @@ class RescaleWorld(World):
         if due and (begun.earliest_timeout_ms is None or begun.earliest_timeout_ms > min(due)):
             raise WrongStateError(f"bucket {number} begins without the timeouts that are due at {min(due)}")
         self.counted["parents without a snapshot of their own"] += any(it.parents is not None for it in parents)
-        brought = [parent_of(self.operator.child(move.folder), it) for it in overlapping]
+        brought = [parent_of(self._new_folder(job), it) for it in overlapping]
         refs = [it.pointer.ref for it in brought if it is not None]
         return begun, of_bucket(whole(self._states[ref] for ref in refs if ref is not None), bucket_map, number)
+
+    def _new_folder(self, job: Job) -> Folder:
+        """Where a plan has parents brought."""
+        root = Folder(job.options.backends[0].root, job.options.backends[0].storage_options)
+        return root.child(OPERATOR, rescaled_folder("q0", job.plan_id))
 
     def _move(self, attempt: PlannedAttempt, bucket: int) -> Move:
         assert attempt.handed_out is not None
@@ -506,7 +528,7 @@ class RescaleWorld(World):
     def _troubled(self, attempt: PlannedAttempt, numbers: Numbers) -> Iterator[None]:
         """What a call does may stop, fail or die at any change to a file."""
         trap = None
-        if not self._calm and not self._nested:
+        if not self._calm and not self._steady:
             happens = ("dies", "fails", *["waits"] * 4, *[""] * 6)[numbers.below(12)]
             if happens:
                 trap = Trap(numbers.below(6), happens, lambda: self._meanwhile(attempt, numbers))
@@ -525,7 +547,7 @@ class RescaleWorld(World):
         if numbers.yes() or attempt.planned is not self.job or attempt.batch != self.batch + 1:
             self._work(numbers)
             return
-        self._nested = True
+        self._steady = True
         try:
             with trapped(Trap(-1, "")):
                 again = self._attempt(
@@ -533,7 +555,7 @@ class RescaleWorld(World):
                 )
                 made = self._run(replace(again, run=attempt.run), None, numbers)
         finally:
-            self._nested = False
+            self._steady = False
         if made is not None:
             self._beside.append((attempt.batch, made))
 
@@ -611,7 +633,7 @@ class RescaleWorld(World):
         assert attempt.handed_out is not None
         job = attempt.planned
         known, seen = self._known[job.plan_id], self._handed_out_to[job.plan_id]
-        folder = self.operator.child(rescaled_folder("q0", job.plan_id))
+        folder = self._new_folder(job)
         for bucket, held in attempt.handed_out.items():
             there = parent_of(folder, bucket)
             others = there is not None and there.pointer.ref in seen[bucket] - {known[bucket].ref}

@@ -15,7 +15,6 @@ from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
-from spark_state_ext.backends.registry import FSSPEC
 from spark_state_ext.backends.replication import Replica, close_all
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.failures import Run
@@ -31,12 +30,11 @@ from spark_state_ext.errors import (
     LineageError,
     MissingCheckpointError,
     OperatorChangedError,
-    StateElsewhereError,
     UsageError,
 )
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_record import Claim
-from spark_state_ext.rescale.origin import Origin
+from spark_state_ext.rescale.origin import Origin, origin_in
 from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.key_work import Times
@@ -259,7 +257,7 @@ def open_bucket(
     local = local_folder(job, query_folder, operator.schema_id, call.bucket)
     # Rows are written under the schema in force now, whatever that of the pointer we were given.
     pointer = replace(pointer, schema_id=operator.schema_id)
-    origin = _origin(job, pointer, schema, scratch)
+    origin = origin_in(job.options.backends, pointer, job.options.bucket_map, schema, scratch)
     bucket = Bucket(
         shared.stores.at(str(local), schema),
         replicas,
@@ -292,20 +290,6 @@ def open_bucket(
     return OpenBucket(
         query_folder, files, leases, operator, schema, pointer, replicas, bucket, prepare, begun.sources, origin
     )
-
-
-def _origin(job: Job, pointer: Pointer, schema: RowSchema, scratch: Path) -> Origin | None:
-    """What a rescaled bucket began with, as long as no backend has all of its state."""
-    if pointer.parents is None:
-        return None
-    backend = next((it for it in job.options.backends if it.kind == FSSPEC), None)
-    if backend is None:
-        raise StateElsewhereError(
-            f"bucket {pointer.bucket} of operator {job.operator!r} was rescaled, and has no snapshot of its own yet: "
-            "keep the backend that has the old buckets' files until it has"
-        )
-    folder = Folder(backend.root, backend.storage_options).child(job.operator, pointer.query_folder)
-    return Origin(folder, pointer, job.options.bucket_map, schema, scratch)
 
 
 def _first_pointer(call: CallInfo, operator: OperatorFile, query_folder: str) -> Pointer:

@@ -31,7 +31,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from spark_state_ext.rescale.dividing import Division, divided_pointer
 from spark_state_ext.rescale.folders import rescaled_folder
-from spark_state_ext.rescale.origin import Origin
+from spark_state_ext.rescale.origin import origin_in
 from spark_state_ext.rescale.parents import Parent, note_parent, parent_files, parent_of
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.records import StartRecord, note_start
@@ -231,7 +231,8 @@ class Move:
         old, target = self.plan.operator_file, parent_files(folder, number)
         timeout_s = self.job.options.commit.commit_timeout_ms / 1000
         reading = replicas.reading(self.job.options.backends, pointer, scratch, timeout_s)
-        origin = self._origin(pointer, scratch)
+        # Of a bucket that was rescaled before, and has no snapshot of its own yet.
+        origin = origin_in(self.job.options.backends, pointer, old.bucket_map, old.row_schema(), scratch)
         try:
             sources = [] if origin is None else [origin]
             saved = save_bucket(pointer, reading, target, NATIVE, old.row_schema(), scratch, sources=sources).saved
@@ -239,19 +240,7 @@ class Move:
             close_all(reading)
             if origin is not None:
                 origin.close()
-        parent = Parent(old, saved)
-        note_parent(folder, parent)
-        return parent
-
-    def _origin(self, pointer: Pointer, scratch: Path) -> Origin | None:
-        """Of a bucket that was rescaled before, and has no snapshot of its own yet."""
-        if pointer.parents is None:
-            return None
-        old = self.plan.operator_file
-        folder = Folder(self._backend.root, self._backend.storage_options).child(
-            self.job.operator, self.plan.old_folder.name
-        )
-        return Origin(folder, pointer, old.bucket_map, old.row_schema(), scratch)
+        return note_parent(folder, Parent(old, saved))
 
     def _known(self, number: int) -> Pointer:
         """The newest pointer of an old bucket that was written down."""

@@ -32,6 +32,7 @@ from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Found
+from spark_state_ext.rescale.origin import origin_in
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.copying import refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
@@ -111,6 +112,7 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
                 replicas = shared.replicas.reading(
                     options.backends, pointer, scratch, options.commit.commit_timeout_ms / 1000
                 )
+                origin = origin_in(options.backends, pointer, operator.bucket_map, operator.row_schema(), scratch)
                 try:
                     copy = save_bucket(
                         pointer,
@@ -121,9 +123,12 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
                         scratch,
                         reading=Reading(options.restore_from, plain["verify"]),
                         writer=writer,
+                        sources=() if origin is None else (origin,),
                     )
                 finally:
                     close_all(replicas)
+                    if origin is not None:
+                        origin.close()
                 yield saved_row(copy)
 
 
