@@ -109,7 +109,7 @@ class _Other:
         options = replace(
             world.job.options, buckets=self.bucket_map.buckets, start_from=source, rescale=None, bucket_by=None
         )
-        job: Job = replace(world.job, options=options, rescaled_from=None, rescaled_buckets=None, plan_id=self.name)
+        job: Job = replace(world.job, options=options, rescaled_from=None, rescaled_buckets=0, plan_id=self.name)
         for bucket in range(self.bucket_map.buckets):
             beginning = starts.of(job, bucket)
             assert beginning is not None, "it is in the savepoint"

@@ -167,6 +167,18 @@ def gone_back_to_before(scene: RescaleScene) -> None:
     scene.go(4)
 
 
+def backends_in_another_order(scene: RescaleScene) -> None:
+    """A second backend joins, and is the first one, while buckets need their parents."""
+    scene.go(1)
+    scene.start(3)
+    scene.go(2)
+    scene.world.configured = ["b", "a"]
+    scene.start(3)
+    scene.world.executors[0].die()
+    scene.world.executors[0].machine.lose()
+    scene.go(3)
+
+
 RESCALE_SCENES = (
     overwritten_since_the_plan,
     without_data_first,
@@ -174,6 +186,7 @@ RESCALE_SCENES = (
     rescaled_before_a_snapshot,
     only_one_bucket_has_a_snapshot,
     gone_back_to_before,
+    backends_in_another_order,
 )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar
@@ -116,10 +116,6 @@ class _Process:
         self.catalog = OperatorCatalog()
 
 
-def _nothing(job: Job, query_folder: Folder, pointer: Pointer) -> None:
-    """Nothing is removed."""
-
-
 class RescaleWorld(World):
     """A query of several buckets.
 
@@ -131,10 +127,6 @@ class RescaleWorld(World):
 
     kinds: ClassVar[tuple[str, ...]] = RESCALE_STEPS
     hashes = HASHES
-    # What a call of the first bucket does about old folders and parents: called with the job, the query folder, and the
-    # input pointer.
-    finish: ClassVar[Callable[[Job, Folder, Pointer], None]] = staticmethod(_nothing)
-
     config: RescaleConfig
 
     def __init__(self, config: RescaleConfig, built: Built = DEFAULT) -> None:
@@ -201,6 +193,9 @@ class RescaleWorld(World):
             for origin in self._origins:
                 origin.close()
             self._origins = before
+
+    def finish(self, job: Job, query_folder: Folder, pointer: Pointer) -> None:
+        """What a call of the first bucket does about old folders and parents, by its input pointer: nothing yet."""
 
     # -- plans -------------------------------------------------------------------------------------
 
@@ -497,17 +492,20 @@ class RescaleWorld(World):
             move, replicas = self._move(attempt, number), Shared.of(Worker.current()).replicas
             move.give(replicas, self.folder)
             wanted = move.beginning().begins(job, move.folder)
-            operator = catalog.admit(self.operator, wanted, False, with_state=True)
+            with trapped(Trap(-1, "")):
+                # It is done by one thread of a process at a time.
+                operator = catalog.admit(self.operator, wanted, False, with_state=True)
             begun = replace(move.begun(replicas, self.folder).pointer, schema_id=operator.schema_id)
         stored, bucket_map = BucketMap(_count(attempt.handed_out)), job.options.bucket_map
         overlapping = _overlapping(bucket_map, stored, number)
         parents = [attempt.handed_out[it].pointer for it in overlapping]
-        due = [it.earliest_timeout_ms for it in parents if it.earliest_timeout_ms is not None]
-        if due and (begun.earliest_timeout_ms is None or begun.earliest_timeout_ms > min(due)):
-            raise WrongStateError(f"bucket {number} begins without the timeouts that are due at {min(due)}")
         self.counted["parents without a snapshot of their own"] += any(it.parents is not None for it in parents)
         brought = [parent_of(self._new_folder(job), it) for it in overlapping]
         refs = [it.pointer.ref for it in brought if it is not None]
+        due = [it.pointer.earliest_timeout_ms for it in brought if it is not None]
+        earliest_ms = min((it for it in due if it is not None), default=None)
+        if begun.earliest_timeout_ms != earliest_ms:
+            raise WrongStateError(f"bucket {number} begins without the timeouts that are due at {earliest_ms}")
         return begun, of_bucket(whole(self._states[ref] for ref in refs if ref is not None), bucket_map, number)
 
     def _new_folder(self, job: Job) -> Folder:

@@ -20,6 +20,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale import dividing, origin, parents
 from spark_state_ext.rescale.folders import first_folder, rescaled_folder
 from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent
+from spark_state_ext.savepoints import taking
 from spark_state_ext.spark.executor import rescaling
 from spark_state_ext.spark.executor.rescaling import Move
 from spark_state_ext.store.runs import hashes_of
@@ -56,9 +57,10 @@ def _one_folder(query_folder: str, plan_id: str) -> str:
     return rescaled_folder(query_folder, "0" * 32)
 
 
-def _over_what_is_there(folder: Folder, parent: Parent) -> None:
+def _over_what_is_there(folder: Folder, parent: Parent) -> Parent:
     """Whoever comes later writes its own over what is there."""
     folder.child(PARENTS_FOLDER).put(f"{parent.bucket}.parent.json", parent.encode())
+    return parent
 
 
 def _not_there(folder: Folder, bucket: int) -> Parent | None:
@@ -130,16 +132,21 @@ def _inline_left_behind(pointer: Pointer, replicas: Any, *args: Any, **kwargs: A
     return _SAVE(replace(pointer, inline=()), replicas, *args, **kwargs)
 
 
-_SAVE = rescaling.save_bucket
+_SAVE = taking.save_bucket
 
 
-def _removed_with_the_first(job: Job, query_folder: Folder, pointer: Pointer) -> None:
+def _here(query_folder: Folder) -> bool:
+    """Parents are where the job's first backend is, whichever was the first one when they were brought."""
+    return True
+
+
+def _removed_with_the_first(self: RescaleWorld, job: Job, query_folder: Folder, pointer: Pointer) -> None:
     """Parents are removed once the first bucket has a snapshot of its own."""
     if pointer.parents is None:
         query_folder.remove_tree(PARENTS_FOLDER)
 
 
-def _old_folder_removed(job: Job, query_folder: Folder, pointer: Pointer) -> None:
+def _old_folder_removed(self: RescaleWorld, job: Job, query_folder: Folder, pointer: Pointer) -> None:
     """Once a batch with data is committed in the new folder, the one before is removed."""
     operator = Folder(job.options.root, job.options.storage_options).child(job.operator)
     if query_folder.name != first_folder(query_folder.name):
@@ -175,8 +182,7 @@ BROKEN_RESCALES: dict[str, Built] = {
     "timeouts forgotten": _patched((rescaling, "divided_pointer", _without_timeouts)),
     "timeouts of the first parent": _patched((rescaling, "divided_pointer", _with_one_parents_timeout)),
     "inline deltas left behind": _patched((rescaling, "save_bucket", _inline_left_behind)),
-    "parents removed with the first snapshot": _patched(
-        (RescaleWorld, "finish", staticmethod(_removed_with_the_first))
-    ),
-    "the old folder removed at once": _patched((RescaleWorld, "finish", staticmethod(_old_folder_removed))),
+    "parents looked for in the first backend": _patched((origin, "has_parents", _here)),
+    "parents removed with the first snapshot": _patched((RescaleWorld, "finish", _removed_with_the_first)),
+    "the old folder removed at once": _patched((RescaleWorld, "finish", _old_folder_removed)),
 }

@@ -36,6 +36,7 @@ FOUND_BY = {
     "timeouts forgotten": "begun_twice",
     "timeouts of the first parent": "begun_twice",
     "inline deltas left behind": "begun_twice",
+    "parents looked for in the first backend": "backends_in_another_order",
     "parents removed with the first snapshot": "only_one_bucket_has_a_snapshot",
     "the old folder removed at once": "gone_back_to_before",
 }
@@ -67,5 +68,5 @@ def test_histories_are_of_the_kind_that_matters() -> None:
     searched(rescale_histories(), lambda history: seen.update(simulate_rescales(history).counted), 30, SEED)
     for name in ("plans that rescale", "batches that moved the state", "parents without a snapshot of their own"):
         assert seen[name] > 10, name
-    for name in ("killed in a first batch", "pointers noted", "queries begun with a savepoint", "goings back"):
+    for name in ("killed in a first batch", "switches of backends", "queries begun with a savepoint", "goings back"):
         assert seen[name] > 0, name
