@@ -67,7 +67,7 @@ def _saved(world: RescaleWorld, folder: Folder, number: int, form: str) -> None:
         origins = [] if pointer.parents is None else [world.origin(pointer)]
         world.counted["buckets saved that need parents"] += len(origins)
         try:
-            copy = save_bucket(pointer, replicas, target, form, SCHEMA, world.folder, sources=origins)
+            copy = save_bucket(pointer, [*replicas, *origins], target, form, SCHEMA, world.folder)
         finally:
             close_all(replicas)
             for origin in origins:
