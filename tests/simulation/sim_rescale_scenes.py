@@ -8,11 +8,13 @@ from typing import Any
 
 from sim_parts import Built, Call, Numbers, WrongStateError
 from sim_rescale_parts import ALL_KEYS, PlannedAttempt, RescaleConfig, keys_of, only
+from sim_rescale_savepoints import Saving
 from sim_rescales import RescaleWorld, beside_rescaling
 from sim_spark import Made
 from sim_world import small
 
 from arrow_schemas import BucketMap
+from arrow_schemas.savepoint import NATIVE
 
 __all__ = ["RESCALE_SCENES", "RescaleScene", "played_rescales"]
 
@@ -27,10 +29,12 @@ class RescaleScene:
     ----------
     built
         What is under test.
+    retained
+        How many batches Spark retains.
     """
 
-    def __init__(self, built: Built) -> None:
-        config = RescaleConfig(False, True, 3, False, buckets=2, partitions=2, timeouts=True, journal=True)
+    def __init__(self, built: Built, retained: int = 3) -> None:
+        config = RescaleConfig(False, True, retained, False, buckets=2, partitions=2, timeouts=True, journal=True)
         self.world = RescaleWorld(config, built)
 
     def attempt(self, executor: int, value: int, *, heartbeat: bool = True, keys: Sequence[int] = ()) -> PlannedAttempt:
@@ -79,11 +83,20 @@ class RescaleScene:
             executor.loaded.clear()
         self.world._starts(count)
 
-    def work(self) -> None:
-        """All executors get to what waits."""
+    def work(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """All executors get to what waits, by its name."""
         for executor in self.world.executors:
-            while executor.waiting:
-                self.world._work_off(executor, 0)
+            while any(wanted(name) for name, _ in executor.waiting):
+                at = next(at for at, (name, _) in enumerate(executor.waiting) if wanted(name))
+                self.world._work_off(executor, at)
+
+    def finish(self, value: int, keys: Sequence[int] = (), wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """A batch of two attempts in one process, so that the first bucket has two turns."""
+        made = []
+        for _ in range(2):
+            made.append(self.run(self.attempt(0, value, keys=keys)))
+            self.work(wanted)
+        self.commit(*made)
 
 
 def overwritten_since_the_plan(scene: RescaleScene) -> None:
@@ -179,6 +192,77 @@ def backends_in_another_order(scene: RescaleScene) -> None:
     scene.go(3)
 
 
+def _of_the_first_bucket(name: str) -> bool:
+    """All that waits, but the snapshots of other buckets."""
+    return not name.startswith("snapshot") or "-0 " in name
+
+
+def _but_snapshots(name: str) -> bool:
+    return not name.startswith("snapshot")
+
+
+def finished_with_what_was_retained(scene: RescaleScene) -> None:
+    """All buckets have snapshots at once, and batches from before are retained for a while."""
+    scene.go(1)
+    scene.start(3)
+    for value in range(2, 18):
+        scene.finish(value)
+
+
+def finished_by_the_first_bucket(scene: RescaleScene) -> None:
+    """The snapshots of the others wait for long."""
+    scene.go(1)
+    scene.start(3)
+    scene.finish(2, wanted=_of_the_first_bucket)
+    for value in range(3, 16):
+        scene.finish(value, keys=[0], wanted=_of_the_first_bucket)
+
+
+def finished_by_one_lineage(scene: RescaleScene) -> None:
+    """Two executors run each batch, and each goes on from what it has in memory; snapshots of one wait for long."""
+    scene.go(1)
+    scene.start(3)
+    for value in range(2, 16):
+        made = []
+        for executor in (2, 0):
+            made.append(scene.run(scene.attempt(executor, value, keys=[0] if value > 2 else ())))
+            if executor:
+                scene.work()
+            else:
+                scene.work(_but_snapshots)
+        scene.commit(*made)
+
+
+def finished_but_gone_back(scene: RescaleScene) -> None:
+    """The query goes back to where buckets needed parents, and their snapshots wait for long."""
+    scene.go(1)
+    scene.start(3)
+    scene.go(2)
+    before = scene.world.batch
+    scene.go(3)
+    scene.work()
+    for value in (4, 5):
+        scene.go(value, keys=[0])
+    scene.world.spark.go_back(before)
+    scene.world.executors[0].die()
+    scene.start(3)
+    for value in range(6, 26):
+        scene.finish(value, keys=[0], wanted=_but_snapshots)
+
+
+def saved_meanwhile(scene: RescaleScene) -> None:
+    """Somebody reads pointers that need parents, and copies when the query needs them no more."""
+    scene.go(1)
+    scene.start(3)
+    scene.go(2)
+    saving = Saving(scene.world, 1, NATIVE)
+    for value in range(3, 24):
+        scene.finish(value)
+    saving.copy()
+    for value in range(24, 28):
+        scene.finish(value)
+
+
 RESCALE_SCENES = (
     overwritten_since_the_plan,
     without_data_first,
@@ -187,12 +271,19 @@ RESCALE_SCENES = (
     only_one_bucket_has_a_snapshot,
     gone_back_to_before,
     backends_in_another_order,
+    finished_with_what_was_retained,
+    finished_by_the_first_bucket,
+    finished_by_one_lineage,
+    finished_but_gone_back,
+    saved_meanwhile,
 )
+# Those in which Spark retains one batch, so that little need be waited for.
+_SHORT = (finished_by_the_first_bucket, finished_by_one_lineage)
 
 
 def played_rescales(script: Callable[[RescaleScene], None], built: Built) -> RescaleWorld:
     """Play a scene to its end; raises `WrongStateError` when anything is wrong."""
-    scene = RescaleScene(built)
+    scene = RescaleScene(built, 1 if script in _SHORT else 3)
     world = scene.world
     try:
         with beside_rescaling(built), small(False, replace(built, patches=())):

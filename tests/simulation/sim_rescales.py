@@ -34,6 +34,7 @@ from sim_parts import (
     WrongStateError,
     changed,
 )
+from sim_rescale_finishing import Removals, check_nothing_is_left, in_pieces
 from sim_rescale_parts import (
     COUNTS,
     HASHES,
@@ -57,16 +58,19 @@ from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Yard
 from arrow_schemas import BucketMap, CheckpointRef
 from arrow_schemas.operator import OperatorFile, operator_file_name
 from arrow_schemas.pointer import Pointer
+from spark_state_ext.backends import CleanUp
 from spark_state_ext.backends.replication import Restorable, is_complete
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.engine.bucket import CommitResult
+from spark_state_ext.engine.folders import operator_folders
 from spark_state_ext.engine.job import ARROW, Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.shared import Shared
-from spark_state_ext.errors import LineageError, StorageError
+from spark_state_ext.errors import LineageError, LiveRunError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER, OperatorCatalog
+from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.folders import rescaled_folder
 from spark_state_ext.rescale.origin import Origin, origin_in
 from spark_state_ext.rescale.parents import parent_of
@@ -113,6 +117,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.rescales = Rescales()
+        self.finishing = Finishing()
         self.catalog = OperatorCatalog()
 
 
@@ -141,6 +146,9 @@ class RescaleWorld(World):
         self._known: dict[str, dict[int, Pointer]] = {}
         # And where their attempts that moved the state began.
         self._handed_out_to: dict[str, dict[int, set[CheckpointRef | None]]] = {}
+        # The plan whose calls came last, which has the lease; and names of query folders that somebody copies from.
+        self._owner = ""
+        self.held: set[str] = set()
         # The model by checkpoint, whatever else pointers say.
         self._states: dict[CheckpointRef, Model] = {}
         self._alone = self._steady = False
@@ -194,8 +202,47 @@ class RescaleWorld(World):
                 origin.close()
             self._origins = before
 
-    def finish(self, job: Job, query_folder: Folder, pointer: Pointer) -> None:
-        """What a call of the first bucket does about old folders and parents, by its input pointer: nothing yet."""
+    def finish(self, attempt: PlannedAttempt, pointer: Pointer, numbers: Numbers) -> None:
+        """What a call of the first bucket does about old folders and parents, by its input pointer."""
+        job, executor = attempt.planned, self.executors[attempt.executor]
+        self._process(executor).finishing.in_turn(
+            operator_folders(job),
+            pointer.query_folder,
+            job.plan_id,
+            pointer,
+            self.config.retained,
+            lambda: self._check_ours(job),
+            lambda name: name in self.held,
+            Removals(self, executor, numbers, not (self._calm or self._steady)),  # type: ignore[arg-type]
+        )
+
+    def _check_ours(self, job: Job) -> None:
+        """The lease: who runs a plan that is over has lost it to the one that came after."""
+        if self._owner != job.plan_id:
+            raise LiveRunError("another run has taken the state over")
+
+    def _noted(
+        self, attempt: PlannedAttempt, pointer: Pointer, made: tuple[CommitResult, Committer], numbers: Numbers
+    ) -> tuple[CommitResult, Committer]:
+        """What a call hands over, once it is noted that its bucket needs no parents."""
+        if pointer.parents is None:
+            return made
+        if self._owner != attempt.planned.plan_id or attempt.batch <= self.spark.oldest:
+            # By the lease. And nobody is at work for longer at a batch that Spark does not retain.
+            self.counted["late calls that note nothing"] += 1
+            raise _FailedError
+        query_folder, finishing = self.origin(pointer).query_folder, self._process_of(attempt).finishing
+        with self._troubled(attempt, numbers, beside=False):
+            handed_over = finishing.noted(query_folder, pointer, made[0].pointer)
+        self.counted["buckets that need no parents"] += handed_over.parents is None
+        return replace(made[0], pointer=handed_over), made[1]
+
+    def _process_of(self, attempt: PlannedAttempt) -> _Process:
+        return self._process(self.executors[attempt.executor])
+
+    def _request(self, executor: Executor, request: CleanUp, numbers: Numbers) -> CleanUp:
+        """It leaves alone what somebody copies from."""
+        return replace(request, held=lambda: request.pointer.query_folder in self.held)
 
     # -- plans -------------------------------------------------------------------------------------
 
@@ -243,6 +290,8 @@ class RescaleWorld(World):
     def _starts(self, count: int) -> None:
         """The query starts again; before its first batch it has no state that could be rescaled."""
         self.job = self._planned_with(count if self.batch >= 0 else self.count)
+        # Attempts of the run before do not count any more.
+        self._beside.clear()
 
     def _restart(self, numbers: Numbers) -> None:
         before, oldest = self.batch, self.count
@@ -448,10 +497,12 @@ class RescaleWorld(World):
         if attempt.handed_out is not None:
             return self._first_call(attempt, number, run, fault, numbers)
         pointer = attempt.partition[number].pointer
-        if number == 0 and pointer.batch >= 0:
-            self.finish(attempt.planned, self.operator.child(pointer.query_folder), pointer)
+        self._owner = self.job.plan_id if attempt.planned is self.job else self._owner
         made = super()._call(attempt, number, run, fault, numbers)
+        made = self._noted(attempt, pointer, made, numbers)
         self._note_state(made[0].pointer, pointer, attempt.calls[number])
+        if number == 0 and pointer.batch >= 0:
+            self.finish(attempt, pointer, numbers)
         move = self._process(self.executors[attempt.executor]).rescales.of(attempt.planned, number, pointer)
         if move is not None:
             # The batch has no data, and goes on as before.
@@ -467,11 +518,13 @@ class RescaleWorld(World):
     def _first_call(
         self, attempt: PlannedAttempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
     ) -> tuple[CommitResult, Committer]:
+        self._owner = self.job.plan_id if attempt.planned is self.job else self._owner
         begun, model = self._begun(attempt, number, numbers)
         stateless = attempt.partition[number].pointer
         self.models[begun.encode()] = self.models[stateless.encode()] = model
         partition = {**attempt.partition, number: Held(begun)}
         made = super()._call(replace(attempt, partition=partition), number, run, fault, numbers)
+        made = self._noted(attempt, begun, made, numbers)
         self._note_state(made[0].pointer, begun, attempt.calls[number])
         return made
 
@@ -523,13 +576,17 @@ class RescaleWorld(World):
         return move
 
     @contextmanager
-    def _troubled(self, attempt: PlannedAttempt, numbers: Numbers) -> Iterator[None]:
-        """What a call does may stop, fail or die at any change to a file."""
+    def _troubled(self, attempt: PlannedAttempt, numbers: Numbers, beside: bool = True) -> Iterator[None]:
+        """What a call does may stop, fail or die at any change to a file; other attempts run beside it, or none do."""
         trap = None
         if not self._calm and not self._steady:
             happens = ("dies", "fails", *["waits"] * 4, *[""] * 6)[numbers.below(12)]
             if happens:
-                trap = Trap(numbers.below(6), happens, lambda: self._meanwhile(attempt, numbers))
+                trap = Trap(
+                    numbers.below(6) if beside else numbers.below(2),
+                    happens,
+                    lambda: self._meanwhile(attempt, numbers) if beside else self._work(numbers),
+                )
         try:
             with trapped(trap) if trap else nullcontext():
                 yield
@@ -684,6 +741,7 @@ class RescaleWorld(World):
         for held in self.spark.at(self.batch).values():
             if held.pointer.parents is not None:
                 raise WrongStateError(f"bucket {held.pointer.bucket} still needs {held.pointer.parents}")
+        check_nothing_is_left(self)
 
 
 def _groups(made: Made, partitions: int) -> frozenset[int]:
@@ -700,7 +758,7 @@ def _count(partition: Partition) -> int:
 
 def beside_rescaling(built: Built) -> AbstractContextManager[None]:
     """What is put in the place of threads, of folders' methods, and of what is broken."""
-    return replaced([*traps(), (needed, "side_by_side", in_turn), *built.patches])
+    return replaced([*in_pieces(), *traps(), (needed, "side_by_side", in_turn), *built.patches])
 
 
 def simulate_rescales(history: History, built: Built = DEFAULT) -> RescaleWorld:

@@ -10,14 +10,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from sim_parts import Built
+from sim_rescale_parts import PlannedAttempt
 from sim_rescales import RescaleWorld
 
 from arrow_schemas import BucketMap, CheckpointRef, Pointer, RowSchema
+from spark_state_ext.backends.replication import needs_parents
 from spark_state_ext.commit import cadence, committer, decisions, snapshot_writer
+from spark_state_ext.engine.folders import operator_folder, operator_folders
 from spark_state_ext.engine.job import Job
 from spark_state_ext.errors import LineageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.rescale import dividing, origin, parents
+from spark_state_ext.rescale import dividing, finishing, origin, parents
+from spark_state_ext.rescale.finishing import Finishing, may_remove
 from spark_state_ext.rescale.folders import first_folder, rescaled_folder
 from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent
 from spark_state_ext.savepoints import taking
@@ -30,6 +34,7 @@ __all__ = ["BROKEN_RESCALES"]
 _GIVE, _ALL_ROWS, _OVERLAPPING = Move.give, origin._all_rows, BucketMap.overlapping
 _DIVIDED, _ORIGIN_OF, _SETTLED = dividing.divided_pointer, parents.origin_of, decisions.settled
 _UNCONFIRMED = cadence.with_unconfirmed_snapshot
+_NOTED, _FINISHED = Finishing.noted, Finishing._finished
 
 
 def _not_compared(self: Move, replicas: Any, scratch: Path) -> None:
@@ -140,17 +145,70 @@ def _here(query_folder: Folder) -> bool:
     return True
 
 
-def _removed_with_the_first(self: RescaleWorld, job: Job, query_folder: Folder, pointer: Pointer) -> None:
+def _removed_with_the_first(self: RescaleWorld, attempt: PlannedAttempt, pointer: Pointer, numbers: Any) -> None:
     """Parents are removed once the first bucket has a snapshot of its own."""
     if pointer.parents is None:
-        query_folder.remove_tree(PARENTS_FOLDER)
+        for place in operator_folders(attempt.planned):
+            place.child(pointer.query_folder).remove_tree(PARENTS_FOLDER)
 
 
-def _old_folder_removed(self: RescaleWorld, job: Job, query_folder: Folder, pointer: Pointer) -> None:
+def _old_folder_removed(self: RescaleWorld, attempt: PlannedAttempt, pointer: Pointer, numbers: Any) -> None:
     """Once a batch with data is committed in the new folder, the one before is removed."""
-    operator = Folder(job.options.root, job.options.storage_options).child(job.operator)
-    if query_folder.name != first_folder(query_folder.name):
-        operator.remove_tree(first_folder(query_folder.name))
+    if pointer.query_folder != first_folder(pointer.query_folder):
+        operator_folder(attempt.planned).remove_tree(first_folder(pointer.query_folder))
+
+
+def _never_finished(self: RescaleWorld, attempt: PlannedAttempt, pointer: Pointer, numbers: Any) -> None:
+    """Nobody removes what the query was rescaled from."""
+
+
+def _notes_stay(self: Finishing, query_folder: Folder, committed: Pointer, made: Pointer) -> Pointer:
+    """A call that needs parents leaves notes alone, which may be from before the query went back."""
+    return made if needs_parents(committed) else _NOTED(self, query_folder, committed, made)
+
+
+def _looked_for_once(self: Finishing, query_folder: Folder, committed: Pointer, made: Pointer) -> Pointer:
+    """A process looks for notes only where it did not have the batch before."""
+    looked: dict[Any, int] = self.__dict__.setdefault("looked", {})
+    key = query_folder.identity, committed.bucket
+    if committed.parents is not None and needs_parents(committed):
+        before, looked[key] = looked.get(key), committed.heartbeats
+        if before == committed.heartbeats - 1:
+            return made
+    return _NOTED(self, query_folder, committed, made)
+
+
+def _noted_by_the_new_pointer(self: Finishing, query_folder: Folder, committed: Pointer, made: Pointer) -> Pointer:
+    """What a call has made is noted, which may never be committed."""
+    return _NOTED(self, query_folder, made, made)
+
+
+def _without_a_note(self: Finishing, query_folder: Folder, committed: Pointer, made: Pointer) -> Pointer:
+    """Parents are dropped, and nobody writes that down."""
+    return replace(made, parents=committed.parents if needs_parents(committed) or needs_parents(made) else None)
+
+
+def _without_horizon(heartbeats: int, batches_retained: int, buckets: int, noted: dict[int, int]) -> bool:
+    """Parents go once every bucket has a note, whatever Spark retains."""
+    return noted.keys() >= set(range(buckets))
+
+
+def _by_the_first_bucket(heartbeats: int, batches_retained: int, buckets: int, noted: dict[int, int]) -> bool:
+    """The first bucket's note counts for all."""
+    return 0 in noted and may_remove(heartbeats, batches_retained, 1, {0: noted[0]})
+
+
+def _blind_to_holds(
+    self: Finishing,
+    places: Sequence[Folder],
+    name: str,
+    committed: Pointer,
+    batches_retained: int,
+    still_ours: Any,
+    held: Any,
+) -> bool:
+    """Nobody asks whether somebody copies."""
+    return _FINISHED(self, places, name, committed, batches_retained, still_ours, lambda name: False)
 
 
 def _patched(*patches: tuple[Any, str, Any]) -> Built:
@@ -179,10 +237,18 @@ BROKEN_RESCALES: dict[str, Built] = {
     "a parent left out": _patched((BucketMap, "overlapping", _without_the_last)),
     "notes forgotten": _patched((Move, "note", _forgotten)),
     "notes forgotten, and not compared": _patched((Move, "note", _forgotten), (Move, "give", _not_compared)),
-    "timeouts forgotten": _patched((rescaling, "divided_pointer", _without_timeouts)),
-    "timeouts of the first parent": _patched((rescaling, "divided_pointer", _with_one_parents_timeout)),
+    "timeouts forgotten": _patched((dividing, "divided_pointer", _without_timeouts)),
+    "timeouts of the first parent": _patched((dividing, "divided_pointer", _with_one_parents_timeout)),
     "inline deltas left behind": _patched((rescaling, "save_bucket", _inline_left_behind)),
     "parents looked for in the first backend": _patched((origin, "has_parents", _here)),
     "parents removed with the first snapshot": _patched((RescaleWorld, "finish", _removed_with_the_first)),
     "the old folder removed at once": _patched((RescaleWorld, "finish", _old_folder_removed)),
+    "never finished": _patched((RescaleWorld, "finish", _never_finished)),
+    "dropped without a note": _patched((Finishing, "noted", _without_a_note)),
+    "notes that stay when the query goes back": _patched((Finishing, "noted", _notes_stay)),
+    "notes looked for once": _patched((Finishing, "noted", _looked_for_once)),
+    "noted by the new pointer": _patched((Finishing, "noted", _noted_by_the_new_pointer)),
+    "parents removed without a horizon": _patched((finishing, "may_remove", _without_horizon)),
+    "the first bucket's note counted for all": _patched((finishing, "may_remove", _by_the_first_bucket)),
+    "finishing blind to holds": _patched((Finishing, "_finished", _blind_to_holds)),
 }

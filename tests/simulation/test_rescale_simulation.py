@@ -39,6 +39,14 @@ FOUND_BY = {
     "parents looked for in the first backend": "backends_in_another_order",
     "parents removed with the first snapshot": "only_one_bucket_has_a_snapshot",
     "the old folder removed at once": "gone_back_to_before",
+    "never finished": "begun_twice",
+    "dropped without a note": "begun_twice",
+    "notes that stay when the query goes back": "finished_but_gone_back",
+    "notes looked for once": "finished_by_one_lineage",
+    "noted by the new pointer": "finished_by_one_lineage",
+    "parents removed without a horizon": "finished_with_what_was_retained",
+    "the first bucket's note counted for all": "finished_by_the_first_bucket",
+    "finishing blind to holds": "saved_meanwhile",
 }
 
 
