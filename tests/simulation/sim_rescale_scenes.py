@@ -19,7 +19,9 @@ from arrow_schemas.savepoint import NATIVE
 __all__ = ["RESCALE_SCENES", "RescaleScene", "played_rescales"]
 
 _NUMBERS = Numbers(b"scene")
-_QUIET = Numbers(bytes([11] * 10_000))
+_QUIET = Numbers(bytes([11] * 100_000))
+# Of keys that there are: none changes.
+_NONE = (-1,)
 
 
 class RescaleScene:
@@ -90,12 +92,12 @@ class RescaleScene:
                 at = next(at for at, (name, _) in enumerate(executor.waiting) if wanted(name))
                 self.world._work_off(executor, at)
 
-    def finish(self, value: int, keys: Sequence[int] = (), wanted: Callable[[str], bool] = lambda name: True) -> None:
+    def finish(self, value: int) -> None:
         """A batch of two attempts in one process, so that the first bucket has two turns."""
         made = []
         for _ in range(2):
-            made.append(self.run(self.attempt(0, value, keys=keys)))
-            self.work(wanted)
+            made.append(self.run(self.attempt(0, value)))
+            self.work()
         self.commit(*made)
 
 
@@ -213,9 +215,9 @@ def finished_by_the_first_bucket(scene: RescaleScene) -> None:
     """The snapshots of the others wait for long."""
     scene.go(1)
     scene.start(3)
-    scene.finish(2, wanted=_of_the_first_bucket)
-    for value in range(3, 16):
-        scene.finish(value, keys=[0], wanted=_of_the_first_bucket)
+    for value in range(2, 16):
+        scene.go(value, keys=[0] if value > 2 else ())
+        scene.work(_of_the_first_bucket)
 
 
 def finished_by_one_lineage(scene: RescaleScene) -> None:
@@ -225,7 +227,7 @@ def finished_by_one_lineage(scene: RescaleScene) -> None:
     for value in range(2, 16):
         made = []
         for executor in (2, 0):
-            made.append(scene.run(scene.attempt(executor, value, keys=[0] if value > 2 else ())))
+            made.append(scene.run(scene.attempt(executor, value, keys=_NONE if value > 3 else ())))
             if executor:
                 scene.work()
             else:
@@ -246,8 +248,9 @@ def finished_but_gone_back(scene: RescaleScene) -> None:
     scene.world.spark.go_back(before)
     scene.world.executors[0].die()
     scene.start(3)
-    for value in range(6, 26):
-        scene.finish(value, keys=[0], wanted=_but_snapshots)
+    for value in range(6, 25):
+        scene.go(value, keys=_NONE)
+        scene.work(_but_snapshots)
 
 
 def saved_meanwhile(scene: RescaleScene) -> None:
@@ -259,8 +262,6 @@ def saved_meanwhile(scene: RescaleScene) -> None:
     for value in range(3, 24):
         scene.finish(value)
     saving.copy()
-    for value in range(24, 28):
-        scene.finish(value)
 
 
 RESCALE_SCENES = (
