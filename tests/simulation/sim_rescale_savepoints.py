@@ -61,7 +61,7 @@ def save_and_start(world: RescaleWorld, numbers: Numbers) -> None:
     query.look("some batches")
     if any(pointer.parents is not None for pointer in query.pointers):
         raise WrongStateError("a query still needs its savepoint's buckets, though nothing was late")
-    if not query.parents():
+    if query.bucket_map.buckets != saving.buckets and not query.parents():
         raise WrongStateError("the parents of a query are gone, to whose first batch Spark may go back")
     if numbers.below(3) == 0:
         for _ in range(recent_heartbeats(world.config.retained) + 2):
@@ -95,7 +95,8 @@ class Saving:
         self.total = world.total()
         self._number = number
         self._form = form
-        self._operator = replace(world.job.operator_file("saved"), buckets=world.count)
+        self.buckets = world.count
+        self._operator = replace(world.job.operator_file("saved"), buckets=self.buckets)
         self._pointers = [held.pointer for _, held in sorted(world.spark.at(world.batch).items())]
         self._backends = list(world.job.options.backends)
         world.held = {pointer.query_folder for pointer in self._pointers}

@@ -85,9 +85,9 @@ class RescaleScene:
             executor.loaded.clear()
         self.world._starts(count)
 
-    def work(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """All executors get to what waits, by its name."""
-        for executor in self.world.executors:
+    def work(self, wanted: Callable[[str], bool] = lambda name: True, which: int | None = None) -> None:
+        """All executors, or one, get to what waits, by its name."""
+        for executor in self.world.executors if which is None else [self.world.executors[which]]:
             while any(wanted(name) for name, _ in executor.waiting):
                 at = next(at for at, (name, _) in enumerate(executor.waiting) if wanted(name))
                 self.world._work_off(executor, at)
@@ -165,8 +165,9 @@ def only_one_bucket_has_a_snapshot(scene: RescaleScene) -> None:
     for at in reversed(others):
         del waiting[at]
     scene.work()
-    for value in (3, 4):
+    for value in (3, 4, 5, 6):
         scene.go(value, keys=[0])
+        scene.work(_of_the_first_bucket)
 
 
 def gone_back_to_before(scene: RescaleScene) -> None:
@@ -207,7 +208,8 @@ def finished_with_what_was_retained(scene: RescaleScene) -> None:
     """All buckets have snapshots at once, and batches from before are retained for a while."""
     scene.go(1)
     scene.start(3)
-    for value in range(2, 18):
+    scene.go(2, keys=_NONE)
+    for value in range(3, 18):
         scene.finish(value)
 
 
@@ -227,11 +229,11 @@ def finished_by_one_lineage(scene: RescaleScene) -> None:
     for value in range(2, 16):
         made = []
         for executor in (2, 0):
-            made.append(scene.run(scene.attempt(executor, value, keys=_NONE if value > 3 else ())))
+            made.append(scene.run(scene.attempt(executor, value, keys=() if value == 3 else _NONE)))
             if executor:
-                scene.work()
+                scene.work(which=executor)
             else:
-                scene.work(_but_snapshots)
+                scene.work(_but_snapshots, executor)
         scene.commit(*made)
 
 
@@ -239,12 +241,12 @@ def finished_but_gone_back(scene: RescaleScene) -> None:
     """The query goes back to where buckets needed parents, and their snapshots wait for long."""
     scene.go(1)
     scene.start(3)
-    scene.go(2)
+    scene.go(2, keys=_NONE)
     before = scene.world.batch
     scene.go(3)
     scene.work()
     for value in (4, 5):
-        scene.go(value, keys=[0])
+        scene.go(value, keys=_NONE)
     scene.world.spark.go_back(before)
     scene.world.executors[0].die()
     scene.start(3)
@@ -257,7 +259,7 @@ def saved_meanwhile(scene: RescaleScene) -> None:
     """Somebody reads pointers that need parents, and copies when the query needs them no more."""
     scene.go(1)
     scene.start(3)
-    scene.go(2)
+    scene.go(2, keys=_NONE)
     saving = Saving(scene.world, 1, NATIVE)
     for value in range(3, 24):
         scene.finish(value)
