@@ -178,11 +178,6 @@ def _looked_for_once(self: Finishing, query_folder: Folder, committed: Pointer, 
     return _NOTED(self, query_folder, committed, made)
 
 
-def _noted_by_the_new_pointer(self: Finishing, query_folder: Folder, committed: Pointer, made: Pointer) -> Pointer:
-    """What a call has made is noted, which may never be committed."""
-    return _NOTED(self, query_folder, made, made)
-
-
 def _without_a_note(self: Finishing, query_folder: Folder, committed: Pointer, made: Pointer) -> Pointer:
     """Parents are dropped, and nobody writes that down."""
     return replace(made, parents=committed.parents if needs_parents(committed) or needs_parents(made) else None)
@@ -247,7 +242,6 @@ BROKEN_RESCALES: dict[str, Built] = {
     "dropped without a note": _patched((Finishing, "noted", _without_a_note)),
     "notes that stay when the query goes back": _patched((Finishing, "noted", _notes_stay)),
     "notes looked for once": _patched((Finishing, "noted", _looked_for_once)),
-    "noted by the new pointer": _patched((Finishing, "noted", _noted_by_the_new_pointer)),
     "parents removed without a horizon": _patched((finishing, "may_remove", _without_horizon)),
     "the first bucket's note counted for all": _patched((finishing, "may_remove", _by_the_first_bucket)),
     "finishing blind to holds": _patched((Finishing, "_finished", _blind_to_holds)),

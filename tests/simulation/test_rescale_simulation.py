@@ -43,7 +43,6 @@ FOUND_BY = {
     "dropped without a note": "finished_with_what_was_retained",
     "notes that stay when the query goes back": "finished_but_gone_back",
     "notes looked for once": "finished_by_one_lineage",
-    "noted by the new pointer": "finished_by_one_lineage",
     "parents removed without a horizon": "finished_with_what_was_retained",
     "the first bucket's note counted for all": "finished_by_the_first_bucket",
     "finishing blind to holds": "saved_meanwhile",
