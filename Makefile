@@ -31,7 +31,7 @@ test: ## lint, types and the whole test suite (TESTS="..." hands arguments to py
 	@$(IN_VENV) python -m mypy
 	@$(IN_VENV) python -m pytest -n 2 --dist loadgroup -m "not parity" $(TESTS)
 
-soak: ## the long forms, for a day or two: every test whole, 20,000 histories of each kind (buckets, leases, claims, savepoints, erase requests), two drivers on each store, savepoints in every way, and under kills, sampling under kills, a cluster, fuzzing, the matrix
+soak: ## the long forms, for a day or two: every test whole, 20,000 histories of each kind (buckets, leases, claims, savepoints, erase requests, rescaling), two drivers on each store, savepoints in every way, and under kills, sampling under kills, a cluster, fuzzing, the matrix
 	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) SPARK_STATE_EXT_SOAK=1 python -m pytest -n 2 --dist loadgroup
 	@$(IN_VENV) python tests/simulation/run.py --histories 20000 --seed $(SEED)

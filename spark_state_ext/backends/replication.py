@@ -10,7 +10,7 @@ from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import BackupManager, RestoreManager
 
-__all__ = ["Replica", "Restorable", "close_all", "is_complete", "needs_parents", "taken_over", "version_of"]
+__all__ = ["Replica", "Restorable", "close_all", "is_complete", "is_held", "needs_parents", "taken_over", "version_of"]
 
 
 class Restorable(Protocol):
@@ -76,6 +76,14 @@ def close_all(replicas: Iterable[Restorable]) -> None:
 def is_complete(status: ReplicationStatus | None) -> bool:
     """Whether a backend holds a state as far as its replication status says."""
     return status is not None and status.since is None
+
+
+def is_held(pointer: Pointer) -> bool:
+    """Whether a pointer's backends hold its state: one of them alone, or with a rescaled bucket's parents."""
+    return any(
+        is_complete(status) or (pointer.parents is not None and status.since == pointer.parents)
+        for status in pointer.replication.values()
+    )
 
 
 def needs_parents(pointer: Pointer) -> bool:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.backends.replication import is_complete
+from spark_state_ext.backends.replication import is_held
 from spark_state_ext.commit.cadence import snapshot_overdue, with_unconfirmed_snapshot
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.snapshots import Snapshots
@@ -121,8 +121,7 @@ class SnapshotWriter:
         again = self._snapshots.to_repeat(new)
         if not (due or behind or again):
             return new
-        alone = new.parents is None or not new.replication
-        if alone and not any(is_complete(status) for status in new.replication.values()):
+        if not is_held(new):
             # Nothing that is configured holds this state, so the pointer must not go before something does.
             self._write_now(new, behind)
             return self._snapshots.with_full_snapshot(

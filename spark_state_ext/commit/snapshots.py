@@ -16,7 +16,7 @@ from functools import partial
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import STATE, Markers
-from spark_state_ext.backends.replication import Replica, is_complete
+from spark_state_ext.backends.replication import Replica, is_complete, is_held
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import settled
 from spark_state_ext.commit.failures import Refused, Run
@@ -126,14 +126,14 @@ class Snapshots:
     def behind(self, pointer: Pointer) -> list[str]:
         """Backends that need a full snapshot of the next checkpoint: they have nothing, or the one they got is lost.
 
-        Where no backend holds everything, it is all of them; but of a rescaled bucket the parents do, with the deltas
-        that backends have, and its first snapshot makes these complete.
+        Where no backend holds everything, it is all of them; but of a rescaled bucket one does with the parents, and
+        its first snapshot makes it complete.
         """
         if pointer.ref is None:
             return []
+        if not is_held(pointer):
+            return list(self._replicas)
         if not any(is_complete(status) for status in pointer.replication.values()):
-            if pointer.parents is None or not pointer.replication:
-                return list(self._replicas)
             self._look_for_first(pointer)
             return []
         records = upload_records(self._store)

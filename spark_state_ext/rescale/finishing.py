@@ -2,8 +2,8 @@
 
 A call whose input pointer says that a backend holds all of its bucket notes that beside the parents, with the pointer's
 heartbeats, before its own pointer has no parents any more. One whose input pointer does not say so, as the query went
-back, removes the note. So a bucket without a note may need its parents; and where each has one, all older than what
-Spark may hand out, none does.
+back, or as the batch before ran twice, removes the note. So a bucket without a note may need its parents; and where
+each has one, all older than what Spark may hand out, none does.
 """
 
 from __future__ import annotations
@@ -67,23 +67,19 @@ class Finishing:
     """What a process has done of this; a `Worker` owns it."""
 
     def __init__(self) -> None:
-        # Of which plan the buckets' notes were looked for, and the heartbeats of the last call that needed that.
-        self._looked: dict[tuple[str, int, str], int] = {}
         # Query folders of a plan without parents.
         self._without: set[tuple[str, str]] = set()
         # Numbers of leases as they were seen before.
         self._leases: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def noted(self, query_folder: Folder, plan_id: str, committed: Pointer, made: Pointer) -> Pointer:
+    def noted(self, query_folder: Folder, committed: Pointer, made: Pointer) -> Pointer:
         """The pointer that a call hands over, once it is noted what the one says that it was handed.
 
         Parameters
         ----------
         query_folder
             The bucket's query folder.
-        plan_id
-            Id of the plan.
         committed
             The input pointer.
         made
@@ -96,14 +92,12 @@ class Finishing:
         """
         if committed.parents is None:
             return made
-        notes, key = query_folder.child(PARENTS_FOLDER), (query_folder.identity, committed.bucket, plan_id)
         if needs_parents(committed):
-            # A query may go back under the same plan, too; not where this process had the batch before.
-            if committed.heartbeats - 1 != self._looked.get(key):
-                for name in notes.names():
-                    if (match := _NOTE.fullmatch(name)) and int(match[1]) == committed.bucket:
-                        notes.remove(name)
-            self._looked[key] = committed.heartbeats
+            # Each time: where a batch runs twice, the other attempt may go on from a pointer that needs none.
+            notes = query_folder.child(PARENTS_FOLDER)
+            for name in notes.names():
+                if (match := _NOTE.fullmatch(name)) and int(match[1]) == committed.bucket:
+                    notes.remove(name)
             return made
         if needs_parents(made):
             # Somebody has deleted files from the one that had all of it.

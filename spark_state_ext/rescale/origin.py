@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,13 @@ from arrow_schemas.lineage import SNAPSHOT, LineageHeader, Writer, file_name, pa
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
 from spark_state_ext.backends import Checkpoint, RestoreManager
-from spark_state_ext.errors import InterruptedRestoreError, LineageError, MissingCheckpointError
+from spark_state_ext.backends.registry import FSSPEC, Backend
+from spark_state_ext.errors import (
+    InterruptedRestoreError,
+    LineageError,
+    MissingCheckpointError,
+    StateElsewhereError,
+)
 from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile, SealedFiles, seal
@@ -30,7 +36,7 @@ from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.store.runs import hashes_of
 from spark_state_ext.version import __version__
 
-__all__ = ["Origin", "origin_beside", "rows_of_parents"]
+__all__ = ["Origin", "origin_beside", "origin_in", "rows_of_parents"]
 
 
 def origin_beside(
@@ -205,6 +211,44 @@ class _OriginRestore:
     def close(self) -> None:
         """Reads end."""
         self._origin.close()
+
+
+def origin_in(
+    backends: Sequence[Backend], pointer: Pointer, bucket_map: BucketMap, schema: RowSchema, scratch: Path
+) -> Origin | None:
+    """What a rescaled bucket began with, in whichever backend has its parents; None where it needs them no more.
+
+    Parameters
+    ----------
+    backends
+        The query's, in any order.
+    pointer
+        The bucket's.
+    bucket_map, schema, scratch
+        As for `Origin`.
+
+    Raises
+    ------
+    StateElsewhereError
+        When none of the backends is a file system.
+    StorageError
+        When it cannot be told which has the parents.
+    """
+    if pointer.parents is None:
+        return None
+    folders = [
+        Folder(it.root, it.storage_options).child(pointer.operator, pointer.query_folder)
+        for it in backends
+        if it.kind == FSSPEC
+    ]
+    if not folders:
+        raise StateElsewhereError(
+            f"bucket {pointer.bucket} of operator {pointer.operator!r} was rescaled, and has no snapshot of its own "
+            "yet: keep the backend that has the old buckets' files until it has"
+        )
+    # They lie with the backend that came first when the query was rescaled.
+    there = folders[0] if len(folders) == 1 else next((it for it in folders if has_parents(it)), folders[0])
+    return Origin(there, pointer, bucket_map, schema, scratch)
 
 
 def rows_of_parents(

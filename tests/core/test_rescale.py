@@ -334,7 +334,7 @@ def test_a_query_that_goes_back_under_the_same_plan_needs_its_parents_again(tmp_
         if at in (0, 3):
             note_free(query.folder, 0, 15)
         if at not in (2, 4):
-            finishing.noted(query.folder, "plan", committed, committed)
+            finishing.noted(query.folder, committed, committed)
             assert "0.free-15" not in notes.names()
 
 
@@ -363,9 +363,9 @@ def test_a_bucket_keeps_its_parents_when_the_backend_that_had_it_has_lost_it(tmp
     lags, has_all = {"lags": status}, {"has all": replace(status, since=None)}
     whole = replace(begun, replication=has_all | lags)
     finishing, notes = Finishing(), query.folder.child(PARENTS_FOLDER)
-    assert finishing.noted(query.folder, "plan", whole, replace(begun, replication=lags)).parents == begun.parents
+    assert finishing.noted(query.folder, whole, replace(begun, replication=lags)).parents == begun.parents
     assert not [name for name in notes.names() if ".free-" in name]
-    assert finishing.noted(query.folder, "plan", whole, whole).parents is None
+    assert finishing.noted(query.folder, whole, whole).parents is None
     assert notes.exists(f"0.free-{begun.heartbeats}")
 
 

@@ -2,7 +2,7 @@
 
 A history that fails is shortened by Hypothesis and printed; the same seed and number of processes find it again. Two
 runs with other seeds go through other histories. After those of buckets come as many of drivers around one lease, of
-queries that claim one folder, of savepoints, and of erase requests.
+queries that claim one folder, of savepoints, of erase requests, and of queries that are rescaled.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from sim_histories import (  # noqa: E402
     erasure_histories,
     histories,
     lease_histories,
+    rescale_histories,
     savepoint_histories,
 )
 from sim_lease import simulate_lease  # noqa: E402
 from sim_parts import History, Step  # noqa: E402
+from sim_rescales import simulate_rescales  # noqa: E402
 from sim_savepoints import simulate_savepoints  # noqa: E402
 from sim_search import searched  # noqa: E402
 from sim_world import simulate  # noqa: E402
@@ -117,11 +119,24 @@ def run_erasures(count: int, from_seed: int) -> Counter[str]:
     return seen
 
 
+def run_rescales(count: int, from_seed: int) -> Counter[str]:
+    """As `run`, of queries that are started again with another number of buckets."""
+    seen: Counter[str] = Counter()
+
+    def check(history: History) -> None:
+        world = simulate_rescales(history)
+        seen.update(rescale_histories=1, rescale_commits=world.commits, rescale_files_deleted=world.deleted)
+        seen.update({f"rescale_{name.replace(' ', '_')}": times for name, times in world.counted.items()})
+
+    searched(rescale_histories(), check, count, from_seed, shrinks=True)
+    return seen
+
+
 def _share(counts: tuple[int, ...], from_seed: int, results: multiprocessing.Queue[Counter[str]]) -> None:
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     # What was imported stays; going through it again and again takes a twentieth of the time.
     gc.freeze()
-    count, leases, savepoints, erasures = counts
+    count, leases, savepoints, erasures, rescales = counts
     seen = run(count, from_seed) if count else Counter[str]()
     if leases:
         seen.update(run_leases(leases, from_seed))
@@ -130,6 +145,8 @@ def _share(counts: tuple[int, ...], from_seed: int, results: multiprocessing.Que
         seen.update(run_savepoints(savepoints, from_seed))
     if erasures:
         seen.update(run_erasures(erasures, from_seed))
+    if rescales:
+        seen.update(run_rescales(rescales, from_seed))
     results.put(seen)
 
 
@@ -142,13 +159,14 @@ def main() -> int:
     )
     parser.add_argument("--savepoints", type=int, help="histories of savepoints; as many as the others by default")
     parser.add_argument("--erasures", type=int, help="histories of erase requests; as many as the others by default")
+    parser.add_argument("--rescales", type=int, help="histories of rescaling; as many as the others by default")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     started_s = time.monotonic()
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[Counter[str]] = context.Queue()
-    wanted = [arguments.histories, arguments.leases, arguments.savepoints, arguments.erasures]
+    wanted = [arguments.histories, arguments.leases, arguments.savepoints, arguments.erasures, arguments.rescales]
     each = [arguments.histories if count is None else count for count in wanted]
     shares = tuple(-(-count // arguments.processes) for count in each)
     workers = [

@@ -11,6 +11,8 @@ from sim_erasure_parts import ErasureConfig
 from sim_erasures import ERASURE_STEPS
 from sim_lease import LEASE_STEPS
 from sim_parts import Config, History, Step
+from sim_rescale_parts import COUNTS, RescaleConfig
+from sim_rescales import RESCALE_STEPS
 from sim_savepoints import SAVEPOINT_STEPS
 from sim_world import STEPS
 
@@ -37,6 +39,19 @@ _SAVEPOINT_KINDS = {
 
 # Of steps at erase requests: enough batches for requests to be done, and to be removed.
 _ERASURE_KINDS = {**dict.fromkeys(ERASURE_STEPS, 1), "batch": 8, "go": 3, "ask": 2, "zombie": 3, "restart": 5}
+
+# Of steps at rescaling: enough batches for snapshots to arrive, and starts between them.
+_RESCALE_KINDS = {
+    **dict.fromkeys(RESCALE_STEPS, 1),
+    "batch": 7,
+    "twice": 2,
+    "work": 4,
+    "zombie": 2,
+    "gap": 2,
+    "restart": 2,
+    "rescale": 6,
+    "killed": 2,
+}
 
 
 def histories(
@@ -98,6 +113,28 @@ def erasure_histories(**fixed: Any) -> st.SearchStrategy[History]:
         lambda n: st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=n, max_size=n)
     )
     return st.builds(History, st.builds(ErasureConfig, **drawn), steps.map(tuple))
+
+
+def rescale_histories(**fixed: Any) -> st.SearchStrategy[History]:
+    """Of a query that is started now and then with another number of buckets."""
+    drawn: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
+        ("checkpoint_v2", "last_wins", "ingests", "one_disk", "journal", "patient", "changelog", "timeouts"),
+        st.booleans(),
+    )
+    drawn |= dict.fromkeys(("replaces", "same_run", "two"), st.booleans())
+    drawn |= {"retained": st.integers(1, 3), "inline_bytes_max": st.sampled_from([0, 8_000, 1 << 20])}
+    drawn |= {"ends_calmly": st.sampled_from([False, False, True])}
+    drawn |= {"buckets": st.sampled_from(COUNTS), "partitions": st.integers(1, 2)}
+    drawn |= {name: st.just(value) for name, value in fixed.items()}
+    kinds = [kind for kind, times in _RESCALE_KINDS.items() for _ in range(times)]
+    step = st.tuples(
+        st.sampled_from([RESCALE_STEPS.index(kind) for kind in kinds]),
+        st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES),
+    )
+    steps = st.sampled_from([8, 16, 32]).flatmap(
+        lambda n: st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=n, max_size=n)
+    )
+    return st.builds(History, st.builds(RescaleConfig, **drawn), steps.map(tuple))
 
 
 def claim_histories() -> st.SearchStrategy[tuple[Step, ...]]:

@@ -195,15 +195,15 @@ class Machine:
         self.folder = folder
         # How many disks it has had.
         self.disks = 1
-        self._stores: dict[int, LocalStore] = {}
+        self._stores: dict[int | str, LocalStore] = {}
 
     @property
     def disk(self) -> tuple[Path, int]:
         """What tells its disk from all others."""
         return self.folder, self.disks
 
-    def store(self, bucket: int) -> LocalStore:
-        """A bucket's store on it."""
+    def store(self, bucket: int | str) -> LocalStore:
+        """A bucket's store on it, by the bucket's number or its own name."""
         if bucket not in self._stores:
             self._stores[bucket] = LocalStore.at(self.folder / str(bucket), SCHEMA, chunk_rows=4)
         return self._stores[bucket]
@@ -373,13 +373,18 @@ def changed(model: Model, changes: Changes) -> Model:
     return {k: n for k, n in after.items() if changes.get(k, n) is not None}
 
 
-def rows_of(changes: Changes, scratch: Path) -> SpillBuffer:
+def rows_of(changes: Changes, scratch: Path, hashes: Mapping[int, int] | None = None) -> SpillBuffer:
+    """As a commit takes them; with the hashes of their keys, where these do not follow from the keys."""
     buffer = SpillBuffer(scratch, 1 << 20)
     if changes:
         keys, values = list(changes), list(changes.values())
         gone = [value is None for value in values]
         columns = [
-            pa.array(np.array(keys, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)),
+            pa.array(
+                np.array(keys, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+                if hashes is None
+                else np.array([hashes[key] for key in keys], dtype=np.uint64)
+            ),
             pa.array(keys, pa.int64()),
             pa.array(values, pa.int64()),
             pa.nulls(len(keys), pa.int64()),

@@ -32,6 +32,7 @@ from sim_world import DEFAULT, FIRST_BUCKET, STEPS, lived
 from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Query, Taken, Yard, rows_in
 
 from arrow_schemas.operator import OperatorFile, operator_file_name
+from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import CANONICAL, MANIFEST_NAME, NATIVE
 from spark_state_ext.engine.start_from import CLAIM, NO_CLAIM
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, NotClaimableError, StateError, StorageError
@@ -362,21 +363,21 @@ class SavepointWorld(Query):
             self.yard.pass_time(HOLD_S / 4)
         return super()._plan(batch, heartbeat, numbers)
 
-    def _check_little_is_left(self, number: int, files: Folder) -> None:
-        super()._check_little_is_left(number, files)
+    def _check_little_is_left(self, pointer: Pointer, files: Folder) -> None:
+        super()._check_little_is_left(pointer, files)
         holds = self.query_folder.child(HOLDS_FOLDER).names()
         if holds:
             raise WrongStateError(f"{len(holds)} holds of the dead are left in {self.query_folder.root}")
 
 
-def _in_turn(_: str, __: int, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def in_turn(_: str, __: int, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     """In place of threads."""
     return [work(item) for item in items]
 
 
 def beside(patches: Sequence[tuple[Any, str, Any]]) -> AbstractContextManager[None]:
     """What is put in the place of Spark, and of what is broken."""
-    values = [*spark_parts(), *traps(), (needed, "side_by_side", _in_turn)]
+    values = [*spark_parts(), *traps(), (needed, "side_by_side", in_turn)]
     # Who is late looks only where that cannot be avoided.
     return replaced([*values, (claims, "_LOOK_S", math.inf), *patches])
 

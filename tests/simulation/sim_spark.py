@@ -20,10 +20,13 @@ class Made:
         All of it, as the attempt's executor has it in memory.
     called
         The buckets that were called.
+    removed
+        Those of them that are no more.
     """
 
     partition: Partition
     called: frozenset[int]
+    removed: frozenset[int] = frozenset()
 
 
 class StateFiles:
@@ -45,7 +48,8 @@ class StateFiles:
         self._v2 = config.checkpoint_v2
         self._retained = config.retained
         self._base, self._base_batch = dict(first), -1
-        self._files: dict[int, Mapping[int, Held]] = {}
+        # None: the bucket is no more.
+        self._files: dict[int, Mapping[int, Held | None]] = {}
         self.batch = -1
         self.newest_ever = -1
         # When batches were begun, and how far back one may go by time, milliseconds; 0: as far as there are files.
@@ -72,7 +76,7 @@ class StateFiles:
         """The partition as the files of a batch and those before have it."""
         found = dict(self._base)
         for written in range(self._base_batch + 1, batch + 1):
-            found.update(self._files[written])
+            _lay(self._files[written], found)
         return found
 
     def handed_out(self, executor: Memory, batch: int) -> Partition:
@@ -90,7 +94,7 @@ class StateFiles:
         # Spark writes a snapshot now and then, and deletes what is older than the oldest batch.
         while self._base_batch < self.oldest - 1:
             self._base_batch += 1
-            self._base.update(self._files.pop(self._base_batch))
+            _lay(self._files.pop(self._base_batch), self._base)
 
     def overwrite(self, batch: int, made: Made) -> None:
         """A late attempt's file takes the place of another's, whatever has happened since."""
@@ -113,4 +117,14 @@ class StateFiles:
         return found
 
     def _write(self, batch: int, made: Made) -> None:
-        self._files[batch] = {b: held for b, held in made.partition.items() if self._whole or b in made.called}
+        there = {b: held for b, held in made.partition.items() if self._whole or b in made.called}
+        self._files[batch] = {**there, **dict.fromkeys(made.removed)}
+
+
+def _lay(file: Mapping[int, Held | None], partition: dict[int, Held]) -> None:
+    """Lay what a batch's file has over what was there before."""
+    for bucket, held in file.items():
+        if held is None:
+            partition.pop(bucket, None)
+        else:
+            partition[bucket] = held

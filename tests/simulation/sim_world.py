@@ -16,7 +16,7 @@ import random
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,7 @@ from arrow_schemas.pointer import ReplicationStatus
 from spark_state_ext.backends import STATE, CleanUp
 from spark_state_ext.backends import files as files_module
 from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.backends.replication import Replica, is_complete
+from spark_state_ext.backends.replication import Replica, Restorable, is_complete
 from spark_state_ext.commit import cadence
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.context import CommitContext
@@ -130,16 +130,18 @@ class World:
 
     # What the first number of a step is.
     kinds: ClassVar[tuple[str, ...]] = STEPS
+    # Of keys, by key; None: what follows from the key.
+    hashes: ClassVar[Mapping[int, int] | None] = None
 
     def __init__(self, config: Config, built: Built = DEFAULT, name: str = "") -> None:
         self.config = config
         self._built = built
         self._name = name or uuid.uuid4().hex
-        self.buckets = range(FIRST_BUCKET, FIRST_BUCKET + config.buckets)
+        self.buckets = self._numbered()
         # Two backends, of which one or both are configured.
         homes = {name: self._home(opened(f"{self._name}/{name}", replaces=config.replaces)) for name in ("a", "b")}
         self.folders = {name: {b: home.child(str(b)) for b in self.buckets} for name, home in homes.items()}
-        self.files = self.folders["a"][FIRST_BUCKET]
+        self.files = self.folders["a"][self.buckets[0]]
         self.configured = ["a"]
         # What clean-ups have found out.
         self.known = retention.KnownFiles()
@@ -173,6 +175,22 @@ class World:
         self._calm = False
         # The run, where each begins with a probe for files that are gone.
         self.looking = ""
+
+    def _numbered(self) -> range:
+        """Numbers of the partition's buckets."""
+        return range(FIRST_BUCKET, FIRST_BUCKET + self.config.buckets)
+
+    def _files(self, name: str, pointer: Pointer) -> Folder:
+        """Where a pointer's bucket has its files in a backend."""
+        return self.folders[name][pointer.bucket]
+
+    def _store(self, machine: Machine, pointer: Pointer) -> LocalStore:
+        """And on a machine."""
+        return machine.store(pointer.bucket)
+
+    def _sources(self, pointer: Pointer) -> Sequence[Restorable]:
+        """What its state may be read from besides."""
+        return ()
 
     def _home(self, root: Folder) -> Folder:
         """The query's folder in a backend."""
@@ -538,7 +556,8 @@ class World:
             if fault is None or not fault.over:
                 self.failures.refuse_others(run, ended, error)
                 if isinstance(error, UploadFailedError):
-                    where = [(n, name, self.folders[name][n]) for n in self.buckets for name in self.configured]
+                    given = [(n, attempt.partition[n].pointer) for n in attempt.calls]
+                    where = [(n, name, self._files(name, it)) for n, it in given for name in self.configured]
                     self.failures.tell(executor.machine, attempt, where)
             return None
         except (CorruptError, MissingCheckpointError) as error:
@@ -574,8 +593,8 @@ class World:
             attempt.partition[number].pointer,
             attempt.calls[number],
         )
-        replicas = self._replicas(number, fault)
-        store = executor.machine.store(number)
+        replicas = self._replicas(pointer, fault)
+        store = self._store(executor.machine, pointer)
         bucket = self._bucket(store, replicas, pointer, attempt.batch, executor, run, attempt.now_ms)
         if self.looking:
             self._built.probe(f"{self._name}/{number}", self.looking, bucket.committer, replicas, pointer)
@@ -583,7 +602,8 @@ class World:
         if found != expected:
             raise WrongStateError(f"batch {attempt.batch} read {found}; {pointer.ref} was written as {expected}")
         may_defer = numbers.yes()
-        made = bucket.commit(rows_of(call.changes, self.folder), attempt.heartbeat, may_defer=may_defer)
+        rows = rows_of(call.changes, self.folder, self.hashes)
+        made = bucket.commit(rows, attempt.heartbeat, may_defer=may_defer)
         pointer = replace(made.pointer, batch=attempt.batch, earliest_timeout_ms=call.timeout_ms)
         return replace(made, pointer=pointer), bucket.committer
 
@@ -594,10 +614,10 @@ class World:
         after_ms = self._built.next_call_ms(pointer.earliest_timeout_ms, now_ms, alone=alone)
         return None if after_ms is None else now_ms + after_ms
 
-    def _replicas(self, bucket: int, fault: Fault | None = None, names: Sequence[str] = ()) -> list[Replica]:
+    def _replicas(self, pointer: Pointer, fault: Fault | None = None, names: Sequence[str] = ()) -> list[Replica]:
         replicas: list[Replica] = []
         for name in names or self.configured:
-            files = self.folders[name][bucket]
+            files = self._files(name, pointer)
             folder: Any = files if fault is None else FaultyFolder(files, fault)
             replicas += [replace(replica, root=name == "a") for replica in sole_replica(folder, self.folder, name)]
         return replicas
@@ -633,6 +653,7 @@ class World:
                 run=run or self.stage(),
                 batch_ms=now_ms,
             ),
+            sources=self._sources(pointer),
         )
 
     def _submit_clean_up(self, executor: Executor, pointer: Pointer, numbers: Numbers) -> None:
@@ -646,12 +667,12 @@ class World:
         self, of: str, head: CheckpointRef, executor: Executor, pointer: Pointer, numbers: Numbers
     ) -> None:
         number = pointer.bucket
-        here = self.folders[of][number]
+        here = self._files(of, pointer)
         entries = here.entries()
         fault = self._fault(numbers) if numbers.below(4) == 0 and not self._calm else None
         files: Any = here if fault is None else FaultyFolder(here, fault)
-        store = executor.machine.store(number)
-        committer = self._bucket(store, self._replicas(number), pointer, self.batch, executor).committer
+        store = self._store(executor.machine, pointer)
+        committer = self._bucket(store, self._replicas(pointer), pointer, self.batch, executor).committer
         # Files that may be deleted before another run takes the state over.
         left = numbers.below(6) if numbers.below(8) == 0 and not self._calm else 1 << 30
 
@@ -687,7 +708,7 @@ class World:
         """Every pointer that Spark may still hand out."""
         partitions = [partition for _, partition in self.spark.reachable(self.executors)]
         found = [held.pointer for partition in partitions for held in partition.values()]
-        return list({(pointer.bucket, pointer.ref): pointer for pointer in found}.values())
+        return list({(it.query_folder, it.bucket, it.ref): it for it in found}.values())
 
     def check(self, bucket: int | None = None, backend: str | None = None) -> None:
         """Each of them gives its writer's state on an empty disk. (Attempts check what executors have.)
@@ -743,9 +764,7 @@ class World:
     def _check_on(self, store: LocalStore, pointer: Pointer, names: Sequence[str]) -> None:
         expected = self.models[pointer.encode()]
         try:
-            found = self._bucket(store, self._replicas(pointer.bucket, names=names), pointer, self.batch, None).read(
-                scanned
-            )
+            found = self._bucket(store, self._replicas(pointer, names=names), pointer, self.batch, None).read(scanned)
         except (CorruptError, MissingCheckpointError) as error:
             raise WrongStateError(f"{pointer.ref} of batch {pointer.batch} is lost: {error}") from error
         if found != expected:
@@ -768,16 +787,16 @@ class World:
             while executor.waiting:
                 self._work_off(executor, 0)
         self.check()
-        for number, name in itertools.product(self.buckets, self.configured):
-            self._check_little_is_left(number, self.folders[name][number])
+        for held, name in itertools.product(self.spark.at(self.batch).values(), self.configured):
+            self._check_little_is_left(held.pointer, self._files(name, held.pointer))
 
-    def _check_little_is_left(self, number: int, files: Folder) -> None:
+    def _check_little_is_left(self, pointer: Pointer, files: Folder) -> None:
         names = files.names()
         # A header that cannot be read stops clean-up, for somebody to look at.
         stopped = bool(self.damaged & {files.where(name) for name in names})
         if not stopped and len(names) > 6 * self.config.retained + 30:
             raise WrongStateError(f"{len(names)} files are left in {files.root}: {names}")
-        runs = self.executors[0].machine.store(number).runs()
+        runs = self._store(self.executors[0].machine, pointer).runs()
         if len(runs) > 12:
             raise WrongStateError(f"{len(runs)} runs are left in the local store")
 

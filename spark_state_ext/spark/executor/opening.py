@@ -15,7 +15,6 @@ from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
-from spark_state_ext.backends.registry import FSSPEC
 from spark_state_ext.backends.replication import Replica, Restorable, close_all
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.failures import Run
@@ -31,15 +30,13 @@ from spark_state_ext.errors import (
     LineageError,
     MissingCheckpointError,
     OperatorChangedError,
-    StateElsewhereError,
     UsageError,
 )
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import newest_operator
 from spark_state_ext.files.partition_files import record_assignment, refuse_assignment
 from spark_state_ext.ownership.lease_record import Claim
-from spark_state_ext.rescale.origin import Origin, origin_beside
-from spark_state_ext.rescale.parents import has_parents
+from spark_state_ext.rescale.origin import Origin, origin_beside, origin_in
 from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.key_work import Times
@@ -264,7 +261,7 @@ def open_bucket(
     local = local_folder(job, query_folder, operator.schema_id, call.bucket)
     # Rows are written under the schema in force now, whatever that of the pointer we were given.
     pointer = replace(pointer, schema_id=operator.schema_id)
-    origin = _origin(job, pointer, schema, scratch)
+    origin = origin_in(job.options.backends, pointer, job.options.bucket_map, schema, scratch)
     bucket = Bucket(
         shared.stores.at(str(local), schema),
         replicas,
@@ -318,22 +315,6 @@ def _beside(scratch: Path, part: Beginning, query_folder: Folder) -> list[Origin
     """What a bucket of another query can be read from beside its backends."""
     operator = part.operator_file
     return origin_beside(query_folder, part.pointer, operator.bucket_map, operator.row_schema(), scratch)
-
-
-def _origin(job: Job, pointer: Pointer, schema: RowSchema, scratch: Path) -> Origin | None:
-    """What a rescaled bucket began with, as long as no backend has all of its state."""
-    if pointer.parents is None:
-        return None
-    backends = [it for it in job.options.backends if it.kind == FSSPEC]
-    if not backends:
-        raise StateElsewhereError(
-            f"bucket {pointer.bucket} of operator {job.operator!r} was rescaled, and has no snapshot of its own yet: "
-            "keep the backend that has the old buckets' files until it has"
-        )
-    folders = [Folder(it.root, it.storage_options).child(job.operator, pointer.query_folder) for it in backends]
-    # They lie with the backend that came first when the query was rescaled.
-    folder = folders[0] if len(folders) == 1 else next(filter(has_parents, folders), folders[0])
-    return Origin(folder, pointer, job.options.bucket_map, schema, scratch)
 
 
 def _first_pointer(call: CallInfo, operator: OperatorFile, query_folder: str) -> Pointer:

@@ -32,7 +32,7 @@ from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.rescale.dividing import RESCALE, Division, begun_pointer, divided_pointer
 from spark_state_ext.rescale.folders import rescaled_folder
-from spark_state_ext.rescale.origin import Origin, origin_beside
+from spark_state_ext.rescale.origin import origin_in
 from spark_state_ext.rescale.parents import Parent, note_parent, parent_files, parent_of
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.records import StartRecord, note_start
@@ -256,20 +256,14 @@ class Move:
         old, target = self.plan.operator_file, parent_files(folder, number)
         timeout_s = self.job.options.commit.commit_timeout_ms / 1000
         reading = replicas.reading(self.job.options.backends, pointer, scratch, timeout_s)
-        sources: list[Restorable] = [*reading, *self._origin(pointer, scratch)]
+        # Of a bucket that was rescaled before, and has no snapshot of its own yet.
+        origin = origin_in(self.job.options.backends, pointer, old.bucket_map, old.row_schema(), scratch)
+        sources: list[Restorable] = [*reading, *([] if origin is None else [origin])]
         try:
             saved = save_bucket(pointer, sources, target, NATIVE, old.row_schema(), scratch).saved
         finally:
             close_all(sources)
         return note_parent(folder, Parent(old, saved))
-
-    def _origin(self, pointer: Pointer, scratch: Path) -> list[Origin]:
-        """Of a bucket that was rescaled before, and has no snapshot of its own yet."""
-        old = self.plan.operator_file
-        folder = Folder(self._backend.root, self._backend.storage_options).child(
-            self.job.operator, self.plan.old_folder.name
-        )
-        return origin_beside(folder, pointer, old.bucket_map, old.row_schema(), scratch)
 
     def _known(self, number: int) -> Pointer:
         """The newest pointer of an old bucket that was written down."""

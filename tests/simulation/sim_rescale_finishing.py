@@ -1,0 +1,130 @@
+"""What a simulated query does about what it was rescaled from: who removes it, when that stops, and what is left."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from sim_aside import Trap, trapped
+from sim_parts import Executor, Numbers, WrongStateError
+
+from spark_state_ext.engine.folders import operator_folders
+from spark_state_ext.engine.job import Job
+from spark_state_ext.errors import StateError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.rescale.folders import first_folder
+from spark_state_ext.rescale.parents import PARENTS_FOLDER
+
+if TYPE_CHECKING:
+    from sim_rescales import RescaleWorld
+
+__all__ = ["Removals", "check_nothing_is_left", "in_pieces", "left_of"]
+
+_NUMBERED = re.compile(r"q0(?:\.r([0-9a-f]{12}))?")
+_REMOVE_TREE = Folder.remove_tree
+
+
+def _removed_in_pieces(folder: Folder, name: str) -> None:
+    """As `Folder.remove_tree`, one file after the other: whoever does it may stop between any two."""
+    below = folder.child(name)
+    for entry in below.tree():
+        if entry.name != ".":
+            below.remove(entry.name)
+    folder.remove(name)
+    _REMOVE_TREE(folder, name)
+
+
+class Removals:
+    """The background that a call of a query's first bucket hands its removals to: they are done at once, or later.
+
+    Parameters
+    ----------
+    world
+        Where the query lives.
+    executor
+        Whose process it is; what waits is gone when it dies.
+    numbers
+        Say when, and whether a removal stops in its midst.
+    at_once
+        Whether it may be done within the call.
+    """
+
+    def __init__(self, world: RescaleWorld, executor: Executor, numbers: Numbers, at_once: bool) -> None:
+        self._world = world
+        self._executor = executor
+        self._numbers = numbers
+        self._at_once = at_once
+
+    def submit(self, name: str, work: Callable[[], object]) -> bool:
+        """As of `Background`: what waits already is not taken again."""
+        if self._executor.busy(name):
+            return False
+        happens = ("dies", "fails", *[""] * 4)[self._numbers.below(6)] if self._at_once else ""
+        trap = Trap(self._numbers.below(12), happens) if happens else None
+
+        def watched() -> None:
+            world, before = self._world, left_of(self._world.job)
+            try:
+                with trapped(trap) if trap else nullcontext():
+                    work()
+            finally:
+                gone = before - left_of(world.job)
+                world.counted["removals"] += bool(gone)
+                if gone:
+                    world.check()
+
+        if not self._at_once or self._numbers.below(3):
+            return self._executor.submit(name, watched)
+        try:
+            watched()
+        except StateError:
+            return True  # logged, in the real one
+        return True
+
+
+def left_of(job: Job) -> set[str]:
+    """What there is below all names that a query has had, and of parents."""
+    found = set()
+    for place in operator_folders(job):
+        for name in place.names():
+            if first_folder(name) == "q0":
+                found.add(place.where(name))
+                found.update(place.child(name, PARENTS_FOLDER).where(it) for it in _parents(place, name))
+    return found
+
+
+def check_nothing_is_left(world: RescaleWorld) -> None:
+    """Nothing of the folders before the one that the query goes on in, nor of parents.
+
+    A folder of a plan that came later, and of which the query went back or that committed nothing, stays until the
+    query is rescaled again.
+    """
+    (current,) = {held.pointer.query_folder for held in world.spark.at(world.batch).values()}
+    for place in operator_folders(world.job):
+        parents = _parents(place, current)
+        if parents:
+            raise WrongStateError(f"{place.child(current).root} keeps the parents {parents}")
+        for name in place.names():
+            if first_folder(name) != "q0" or name == current:
+                continue
+            if _number(name) < _number(current):
+                raise WrongStateError(f"{place.where(name)} is left, and the query goes on in {current}")
+            world.counted["folders left of plans that came to nothing"] += 1
+    world.counted["queries that finished calmly"] += current != "q0"
+
+
+def _parents(place: Folder, name: str) -> list[str]:
+    return place.child(name, PARENTS_FOLDER).names()
+
+
+def _number(name: str) -> int:
+    match = _NUMBERED.fullmatch(name)
+    assert match is not None, name
+    return int(match[1] or "0", 16)
+
+
+def in_pieces() -> list[tuple[Any, str, Any]]:
+    """What is put in the place of a folder's method while a history runs."""
+    return [(Folder, "remove_tree", _removed_in_pieces)]

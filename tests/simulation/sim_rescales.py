@@ -1,0 +1,778 @@
+"""A world in which a query is started again and again with another number of buckets.
+
+What calls do is the product's code: they compare, bring parents, begin histories at origins, load, commit and clean up,
+and stop or die between any two changes to files. Spark's part is played: which label is called with which pointer, that
+a batch counts whole or not at all, and which attempt at each partition counts.
+
+What must hold, by the model: whatever Spark may hand out loads on an empty disk, where no backend has all of it with the
+parents, as its writer had it; each key is in its bucket only; a batch that moves the state takes all of what Spark had
+handed out; and a query that is started again goes on, with the old number or another one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import ClassVar
+
+from sim_aside import Trap, trapped, traps
+from sim_parts import (
+    Attempt,
+    Built,
+    Call,
+    Executor,
+    Held,
+    History,
+    Machine,
+    Model,
+    Numbers,
+    Partition,
+    WrongStateError,
+    changed,
+)
+from sim_rescale_finishing import Removals, check_nothing_is_left, in_pieces
+from sim_rescale_parts import (
+    COUNTS,
+    HASHES,
+    MovedMade,
+    MovingFiles,
+    PlannedAttempt,
+    RescaleConfig,
+    changes_in,
+    of_bucket,
+    only,
+    whole,
+)
+from sim_rescale_savepoints import save_and_start
+from sim_savepoints import in_turn
+from sim_search import replaced
+from sim_spark import Made
+from sim_stores import DiedError, Fault
+from sim_world import DEFAULT, EXECUTORS, STARTS_MAX, World, lived
+from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Yard
+
+from arrow_schemas import BucketMap, CheckpointRef
+from arrow_schemas.operator import OperatorFile, operator_file_name
+from arrow_schemas.pointer import Pointer
+from spark_state_ext.backends import CleanUp
+from spark_state_ext.backends.replication import Restorable, is_complete
+from spark_state_ext.commit.committer import Committer
+from spark_state_ext.commit.failures import Run
+from spark_state_ext.engine.bucket import CommitResult
+from spark_state_ext.engine.folders import operator_folders
+from spark_state_ext.engine.job import ARROW, Job
+from spark_state_ext.engine.options import StateOptions
+from spark_state_ext.engine.shared import Shared
+from spark_state_ext.errors import LineageError, LiveRunError, StorageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.operator_catalog import STARTING_FOLDER, OperatorCatalog
+from spark_state_ext.rescale.finishing import Finishing
+from spark_state_ext.rescale.folders import rescaled_folder
+from spark_state_ext.rescale.origin import Origin, origin_in
+from spark_state_ext.rescale.parents import parent_of
+from spark_state_ext.restore import needed
+from spark_state_ext.savepoints.captured import Captured, captured_name
+from spark_state_ext.spark.executor.rescaling import Move, Rescales
+from spark_state_ext.store import LocalStore
+from spark_state_ext.worker.worker import Worker
+from tests.helpers.jobs import job_of
+
+__all__ = ["RESCALE_STEPS", "RescaleWorld", "beside_rescaling", "simulate_rescales"]
+
+RESCALE_STEPS = (
+    "batch",  # as in `sim_world`, each
+    "twice",
+    "quiet",
+    "gap",
+    "work",
+    "zombie",
+    "restart",  # with the number of buckets that there was, or another one
+    "lose disk",
+    "lose memory",
+    "switch",
+    "rescale",  # the query starts again where it was, with another number of buckets
+    "killed",  # attempts at the next batch, and then the driver dies
+    "savepoint",  # somebody takes one, and another query starts from it
+)
+
+
+# A variant may put something else in its place.
+_overlapping = BucketMap.overlapping
+
+
+class _RefusedError(Exception):
+    """A call may not move the state, as the query has gone on since it was planned."""
+
+
+class _FailedError(Exception):
+    """A store fails in a call that moves the state."""
+
+
+class _Process:
+    """What a worker process of the query keeps."""
+
+    def __init__(self) -> None:
+        self.rescales = Rescales()
+        self.finishing = Finishing()
+        self.catalog = OperatorCatalog()
+
+
+class RescaleWorld(World):
+    """A query of several buckets.
+
+    Parameters
+    ----------
+    config, built
+        As for `World`.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = RESCALE_STEPS
+    hashes = HASHES
+    config: RescaleConfig
+
+    def __init__(self, config: RescaleConfig, built: Built = DEFAULT) -> None:
+        self.yard = Yard(config, uuid.uuid4().hex)
+        self.counted: Counter[str] = Counter()
+        self._checked: set[bytes] = set()
+        self._processes: dict[str, _Process] = {}
+        # Attempts that succeeded while another one stood still.
+        self._beside: list[tuple[int, Made]] = []
+        self._origins: list[Origin] = []
+        # What plans know of the old buckets: read when the query was planned, and noted since.
+        self._known: dict[str, dict[int, Pointer]] = {}
+        # And where their attempts that moved the state began.
+        self._handed_out_to: dict[str, dict[int, set[CheckpointRef | None]]] = {}
+        # The plan whose calls came last, which has the lease; and names of query folders that somebody copies from.
+        self._owner = ""
+        self.held: set[str] = set()
+        # The model by checkpoint, whatever else pointers say.
+        self._states: dict[CheckpointRef, Model] = {}
+        self._alone = self._steady = False
+        self._plans, self._markers, self.savepoints = itertools.count(1), itertools.count(1), itertools.count(1)
+        super().__init__(config, built, self.yard.name)
+        self.configured = ["a", "b"] if config.two else ["a"]
+        self.operator = self.yard.root("a").child(OPERATOR)
+        first = OperatorFile(OPERATOR, "q0", config.buckets, KEY_SCHEMA, STATE_SCHEMA)
+        self.operator.child("q0").put(operator_file_name(0), first.encode())
+        self.job = self._planned_with(config.buckets)
+
+    def _numbered(self) -> range:
+        return range(self.config.buckets)
+
+    def _home(self, root: Folder) -> Folder:
+        return root.child(OPERATOR, "q0")
+
+    def _first(self, bucket: int) -> Pointer:
+        return Pointer(OPERATOR, bucket, self.config.buckets, 0, -1, None, query_folder="q0")
+
+    def _state_files(self, first: Partition) -> MovingFiles:
+        return MovingFiles(self.config, first)
+
+    def _files(self, name: str, pointer: Pointer) -> Folder:
+        return self.yard.root(name).child(OPERATOR, pointer.query_folder, str(pointer.bucket))
+
+    def _store(self, machine: Machine, pointer: Pointer) -> LocalStore:
+        return machine.store(f"{pointer.query_folder}-{pointer.bucket}")
+
+    def _sources(self, pointer: Pointer) -> Sequence[Restorable]:
+        if pointer.parents is None or self._alone:
+            return ()
+        self._origins.append(self.origin(pointer))
+        return (self._origins[-1],)
+
+    def origin(self, pointer: Pointer) -> Origin:
+        """What a rescaled bucket began with."""
+        backends, schema = self.yard.backends(self.configured), self.job.operator_file("").row_schema()
+        found = origin_in(backends, pointer, BucketMap(pointer.buckets), schema, self.folder)
+        assert found is not None, "it needs its parents"
+        return found
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What is opened in the meantime is closed."""
+        before, self._origins = self._origins, []
+        try:
+            yield
+        finally:
+            for origin in self._origins:
+                origin.close()
+            self._origins = before
+
+    def finish(self, attempt: PlannedAttempt, pointer: Pointer, numbers: Numbers) -> None:
+        """What a call of the first bucket does about old folders and parents, by its input pointer."""
+        job, executor = attempt.planned, self.executors[attempt.executor]
+        self._process(executor).finishing.in_turn(
+            operator_folders(job),
+            pointer.query_folder,
+            job.plan_id,
+            pointer,
+            self.config.retained,
+            lambda: self._check_ours(job),
+            lambda name: name in self.held,
+            Removals(self, executor, numbers, not (self._calm or self._steady)),  # type: ignore[arg-type]
+        )
+
+    def _check_ours(self, job: Job) -> None:
+        """The lease: who runs a plan that is over has lost it to the one that came after."""
+        if self._owner != job.plan_id:
+            raise LiveRunError("another run has taken the state over")
+
+    def _noted(
+        self, attempt: PlannedAttempt, pointer: Pointer, made: tuple[CommitResult, Committer], numbers: Numbers
+    ) -> tuple[CommitResult, Committer]:
+        """What a call hands over, once it is noted that its bucket needs no parents."""
+        if pointer.parents is None:
+            return made
+        if self._owner != attempt.planned.plan_id or attempt.batch <= self.spark.oldest:
+            # By the lease. And nobody is at work for longer at a batch that Spark does not retain.
+            self.counted["late calls that note nothing"] += 1
+            raise _FailedError
+        query_folder, finishing = self.origin(pointer).query_folder, self._process_of(attempt).finishing
+        with self._troubled(attempt, numbers, beside=False):
+            handed_over = finishing.noted(query_folder, pointer, made[0].pointer)
+        self.counted["buckets that need no parents"] += handed_over.parents is None
+        return replace(made[0], pointer=handed_over), made[1]
+
+    def _process_of(self, attempt: PlannedAttempt) -> _Process:
+        return self._process(self.executors[attempt.executor])
+
+    def _request(self, executor: Executor, request: CleanUp, numbers: Numbers) -> CleanUp:
+        """It leaves alone what somebody copies from."""
+        return replace(request, held=lambda: request.pointer.query_folder in self.held)
+
+    # -- plans -------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """How many buckets the state has that is committed."""
+        return _count(self.spark.at(self.batch))
+
+    def _planned_with(self, count: int) -> Job:
+        """The query is planned, which has Spark read the pointers of its last batch where these are of other buckets."""
+        number = next(self._plans)
+        plan_id = f"{number:012x}".ljust(32, "0")
+        options = StateOptions(
+            root=self.yard.root("a").root,
+            operator=OPERATOR,
+            buckets=count,
+            local_dir=str(self.folder),
+            storage_options=self.yard.options,
+            backends=tuple(self.yard.backends(self.configured)),
+            rescale="/a/checkpoint",
+        )
+        job = job_of(
+            options,
+            key_schema=KEY_SCHEMA,
+            state_schema=STATE_SCHEMA,
+            columns=("k", "n"),
+            application_id="simulated",
+            plan_id=plan_id,
+            batches_retained=self.config.retained,
+            api=ARROW,
+            input_schema=KEY_SCHEMA,
+            output_schema=KEY_SCHEMA,
+        )
+        self.counted["plans"] += 1
+        if count == self.count:
+            return job
+        self.counted["plans that rescale"] += 1
+        pointers = {bucket: held.pointer for bucket, held in self.spark.at(self.batch).items()}
+        self._known[plan_id] = pointers
+        name = captured_name(number, plan_id)
+        captured = Captured(OPERATOR, self.batch, (), "", 0, dict(sorted(pointers.items())))
+        self.operator.child(STARTING_FOLDER).put(name, captured.encode())
+        return replace(job, rescaled_from=name, rescaled_buckets=self.count)
+
+    def _starts(self, count: int) -> None:
+        """The query starts again; before its first batch it has no state that could be rescaled."""
+        self.job = self._planned_with(count if self.batch >= 0 else self.count)
+        # Attempts of the run before do not count any more.
+        self._beside.clear()
+
+    def _restart(self, numbers: Numbers) -> None:
+        before, oldest = self.batch, self.count
+        super()._restart(numbers)
+        self.counted["goings back"] += self.batch < before
+        self.counted["goings back to other buckets"] += self.count != oldest
+        self._starts(self.count if numbers.yes() else COUNTS[numbers.below(len(COUNTS))])
+
+    def _rescale(self, numbers: Numbers) -> None:
+        self._begin_anew(numbers)
+        others = [count for count in COUNTS if count != self.count]
+        self._starts(others[numbers.below(len(others))])
+        # What comes between the plan and the first batch with data.
+        after = numbers.below(4)
+        if after == 0:
+            self._gap(numbers)
+        elif after == 1:
+            self._zombie(numbers)
+
+    def _begin_anew(self, numbers: Numbers) -> None:
+        """The query ends and starts again where it was; processes may live on."""
+        self.start()
+        for executor in self.executors:
+            executor.loaded.clear()
+            if numbers.yes():
+                executor.die()
+
+    def _switch(self, numbers: Numbers) -> None:
+        """Other backends: such that one of them holds what Spark may hand out, or those that there were and others."""
+        before = list(self.configured)
+        super()._switch(numbers)
+        wanted = (["a", "b"], ["b", "a"])[numbers.below(2)]
+        if self.configured == before and set(before) <= set(wanted):
+            self.configured = wanted
+        self.counted["switches of backends"] += self.configured != before
+        self._starts(self.job.options.buckets)
+
+    def _killed(self, numbers: Numbers) -> None:
+        batch = self.batch + 1
+        heartbeat, now_ms = self._plan(batch, numbers.below(4) > 0, numbers)
+        run = self.stage()
+        for _ in range(1 + numbers.below(2)):
+            attempt = self._attempt(numbers.below(EXECUTORS), batch, heartbeat, now_ms, numbers)
+            attempt = replace(attempt, run=run)
+            if numbers.below(4) == 0:
+                self.sleeping.append(attempt)
+            else:
+                self._run(attempt, self._fault(numbers, run) if numbers.yes() else None, numbers)
+        self._beside.clear()
+        self.counted["killed in a first batch"] += heartbeat and self.count != self.job.options.buckets
+        self._begin_anew(numbers)
+        counts = (self.count, self.count, self.job.options.buckets, COUNTS[numbers.below(len(COUNTS))])
+        self._starts(counts[numbers.below(4)])
+
+    def _savepoint(self, numbers: Numbers) -> None:
+        if self.batch >= 0:
+            save_and_start(self, numbers)
+
+    def _process(self, executor: Executor) -> _Process:
+        return self._processes.setdefault(executor.uploads.owner, _Process())
+
+    # -- attempts ----------------------------------------------------------------------------------
+
+    @property
+    def _planned(self) -> bool:
+        return True
+
+    def _attempt(
+        self,
+        executor: int,
+        batch: int,
+        heartbeat: bool,
+        now_ms: int,
+        numbers: Numbers,
+        *,
+        quiet: bool = False,
+        cleans: bool | None = None,
+    ) -> PlannedAttempt:
+        partition = self._handed_out(executor, batch)
+        bucket_map = self.job.options.bucket_map if heartbeat else BucketMap(_count(partition))
+        calls: dict[int, Call] = {}
+        # Tasks run side by side, so that any label's call may come first.
+        begins = numbers.below(bucket_map.buckets)
+        for bucket in (*range(begins, bucket_map.buckets), *range(begins)):
+            held = partition.get(bucket)
+            if not heartbeat and (held is None or held.due_ms is None or held.due_ms >= now_ms):
+                continue
+            changes = {} if quiet else changes_in(numbers, bucket_map, bucket)
+            timeout_ms = now_ms + numbers.below(60) if self.config.timeouts and numbers.yes() else None
+            calls[bucket] = Call(changes, timeout_ms)
+        cleans = numbers.yes() if cleans is None else cleans
+        return PlannedAttempt(executor, batch, partition, calls, cleans, heartbeat, self.switches, now_ms, job=self.job)
+
+    def _surely(self, attempt: Attempt, numbers: Numbers) -> Made:
+        attempt = replace(attempt, run=attempt.run or self.stage())
+        for _ in range(STARTS_MAX):
+            steady, self._steady = self._steady, True
+            try:
+                made = self._run(attempt, None, numbers)
+            finally:
+                self._steady = steady
+            if made is not None and _groups(made, self.config.partitions) == set(range(self.config.partitions)):
+                return made
+            # Whoever is refused, or mends what failed, starts the query again.
+            self._begin_anew(numbers)
+            self._starts(self.job.options.buckets)
+            quiet = not any(call.changes for call in attempt.calls.values())
+            again = self._attempt(
+                *(attempt.executor, attempt.batch, attempt.heartbeat, attempt.now_ms, numbers),
+                quiet=quiet,
+                cleans=attempt.cleans,
+            )
+            attempt = replace(again, run=self.stage())
+        raise WrongStateError(f"batch {attempt.batch} fails again and again, and nothing fails any more")
+
+    def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> Made | None:
+        assert isinstance(attempt, PlannedAttempt)
+        executor = self.executors[attempt.executor]
+        before = dict(executor.loaded)
+        try:
+            with self._reading():
+                if attempt.heartbeat and _count(attempt.partition) != attempt.planned.options.buckets:
+                    return self._run_moving(attempt, fault, numbers, zombie)
+                return super()._run(attempt, fault, numbers, zombie)
+        except _RefusedError:
+            self.counted["calls refused"] += 1
+            return None
+        except _FailedError:
+            return None
+        finally:
+            if attempt.planned.plan_id != self.job.plan_id:
+                # What a run that is over has in memory, the next one does not go on from.
+                executor.loaded = {b: it for b, it in executor.loaded.items() if before.get(b) is it}
+
+    def _run_moving(
+        self, attempt: PlannedAttempt, fault: Fault | None, numbers: Numbers, zombie: bool
+    ) -> MovedMade | None:
+        """A task for each partition: some may succeed and others fail."""
+        handed_out, executor, at = attempt.partition, self.executors[attempt.executor], attempt.batch
+        seen = self._handed_out_to.setdefault(attempt.planned.plan_id, {})
+        for bucket, held in handed_out.items():
+            seen.setdefault(bucket, set()).add(held.pointer.ref)
+        before, owner = executor.loaded.get(at), executor.uploads.owner
+        made: dict[int, Made] = {}
+        for number in range(self.config.partitions):
+            calls = {b: call for b, call in attempt.calls.items() if b % self.config.partitions == number}
+            task = replace(attempt, calls=calls, partition=self._stateless(attempt, calls), handed_out=handed_out)
+            try:
+                ended = self._ended(task, number)
+                if attempt.cleans:
+                    self._give(task, ended, numbers)
+                done = super()._run(task, fault, numbers, zombie)
+                if done is not None and not attempt.cleans:
+                    self._give(task, ended, numbers)
+            except _RefusedError:
+                self.counted["calls refused"] += 1
+            except _FailedError:
+                pass
+            except DiedError:
+                executor.die()
+            else:
+                if done is not None:
+                    made[number] = replace(done, called=done.called | {*ended}, removed=frozenset(ended))
+        whole_attempt = len(made) == self.config.partitions and executor.uploads.owner == owner
+        partition = {b: held for task in made.values() for b, held in task.partition.items()}
+        if executor.uploads.owner == owner and (whole_attempt or before is not None):
+            executor.load(at, partition if whole_attempt or before is None else before)
+        else:
+            executor.loaded.pop(at, None)
+        if not made:
+            return None
+        self.counted["moves"] += 1
+        return MovedMade(
+            partition,
+            frozenset().union(*(task.called for task in made.values())),
+            frozenset().union(*(task.removed for task in made.values())),
+            handed_out,
+            {bucket: call.changes for bucket, call in attempt.calls.items()},
+            frozenset(made),
+            attempt.planned.plan_id,
+        )
+
+    def _ended(self, task: PlannedAttempt, number: int) -> list[int]:
+        """Labels of a partition that are no more."""
+        assert task.handed_out is not None
+        count = task.planned.options.buckets
+        return [b for b in sorted(task.handed_out) if b >= count and b % self.config.partitions == number]
+
+    def _stateless(self, attempt: PlannedAttempt, buckets: Iterable[int]) -> dict[int, Held]:
+        """In the place of pointers that buckets have not yet."""
+        count, marker = attempt.planned.options.buckets, next(self._markers)
+        made = {}
+        for bucket in buckets:
+            pointer = Pointer(OPERATOR, bucket, count, 0, -1, None, calls=marker)
+            self.models[pointer.encode()] = {}
+            made[bucket] = Held(pointer)
+        return made
+
+    def _call(
+        self, attempt: Attempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
+    ) -> tuple[CommitResult, Committer]:
+        assert isinstance(attempt, PlannedAttempt)
+        if attempt.handed_out is not None:
+            return self._first_call(attempt, number, run, fault, numbers)
+        pointer = attempt.partition[number].pointer
+        self._owner = self.job.plan_id if attempt.planned is self.job else self._owner
+        made = super()._call(attempt, number, run, fault, numbers)
+        made = self._noted(attempt, pointer, made, numbers)
+        self._note_state(made[0].pointer, pointer, attempt.calls[number])
+        if number == 0 and pointer.batch >= 0:
+            self.finish(attempt, pointer, numbers)
+        move = self._process(self.executors[attempt.executor]).rescales.of(attempt.planned, number, pointer)
+        if move is not None:
+            # The batch has no data, and goes on as before.
+            move.note(made[0].pointer)
+            self._known[attempt.planned.plan_id][number] = made[0].pointer
+            self.counted["pointers noted"] += 1
+        return made
+
+    def _note_state(self, made: Pointer, before: Pointer, call: Call) -> None:
+        if made.ref is not None:
+            self._states[made.ref] = changed(self.models[before.encode()], call.changes)
+
+    def _first_call(
+        self, attempt: PlannedAttempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
+    ) -> tuple[CommitResult, Committer]:
+        self._owner = self.job.plan_id if attempt.planned is self.job else self._owner
+        begun, model = self._begun(attempt, number, numbers)
+        stateless = attempt.partition[number].pointer
+        self.models[begun.encode()] = self.models[stateless.encode()] = model
+        partition = {**attempt.partition, number: Held(begun)}
+        made = super()._call(replace(attempt, partition=partition), number, run, fault, numbers)
+        made = self._noted(attempt, begun, made, numbers)
+        self._note_state(made[0].pointer, begun, attempt.calls[number])
+        return made
+
+    def _give(self, attempt: PlannedAttempt, ended: Sequence[int], numbers: Numbers) -> None:
+        """Calls of buckets that are no more."""
+        for bucket in ended:
+            with self._troubled(attempt, numbers):
+                self._move(attempt, bucket).give(Shared.of(Worker.current()).replicas, self.folder)
+
+    def _begun(self, attempt: PlannedAttempt, number: int, numbers: Numbers) -> tuple[Pointer, Model]:
+        """As `call._moves` and `opening.open_bucket`, but for the lease; with the state of what was brought.
+
+        Whether that is what Spark hands out is seen when all tasks are over.
+        """
+        assert attempt.handed_out is not None
+        job, catalog = attempt.planned, self._process(self.executors[attempt.executor]).catalog
+        with self._troubled(attempt, numbers):
+            move, replicas = self._move(attempt, number), Shared.of(Worker.current()).replicas
+            move.give(replicas, self.folder)
+            wanted = move.beginning().begins(job, move.folder)
+            with trapped(Trap(-1, "")):
+                # It is done by one thread of a process at a time.
+                operator = catalog.admit(self.operator, wanted, False, with_state=True)
+            begun = replace(move.begun(replicas, self.folder).pointer, schema_id=operator.schema_id)
+        stored, bucket_map = BucketMap(_count(attempt.handed_out)), job.options.bucket_map
+        overlapping = _overlapping(bucket_map, stored, number)
+        parents = [attempt.handed_out[it].pointer for it in overlapping]
+        self.counted["parents without a snapshot of their own"] += any(it.parents is not None for it in parents)
+        brought = [parent_of(self._new_folder(job), it) for it in overlapping]
+        refs = [it.pointer.ref for it in brought if it is not None]
+        due = [it.pointer.earliest_timeout_ms for it in brought if it is not None]
+        earliest_ms = min((it for it in due if it is not None), default=None)
+        if begun.earliest_timeout_ms != earliest_ms:
+            raise WrongStateError(f"bucket {number} begins without the timeouts that are due at {earliest_ms}")
+        return begun, of_bucket(whole(self._states[ref] for ref in refs if ref is not None), bucket_map, number)
+
+    def _new_folder(self, job: Job) -> Folder:
+        """Where a plan has parents brought."""
+        root = Folder(job.options.backends[0].root, job.options.backends[0].storage_options)
+        return root.child(OPERATOR, rescaled_folder("q0", job.plan_id))
+
+    def _move(self, attempt: PlannedAttempt, bucket: int) -> Move:
+        assert attempt.handed_out is not None
+        held = attempt.handed_out.get(bucket)
+        rescales = self._process(self.executors[attempt.executor]).rescales
+        move = rescales.of(attempt.planned, bucket, None if held is None else held.pointer)
+        if move is None:
+            raise WrongStateError(f"bucket {bucket} is not moved, and its state is of other buckets")
+        return move
+
+    @contextmanager
+    def _troubled(self, attempt: PlannedAttempt, numbers: Numbers, beside: bool = True) -> Iterator[None]:
+        """What a call does may stop, fail or die at any change to a file; other attempts run beside it, or none do."""
+        trap = None
+        if not self._calm and not self._steady:
+            happens = ("dies", "fails", *["waits"] * 4, *[""] * 6)[numbers.below(12)]
+            if happens:
+                trap = Trap(
+                    numbers.below(6) if beside else numbers.below(2),
+                    happens,
+                    lambda: self._meanwhile(attempt, numbers) if beside else self._work(numbers),
+                )
+        try:
+            with trapped(trap) if trap else nullcontext():
+                yield
+        except LineageError as error:
+            self._check_refused(attempt, error)
+            raise _RefusedError from error
+        except StorageError as error:
+            raise _FailedError from error
+
+    def _meanwhile(self, attempt: PlannedAttempt, numbers: Numbers) -> None:
+        """While a call stands still, another attempt at its task runs, or what waits in backgrounds is done."""
+        self.counted["calls that stood still"] += 1
+        if numbers.yes() or attempt.planned is not self.job or attempt.batch != self.batch + 1:
+            self._work(numbers)
+            return
+        self._steady = True
+        try:
+            with trapped(Trap(-1, "")):
+                again = self._attempt(
+                    numbers.below(EXECUTORS), attempt.batch, attempt.heartbeat, attempt.now_ms, numbers
+                )
+                made = self._run(replace(again, run=attempt.run), None, numbers)
+        finally:
+            self._steady = False
+        if made is not None:
+            self._beside.append((attempt.batch, made))
+
+    def _zombie(self, numbers: Numbers) -> None:
+        if not self.sleeping:
+            return
+        attempt = self.sleeping.pop(numbers.below(len(self.sleeping)))
+        made = self._run(attempt, None, numbers, zombie=True)
+        if made is None or self.config.checkpoint_v2 or not self.config.last_wins or attempt.batch > self.batch:
+            return
+        late = [it for it in range(self.config.partitions) if numbers.yes()]
+        labels = {bucket for bucket in made.called | made.partition.keys() if bucket % self.config.partitions in late}
+        self.spark.overwrite(attempt.batch, only(made, labels))
+
+    def _commit(self, batch: int, done: Sequence[Made], numbers: Numbers) -> None:
+        done = self._complete(batch, [*(made for of, made in self._beside if of == batch), *done], numbers)
+        self._beside.clear()
+        parts = []
+        for number in range(self.config.partitions):
+            made = self._chosen([it for it in done if number in _groups(it, self.config.partitions)], numbers)
+            labels = made.called | made.partition.keys()
+            parts.append(only(made, {bucket for bucket in labels if bucket % self.config.partitions == number}))
+        self._check_moved(batch, parts)
+        self.spark.times_ms[batch] = self.planned[batch][1]
+        self.spark.commit(
+            batch,
+            Made(
+                {bucket: held for part in parts for bucket, held in sorted(part.partition.items())},
+                frozenset().union(*(part.called for part in parts)),
+                frozenset().union(*(part.removed for part in parts)),
+            ),
+        )
+
+    def _complete(self, batch: int, done: list[Made], numbers: Numbers) -> list[Made]:
+        """Attempts of the query as it was planned last, of which some task of each partition succeeded."""
+        number = self.config.partitions
+        mine = [it for it in done if not isinstance(it, MovedMade) or it.plan_id == self.job.plan_id]
+        if {group for it in mine for group in _groups(it, number)} == set(range(number)):
+            return mine
+        heartbeat, now_ms = self.planned[batch]
+        made = self._surely(self._attempt(numbers.below(EXECUTORS), batch, heartbeat, now_ms, numbers), numbers)
+        return self._complete(batch, [*mine, made], numbers)
+
+    def _chosen(self, done: Sequence[Made], numbers: Numbers) -> Made:
+        if self.config.checkpoint_v2:
+            return done[numbers.below(len(done))]
+        return done[-1] if self.config.last_wins else done[0]
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def _check_moved(self, batch: int, parts: Sequence[Made]) -> None:
+        """The state that is moved is what Spark had handed to those attempts that count."""
+        moved = [part for part in parts if isinstance(part, MovedMade)]
+        if not moved:
+            return
+        number = len(parts)
+        handed_out = {
+            bucket: held
+            for at, part in enumerate(moved)
+            for bucket, held in part.handed_out.items()
+            if bucket % number == at
+        }
+        total = whole(self.models[held.pointer.encode()] for held in handed_out.values())
+        self.counted["batches that moved the state"] += 1
+        self.counted["moved by several attempts"] += len({id(part.handed_out) for part in moved}) > 1
+        for part in moved:
+            for bucket, held in part.partition.items():
+                before = of_bucket(total, BucketMap(held.pointer.buckets), bucket)
+                expected, found = changed(before, dict(part.changes[bucket])), self.models[held.pointer.encode()]
+                if found != expected:
+                    raise WrongStateError(f"batch {batch} moved {found} to bucket {bucket}, and should have {expected}")
+
+    def _check_refused(self, attempt: PlannedAttempt, error: LineageError) -> None:
+        """Whoever is refused was handed out something else than what the plan knows, or than another attempt was."""
+        assert attempt.handed_out is not None
+        job = attempt.planned
+        known, seen = self._known[job.plan_id], self._handed_out_to[job.plan_id]
+        folder = self._new_folder(job)
+        for bucket, held in attempt.handed_out.items():
+            there = parent_of(folder, bucket)
+            others = there is not None and there.pointer.ref in seen[bucket] - {known[bucket].ref}
+            if others or held.pointer.ref != known[bucket].ref:
+                return
+        raise WrongStateError(f"a call is refused that goes on from what its plan knows: {error}") from error
+
+    def _check_drawn(self, partition: Partition, batch: int) -> None:
+        """Each key is in its bucket, and every bucket is there."""
+        bucket_map = BucketMap(_count(partition))
+        if partition.keys() != set(range(bucket_map.buckets)):
+            raise WrongStateError(f"after batch {batch} there are the buckets {sorted(partition)} of {bucket_map}")
+        for bucket, held in partition.items():
+            model = self.models[held.pointer.encode()]
+            if of_bucket(model, bucket_map, bucket) != model:
+                raise WrongStateError(f"after batch {batch} bucket {bucket} has the keys {sorted(model)}")
+
+    def check(self, bucket: int | None = None, backend: str | None = None) -> None:
+        """As `World.check`. Files that came meanwhile take nothing away from what was there before."""
+        self._checked.clear()
+        super().check(bucket, backend)
+
+    def step(self, step: bytes) -> None:
+        """Take one step, and look at what Spark may hand out."""
+        super().step(step)
+        for batch, partition in self.spark.reachable(self.executors):
+            self._check_drawn(partition, batch)
+        for pointer in self.reachable():
+            if pointer.encode() not in self._checked:
+                holding = [[name] for name in self.configured if self._holds(name, pointer)]
+                for names in holding or [self.configured]:
+                    self._check_with(pointer, names)
+                self._checked.add(pointer.encode())
+
+    def _check_on(self, store: LocalStore, pointer: Pointer, names: Sequence[str]) -> None:
+        # A backend that says to hold all of it does so without the parents.
+        self._alone = any(is_complete(pointer.replication.get(name)) for name in names)
+        try:
+            with self._reading():
+                super()._check_on(store, pointer, names)
+        finally:
+            self._alone = False
+
+    def total(self) -> Model:
+        """All of the state that is committed."""
+        return whole(self.models[held.pointer.encode()] for held in self.spark.at(self.batch).values())
+
+    def calm(self) -> None:
+        super().calm()
+        for held in self.spark.at(self.batch).values():
+            if held.pointer.parents is not None:
+                raise WrongStateError(f"bucket {held.pointer.bucket} still needs {held.pointer.parents}")
+        check_nothing_is_left(self)
+
+
+def _groups(made: Made, partitions: int) -> frozenset[int]:
+    """Partitions of which an attempt's task succeeded."""
+    return made.groups if isinstance(made, MovedMade) else frozenset(range(partitions))
+
+
+def _count(partition: Partition) -> int:
+    counts = {held.pointer.buckets for held in partition.values()}
+    if len(counts) != 1:
+        raise WrongStateError(f"the state is of {counts} buckets")
+    return counts.pop()
+
+
+def beside_rescaling(built: Built) -> AbstractContextManager[None]:
+    """What is put in the place of threads, of folders' methods, and of what is broken."""
+    return replaced([*in_pieces(), *traps(), (needed, "side_by_side", in_turn), *built.patches])
+
+
+def simulate_rescales(history: History, built: Built = DEFAULT) -> RescaleWorld:
+    """Run a history to its end; raises `WrongStateError` when anything is.
+
+    Parameters
+    ----------
+    history
+        The history; its configuration is a `RescaleConfig`.
+    built
+        What is under test.
+    """
+    assert isinstance(history.config, RescaleConfig)
+    world = RescaleWorld(history.config, built)
+    with beside_rescaling(built):
+        lived(world, history, replace(built, patches=()))
+    return world

@@ -1,0 +1,248 @@
+"""Ways in which rescaling could have been built wrong. The simulator of it has to find each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from sim_parts import Built
+from sim_rescale_parts import PlannedAttempt
+from sim_rescales import RescaleWorld
+
+from arrow_schemas import BucketMap, CheckpointRef, Pointer, RowSchema
+from spark_state_ext.backends.replication import needs_parents
+from spark_state_ext.commit import cadence, committer, decisions, snapshot_writer
+from spark_state_ext.engine.folders import operator_folder, operator_folders
+from spark_state_ext.engine.job import Job
+from spark_state_ext.errors import LineageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.rescale import dividing, finishing, origin, parents
+from spark_state_ext.rescale.finishing import Finishing, may_remove
+from spark_state_ext.rescale.folders import first_folder, rescaled_folder
+from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent
+from spark_state_ext.savepoints import taking
+from spark_state_ext.spark.executor import rescaling
+from spark_state_ext.spark.executor.rescaling import Move
+from spark_state_ext.store.runs import hashes_of
+
+__all__ = ["BROKEN_RESCALES"]
+
+_GIVE, _ALL_ROWS, _OVERLAPPING = Move.give, origin._all_rows, BucketMap.overlapping
+_DIVIDED, _ORIGIN_OF, _SETTLED = dividing.divided_pointer, parents.origin_of, decisions.settled
+_UNCONFIRMED = cadence.with_unconfirmed_snapshot
+_NOTED, _FINISHED = Finishing.noted, Finishing._finished
+
+
+def _not_compared(self: Move, replicas: Any, scratch: Path) -> None:
+    """What was brought is taken for what Spark hands out."""
+    try:
+        _GIVE(self, replicas, scratch)
+    except LineageError:
+        return
+
+
+def _not_called(self: Move, replicas: Any, scratch: Path) -> None:
+    """Calls of buckets that are no more do nothing; nobody compares these."""
+    if not self.ends:
+        _GIVE(self, replicas, scratch)
+
+
+def _origin_of_the_bucket(found: Sequence[Parent], bucket_map: BucketMap, bucket: int) -> CheckpointRef | None:
+    """An origin's id follows from the bucket, whatever it is made of."""
+    made = _ORIGIN_OF(found, bucket_map, bucket)
+    return None if made is None else CheckpointRef(made.version, f"{bucket:032x}")
+
+
+def _one_folder(query_folder: str, plan_id: str) -> str:
+    """The new folder's name tells the number of the buckets' last change, not the plan."""
+    return rescaled_folder(query_folder, "0" * 32)
+
+
+def _over_what_is_there(folder: Folder, parent: Parent) -> Parent:
+    """Whoever comes later writes its own over what is there."""
+    folder.child(PARENTS_FOLDER).put(f"{parent.bucket}.parent.json", parent.encode())
+    return parent
+
+
+def _not_there(folder: Folder, bucket: int) -> Parent | None:
+    """Nobody looks whether a parent was brought before."""
+    return None
+
+
+def _without_parents_at_once(pointer: Pointer) -> Pointer:
+    """A snapshot that is under way is taken for one that has arrived."""
+    return replace(_UNCONFIRMED(pointer), parents=None)
+
+
+def _complete_with_the_deltas(pointer: Pointer, done: Any) -> Pointer:
+    """A backend that has all deltas since the origin is taken to have the state."""
+    made = _SETTLED(pointer, done)
+    replication = {
+        name: replace(it, since=None) if it.since == pointer.parents else it for name, it in made.replication.items()
+    }
+    return replace(made, replication=replication) if pointer.parents is not None else made
+
+
+def _up_to_and_with(
+    files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
+) -> Iterator[pa.RecordBatch]:
+    """A slice ends with the hash at which the next one begins."""
+    for rows in _ALL_ROWS(files, parent, schema, scratch):
+        hashes = hashes_of(rows) >> np.uint64(32)
+        begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))
+        end = int(np.searchsorted(hashes, np.uint64(high), side="right"))
+        if begin < end:
+            yield rows.slice(begin, end - begin)
+
+
+def _after(
+    files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
+) -> Iterator[pa.RecordBatch]:
+    """A slice begins after its first hash."""
+    for rows in _ALL_ROWS(files, parent, schema, scratch):
+        hashes = hashes_of(rows) >> np.uint64(32)
+        begin = int(np.searchsorted(hashes, np.uint64(low), side="right" if low else "left"))
+        end = int(np.searchsorted(hashes, np.uint64(high), side="left"))
+        if begin < end:
+            yield rows.slice(begin, end - begin)
+
+
+def _without_the_last(self: BucketMap, other: BucketMap, bucket: int) -> range:
+    """The parent in which a bucket's range ends is left out, where the range ends within it."""
+    found = _OVERLAPPING(self, other, bucket)
+    return found[:-1] if len(found) > 1 else found
+
+
+def _forgotten(self: Move, pointer: Pointer) -> None:
+    """Batches without data do not note their pointers."""
+
+
+def _without_timeouts(*args: Any) -> Pointer:
+    """A bucket begins as if none of its keys had a timeout."""
+    return replace(_DIVIDED(*args), earliest_timeout_ms=None)
+
+
+def _with_one_parents_timeout(job: Job, query_folder: str, bucket: int, found: Sequence[Parent]) -> Pointer:
+    """It takes the first parent's timeout for its own."""
+    made = _DIVIDED(job, query_folder, bucket, found)
+    return replace(made, earliest_timeout_ms=found[0].pointer.earliest_timeout_ms)
+
+
+def _inline_left_behind(pointer: Pointer, replicas: Any, *args: Any, **kwargs: Any) -> Any:
+    """What is inline in a parent's pointer is not brought along."""
+    return _SAVE(replace(pointer, inline=()), replicas, *args, **kwargs)
+
+
+_SAVE = taking.save_bucket
+
+
+def _here(query_folder: Folder) -> bool:
+    """Parents are where the job's first backend is, whichever was the first one when they were brought."""
+    return True
+
+
+def _removed_with_the_first(self: RescaleWorld, attempt: PlannedAttempt, pointer: Pointer, numbers: Any) -> None:
+    """Parents are removed once the first bucket has a snapshot of its own."""
+    if pointer.parents is None:
+        for place in operator_folders(attempt.planned):
+            place.child(pointer.query_folder).remove_tree(PARENTS_FOLDER)
+
+
+def _old_folder_removed(self: RescaleWorld, attempt: PlannedAttempt, pointer: Pointer, numbers: Any) -> None:
+    """Once a batch with data is committed in the new folder, the one before is removed."""
+    if pointer.query_folder != first_folder(pointer.query_folder):
+        operator_folder(attempt.planned).remove_tree(first_folder(pointer.query_folder))
+
+
+def _never_finished(self: RescaleWorld, attempt: PlannedAttempt, pointer: Pointer, numbers: Any) -> None:
+    """Nobody removes what the query was rescaled from."""
+
+
+def _notes_stay(self: Finishing, query_folder: Folder, committed: Pointer, made: Pointer) -> Pointer:
+    """A call that needs parents leaves notes alone, which may be from before the query went back."""
+    return made if needs_parents(committed) else _NOTED(self, query_folder, committed, made)
+
+
+def _looked_for_once(self: Finishing, query_folder: Folder, committed: Pointer, made: Pointer) -> Pointer:
+    """A process looks for notes only where it did not have the batch before."""
+    looked: dict[Any, int] = self.__dict__.setdefault("looked", {})
+    key = query_folder.identity, committed.bucket
+    if committed.parents is not None and needs_parents(committed):
+        before, looked[key] = looked.get(key), committed.heartbeats
+        if before == committed.heartbeats - 1:
+            return made
+    return _NOTED(self, query_folder, committed, made)
+
+
+def _without_a_note(self: Finishing, query_folder: Folder, committed: Pointer, made: Pointer) -> Pointer:
+    """Parents are dropped, and nobody writes that down."""
+    return replace(made, parents=committed.parents if needs_parents(committed) or needs_parents(made) else None)
+
+
+def _without_horizon(heartbeats: int, batches_retained: int, buckets: int, noted: dict[int, int]) -> bool:
+    """Parents go once every bucket has a note, whatever Spark retains."""
+    return noted.keys() >= set(range(buckets))
+
+
+def _by_the_first_bucket(heartbeats: int, batches_retained: int, buckets: int, noted: dict[int, int]) -> bool:
+    """The first bucket's note counts for all."""
+    return 0 in noted and may_remove(heartbeats, batches_retained, 1, {0: noted[0]})
+
+
+def _blind_to_holds(
+    self: Finishing,
+    places: Sequence[Folder],
+    name: str,
+    committed: Pointer,
+    batches_retained: int,
+    still_ours: Any,
+    held: Any,
+) -> bool:
+    """Nobody asks whether somebody copies."""
+    return _FINISHED(self, places, name, committed, batches_retained, still_ours, lambda name: False)
+
+
+def _patched(*patches: tuple[Any, str, Any]) -> Built:
+    return Built(patches=patches)
+
+
+BROKEN_RESCALES: dict[str, Built] = {
+    "not compared with what Spark hands out": _patched((Move, "give", _not_compared)),
+    "buckets that are no more not compared": _patched((Move, "give", _not_called)),
+    "each call brings its own parents": _patched(
+        (rescaling, "parent_of", _not_there), (rescaling, "note_parent", _over_what_is_there)
+    ),
+    "an origin of the bucket alone, and one folder for all plans": _patched(
+        *((module, "origin_of", _origin_of_the_bucket) for module in (dividing, origin)),
+        (rescaling, "rescaled_folder", _one_folder),
+        (rescaling, "parent_of", _not_there),
+        (rescaling, "note_parent", _over_what_is_there),
+    ),
+    "one folder for all plans": _patched((rescaling, "rescaled_folder", _one_folder)),
+    "parents let go with a snapshot under way": _patched(
+        (snapshot_writer, "with_unconfirmed_snapshot", _without_parents_at_once)
+    ),
+    "complete with the deltas": _patched((committer, "settled", _complete_with_the_deltas)),
+    "a slice with its upper border": _patched((origin, "rows_of_parents", _up_to_and_with)),
+    "a slice without its lower border": _patched((origin, "rows_of_parents", _after)),
+    "a parent left out": _patched((BucketMap, "overlapping", _without_the_last)),
+    "notes forgotten": _patched((Move, "note", _forgotten)),
+    "notes forgotten, and not compared": _patched((Move, "note", _forgotten), (Move, "give", _not_compared)),
+    "timeouts forgotten": _patched((dividing, "divided_pointer", _without_timeouts)),
+    "timeouts of the first parent": _patched((dividing, "divided_pointer", _with_one_parents_timeout)),
+    "inline deltas left behind": _patched((rescaling, "save_bucket", _inline_left_behind)),
+    "parents looked for in the first backend": _patched((origin, "has_parents", _here)),
+    "parents removed with the first snapshot": _patched((RescaleWorld, "finish", _removed_with_the_first)),
+    "the old folder removed at once": _patched((RescaleWorld, "finish", _old_folder_removed)),
+    "never finished": _patched((RescaleWorld, "finish", _never_finished)),
+    "dropped without a note": _patched((Finishing, "noted", _without_a_note)),
+    "notes that stay when the query goes back": _patched((Finishing, "noted", _notes_stay)),
+    "notes looked for once": _patched((Finishing, "noted", _looked_for_once)),
+    "parents removed without a horizon": _patched((finishing, "may_remove", _without_horizon)),
+    "the first bucket's note counted for all": _patched((finishing, "may_remove", _by_the_first_bucket)),
+    "finishing blind to holds": _patched((Finishing, "_finished", _blind_to_holds)),
+}
