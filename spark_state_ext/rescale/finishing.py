@@ -46,7 +46,8 @@ def may_remove(heartbeats: int, batches_retained: int, buckets: int, noted: dict
         By bucket, the heartbeats of its note.
     """
     whole = noted.keys() >= set(range(buckets))
-    return whole and max(noted.values()) < heartbeats - recent_heartbeats(batches_retained)
+    # One batch more than elsewhere: where each batch has two heartbeats, a late note may be as old as two batches.
+    return whole and max(noted.values()) < heartbeats - recent_heartbeats(batches_retained + 1)
 
 
 def _has_waiting_requests(query_folder: Folder) -> bool:
@@ -73,7 +74,7 @@ class Finishing:
         self._leases: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def noted(self, query_folder: Folder, committed: Pointer, made: Pointer) -> Pointer:
+    def noted(self, query_folder: Folder, committed: Pointer, made: Pointer, still_ours: Callable[[], None]) -> Pointer:
         """The pointer that a call hands over, once it is noted what the one says that it was handed.
 
         Parameters
@@ -84,6 +85,8 @@ class Finishing:
             The input pointer.
         made
             The new one.
+        still_ours
+            Raises when another run has taken the state over.
 
         Raises
         ------
@@ -102,6 +105,8 @@ class Finishing:
         if needs_parents(made):
             # Somebody has deleted files from the one that had all of it.
             return made
+        # A late task of a run that is over must not tell the run that went back that it needs none.
+        still_ours()
         note_free(query_folder, committed.bucket, committed.heartbeats)
         return replace(made, parents=None)
 

@@ -33,7 +33,7 @@ from spark_state_ext.commit import cadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.errors import MissingCheckpointError, UsageError
+from spark_state_ext.errors import LiveRunError, MissingCheckpointError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.finishing import Finishing, may_remove
@@ -230,7 +230,7 @@ def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path:
         return not parents.exists()
 
     every = {key: Row(1) for key in KEYS}
-    for _ in range(3 * query.retained + 6):
+    for _ in range(3 * query.retained + 9):
         query.batch(every)
         assert not turn(), "no bucket has a snapshot of its own"
     query.runner.do()
@@ -248,7 +248,7 @@ def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path:
         query.batch(every)
         query.runner.do()
         batches += 1
-    assert batches > 3 * query.retained
+    assert batches > 3 * query.retained + 3
     assert parents.exists() is False
     assert not before.names()
     assert theirs.names()
@@ -259,7 +259,7 @@ def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path:
 @given(st.integers(0, 30), st.integers(0, 3), st.integers(1, 4), st.dictionaries(st.integers(0, 3), st.integers(0, 30)))
 def test_when_parents_may_go(heartbeats: int, retained: int, buckets: int, noted: dict[int, int]) -> None:
     found = may_remove(heartbeats, retained, buckets, noted)
-    handed_out = range(heartbeats - (3 * retained + 2), heartbeats + 1)
+    handed_out = range(heartbeats - (3 * (retained + 1) + 2), heartbeats + 1)
     needed = any(bucket not in noted or any(at <= noted[bucket] for at in handed_out) for bucket in range(buckets))
     stray = any(at >= handed_out[0] for bucket, at in noted.items() if bucket >= buckets)
     assert found == (not needed and not stray)
@@ -334,7 +334,7 @@ def test_a_query_that_goes_back_under_the_same_plan_needs_its_parents_again(tmp_
         if at in (0, 3):
             note_free(query.folder, 0, 15)
         if at not in (2, 4):
-            finishing.noted(query.folder, committed, committed)
+            finishing.noted(query.folder, committed, committed, lambda: None)
             assert "0.free-15" not in notes.names()
 
 
@@ -363,9 +363,18 @@ def test_a_bucket_keeps_its_parents_when_the_backend_that_had_it_has_lost_it(tmp
     lags, has_all = {"lags": status}, {"has all": replace(status, since=None)}
     whole = replace(begun, replication=has_all | lags)
     finishing, notes = Finishing(), query.folder.child(PARENTS_FOLDER)
-    assert finishing.noted(query.folder, whole, replace(begun, replication=lags)).parents == begun.parents
+
+    def ours() -> None:
+        """Nobody has taken the state over."""
+
+    def anothers() -> None:
+        raise LiveRunError("another run has taken the state over")
+
+    with pytest.raises(LiveRunError):
+        finishing.noted(query.folder, whole, whole, anothers)
+    assert finishing.noted(query.folder, whole, replace(begun, replication=lags), ours).parents == begun.parents
     assert not [name for name in notes.names() if ".free-" in name]
-    assert finishing.noted(query.folder, whole, whole).parents is None
+    assert finishing.noted(query.folder, whole, whole, ours).parents is None
     assert notes.exists(f"0.free-{begun.heartbeats}")
 
 

@@ -64,7 +64,7 @@ def save_and_start(world: RescaleWorld, numbers: Numbers) -> None:
     if query.bucket_map.buckets != saving.buckets and not query.parents():
         raise WrongStateError("the parents of a query are gone, to whose first batch Spark may go back")
     if numbers.below(3) == 0:
-        for _ in range(recent_heartbeats(world.config.retained) + 2):
+        for _ in range(recent_heartbeats(world.config.retained + 1) + 2):
             query.batch(numbers)
         if query.parents():
             raise WrongStateError(f"a query keeps the parents {query.parents()} for ever")
@@ -224,7 +224,9 @@ class _Other:
             result = it.commit(rows_of(changes, world.folder, HASHES))
             if not origins:
                 return result
-            return replace(result, pointer=self._finishing.noted(origins[0].query_folder, pointer, result.pointer))
+            query_folder = origins[0].query_folder
+            made = self._finishing.noted(query_folder, pointer, result.pointer, lambda: None)
+            return replace(result, pointer=made)
         finally:
             store.close()
             for origin in origins:

@@ -209,7 +209,7 @@ def finished_with_what_was_retained(scene: RescaleScene) -> None:
     scene.go(1)
     scene.start(3)
     scene.go(2, keys=_NONE)
-    for value in range(3, 18):
+    for value in range(3, 22):
         scene.finish(value)
 
 
@@ -217,7 +217,7 @@ def finished_by_the_first_bucket(scene: RescaleScene) -> None:
     """The snapshots of the others wait for long."""
     scene.go(1)
     scene.start(3)
-    for value in range(2, 16):
+    for value in range(2, 20):
         scene.go(value, keys=[0] if value > 2 else ())
         scene.work(_of_the_first_bucket)
 
@@ -226,7 +226,7 @@ def finished_by_one_lineage(scene: RescaleScene) -> None:
     """Two executors run each batch, and each goes on from what it has in memory; snapshots of one wait for long."""
     scene.go(1)
     scene.start(3)
-    for value in range(2, 16):
+    for value in range(2, 38):
         made = []
         for executor in (2, 0):
             made.append(scene.run(scene.attempt(executor, value, keys=() if value == 3 else _NONE)))
@@ -250,7 +250,7 @@ def finished_but_gone_back(scene: RescaleScene) -> None:
     scene.world.spark.go_back(before)
     scene.world.executors[0].die()
     scene.start(3)
-    for value in range(6, 25):
+    for value in range(6, 42):
         scene.go(value, keys=_NONE)
         scene.work(_but_snapshots)
 
@@ -261,7 +261,7 @@ def saved_meanwhile(scene: RescaleScene) -> None:
     scene.start(3)
     scene.go(2, keys=_NONE)
     saving = Saving(scene.world, 1, NATIVE)
-    for value in range(3, 24):
+    for value in range(3, 28):
         scene.finish(value)
     saving.copy()
 
@@ -280,13 +280,18 @@ RESCALE_SCENES = (
     finished_but_gone_back,
     saved_meanwhile,
 )
-# Those in which Spark retains one batch, so that little need be waited for.
-_SHORT = (finished_by_the_first_bucket, finished_by_one_lineage)
+# How many batches Spark retains, where it matters: few, so that little need be waited for; or so many that parents may
+# go before four deltas have come, as then a snapshot is made at once.
+_RETAINED: dict[Callable[[RescaleScene], None], int] = {
+    finished_by_the_first_bucket: 1,
+    finished_by_one_lineage: 6,
+    finished_but_gone_back: 6,
+}
 
 
 def played_rescales(script: Callable[[RescaleScene], None], built: Built) -> RescaleWorld:
     """Play a scene to its end; raises `WrongStateError` when anything is wrong."""
-    scene = RescaleScene(built, 1 if script in _SHORT else 3)
+    scene = RescaleScene(built, _RETAINED.get(script, 3))
     world = scene.world
     try:
         with beside_rescaling(built), small(False, replace(built, patches=())):

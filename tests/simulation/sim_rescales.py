@@ -227,13 +227,19 @@ class RescaleWorld(World):
         """What a call hands over, once it is noted that its bucket needs no parents."""
         if pointer.parents is None:
             return made
-        if self._owner != attempt.planned.plan_id or attempt.batch <= self.spark.oldest:
-            # By the lease. And nobody is at work for longer at a batch that Spark does not retain.
+        if attempt.batch <= self.spark.oldest:
+            # Nobody is at work for longer at a batch that Spark does not retain.
             self.counted["late calls that note nothing"] += 1
             raise _FailedError
         query_folder, finishing = self.origin(pointer).query_folder, self._process_of(attempt).finishing
-        with self._troubled(attempt, numbers, beside=False):
-            handed_over = finishing.noted(query_folder, pointer, made[0].pointer)
+        try:
+            with self._troubled(attempt, numbers, beside=False):
+                handed_over = finishing.noted(
+                    query_folder, pointer, made[0].pointer, lambda: self._check_ours(attempt.planned)
+                )
+        except LiveRunError:
+            self.counted["late calls that note nothing"] += 1
+            raise _FailedError from None
         self.counted["buckets that need no parents"] += handed_over.parents is None
         return replace(made[0], pointer=handed_over), made[1]
 
