@@ -58,6 +58,8 @@ class Job:
     run_id: str = "run"
     told: bool = True
     retained: int = 2
+    # Given to each call's context besides.
+    context: Mapping[str, Any] = field(default_factory=dict)
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     models: list[Model] = field(default_factory=list)
 
@@ -93,9 +95,8 @@ class Job:
             # The number of calls before, which is another one in each bucket.
             writer = replace(writer, batch=pointer.batch + 1 + bucket)
         replicas = sole_replica(self.folder.child(str(bucket)), self.scratch, "fsspec")
-        it = Bucket(
-            self.stores[bucket], replicas, pointer, writer, CommitContext(self.scratch, batches_retained=self.retained)
-        )
+        context = CommitContext(self.scratch, batches_retained=self.retained, **self.context)
+        it = Bucket(self.stores[bucket], replicas, pointer, writer, context)
         made = it.commit(buffer).pointer
         return replace(made, batch=writer.batch)
 

@@ -42,7 +42,7 @@ from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, note_free, n
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.store import View
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, expired_in, model_of
-from tests.helpers.soak import SOAK, examples
+from tests.helpers.soak import examples
 
 COUNTS = st.integers(1, 64)
 
@@ -96,29 +96,6 @@ def test_any_number_of_buckets_to_any_other(
             if data.draw(st.booleans()):
                 query.lose_disks()
             same(query)
-
-
-@pytest.mark.skipif(not SOAK, reason="the long form")
-@pytest.mark.timeout(14_400)
-def test_all_pairs_of_numbers(tmp_path: Path) -> None:
-    batches: list[dict[tuple[object, ...], Row | None]] = [
-        {key: Row(at, "first", at) for at, key in enumerate(KEYS)},
-        {key: None if at % 5 == 0 else Row(at, "again", 20) for at, key in enumerate(KEYS[:12])},
-    ]
-    for n in range(1, 65):
-        old = old_job(tmp_path / str(n), n, batches)
-        for m in range(1, 65):
-            folder = tmp_path / str(n) / str(m)
-            folder.mkdir()
-            query = rescaled(folder, old, BucketMap(m))
-            query.start()
-            assert query.state() == query.model
-            query.batch({KEYS[3]: Row(1), KEYS[7]: None})
-            query.runner.do()
-            query.lose_disks()
-            assert query.state() == query.model
-            shutil.rmtree(folder)
-        old.close()
 
 
 @pytest.fixture
