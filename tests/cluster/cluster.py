@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,14 +99,23 @@ class WorkerNode:
         What Spark knows it by.
     folder
         For all that it writes.
-    process
+    started
         The worker, or what keeps it apart.
+    disks_lost
+        How many of its disks were renamed away.
     """
 
     name: str
     address: str
     folder: Path
-    process: subprocess.Popen[bytes]
+    started: subprocess.Popen[bytes] | None = None
+    disks_lost: int = 0
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The worker, or what keeps it apart."""
+        assert self.started is not None
+        return self.started
 
     @property
     def disk(self) -> Path:
@@ -163,6 +173,7 @@ class Cluster:
         self._names = [f"worker-{number}" for number in range(1, workers + 1)]
         self._home = spark_home()
         self._started: list[subprocess.Popen[bytes]] = []
+        self._commands: dict[str, list[str]] = {}
 
     def __enter__(self) -> Cluster:
         try:
@@ -265,6 +276,50 @@ class Cluster:
             os.kill(daemon, signal.SIGCONT)
         return len(doomed)
 
+    def kill_worker(self, worker: WorkerNode) -> float:
+        """Kill a worker with its executors, their Python processes and all else on it, and take its disk away.
+
+        Returns
+        -------
+        float
+            When it began to die, seconds since 1970.
+        """
+        dead_s = time.time()
+        kill_tree(worker.process.pid)
+        worker.process.wait()
+        worker.disks_lost += 1
+        worker.disk.rename(worker.folder / f"disk-lost-{worker.disks_lost}")
+        return dead_s
+
+    def restart_worker(self, worker: WorkerNode) -> None:
+        """Start a worker that was killed again, with an empty disk, and wait until the master knows it."""
+        log = self.folder / "master.log"
+        before = log.read_text(errors="replace").count("Registering worker ")
+        self._launch_worker(worker)
+        wait_until(
+            lambda: log.read_text(errors="replace").count("Registering worker ") > before,
+            f"{worker.name} registers with the master again; see {log}",
+        )
+
+    def run_on(
+        self, worker: WorkerNode, command: Sequence[str], log: Path, variables: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        """Start a process on the machine that a worker is; it ends with that machine at the latest.
+
+        Parameters
+        ----------
+        worker
+            Which.
+        command
+            What it runs.
+        log
+            The file for its output; added to.
+        variables
+            Added to its environment, which tells the worker's name as that of its executors does.
+        """
+        inside = ["nsenter", "--target", str(worker.daemon()), "--mount", "--uts", "--pid"] if self.isolated else []
+        return self._start([*inside, *command], log, {**_names_of(worker), **variables})
+
     def calls(self) -> pa.Table:
         """The package's metrics from the disks of all workers, with a column ``worker``, in the order of their ends."""
         tables = []
@@ -326,22 +381,34 @@ class Cluster:
         wait_until(listens, f"the master starts; see {log}")
 
     def _start_worker(self, number: int, name: str) -> None:
-        folder = self.folder / name
-        for inner in ("disk", "scratch", "work"):
-            (folder / inner).mkdir(parents=True)
         # Spark starts no speculative attempt on the host of the first one, so each has an address of its own.
-        address = f"127.0.0.{number + 1}"
+        address, folder = f"127.0.0.{number + 1}", self.folder / name
+        for inner in ("scratch", "work"):
+            (folder / inner).mkdir(parents=True)
         command = [str(self._home / "bin" / "spark-class"), _WORKER, "--host", address, "--port", "0"]
         command += ["--webui-port", "0", "--cores", str(self.cores), "--memory", f"{self.memory_mb + 256}m"]
-        command += ["--work-dir", str(folder / "work"), self.url]
+        self._commands[name] = [*command, "--work-dir", str(folder / "work"), self.url]
+        worker = WorkerNode(name, address, folder)
+        self._launch_worker(worker)
+        self.workers.append(worker)
+
+    def _launch_worker(self, worker: WorkerNode) -> None:
+        """Start the machine that a worker is, with an empty disk, and the worker on it."""
+        folder, command = worker.folder, self._commands[worker.name]
+        worker.disk.mkdir()
         if self.isolated:
             local_dir, boot_file = Path(self.local_dir), folder / "boot_id"
             local_dir.mkdir(exist_ok=True)
             boot_file.write_text(f"{uuid.uuid4()}\n")
-            command = [*_as_a_machine(name, folder / "disk", local_dir, boot_file), *command]
-        variables = {"CLUSTER_WORKER": name, "SPARK_LOCAL_DIRS": str(folder / "scratch"), "TMPDIR": str(folder)}
-        process = self._start(command, folder / "worker.log", {**self._daemon_variables(address), **variables})
-        self.workers.append(WorkerNode(name, address, folder, process))
+            command = [*_as_a_machine(worker.name, worker.disk, local_dir, boot_file), *command]
+        variables = {**self._daemon_variables(worker.address), **_names_of(worker)}
+        worker.started = self._start(command, folder / "worker.log", variables)
+
+
+def _names_of(worker: WorkerNode) -> dict[str, str]:
+    """What processes of a worker have in their environment."""
+    folders = {"SPARK_LOCAL_DIRS": str(worker.folder / "scratch"), "TMPDIR": str(worker.folder)}
+    return {"CLUSTER_WORKER": worker.name, "SPARK_STATE_EXT_HOST": worker.name, **folders}
 
 
 def _empty(folder: Path) -> None:

@@ -15,18 +15,18 @@ __all__ = ["WAIT_S", "command_of", "descendants", "kill_tree", "wait_until"]
 WAIT_S = 240.0
 
 
-def wait_until(met: Callable[[], bool], what: str, every_s: float = 0.05) -> None:
+def wait_until(met: Callable[[], bool], what: str, every_s: float = 0.05, wait_s: float = WAIT_S) -> None:
     """Wait for a condition.
 
     Raises
     ------
     TimeoutError
-        When it was not met within `WAIT_S`; its text is `what`.
+        When it was not met within `wait_s`; its text is `what`.
     """
-    deadline_s = time.monotonic() + WAIT_S
+    deadline_s = time.monotonic() + wait_s
     while not met():
         if time.monotonic() > deadline_s:
-            raise TimeoutError(f"not within {WAIT_S:.0f} seconds: {what}")
+            raise TimeoutError(f"not within {wait_s:.0f} seconds: {what}")
         time.sleep(every_s)
 
 

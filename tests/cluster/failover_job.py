@@ -1,0 +1,109 @@
+"""The driver of a query that outlives its hosts, in a process and an environment of its own: ``failover_job.py SETTINGS``.
+
+It makes a savepoint of the state that the query begins with, unless there is one, and then works on one file of events after
+the other, until a file named ``stop`` is there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from spark_state_ext import ArrowState, Savepoint, write_savepoint
+
+_INPUT, _OUTPUT = "key bigint, amount bigint", "key bigint, n bigint, total bigint"
+_STATE = "n bigint, total bigint, pad binary"
+_OPERATOR = "totals"
+# With the other columns, a row of a snapshot has about 100 bytes, and none of these can be compressed.
+_PAD_BYTES = 56
+
+
+def add_up(batch: Any) -> pa.Table:
+    """Count events of keys and add up their amounts; their pad stays in their state."""
+    new = batch.aggregate([([], "count_all"), ("amount", "sum")])
+    n = pc.add(pc.fill_null(batch.state["n"], 0), new["count_all"])
+    total = pc.add(pc.fill_null(batch.state["total"], 0), new["amount_sum"])
+    batch.update({"n": n, "total": total, "pad": batch.state["pad"]})
+    return batch.keys.append_column("n", n).append_column("total", total)
+
+
+def make_savepoint(spark: SparkSession, path: str, rows: int, settings: Mapping[str, Any]) -> None:
+    """The state before the first event: each key once, with its own number."""
+    pad = F.substring(F.unhex(F.sha2(F.col("id").cast("string"), 512)), 1, _PAD_BYTES)
+    table = spark.range(rows).select(
+        F.col("id").alias("key"), F.lit(1).cast("bigint").alias("n"), F.col("id").alias("total"), pad.alias("pad")
+    )
+    write_savepoint(
+        table,
+        path,
+        keys=["key"],
+        state_schema=_STATE,
+        buckets=settings["buckets"],
+        operator=_OPERATOR,
+        storage_options=settings["storage_options"],
+    )
+
+
+def writer(out: Path) -> Any:
+    """The sink: one file a batch. A batch that runs again has to give the same rows."""
+
+    def write(df: Any, batch: int) -> None:
+        rows = sorted([list(row) for row in df.collect()])
+        path = out / f"{batch:06}.json"
+        if path.exists() and json.loads(path.read_text()) != rows:
+            (out / f"differs-{batch}").write_text(json.dumps(rows))
+        hidden = out / f".{batch}"
+        hidden.write_text(json.dumps(rows))
+        hidden.rename(path)
+
+    return write
+
+
+def main(settings: Mapping[str, Any]) -> None:
+    """Make the savepoint, and run the query until it is told to stop."""
+    folder = Path(settings["folder"])
+    builder = SparkSession.builder.appName("failover")
+    for name, value in settings["conf"].items():
+        builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+    ready = folder / "savepoint-ready"
+    if not ready.exists():
+        make_savepoint(spark, settings["savepoint"], settings["rows"], settings)
+        ready.touch()
+    state = ArrowState(
+        settings["root"],
+        _OPERATOR,
+        buckets=settings["buckets"],
+        local_dir=settings["local_dir"],
+        storage_options=settings["storage_options"],
+        start_from=Savepoint(settings["savepoint"], storage_options=settings["storage_options"]),
+        **settings["options"],
+    )
+    events = spark.readStream.schema(_INPUT).option("maxFilesPerTrigger", 1).parquet(str(folder / "in"))
+    query = (
+        state.apply_in_arrow_with_state(events, "key", add_up, _OUTPUT, _STATE)
+        .writeStream.outputMode("update")
+        .foreachBatch(writer(folder / "out"))
+        .option("checkpointLocation", str(folder / "checkpoint"))
+        .start()
+    )
+    while query.isActive and not (folder / "stop").exists():
+        time.sleep(0.1)
+    error = query.exception()
+    query.stop()
+    spark.stop()
+    if error is not None:
+        raise error
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
