@@ -154,6 +154,8 @@ class BucketMap:
             When there is no such range, or it cannot be split so.
         """
         equal = BucketMap(buckets)
+        if not isinstance(into, Mapping):
+            raise UsageError(f"into how many buckets ranges are split is told by number, such as {{2: 3}}, not {into!r}")
         for bucket, parts in into.items():
             if not 0 <= bucket < buckets or type(parts) is not int or parts < 1:
                 raise UsageError(f"bucket {bucket!r} of {buckets} cannot be split into {parts!r}")

@@ -121,6 +121,7 @@ def test_what_has_no_short_argument() -> None:
         (lambda: BucketMap.between([]), "0 buckets"),
         (lambda: BucketMap.split(4, {4: 2}), "bucket 4 of 4"),
         (lambda: BucketMap.split(4, {1: 0}), "into 0"),
+        (lambda: BucketMap.split(4, [2, 3]), r"not \[2, 3\]"),  # type: ignore[arg-type]
         (lambda: BucketMap(2, PARTITION), "grouped by"),
         (lambda: BucketMap(2, HASH, streams=(("", 2),)), "neither streams"),
         (lambda: BucketMap(2, BOUNDS, (0, 5), group_by="partition"), "neither streams"),
