@@ -155,7 +155,7 @@ class BucketMap:
         """
         equal = BucketMap(buckets)
         if not isinstance(into, Mapping):
-            raise UsageError(f"into how many buckets ranges are split is told by number, such as {{2: 3}}, not {into!r}")
+            raise UsageError(f"ranges are split as a mapping by number says, such as {{2: 3}}, not {into!r}")
         for bucket, parts in into.items():
             if not 0 <= bucket < buckets or type(parts) is not int or parts < 1:
                 raise UsageError(f"bucket {bucket!r} of {buckets} cannot be split into {parts!r}")
