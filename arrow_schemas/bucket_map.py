@@ -7,8 +7,10 @@ partitions says, and no hash tells it (Samza SEP-5).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import sub
 from typing import Any
 
 import numpy as np
@@ -152,6 +154,8 @@ class BucketMap:
             When there is no such range, or it cannot be split so.
         """
         equal = BucketMap(buckets)
+        if not isinstance(into, Mapping):
+            raise UsageError(f"ranges are split as a mapping by number says, such as {{2: 3}}, not {into!r}")
         for bucket, parts in into.items():
             if not 0 <= bucket < buckets or type(parts) is not int or parts < 1:
                 raise UsageError(f"bucket {bucket!r} of {buckets} cannot be split into {parts!r}")
@@ -293,6 +297,21 @@ class BucketMap:
         low, high = self.range_of(bucket)
         first, last = other.of(np.array([low, high - 1], dtype=np.uint64) << _BITS).tolist()
         return range(first, last + 1)
+
+    @property
+    def argument(self) -> str:
+        """The argument of `ArrowState` that asks for it; in words where no short one does."""
+        if self.kind == HASH:
+            return f"buckets={self.buckets}"
+        for equal in map(BucketMap, range(self.buckets - 1, 0, -1) if self.kind == BOUNDS else ()):
+            # Its second range rules most out.
+            if equal.buckets > 1 and equal.range_of(1)[0] not in self.bounds:
+                continue
+            ends = [bisect_left(self.bounds, equal.range_of(it)[1]) for it in range(equal.buckets)]
+            into = {it: parts for it, parts in enumerate(map(sub, ends, [0, *ends])) if parts != 1}
+            if 0 not in into.values() and BucketMap.split(equal.buckets, into) == self:
+                return f"bucket_by=BucketMap.split({equal.buckets}, {into})"
+        return "bucket_by as it was"
 
     def __str__(self) -> str:
         if self.kind == PARTITION:

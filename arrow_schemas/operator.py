@@ -309,7 +309,7 @@ def _same_map(operator: str, stored: BucketMap, asked: BucketMap) -> None:
     mend = "rescale the query with rescale=<its checkpointLocation>, " if stored.by_hash and asked.by_hash else ""
     raise BucketMapChangedError(
         f"operator {operator!r} has its state in {stored} and the job asks for {asked}"
-        f"{', which begin elsewhere' if str(stored) == str(asked) else ''}: give bucket_by as it was, {mend}or start "
+        f"{', which begin elsewhere' if str(stored) == str(asked) else ''}: give {stored.argument}, {mend}or start "
         "from a new checkpoint location."
     )
 

@@ -297,7 +297,12 @@ def _by_function(counts: tuple[int, ...], before: BeforeExpansion, which: str) -
     held: list[int] = []
     for count in counts:
         for index in range(count):
-            found = before(index, count, initial)
+            try:
+                found = before(index, count, initial)
+            except Exception as error:
+                raise UsageError(
+                    f"before_expansion({index}, {count}, {initial}){which} raised {type(error).__name__}: {error}"
+                ) from error
             told = f"before_expansion({index}, {count}, {initial}){which} is {found!r}"
             if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < initial:
                 raise UsageError(f"{told}, and must be a whole number from 0 to {initial - 1}")

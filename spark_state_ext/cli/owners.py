@@ -20,6 +20,7 @@ from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.holds import HOLDS_FOLDER
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 from spark_state_ext.ownership.release import CLAIMS_FOLDER
+from spark_state_ext.rescale.parents import PARENTS_FOLDER
 from spark_state_ext.savepoints.claims import CLAIM_FOLDER, claim_of
 from spark_state_ext.savepoints.manifest_file import read_manifest
 
@@ -73,6 +74,10 @@ def owner_of(folder: Folder, name: str, storage_options: Mapping[str, Any], batc
         return Owned("manifest", _YOU, STAYS, "without it there is no savepoint here; savepoint delete removes it last")
     if folder.name == CLAIM_FOLDER and MANIFEST_NAME in above.names():
         return _of_claim(above)
+    if PARENTS_FOLDER in (folder.name, above.name):
+        query = above if folder.name == PARENTS_FOLDER else _above(above, storage_options)
+        why = "the query was rescaled, and its buckets begin with it; the query removes it when it needs it no more"
+        return _of_query(query, "file of a parent", why)
     if parse_file_name(name) is not None or is_temporary(name):
         return _in_bucket(folder, name, storage_options, batches_retained)
     if parse_operator_file_name(name) is not None:

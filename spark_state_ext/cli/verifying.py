@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from spark_state_ext.ownership.last_written import LAST_WRITTEN_NAME, decode_las
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 from spark_state_ext.ownership.lease_record import LeaseRecord, refusal
 from spark_state_ext.ownership.release import CLAIMS_FOLDER
+from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, is_free_note, parse_parent_name
 from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.copying import digest_text
 from spark_state_ext.savepoints.manifest_file import decode_manifest
@@ -129,6 +131,8 @@ def _of_query_folder(query_folder: QueryFolder, scratch: Path) -> Iterator[Check
     for entry in folder.entries():
         if not entry.folder:
             yield _document(folder, entry)
+        elif entry.name == PARENTS_FOLDER:
+            yield from _of_parents(folder.child(PARENTS_FOLDER), scratch)
         elif entry.name not in (*_OF_DOCUMENTS, SPILL_FOLDER) and not entry.name.isdecimal():
             yield Check(folder.where(entry.name), "folder", 0, None)
     for name in _OF_DOCUMENTS:
@@ -138,6 +142,32 @@ def _of_query_folder(query_folder: QueryFolder, scratch: Path) -> Iterator[Check
     for bucket, files in bucket_folders(folder):
         for entry in files.entries():
             if not is_temporary(entry.name):
+                yield _checkpoint_file(files, entry, bucket, scratch)
+
+
+def _of_parents(parents: Folder, scratch: Path) -> Iterator[Check]:
+    """What a query was rescaled from: records of buckets, the files that they name, and notes, which are empty."""
+    named: dict[str, Parent] = {}
+    for entry in parents.entries():
+        where = parents.where(entry.name)
+        if entry.folder and entry.name.isdecimal():
+            continue
+        if (bucket := parse_parent_name(entry.name)) is not None:
+            data = parents.get(entry.name)
+            yield Check(where, "parent", entry.size_bytes, partial(Parent.decode, data, where))
+            with suppress(CorruptError, ChangedJobError):
+                named[str(bucket)] = Parent.decode(data, where)
+        elif not is_temporary(entry.name):
+            yield Check(where, "note", entry.size_bytes, (lambda: None) if is_free_note(entry.name) else None)
+    for bucket_name, parent in named.items():
+        for file in parent.saved.files:
+            files = parents.child(bucket_name)
+            kind = (parse_file_name(file.name) or (None, "file"))[1]
+            yield Check(files.where(file.name), kind, file.size_bytes, partial(_read_named, files, file, scratch))
+    for bucket, files in bucket_folders(parents):
+        known = {file.name for file in named[str(bucket)].saved.files} if str(bucket) in named else set()
+        for entry in files.entries():
+            if entry.name not in known and not is_temporary(entry.name):
                 yield _checkpoint_file(files, entry, bucket, scratch)
 
 
@@ -238,7 +268,7 @@ def _read_named(files: Folder, file: SavedFile, scratch: Path) -> None:
     found = announced(files, *parsed)
     if (found.size_bytes, digest_text(found.body)) != (file.size_bytes, file.digest):
         raise CorruptFileError(
-            f"{files.where(file.name)} is whole, and not the file that the manifest names ({file.size_bytes} bytes, "
+            f"{files.where(file.name)} is whole, and not the file that was saved ({file.size_bytes} bytes, "
             f"{file.digest}): it has {found.size_bytes} bytes, {digest_text(found.body)}"
         )
 

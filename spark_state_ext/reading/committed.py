@@ -163,7 +163,9 @@ class Line:
             if not refs:
                 raise MissingCheckpointError(
                     f"the files of bucket {self.files.bucket} in {self.files.folder.root} do not reach back to "
-                    f"{self.clock.unit} {batch}: what came before checkpoint {head.ref} was cleaned up"
+                    f"{self.clock.unit} {batch}: what came before checkpoint {head.ref} was cleaned up, or is from "
+                    "before the query was rescaled. Wait for a later batch, or have Spark say what is committed, with "
+                    "open_committed (--checkpoint)"
                 )
             head = self.files.header(refs[0])
 

@@ -239,8 +239,8 @@ def _of_buckets(by_bucket: pa.Table, job_buckets: int) -> list[Finding]:
 def _split(job_buckets: int, bucket: int, times: float) -> str:
     parts = min(_PARTS_MAX, max(2, math.ceil(times)))
     return (
-        f"split it alone, with a new start: bucket_by=BucketMap.split({job_buckets}, {{{bucket}: {parts}}}), where "
-        "buckets are equal ranges now"
+        f"split it alone at a restart, with bucket_by=BucketMap.split({job_buckets}, {{{bucket}: {parts}}}) and "
+        "rescale=<its checkpointLocation>, where buckets are equal ranges now"
     )
 
 

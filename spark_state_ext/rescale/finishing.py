@@ -9,7 +9,6 @@ each has one, all older than what Spark may hand out, none does.
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,13 +21,12 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.rescale.folders import first_folder
-from spark_state_ext.rescale.parents import PARENTS_FOLDER, note_free
+from spark_state_ext.rescale.parents import FREE_NOTE, PARENTS_FOLDER, note_free
 from spark_state_ext.worker.background import Background
 
 __all__ = ["Finishing", "may_remove"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-_NOTE = re.compile(r"(0|[1-9][0-9]{0,8})\.free-([0-9]{1,18})")
 
 
 def may_remove(heartbeats: int, batches_retained: int, buckets: int, noted: dict[int, int]) -> bool:
@@ -99,7 +97,7 @@ class Finishing:
             # Each time: where a batch runs twice, the other attempt may go on from a pointer that needs none.
             notes = query_folder.child(PARENTS_FOLDER)
             for name in notes.names():
-                if (match := _NOTE.fullmatch(name)) and int(match[1]) == committed.bucket:
+                if (match := FREE_NOTE.fullmatch(name)) and int(match[1]) == committed.bucket:
                     notes.remove(name)
             return made
         if needs_parents(made):
@@ -172,12 +170,12 @@ class Finishing:
         query_folder = next((it for it, names in query_folders.items() if names), None)
         if query_folder is None:
             return True
-        if all(map(_NOTE.fullmatch, query_folders[query_folder])):
+        if all(map(FREE_NOTE.fullmatch, query_folders[query_folder])):
             # Somebody was stopped who removed all else.
             query_folder.remove_tree(PARENTS_FOLDER)
             return True
         noted: dict[int, int] = {}
-        for match in filter(None, map(_NOTE.fullmatch, query_folders[query_folder])):
+        for match in filter(None, map(FREE_NOTE.fullmatch, query_folders[query_folder])):
             noted[int(match[1])] = max(int(match[2]), noted.get(int(match[1]), 0))
         retained = max(batches_retained, committed.retained)
         if not may_remove(committed.heartbeats, retained, committed.buckets, noted) or held(name):
@@ -199,7 +197,7 @@ class Finishing:
         still_ours()
         # The notes last: without them nobody would know that the others may go.
         for it in query_folders[query_folder]:
-            if not _NOTE.fullmatch(it):
+            if not FREE_NOTE.fullmatch(it):
                 query_folder.child(PARENTS_FOLDER).remove_tree(it)
         query_folder.remove_tree(PARENTS_FOLDER)
         _LOGGER.info("%s needs nothing any more of what it was rescaled from", query_folder.root)

@@ -26,21 +26,25 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.readable import document_in
 
 __all__ = [
+    "FREE_NOTE",
     "PARENTS_FOLDER",
     "PARENT_FORMAT",
     "Parent",
     "has_parents",
+    "is_free_note",
     "note_free",
     "note_parent",
     "origin_of",
     "parent_files",
     "parent_of",
     "parents_in",
+    "parse_parent_name",
 ]
 
 PARENTS_FOLDER = "parents"
 PARENT_FORMAT = 1
 _NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.parent\.json")
+FREE_NOTE = re.compile(r"(0|[1-9][0-9]{0,8})\.free-([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,29 @@ class Parent:
 
 def _record_name(bucket: int) -> str:
     return f"{bucket}.parent.json"
+
+
+def parse_parent_name(name: str) -> int | None:
+    """The number of the bucket whose record has a name; None: it is none.
+
+    Parameters
+    ----------
+    name
+        Of a file in `parents/`.
+    """
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_free_note(name: str) -> bool:
+    """Whether a file in `parents/` is a note that a bucket needs none any more (`note_free`).
+
+    Parameters
+    ----------
+    name
+        Of the file.
+    """
+    return FREE_NOTE.fullmatch(name) is not None
 
 
 def parent_files(query_folder: Folder, bucket: int) -> Folder:

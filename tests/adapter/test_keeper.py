@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from spark_state_ext.ownership.lease import Clock, Lease
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER, LeaseLog
 from spark_state_ext.ownership.lease_record import Claim, Found, RunIdentity
 from spark_state_ext.ownership.release import release_query_folder
+from spark_state_ext.rescale.folders import rescaled_folder
 from spark_state_ext.spark.client import lease_keeper as keeper_module
 from spark_state_ext.spark.client.lease_keeper import Kept, LeaseKeeper
 from tests.helpers.waiting import eventually
@@ -154,6 +156,53 @@ def test_a_folder_that_was_claimed_from_a_query_is_not_its_to_renew(folder: Fold
         kept.poll(["query"], 20.0 + at, 0)
     kept.poll([], 30.0, 0)
     assert _newest(folder, "query") == claimed
+
+
+_RESCALES = "c" * 32
+_MOVED = rescaled_folder("query", _RESCALES)
+
+
+def _renewals(folder: Folder, kept: Kept, query: str = "query") -> dict[str, bool]:
+    """Which leases the driver renews while a query is idle."""
+    before = {name: _newest(folder, name).number for name in folder.names()}
+    now_ms = int(time.time() * 1000)
+    for at in range(3):
+        kept.poll([query], now_ms / 1000 + at, now_ms + at)
+    return {name: _newest(folder, name).number > number for name, number in before.items()}
+
+
+def test_a_query_that_was_rescaled_keeps_the_lease_of_the_folder_that_it_goes_on_in(folder: Folder, kept: Kept) -> None:
+    """Its first batch holds the old folder's too. That one must age: else nobody would remove the folder."""
+    me = replace(_ME, plan=_RESCALES)
+    kept.plans.add(_RESCALES)
+    kept.rescaling.add(_RESCALES)
+    _task(folder, "query", me)
+    assert _renewals(folder, kept) == {"query": True}, "it has had no batch with data yet"
+    _task(folder, _MOVED, me)
+    # A later call of that batch may renew the old one last.
+    before = _newest(folder, "query")
+    LeaseLog(folder.child("query")).append(before, before.record.renewed(me, int(time.time() * 1000) + 60_000, 30_000))
+    assert _renewals(folder, kept) == {"query": False, _MOVED: True}
+    kept.poll([], 0.0, 0)
+    assert _newest(folder, "query").record.released
+    assert _newest(folder, _MOVED).record.released
+
+
+def test_a_query_that_was_rescaled_in_an_earlier_run_is_looked_after(folder: Folder, kept: Kept) -> None:
+    _task(folder, "query", replace(_ME, application="app-1 before", plan=_RESCALES))
+    _task(folder, _MOVED)
+    assert _renewals(folder, kept) == {"query": False, _MOVED: True}
+    # And where the folder is called after a query that this one had claimed its first folder from.
+    claimed = rescaled_folder("old", _RESCALES)
+    _task(folder, claimed, replace(_ME, query="new"))
+    assert _renewals(folder, Kept(folder, _APP, 30_000, {_PLAN}), "new")[claimed]
+
+
+def test_a_query_that_went_back_to_before_it_was_rescaled_keeps_the_old_folder(folder: Folder, kept: Kept) -> None:
+    _task(folder, _MOVED, replace(_ME, plan=_RESCALES))
+    time.sleep(0.002)
+    _task(folder, "query", replace(_ME, plan="planned later"))
+    assert _renewals(folder, kept) == {"query": True, _MOVED: False}
 
 
 def test_queries_whose_tasks_are_not_told_theirs_are_looked_after(folder: Folder, kept: Kept) -> None:

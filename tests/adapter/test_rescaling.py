@@ -10,28 +10,39 @@ from reading_support import Job as OldJob
 from rescaled_query import job_from
 
 from arrow_schemas import BucketMap, Pointer
+from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.errors import LineageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from spark_state_ext.ownership.holds import HOLDS_FOLDER, Hold
 from spark_state_ext.savepoints.captured import Captured, captured_name
+from spark_state_ext.spark.executor import rescaling
 from spark_state_ext.spark.executor.rescaling import Rescales
 from spark_state_ext.testing.model import KEYS, Row
+from spark_state_ext.worker.background import Background
 
 PLAN = "0123456789ab" + 20 * "0"
 
 
-def planned(folder: Path, buckets: int) -> tuple[Job, dict[int, Pointer]]:
-    """A job of a query of three buckets that is to have others, and what the plan has read of it."""
+def planned(folder: Path, buckets: int, *, goes_on: bool = False) -> tuple[Job, dict[int, Pointer]]:
+    """A job of a query of three buckets that is to have others, and where these are.
+
+    That is what the plan has read, unless the query goes on afterwards.
+    """
     old = OldJob(folder, folder / "local", buckets=3)
     old.batch({key: Row(1) for key in KEYS})
     pointers = {it.bucket: replace(it, query_folder=old.query_id) for it in old.pointers[-1]}
+    captured = pointers
+    if goes_on:
+        old.batch({key: Row(2) for key in KEYS})
+        pointers = {it.bucket: replace(it, query_folder=old.query_id) for it in old.pointers[-1]}
     old.close()
     name = captured_name(1, PLAN)
     hold = Hold.place(old.folder, "the plan")
     notes = Folder(str(folder)).child("counts", STARTING_FOLDER)
-    notes.put(name, Captured("counts", 0, (), hold.id, 0, pointers).encode())
+    notes.put(name, Captured("counts", 0, (), hold.id, 0, captured).encode())
     made = job_from(folder, old, BucketMap(buckets), None, plan_id=PLAN, rescaled_from=name, rescaled_buckets=3)
     return made, pointers
 
@@ -56,3 +67,23 @@ def test_what_is_not_rescaled_is_not_held(tmp_path: Path, buckets: int) -> None:
     move = Rescales().of(job, 0, pointers[0])
     held = Folder(str(tmp_path)).child("counts", pointers[0].query_folder, HOLDS_FOLDER).names()
     assert (move is not None) == bool(held) == (buckets != 3)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_query_that_has_gone_on_is_told_to_be_planned_anew(
+    tmp_path: Path, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever call brings the parent first: that of the old bucket, or of one that begins with a part of it."""
+    job, pointers = planned(tmp_path, 2, goes_on=True)
+    replicas, scratch = Replicas(Background(), WorkerUploads()), tmp_path / "local"
+    first, second = (Rescales().of(job, bucket, pointers[bucket]) for bucket in (0, 1))
+    assert first is not None
+    assert second is not None
+    first.begun(replicas, scratch)
+    if at_once:
+        # Both looked before either had written.
+        monkeypatch.setattr(rescaling, "parent_of", lambda folder, bucket: None)
+    with pytest.raises(
+        LineageError, match=r"'counts' is not rescaled, as its query has gone on .* plan the query anew"
+    ):
+        second.give(replicas, scratch)

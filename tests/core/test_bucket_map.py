@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -90,6 +91,21 @@ def test_one_bucket_alone_is_split() -> None:
     assert BucketMap.split(4, dict.fromkeys(range(4), 2)) == BucketMap(8)
 
 
+@_UNHURRIED
+@given(st.integers(1, 40), st.dictionaries(st.integers(0, 39), st.integers(2, 7), max_size=3))
+def test_a_map_tells_the_argument_that_makes_it(buckets: int, into: dict[int, int]) -> None:
+    made = BucketMap.split(buckets, {bucket: parts for bucket, parts in into.items() if bucket < buckets})
+    name, text = made.argument.split("=", 1)
+    assert made == (BucketMap(int(text)) if name == "buckets" else eval(text, {"BucketMap": BucketMap}))
+    assert (name == "buckets") == (made.kind == HASH)
+
+
+def test_what_has_no_short_argument() -> None:
+    assert BucketMap.split(4, {2: 3}).argument == "bucket_by=BucketMap.split(4, {2: 3})"
+    assert BucketMap.between([0, 5, 7]).argument == BucketMap.of_partitions({"": 3}).argument == "bucket_by as it was"
+    assert BucketMap.split(32_767, {1: 2}).argument == "bucket_by=BucketMap.split(32767, {1: 2})"
+
+
 @pytest.mark.parametrize(
     ("made", "text"),
     [
@@ -105,6 +121,7 @@ def test_one_bucket_alone_is_split() -> None:
         (lambda: BucketMap.between([]), "0 buckets"),
         (lambda: BucketMap.split(4, {4: 2}), "bucket 4 of 4"),
         (lambda: BucketMap.split(4, {1: 0}), "into 0"),
+        (lambda: BucketMap.split(4, [2, 3]), r"not \[2, 3\]"),  # type: ignore[arg-type]
         (lambda: BucketMap(2, PARTITION), "grouped by"),
         (lambda: BucketMap(2, HASH, streams=(("", 2),)), "neither streams"),
         (lambda: BucketMap(2, BOUNDS, (0, 5), group_by="partition"), "neither streams"),
@@ -158,7 +175,7 @@ def test_operator_files_with_a_map(mapped: BucketMap) -> None:
     found = OperatorFile.decode(data, "there")
     assert (found.bucket_map, found.encode()) == (mapped, data)
     assert json.loads(data)["format"] == OPERATOR_FORMAT
-    with pytest.raises(BucketMapChangedError, match="give bucket_by as it was"):
+    with pytest.raises(BucketMapChangedError, match=f"give {re.escape(mapped.argument)}, "):
         found.succeeded_by(_operator(None))
     with pytest.raises(BucketMapChangedError, match=r"which begin elsewhere|by source partition"):
         found.succeeded_by(_operator(BucketMap.split(4, {2: 2})))

@@ -13,16 +13,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from reading_support import as_model
+from reading_support import as_model, operator_file
+from rescaled_query import RescaledQuery, job_from
 from small_root import NAMES, QUERY, SmallRoot, fixed_ids, savepoint_of, small_root
 
+from arrow_schemas import BucketMap
 from arrow_schemas.erase import EraseDone, EraseRequest
+from arrow_schemas.operator import operator_file_name
+from spark_state_ext import Savepoint
 from spark_state_ext.__main__ import main
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import CleanUp, clean_up
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.ownership.release import note_handed_over
+from spark_state_ext.rescale.parents import PARENTS_FOLDER, note_free
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint
 from spark_state_ext.testing.model import Row
 
@@ -57,6 +62,35 @@ def test_what_is_whole_is_verified(small: SmallRoot, tmp_path: Path, capsys: pyt
         assert {row["status"] for row in rows} == {"whole"}
         assert sorted(row["path"] for row in rows) == sorted(str(it) for it in path.rglob("*") if it.is_file())
         assert all(row["bytes"] == os.path.getsize(row["path"]) for row in rows)
+
+
+def test_what_a_query_was_rescaled_from_is_its_own(
+    small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As long as buckets begin with their parents, a file of a parent is a file of the state."""
+    savepoint = savepoint_of(small.job, tmp_path / "savepoint")
+    job = job_from(tmp_path / "new", small.job, BucketMap(3), Savepoint(savepoint.root))
+    query = RescaledQuery(job, tmp_path, {})
+    query.start()
+    query.folder.put(operator_file_name(0), operator_file("counts", query.name, 3).encode())
+    note_free(query.folder, 0, 7)
+    files = sorted(str(it) for it in Path(query.folder.root, PARENTS_FOLDER).rglob("*") if it.is_file())
+    assert {row["path"] for row in said(capsys, "verify", query.folder.root, "--all")}.issuperset(files)
+    assert said(capsys, "verify", query.folder.root) == []
+    for path in map(Path, files):
+        (row,) = said(capsys, "why", path)
+        assert (row["owner"], row["does"]) == (f"the query at {query.folder.root}", "stays")
+        if ".free-" in path.name:
+            continue
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :])
+        assert [(it["path"], it["status"]) for it in said(capsys, "verify", query.folder.root, code=1)] == [
+            (str(path), "damaged")
+        ]
+        path.unlink()
+        missing = said(capsys, "verify", query.folder.root, code=1 if path.suffix == ".arrow" else 0)
+        assert [it["path"] for it in missing] == ([str(path)] if path.suffix == ".arrow" else [])
+        path.write_bytes(whole)
 
 
 def test_each_damaged_file_of_a_root_is_named(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:

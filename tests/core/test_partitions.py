@@ -56,6 +56,10 @@ def by_count(current_index: int, current_count: int, initial_count: int) -> int:
     return current_index if current_index < initial_count else current_count % initial_count
 
 
+def _raises(current_index: int, current_count: int, initial_count: int) -> int:
+    raise ValueError("no such partition")
+
+
 def _not_whole(current_index: int, current_count: int, initial_count: int) -> object:
     return "0"
 
@@ -200,6 +204,7 @@ def test_a_partition_never_goes_to_another_bucket() -> None:
         ([2, 4, 7], "by_count", r"before_expansion\(2, 7, 2\) is 1, and for a smaller count it was 0"),
         ([2, 4], "_not_whole", "is '0'"),
         ([2, 4], "_moves_the_first", r"before_expansion\(0, 2, 2\) is 1, and must be 0"),
+        ([2, 4], "_raises", r"before_expansion\(0, 2, 2\) raised ValueError: no such partition"),
         ([2, 4], "nobody", "cannot be imported here"),
         ([2, 4], "HERE", "no function"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from spark_state_ext.savepoints.rows import ANSWER
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state_reader import StateReader
 from spark_state_ext.spark.client.tasks import in_a_task, let_go, place_of
+from spark_state_ext.spark.compat import said_by_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["captured", "with_rescaling"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
+_OURS = re.compile(r"spark_state_ext\.errors\.\w+: ([^\n]+)")
 
 # From when a query is planned until its first batch; then calls renew it.
 _CAPTURED_HOLD_MS = 3_600_000
@@ -50,7 +53,7 @@ def captured(spark: SparkSession, job: Job) -> tuple[Job, str | None]:
         why = str(error)
     except Exception as error:
         # Spark's errors have no class that all releases share.
-        why = f"Spark cannot read it: {error}"
+        why = _said(str(error))
     if why:
         _LOGGER.warning(
             "operator %r cannot start from %s: %s. A query that has state of its own goes on; one that has none fails "
@@ -61,6 +64,12 @@ def captured(spark: SparkSession, job: Job) -> tuple[Job, str | None]:
         )
         return replace(job, not_captured=why), None
     return replace(job, captured=file), query_folder if start.mode == CLAIM else None
+
+
+def _said(text: str) -> str:
+    """The sentence of an error that came through Spark: what a task of ours raised, or what Spark says itself."""
+    found = _OURS.search(text)
+    return found[1] if found is not None else f"Spark cannot read it: {said_by_spark(text)}"
 
 
 def with_rescaling(spark: SparkSession, job: Job) -> Job:
@@ -84,7 +93,7 @@ def with_rescaling(spark: SparkSession, job: Job) -> Job:
         why = str(error)
     except Exception as error:
         # Spark's errors have no class that all releases share.
-        why = f"Spark cannot read it: {error}"
+        why = _said(str(error))
     _LOGGER.info("operator %r is not rescaled, as the last batch of %s was not read: %s", job.operator, location, why)
     return replace(job, not_rescaled=f"the last batch of {location} was not read when the query was planned: {why}")
 
@@ -100,6 +109,7 @@ def _rescaled(spark: SparkSession, job: Job, reader: StateReader) -> Job:
         "query_folder": store.query_folder,
         "holder": f"the rescaling of operator {job.operator!r} below {options.root}",
         "lasts_ms": _CAPTURED_HOLD_MS,
+        "rescales": True,
         "file": captured_name(int(time.time() * 1000), job.plan_id),
         "target": {
             "root": options.root,
@@ -107,7 +117,13 @@ def _rescaled(spark: SparkSession, job: Job, reader: StateReader) -> Job:
             "operator": job.operator,
         },
     }
-    told |= in_a_task(spark, "begin", told)
+    begun = in_a_task(spark, "begin", told)
+    if "nothing_in" in begun:
+        raise MissingCheckpointError(
+            f"its state would be in {begun['nothing_in']}, which has none: give rescale the checkpointLocation of this "
+            "query, and root and operator as they were"
+        )
+    told |= begun
     try:
         committed = reader.batch()
         told |= {"batch": committed.batch, "later": []}

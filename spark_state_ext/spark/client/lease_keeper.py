@@ -24,6 +24,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Found
+from spark_state_ext.rescale.folders import first_folder, rescaled_folder
 from spark_state_ext.worker.threads import DaemonPool
 
 __all__ = ["Kept", "LeaseKeeper"]
@@ -56,6 +57,8 @@ class Kept:
         Those that were planned here.
     adopted
         Folders of other queries that queries planned here claim: their leases tell whose they are.
+    rescaling
+        Those of the plans that may rescale their query, which goes on in another folder then.
     """
 
     folder: Folder
@@ -63,10 +66,13 @@ class Kept:
     lease_ms: int
     plans: set[str] = field(default_factory=set)
     adopted: set[str] = field(default_factory=set)
+    rescaling: set[str] = field(default_factory=set)
+    # Folders that queries were rescaled to, each with the query that its lease names; none where it has no lease yet.
+    _rescaled: dict[str, str] = field(default_factory=dict)
     # By query: the folder that it has claimed.
     _claimed: dict[str, str] = field(default_factory=dict)
-    # By query folder: the record that was found last.
-    _seen: dict[str, Found | None] = field(default_factory=dict)
+    # By query: the folder and the record that were found last.
+    _seen: dict[str, tuple[str, Found] | None] = field(default_factory=dict)
     _active: set[str] = field(default_factory=set)
     _told: set[str] = field(default_factory=set)
     _not_before_s: float = -math.inf
@@ -129,17 +135,17 @@ class Kept:
         if now_s < self._not_before_s:
             return
         active, ended = set(active), self._active - set(active)
-        failed = self._each(active, lambda query_folder: self._renew(query_folder, now_ms))
-        failed |= self._each(ended, lambda query_folder: self._release(query_folder, now_ms))
+        failed = self._each(active, lambda query: self._renew(query, now_ms))
+        failed |= self._each(ended, lambda query: self._release(query, now_ms))
         # What could not be released is tried again.
-        self._active = {query_folder for query_folder in active if self._seen.get(query_folder) is not None} | (
-            ended & failed.keys()
-        )
+        self._active = {query for query in active if self._seen.get(query) is not None} | (ended & failed.keys())
         unknown = active - self._active - failed.keys()
         untold = bool(unknown)
         if now_s >= self._list_at_s:
             self._list_at_s = now_s + _SELDOM_S
             self._untold = self._find_untold() if untold else []
+            if active:
+                self._find_rescaled()
             self._find_claimed(unknown - self._looked_for)
         # Which of the queries these belong to, nobody can tell; so they are not released.
         query_folders = self._untold if untold else []
@@ -173,43 +179,70 @@ class Kept:
             error,
         )
 
-    def _log_of(self, query_folder: str) -> LeaseLog:
-        """The lease of a query: in the folder of its name, or in the one that it has claimed."""
+    def _folders_of(self, query: str) -> set[str]:
+        """Where a query's state may be: the folder of its name, or the one that it claimed, and what it rescaled to."""
         for name in self.adopted.difference(self._claimed.values()):
             claim = self._claim_on(name)
             if claim is not None:
                 self._claimed[claim] = name
-        name = self._claimed.get(query_folder, query_folder)
-        if name != query_folder and self._claim_on(name) != query_folder:
-            # It was released.
-            del self._claimed[query_folder]
-            name = query_folder
-        return LeaseLog(self.folder.child(name))
+        name = self._claimed.get(query, query)
+        if name != query and self._claim_on(name) != query:
+            # It was released, or removed.
+            del self._claimed[query]
+            name = query
+        rescaled = {
+            it for it, owner in self._rescaled.items() if owner == query or first_folder(it) == first_folder(name)
+        }
+        # Those of a first batch that may be under way are not listed yet.
+        return {name, *rescaled, *(rescaled_folder(name, plan) for plan in self.rescaling)}
+
+    def _leases_of(self, query: str) -> dict[str, Found]:
+        """The newest records of a query's leases, by folder: of this application's if it has any, else of all."""
+        newest = {name: _newest_of(LeaseLog(self.folder.child(name)), query) for name in self._folders_of(query)}
+        found = {name: it for name, it in newest.items() if it is not None}
+        return {name: it for name, it in found.items() if it.record.owner.application == self.application} or found
+
+    def _run_of(self, query: str) -> tuple[str, Found] | None:
+        """The folder that a query's run writes to, and the lease there.
+
+        A run that rescales its query holds the lease of the old folder too in its first batch, and goes on in the one
+        that is called after its plan.
+        """
+        found = self._leases_of(query)
+        if not found:
+            return None
+        name = max(found, key=lambda it: (found[it].record.renewed_ms, it))
+        plan = found[name].record.owner.plan
+        new = rescaled_folder(name, plan)
+        if new in found and found[new].record.owner.plan == plan:
+            name = new
+        return name, found[name]
 
     def _claim_on(self, name: str) -> str | None:
         found = LeaseLog(self.folder.child(name)).newest()
         return None if found is None or found.record.claim is None else found.record.claim.id
 
-    def _renew(self, query_folder: str, now_ms: int) -> None:
-        log = self._log_of(query_folder)
-        found, before = _newest_of(log, query_folder), self._seen.get(query_folder)
-        self._seen[query_folder] = found
-        if found is None:
+    def _renew(self, query: str, now_ms: int) -> None:
+        run, before = self._run_of(query), self._seen.get(query)
+        self._seen[query] = run
+        if run is None:
             return
+        name, found = run
+        log = LeaseLog(self.folder.child(name))
         if found.record.owner.application != self.application:
-            self._say("query %s: the state at %s is held by %s", query_folder, log.root, found.record.owner)
-        elif before is not None and before.number == found.number:
+            self._say("query %s: the state at %s is held by %s", query, log.root, found.record.owner)
+        elif before is not None and (before[0], before[1].number) == (name, found.number):
             # No task has renewed it since the last look.
             record = replace(found.record, renewed_ms=now_ms, released=False, nonce=uuid.uuid4().hex)
             if log.append(found, record):
-                self._seen[query_folder] = Found(found.number + 1, record)
+                self._seen[query] = name, Found(found.number + 1, record)
 
-    def _release(self, query_folder: str, now_ms: int) -> None:
-        log = self._log_of(query_folder)
-        found = _newest_of(log, query_folder)
-        if found is not None and found.record.owner.application == self.application and not found.record.released:
-            log.append(found, replace(found.record, renewed_ms=now_ms, released=True, nonce=uuid.uuid4().hex))
-        self._seen.pop(query_folder, None)
+    def _release(self, query: str, now_ms: int) -> None:
+        for name, found in self._leases_of(query).items():
+            if found.record.owner.application == self.application and not found.record.released:
+                record = replace(found.record, renewed_ms=now_ms, released=True, nonce=uuid.uuid4().hex)
+                LeaseLog(self.folder.child(name)).append(found, record)
+        self._seen.pop(query, None)
 
     def _find_untold(self) -> list[str]:
         """Query folders of this application whose tasks were not told their query."""
@@ -223,7 +256,20 @@ class Kept:
                     ours.append(name)
 
         self._each((name for name in self._query_folders() if name.startswith("t")), look)
-        return ours
+        # One for each query: the folder that its run writes to is found from any.
+        return list({first_folder(name): name for name in ours}.values())
+
+    def _find_rescaled(self) -> None:
+        """Which folders queries were rescaled to."""
+        names = [name for name in self._query_folders() if name != first_folder(name)]
+        self._rescaled = {name: self._rescaled.get(name, "") for name in names}
+
+        def look(name: str) -> None:
+            found = LeaseLog(self.folder.child(name)).newest()
+            if found is not None:
+                self._rescaled[name] = found.record.owner.query
+
+        self._each([name for name in names if not self._rescaled[name]], look)
 
     def _find_claimed(self, queries: set[str]) -> None:
         """What these have claimed in an earlier run: a restart need not say again where it began."""
@@ -290,6 +336,7 @@ class LeaseKeeper:
         plan: str,
         lease_ms: int,
         adopted: str | None = None,
+        rescales: bool = False,
     ) -> None:
         """Look after the leases of queries that are started from a plan.
 
@@ -303,6 +350,8 @@ class LeaseKeeper:
             As in the plan.
         adopted
             Name of the query folder that a query of the plan claims, where it does.
+        rescales
+            Whether it may rescale its query.
         """
         with self._lock:
             if not self._stops_at_exit:
@@ -318,6 +367,7 @@ class LeaseKeeper:
                 kept.lease_ms = lease_ms
                 kept.plans.add(plan)
                 kept.adopted.update([adopted] if adopted else [])
+                kept.rescaling.update([plan] if rescales else [])
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._loop, name="spark_state_ext leases", daemon=True)
                 self._thread.start()

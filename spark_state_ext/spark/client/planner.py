@@ -157,7 +157,8 @@ def planned(options: StateOptions, asked: Request) -> DataFrame:
     tell_of_others(options.root, options.storage_options, options.operator)
     result = _wired(job.to_plain(), options.operator, asked, columns)
     keeper = Worker.current().own(LeaseKeeper)
-    keeper.keep(spark, _lease_folders(options), job.application_id, job.plan_id, options.lease_ms, adopted)
+    rescales = job.rescaled_from is not None
+    keeper.keep(spark, _lease_folders(options), job.application_id, job.plan_id, options.lease_ms, adopted, rescales)
     return result
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pyspark.sql.streaming.state import GroupState
 
+from arrow_schemas.bucket_map import BucketMap
 from arrow_schemas.import_mark import ImportMark
 from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
@@ -378,9 +379,10 @@ def _refuse_another_jobs(call: CallInfo, pointer: Pointer, files: Folder) -> Non
         if stored is not None and not (stored.bucket_map.by_hash and job.options.bucket_map.by_hash):
             # It knows what kind of buckets these are, and so says more.
             stored.refuse_other_map(job.options.bucket_map)
+        known = BucketMap(pointer.buckets) if stored is None else stored.bucket_map
         raise BucketCountChangedError(
-            f"operator {job.operator!r} has its state in {pointer.buckets} buckets and the job asks for "
-            f"{job.options.buckets}: set buckets={pointer.buckets}, or {_how_to_rescale(job)}."
+            f"operator {job.operator!r} has its state in {known} and the job asks for {job.options.buckets}: set "
+            f"{known.argument}, or {_how_to_rescale(job)}."
         )
     if pointer.operator != job.operator:
         raise OperatorChangedError(

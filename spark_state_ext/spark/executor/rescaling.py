@@ -190,10 +190,14 @@ class Move:
             self._refuse_requests()
         parent = self._parent(self.bucket, self.stored, replicas, scratch)
         if parent.pointer.ref != self.stored.ref:
-            raise LineageError(
-                f"bucket {self.bucket} of operator {self.job.operator!r} is at checkpoint {self.stored.ref}, and was "
-                f"to be rescaled from {parent.pointer.ref}: the query has gone on since it was planned. Start it again"
-            )
+            raise self._gone_on(f"bucket {self.bucket} is at checkpoint {self.stored.ref}, not {parent.pointer.ref}")
+
+    def _gone_on(self, shown: str) -> LineageError:
+        return LineageError(
+            f"operator {self.job.operator!r} is not rescaled, as its query has gone on since it was planned: {shown}. "
+            "Nothing is lost: plan the query anew, as the program does that is started again. The same DataFrame "
+            "started again fails again"
+        )
 
     def _refuse_requests(self) -> None:
         """Requests to erase keys are numbered by query folder, and the new one has none."""
@@ -263,7 +267,11 @@ class Move:
             saved = save_bucket(pointer, sources, target, NATIVE, old.row_schema(), scratch).saved
         finally:
             close_all(sources)
-        return note_parent(folder, Parent(old, saved))
+        try:
+            return note_parent(folder, Parent(old, saved))
+        except LineageError as error:
+            # Another call has brought it meanwhile, from another batch.
+            raise self._gone_on(f"bucket {number} is brought from {pointer.ref} and from another checkpoint") from error
 
     def _known(self, number: int) -> Pointer:
         """The newest pointer of an old bucket that was written down."""

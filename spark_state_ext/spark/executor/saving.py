@@ -27,7 +27,7 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.shared import Shared
 from spark_state_ext.errors import LiveRunError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.files.operator_catalog import STARTING_FOLDER, newest_operator
 from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
@@ -57,11 +57,15 @@ def _query_folder(plain: dict[str, Any]) -> tuple[StateOptions, Folder]:
 def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Hold the query folder; before that, see that the savepoint's folder is free.
 
-    Answers with the id of the hold, and the number of the lease's newest record.
+    Answers with the id of the hold, and the number of the lease's newest record. Where the query is to be rescaled and
+    has no state here, nothing is held, and the answer is the folder.
     """
     for _ in batches:
         pass
     _, files = _query_folder(plain)
+    if plain.get("rescales") and newest_operator(files) is None:
+        yield answer({"nothing_in": files.root})
+        return
     if plain.get("savepoint"):
         refuse_existing(_savepoint(plain))
     found = LeaseLog(files).newest(first=True)
