@@ -26,7 +26,8 @@ from spark_state_ext.ownership.last_written import LAST_WRITTEN_NAME, decode_las
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 from spark_state_ext.ownership.lease_record import LeaseRecord, refusal
 from spark_state_ext.ownership.release import CLAIMS_FOLDER
-from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, is_free_note, parse_parent_name
+from spark_state_ext.rescale.notes import notes_among
+from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, parse_parent_name
 from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.copying import digest_text
 from spark_state_ext.savepoints.manifest_file import decode_manifest
@@ -158,7 +159,7 @@ def _of_parents(parents: Folder, scratch: Path) -> Iterator[Check]:
             with suppress(CorruptError, ChangedJobError):
                 named[str(bucket)] = Parent.decode(data, where)
         elif not is_temporary(entry.name):
-            yield Check(where, "note", entry.size_bytes, (lambda: None) if is_free_note(entry.name) else None)
+            yield Check(where, "note", entry.size_bytes, (lambda: None) if notes_among([entry.name]) else None)
     for bucket_name, parent in named.items():
         for file in parent.saved.files:
             files = parents.child(bucket_name)

@@ -20,7 +20,8 @@ from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.start_from import CLAIM
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.rescale.parents import Parent, note_free, note_parent, origin_of, parent_files
+from spark_state_ext.rescale.notes import note_free
+from spark_state_ext.rescale.parents import Parent, note_parent, origin_of, parent_files
 from spark_state_ext.savepoints.copying import copied
 from spark_state_ext.savepoints.starting import Beginning, Begun, Starts
 from spark_state_ext.savepoints.taking import save_bucket

@@ -1,16 +1,17 @@
 """When parents may go, and what a query was rescaled from: once no pointer that Spark may hand out needs them.
 
 A call whose input pointer says that a backend holds all of its bucket notes that beside the parents, with the pointer's
-heartbeats, before its own pointer has no parents any more. One whose input pointer does not say so, as the query went
-back, or as the batch before ran twice, removes the note. So a bucket without a note may need its parents; and where
-each has one, all older than what Spark may hand out, none does.
+heartbeats, before its own pointer has no parents any more. One whose input pointer does not say so, though there is
+such a note, as the query went back or the batch before ran twice, notes that it needs them. So a bucket without a note
+may need its parents; and where each has one, and all notes of both kinds are older than what Spark may hand out, none
+does. A note that were taken back would not come again, as a pointer without parents writes none.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from arrow_schemas.pointer import Pointer
@@ -21,7 +22,8 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.rescale.folders import first_folder
-from spark_state_ext.rescale.parents import FREE_NOTE, PARENTS_FOLDER, note_free
+from spark_state_ext.rescale.notes import FREE, ParentsNote, note_free, note_needed, notes_among
+from spark_state_ext.rescale.parents import PARENTS_FOLDER
 from spark_state_ext.worker.background import Background
 
 __all__ = ["Finishing", "may_remove"]
@@ -29,7 +31,7 @@ __all__ = ["Finishing", "may_remove"]
 _LOGGER = logging.getLogger("spark_state_ext")
 
 
-def may_remove(heartbeats: int, batches_retained: int, buckets: int, noted: dict[int, int]) -> bool:
+def may_remove(heartbeats: int, batches_retained: int, buckets: int, notes: Collection[ParentsNote]) -> bool:
     """Whether no pointer that Spark may hand out needs parents.
 
     Parameters
@@ -40,12 +42,12 @@ def may_remove(heartbeats: int, batches_retained: int, buckets: int, noted: dict
         The most batches that Spark retains.
     buckets
         How many buckets the query has.
-    noted
-        By bucket, the heartbeats of its note.
+    notes
+        Of its buckets.
     """
-    whole = noted.keys() >= set(range(buckets))
+    whole = {note.bucket for note in notes if note.kind == FREE} >= set(range(buckets))
     # One batch more than elsewhere: where each batch has two heartbeats, a late note may be as old as two batches.
-    return whole and max(noted.values()) < heartbeats - recent_heartbeats(batches_retained + 1)
+    return whole and max(note.heartbeats for note in notes) < heartbeats - recent_heartbeats(batches_retained + 1)
 
 
 def _has_waiting_requests(query_folder: Folder) -> bool:
@@ -95,10 +97,7 @@ class Finishing:
             return made
         if needs_parents(committed):
             # Each time: where a batch runs twice, the other attempt may go on from a pointer that needs none.
-            notes = query_folder.child(PARENTS_FOLDER)
-            for name in notes.names():
-                if (match := FREE_NOTE.fullmatch(name)) and int(match[1]) == committed.bucket:
-                    notes.remove(name)
+            note_needed(query_folder, committed.bucket, committed.heartbeats)
             return made
         if needs_parents(made):
             # Somebody has deleted files from the one that had all of it.
@@ -170,15 +169,13 @@ class Finishing:
         query_folder = next((it for it, names in query_folders.items() if names), None)
         if query_folder is None:
             return True
-        if all(map(FREE_NOTE.fullmatch, query_folders[query_folder])):
+        notes = notes_among(query_folders[query_folder])
+        if len(notes) == len(query_folders[query_folder]):
             # Somebody was stopped who removed all else.
             query_folder.remove_tree(PARENTS_FOLDER)
             return True
-        noted: dict[int, int] = {}
-        for match in filter(None, map(FREE_NOTE.fullmatch, query_folders[query_folder])):
-            noted[int(match[1])] = max(int(match[2]), noted.get(int(match[1]), 0))
         retained = max(batches_retained, committed.retained)
-        if not may_remove(committed.heartbeats, retained, committed.buckets, noted) or held(name):
+        if not may_remove(committed.heartbeats, retained, committed.buckets, notes) or held(name):
             return False
         left = False
         for place in places:
@@ -197,7 +194,7 @@ class Finishing:
         still_ours()
         # The notes last: without them nobody would know that the others may go.
         for it in query_folders[query_folder]:
-            if not FREE_NOTE.fullmatch(it):
+            if not notes_among([it]):
                 query_folder.child(PARENTS_FOLDER).remove_tree(it)
         query_folder.remove_tree(PARENTS_FOLDER)
         _LOGGER.info("%s needs nothing any more of what it was rescaled from", query_folder.root)

@@ -26,13 +26,10 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.readable import document_in
 
 __all__ = [
-    "FREE_NOTE",
     "PARENTS_FOLDER",
     "PARENT_FORMAT",
     "Parent",
     "has_parents",
-    "is_free_note",
-    "note_free",
     "note_parent",
     "origin_of",
     "parent_files",
@@ -44,7 +41,6 @@ __all__ = [
 PARENTS_FOLDER = "parents"
 PARENT_FORMAT = 1
 _NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.parent\.json")
-FREE_NOTE = re.compile(r"(0|[1-9][0-9]{0,8})\.free-([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
@@ -126,17 +122,6 @@ def parse_parent_name(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def is_free_note(name: str) -> bool:
-    """Whether a file in `parents/` is a note that a bucket needs none any more (`note_free`).
-
-    Parameters
-    ----------
-    name
-        Of the file.
-    """
-    return FREE_NOTE.fullmatch(name) is not None
-
-
 def parent_files(query_folder: Folder, bucket: int) -> Folder:
     """Where a parent's files lie.
 
@@ -188,24 +173,6 @@ def note_parent(query_folder: Folder, parent: Parent) -> Parent:
 def _without_lineage(pointer: Pointer) -> tuple[CheckpointRef | None, Pointer]:
     """Where a pointer stands, whatever files lead there."""
     return pointer.ref, replace(pointer, lineage=())
-
-
-def note_free(query_folder: Folder, bucket: int, heartbeats: int) -> None:
-    """Write down that no pointer of a bucket from some heartbeats on needs parents.
-
-    Parameters
-    ----------
-    query_folder, bucket
-        The bucket's.
-    heartbeats
-        Of the first committed pointer that does not.
-
-    Raises
-    ------
-    StorageError
-        When the store fails.
-    """
-    query_folder.child(PARENTS_FOLDER).create(f"{bucket}.free-{heartbeats}", b"")
 
 
 def parent_of(query_folder: Folder, bucket: int) -> Parent | None:

@@ -22,7 +22,7 @@ from reading_support import operator_file
 from rescaled_query import Later, RescaledQuery, job_from
 from small_root import savepoint_of
 
-from arrow_schemas import BucketMap
+from arrow_schemas import BucketMap, Pointer
 from arrow_schemas.erase import EraseRequest
 from arrow_schemas.operator import operator_file_name
 from arrow_schemas.savepoint import CANONICAL, NATIVE
@@ -37,8 +37,9 @@ from spark_state_ext.errors import LiveRunError, MissingCheckpointError, UsageEr
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.finishing import Finishing, may_remove
+from spark_state_ext.rescale.notes import FREE, NEEDED, ParentsNote, note_free, notes_among
 from spark_state_ext.rescale.origin import Origin, rows_of_parents
-from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, note_free, note_parent, parent_files
+from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, note_parent, parent_files
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.store import View
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, expired_in, model_of
@@ -233,13 +234,16 @@ def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path:
     same(query)
 
 
-@given(st.integers(0, 30), st.integers(0, 3), st.integers(1, 4), st.dictionaries(st.integers(0, 3), st.integers(0, 30)))
-def test_when_parents_may_go(heartbeats: int, retained: int, buckets: int, noted: dict[int, int]) -> None:
-    found = may_remove(heartbeats, retained, buckets, noted)
-    handed_out = range(heartbeats - (3 * (retained + 1) + 2), heartbeats + 1)
-    needed = any(bucket not in noted or any(at <= noted[bucket] for at in handed_out) for bucket in range(buckets))
-    stray = any(at >= handed_out[0] for bucket, at in noted.items() if bucket >= buckets)
-    assert found == (not needed and not stray)
+NOTES = st.builds(ParentsNote, st.integers(0, 3), st.sampled_from([FREE, NEEDED]), st.integers(0, 30))
+
+
+@given(st.integers(0, 30), st.integers(0, 3), st.integers(1, 4), st.lists(NOTES, max_size=8))
+def test_when_parents_may_go(heartbeats: int, retained: int, buckets: int, notes: list[ParentsNote]) -> None:
+    first_handed_out = heartbeats - (3 * (retained + 1) + 2)
+    free = [any(note.bucket == bucket and note.kind == FREE for note in notes) for bucket in range(buckets)]
+    recent = any(note.heartbeats >= first_handed_out for note in notes)
+    assert may_remove(heartbeats, retained, buckets, notes) == (all(free) and not recent)
+    assert notes_among([*(note.name for note in notes), "0.parent.json", "0", "00.free-1", "0.free-"]) == notes
 
 
 def test_state_is_read_while_parents_are_needed(tmp_path: Path, old: OldJob) -> None:
@@ -304,15 +308,22 @@ def test_a_parent_is_the_same_once_its_snapshot_has_arrived(tmp_path: Path, old:
 def test_a_query_that_goes_back_under_the_same_plan_needs_its_parents_again(tmp_path: Path, old: OldJob) -> None:
     query = rescaled(tmp_path, old, BucketMap(5))
     query.start()
-    notes, finishing = query.folder.child(PARENTS_FOLDER), Finishing()
-    pointers = [replace(query.pointers[0], heartbeats=at) for at in range(10, 16)]
-    for at, committed in enumerate(pointers):
-        # Another process of the query has been further, and it goes back.
-        if at in (0, 3):
-            note_free(query.folder, 0, 15)
-        if at not in (2, 4):
-            finishing.noted(query.folder, committed, committed, lambda: None)
-            assert "0.free-15" not in notes.names()
+    finishing = Finishing()
+
+    def needed(committed: Pointer) -> list[int]:
+        finishing.noted(query.folder, committed, committed, lambda: None)
+        notes = notes_among(query.folder.child(PARENTS_FOLDER).names())
+        assert all(note.bucket == 0 for note in notes)
+        return sorted(note.heartbeats for note in notes if note.kind == NEEDED)
+
+    pointers = [replace(query.pointers[0], heartbeats=at) for at in range(10, 13)]
+    # Nobody has said that it needs none.
+    assert needed(pointers[0]) == []
+    # Another process of the query has been further, and it goes back.
+    note_free(query.folder, 0, 15)
+    assert needed(pointers[1]) == [11]
+    assert needed(pointers[1]) == [11]
+    assert needed(pointers[2]) == [11, 12]
 
 
 def test_rows_of_parents_may_take_longer_than_a_backend_may_be_silent(

@@ -146,7 +146,10 @@ class MovingFiles(StateFiles):
     def overwrite(self, batch: int, made: Made) -> None:
         if batch < 0 or _folders(self.at(batch)) != _folders(made.partition):
             return
-        super().overwrite(batch, made)
+        # Files of partitions whose tasks did not succeed again stay.
+        there = self.at(batch)
+        kept = {bucket: there[bucket] for bucket in there.keys() - made.called - made.partition.keys() - made.removed}
+        super().overwrite(batch, replace(made, partition={**kept, **made.partition}, called=made.called | kept.keys()))
 
 
 def _folders(partition: Partition) -> set[tuple[str, int]]:

@@ -255,6 +255,25 @@ def finished_but_gone_back(scene: RescaleScene) -> None:
         scene.work(_but_snapshots)
 
 
+def finished_by_the_attempt_that_counts(scene: RescaleScene) -> None:
+    """A batch runs twice: one attempt goes on from a pointer that needs none, and counts; the other one is the last."""
+    scene.go(1)
+    scene.start(3)
+    scene.go(2, keys=_NONE)
+    for value in range(3, 8):
+        made = []
+        for executor in (0, 2):
+            made.append(scene.run(scene.attempt(executor, value, keys=_NONE)))
+            if executor == 0:
+                scene.work(which=executor)
+            else:
+                scene.work(_but_snapshots, executor)
+        scene.commit(*made[::-1])
+    for value in range(8, 16):
+        scene.go(value, keys=_NONE)
+        scene.work()
+
+
 def saved_meanwhile(scene: RescaleScene) -> None:
     """Somebody reads pointers that need parents, and copies when the query needs them no more."""
     scene.go(1)
@@ -278,6 +297,7 @@ RESCALE_SCENES = (
     finished_by_the_first_bucket,
     finished_by_one_lineage,
     finished_but_gone_back,
+    finished_by_the_attempt_that_counts,
     saved_meanwhile,
 )
 # How many batches Spark retains, where it matters: few, so that little need be waited for; or so many that parents may

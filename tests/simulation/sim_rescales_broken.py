@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale import dividing, finishing, origin, parents
 from spark_state_ext.rescale.finishing import Finishing, may_remove
 from spark_state_ext.rescale.folders import first_folder, rescaled_folder
+from spark_state_ext.rescale.notes import FREE, ParentsNote, notes_among
 from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent
 from spark_state_ext.savepoints import taking
 from spark_state_ext.spark.executor import rescaling
@@ -34,6 +35,7 @@ __all__ = ["BROKEN_RESCALES"]
 _GIVE, _ALL_ROWS, _OVERLAPPING = Move.give, origin._all_rows, BucketMap.overlapping
 _DIVIDED, _ORIGIN_OF, _SETTLED = dividing.divided_pointer, parents.origin_of, decisions.settled
 _UNCONFIRMED = cadence.with_unconfirmed_snapshot
+Notes = Collection[ParentsNote]
 _NOTED, _FINISHED = Finishing.noted, Finishing._finished
 
 
@@ -187,14 +189,27 @@ def _without_a_note(
     return replace(made, parents=committed.parents if needs_parents(committed) or needs_parents(made) else None)
 
 
-def _without_horizon(heartbeats: int, batches_retained: int, buckets: int, noted: dict[int, int]) -> bool:
+def _without_horizon(heartbeats: int, batches_retained: int, buckets: int, notes: Notes) -> bool:
     """Parents go once every bucket has a note, whatever Spark retains."""
-    return noted.keys() >= set(range(buckets))
+    return {note.bucket for note in notes if note.kind == FREE} >= set(range(buckets))
 
 
-def _by_the_first_bucket(heartbeats: int, batches_retained: int, buckets: int, noted: dict[int, int]) -> bool:
-    """The first bucket's note counts for all."""
-    return 0 in noted and may_remove(heartbeats, batches_retained, 1, {0: noted[0]})
+def _by_the_first_bucket(heartbeats: int, batches_retained: int, buckets: int, notes: Notes) -> bool:
+    """The first bucket's notes count for all."""
+    return may_remove(heartbeats, batches_retained, 1, [note for note in notes if note.bucket == 0])
+
+
+def _by_free_notes(heartbeats: int, batches_retained: int, buckets: int, notes: Notes) -> bool:
+    """A note that a bucket needs parents after all counts for nothing."""
+    return may_remove(heartbeats, batches_retained, buckets, [note for note in notes if note.kind == FREE])
+
+
+def _taken_back(query_folder: Folder, bucket: int, heartbeats: int) -> None:
+    """A call that needs parents removes its bucket's notes, in place of adding one."""
+    folder = query_folder.child(PARENTS_FOLDER)
+    for note in notes_among(folder.names()):
+        if note.bucket == bucket:
+            folder.remove(note.name)
 
 
 def _blind_to_holds(
@@ -248,5 +263,7 @@ BROKEN_RESCALES: dict[str, Built] = {
     "notes looked for once": _patched((Finishing, "noted", _looked_for_once)),
     "parents removed without a horizon": _patched((finishing, "may_remove", _without_horizon)),
     "the first bucket's note counted for all": _patched((finishing, "may_remove", _by_the_first_bucket)),
+    "notes that parents are needed not counted": _patched((finishing, "may_remove", _by_free_notes)),
+    "notes taken back": _patched((finishing, "note_needed", _taken_back)),
     "finishing blind to holds": _patched((Finishing, "_finished", _blind_to_holds)),
 }

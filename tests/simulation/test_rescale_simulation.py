@@ -43,6 +43,8 @@ FOUND_BY = {
     "dropped without a note": "finished_with_what_was_retained",
     "notes that stay when the query goes back": "finished_but_gone_back",
     "notes looked for once": "finished_by_one_lineage",
+    "notes that parents are needed not counted": "finished_but_gone_back",
+    "notes taken back": "finished_by_the_attempt_that_counts",
     "parents removed without a horizon": "finished_with_what_was_retained",
     "the first bucket's note counted for all": "finished_by_the_first_bucket",
     "finishing blind to holds": "saved_meanwhile",
