@@ -160,8 +160,7 @@ class StandbyReplica:
     lag_s: float = 0.0
 
     def __post_init__(self) -> None:
-        operator, query_folder, bucket = self.key
-        if not (_is_name(operator) and _is_name(query_folder) and _is_count(bucket)):
+        if not _is_key(self.key):
             raise UsageError(f"a replica is of an operator, a query folder and a bucket's number, not {self.key!r}")
         counts = (self.version, self.bytes, self.lag_versions, self.lag_bytes)
         if not all(map(_is_count, counts)) or not _is_number(self.lag_s) or self.lag_s < 0:
@@ -191,6 +190,9 @@ class MemberRecord:
         What it has. They are put in order.
     addresses
         Where others reach it, by kind: ``{"flight": "host:port"}``.
+    active
+        Buckets of which this host wrote the newest file that anybody has told of, with that file's version. So that is
+        known too where nobody follows them.
 
     Raises
     ------
@@ -203,6 +205,7 @@ class MemberRecord:
     generation: int = 1
     replicas: tuple[StandbyReplica, ...] = ()
     addresses: Mapping[str, str] = field(default_factory=dict)
+    active: Mapping[BucketKey, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not _is_name(self.host) or not (self.rack is None or _is_name(self.rack)) or not _is_count(self.generation):
@@ -214,7 +217,10 @@ class MemberRecord:
         twice = next((one.key for one, other in pairwise(ordered) if one.key == other.key), None)
         if twice is not None:
             raise UsageError(f"{self.host} has {twice} twice in its record")
+        if not all(_is_key(key) and _is_count(version) for key, version in self.active.items()):
+            raise UsageError(f"{self.host} is active for what is no bucket at a version: {dict(self.active)!r}")
         object.__setattr__(self, "replicas", ordered)
+        object.__setattr__(self, "active", dict(sorted(self.active.items())))
         object.__setattr__(self, "addresses", dict(sorted(self.addresses.items())))
 
     @property
@@ -225,13 +231,14 @@ class MemberRecord:
         of each other one at every heartbeat.
         """
         held = tuple((it.key, it.in_sync, it.active) for it in self.replicas)
-        return self.rack, held, tuple(self.addresses.items())
+        return self.rack, held, tuple(self.active), tuple(self.addresses.items())
 
     def encode(self) -> bytes:
         """The file's bytes; equal contents give equal bytes."""
         active = sorted({it.active for it in self.replicas if it.active is not None})
         index: dict[str | None, int] = {host: at for at, host in enumerate(active)}
         grouped = groupby(self.replicas, key=lambda it: (it.key.operator, it.key.query_folder))
+        running = groupby(self.active, key=lambda it: (it.operator, it.query_folder))
         return sealed_document(
             {
                 "format": MEMBER_FORMAT,
@@ -239,6 +246,9 @@ class MemberRecord:
                 "rack": self.rack,
                 "generation": self.generation,
                 "addresses": dict(self.addresses),
+                "active": [
+                    _active_columns(folder, {key: self.active[key] for key in keys}) for folder, keys in running
+                ],
                 "active_hosts": active,
                 "replicas": [_columns(folder, list(replicas), index) for folder, replicas in grouped],
             }
@@ -264,11 +274,13 @@ class MemberRecord:
         """
         with readable(where, "record of a member", _MEMBER_MEND), _checked(where, _MEMBER_MEND):
             fields = opened_document(data, where, MEMBER_FORMAT, _MEMBER_MEND)
-            active = [*fields["active_hosts"], None]
-            replicas = [replica for columns in fields["replicas"] for replica in _rows(columns, active)]
-            return MemberRecord(
-                fields["host"], fields["rack"], fields["generation"], tuple(replicas), fields["addresses"]
-            )
+            hosts = [*fields["active_hosts"], None]
+            replicas = tuple(replica for columns in fields["replicas"] for replica in _rows(columns, hosts))
+            active = [row for columns in fields["active"] for row in _active_rows(columns)]
+            if len(dict(active)) < len(active):
+                raise ValueError("a bucket that it is active for is there twice")
+            addresses = fields["addresses"]
+            return MemberRecord(fields["host"], fields["rack"], fields["generation"], replicas, addresses, dict(active))
         raise AssertionError("unreachable: readable raises what it catches")
 
 
@@ -310,6 +322,18 @@ def _rows(columns: Mapping[str, Any], active: list[str | None]) -> Iterable[Stan
         )
 
 
+def _active_columns(folder: tuple[str, str], active: Mapping[BucketKey, int]) -> dict[str, Any]:
+    """Buckets of one query folder that a host is active for."""
+    buckets = [key.bucket for key in active]
+    return {"operator": folder[0], "query_folder": folder[1], "buckets": buckets, "versions": list(active.values())}
+
+
+def _active_rows(columns: Mapping[str, Any]) -> Iterable[tuple[BucketKey, int]]:
+    """Inverse of `_active_columns`."""
+    for bucket, version in zip(columns["buckets"], columns["versions"], strict=True):
+        yield BucketKey(columns["operator"], columns["query_folder"], bucket), version
+
+
 @contextmanager
 def _checked(where: str, mend: str) -> Iterator[None]:
     """What a constructor refuses was refused because the bytes say so."""
@@ -325,6 +349,11 @@ def _is_count(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _is_key(value: tuple[object, object, object]) -> bool:
+    operator, query_folder, bucket = value
+    return _is_name(operator) and _is_name(query_folder) and _is_count(bucket)
 
 
 def _is_name(value: object) -> bool:

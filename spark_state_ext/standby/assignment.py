@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.standby.placing import Placing
 
-__all__ = ["active_hosts", "assign", "shortfall", "to_hold"]
+__all__ = ["active_hosts", "active_on", "assign", "shortfall", "to_hold", "unfollowed"]
 
 
 def active_hosts(buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> dict[BucketKey, str | None]:
@@ -38,13 +38,67 @@ def active_hosts(buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) 
     >>> active_hosts([key], [record])[key]
     'host-1'
     """
+    newest = _newest(members)
+    return {key: newest[key][1] if key in newest else None for key in sorted(buckets)}
+
+
+def active_on(host: str, buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> dict[BucketKey, int]:
+    """Buckets of which a host wrote the newest file: what it has to tell in its record as `MemberRecord.active`.
+
+    Nobody may follow such a bucket, as where there is no other host. Then only this record tells that its replica is
+    not to be on this host.
+
+    Parameters
+    ----------
+    host
+        The host.
+    buckets
+        All buckets that are to have replicas.
+    members
+        Records of the hosts that live, its own among them.
+
+    Returns
+    -------
+    dict
+        By bucket the version of that file.
+    """
+    newest = _newest(members)
+    return {key: newest[key][0] for key in sorted(buckets) if key in newest and newest[key][1] == host}
+
+
+def unfollowed(host: str, buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> frozenset[BucketKey]:
+    """Buckets that a host is active for by what records tell, and that nobody follows.
+
+    Nobody sees when another host becomes active for them. So the host has to look at their newest file itself, without
+    loading anything, and to leave those that another host wrote out of what it tells (`active_on`).
+
+    Parameters
+    ----------
+    host
+        The host.
+    buckets
+        All buckets that are to have replicas.
+    members
+        Records of the hosts that live, its own among them.
+
+    Returns
+    -------
+    frozenset of BucketKey
+        Those to look at.
+    """
+    records = list(members)
+    followed = {replica.key for member in records for replica in member.replicas}
+    return frozenset(active_on(host, buckets, records).keys() - followed)
+
+
+def _newest(members: Iterable[MemberRecord]) -> dict[BucketKey, tuple[int, str]]:
+    """By bucket the version and the writer of the newest file."""
     newest: dict[BucketKey, tuple[int, str]] = {}
     for member in members:
-        for replica in member.replicas:
-            if replica.active is not None:
-                told = replica.seen_version, replica.active
-                newest[replica.key] = max(newest.get(replica.key, told), told)
-    return {key: newest[key][1] if key in newest else None for key in sorted(buckets)}
+        seen = [(it.key, (it.seen_version, it.active)) for it in member.replicas if it.active is not None]
+        for key, told in [*seen, *((key, (version, member.host)) for key, version in member.active.items())]:
+            newest[key] = max(newest.get(key, told), told)
+    return newest
 
 
 def assign(

@@ -232,6 +232,7 @@ def test_settings_of_standby_and_the_record_of_a_member() -> None:
             StandbyReplica(BucketKey("sessions", "q-1", 1), 8, 70, True, "host-2.example"),
         ),
         {"flight": "host-1.example:8815", "http": "host-1.example:8080"},
+        {BucketKey("counts", "q-1", 5): 40, BucketKey("sessions", "q-1", 0): 3},
     )
 
 
