@@ -24,6 +24,7 @@ from benchmarks import (
     rescale,
     restore,
     savepoint,
+    standby_assignment,
     store,
     vectorised,
 )
@@ -110,6 +111,11 @@ _BENCHMARKS = {
         "another process asks a running job for keys: how long that takes, and what the job notices",
         live.add_arguments,
         live.run,
+    ),
+    "standby_assignment": _Benchmark(
+        "which host keeps which standby replica, decided by every host while hosts come and go, and its requests",
+        standby_assignment.add_arguments,
+        standby_assignment.run,
     ),
     "paired": _Benchmark(
         "two commits of the library on the same benchmarks, in turns", paired.add_arguments, paired.run

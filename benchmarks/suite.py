@@ -30,6 +30,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "reading": ("--rows", "200000", "--repeats", "3"),
     "live": ("--quick",),
     "import_native": ("--quick",),
+    "standby_assignment": ("--quick",),
 }
 # What the committed result files come from. Takes some hours, a machine that does nothing else, and 60 GB of disk.
 FULL: dict[str, tuple[str, ...]] = {
@@ -47,6 +48,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "reading": (),
     "live": (),
     "import_native": (),
+    "standby_assignment": (),
     "async_commit": (),
     "big_bucket": (),
 }

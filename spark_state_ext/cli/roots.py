@@ -34,7 +34,8 @@ def operators_below(root: Folder, wanted: Collection[str] = ()) -> dict[str, lis
     here = root.entries()
     if not here:
         raise UsageError(f"there is no folder {root.root}, or it is empty: give the root, as ArrowState has it")
-    there = [entry.name for entry in here if entry.folder]
+    # No operator's name begins with "_": such a folder is what hosts with a standby service tell each other.
+    there = [entry.name for entry in here if entry.folder and not entry.name.startswith("_")]
     missing = sorted(set(wanted).difference(there))
     # Where one is missing, all are looked at, as the folder of an operator has none.
     listed = {name: root.child(name).entries() for name in there if missing or not wanted or name in wanted}

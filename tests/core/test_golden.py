@@ -18,6 +18,7 @@ from arrow_schemas.erase import EraseDone, EraseMark
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.partitions import StreamPartitions
 from arrow_schemas.pointer import POINTER_FORMAT
+from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
@@ -210,6 +211,28 @@ def test_an_assignment_of_partitions() -> None:
     assert found.streams == (
         StreamPartitions("clicks", (3, 6), (0, 1, 2, 0, 1, 2)),
         StreamPartitions("orders", (5,), (3, 4, 5, 6, 7)),
+    )
+
+
+def test_settings_of_standby_and_the_record_of_a_member() -> None:
+    data = (_GOLDEN / "standby-settings-format-1.json").read_bytes()
+    assert StandbySettings.decode(data, "settings.json") == StandbySettings(True, 2, 5.0)
+    assert StandbySettings.decode(data, "settings.json").encode() == data
+    record = (_GOLDEN / "member-format-1.json").read_bytes()
+    found = MemberRecord.decode(record, "it")
+    assert found.encode() == record
+    assert found == MemberRecord(
+        "host-1.example",
+        "rack-a",
+        7,
+        (
+            StandbyReplica(BucketKey("counts", "q-1", 0), 41, 9_000, True, "host-2.example"),
+            StandbyReplica(BucketKey("counts", "q-1", 12)),
+            StandbyReplica(BucketKey("counts", "q-2", 3), 7, 100, False, "host-3.example", 2, 50, 1.5),
+            StandbyReplica(BucketKey("sessions", "q-1", 1), 8, 70, True, "host-2.example"),
+        ),
+        {"flight": "host-1.example:8815", "http": "host-1.example:8080"},
+        {BucketKey("counts", "q-1", 5): 40, BucketKey("sessions", "q-1", 0): 3},
     )
 
 

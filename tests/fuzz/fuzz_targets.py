@@ -39,6 +39,7 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.partitions import PartitionAssignment
 from arrow_schemas.pointer import BOTH, V1, V2, InlineDelta, LineageEntry, Pointer, ReplicationStatus
 from arrow_schemas.row import RowSchema
+from arrow_schemas.standby import MemberRecord, StandbySettings
 from spark_state_ext.errors import LineageError, StateError
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header, write_checkpoint
 from spark_state_ext.files.folder import Folder
@@ -281,6 +282,20 @@ def _partitions_signed(data: bytes) -> None:
     _partitions(_json_signed(data))
 
 
+def _member(data: bytes) -> None:
+    encoded = MemberRecord.decode(data, "it").encode()
+    assert MemberRecord.decode(encoded, "it").encode() == encoded
+
+
+def _member_signed(data: bytes) -> None:
+    _member(_json_signed(data))
+
+
+def _standby_settings_signed(data: bytes) -> None:
+    encoded = StandbySettings.decode(_json_signed(data), "settings.json").encode()
+    assert StandbySettings.decode(encoded, "settings.json").encode() == encoded
+
+
 def _lease(data: bytes) -> None:
     encoded = LeaseRecord.decode(data, "lease.json").encode()
     assert LeaseRecord.decode(encoded, "lease.json").encode() == encoded
@@ -353,6 +368,11 @@ TARGETS: dict[str, Target] = {
     "operator-file-map": Target(_operator_signed, lambda: _golden_beside("operator-format-3*.json"), changed_json),
     "partitions": Target(_partitions, lambda: _golden_beside("partitions-format-1.json"), changed_json),
     "partitions-signed": Target(_partitions_signed, lambda: _golden_beside("partitions-format-1.json"), changed_json),
+    "member": Target(_member, lambda: _golden_beside("member-format-1.json"), changed_json),
+    "member-signed": Target(_member_signed, lambda: _golden_beside("member-format-1.json"), changed_json),
+    "standby-settings-signed": Target(
+        _standby_settings_signed, lambda: _golden_beside("standby-settings-format-1.json"), changed_json
+    ),
     "lease": Target(_lease, _leases, changed_json),
     "lease-signed": Target(_lease_signed, _leases, changed_json),
     "run": Target(_run, _runs, changed_json),

@@ -1,0 +1,219 @@
+"""The assignment: which hosts are to have a standby replica of which bucket. No I/O, no clock.
+
+Every host computes it from the same records, and does its own part. It keeps what is held, as Kafka Streams does: a
+replica moves only where its host is gone, runs the bucket's active task, or has far more than others. Which host gets a
+missing one is decided by rendezvous weights with a bound on the load, so that hosts which see different records for a
+while mostly decide the same. See `docs/design/009-standby.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
+from spark_state_ext.standby.placing import Placing
+
+__all__ = ["active_hosts", "active_on", "assign", "shortfall", "to_hold", "unfollowed"]
+
+
+def active_hosts(buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> dict[BucketKey, str | None]:
+    """The host of each bucket's active task, as far as records tell: that of the newest file that anybody has seen.
+
+    Parameters
+    ----------
+    buckets
+        All buckets that are to have replicas.
+    members
+        Records of the hosts that live.
+
+    Returns
+    -------
+    dict
+        By bucket; None where nobody has seen a file of it.
+
+    Examples
+    --------
+    >>> key = BucketKey("counts", "q", 0)
+    >>> record = MemberRecord("host-2", replicas=(StandbyReplica(key, version=7, active="host-1"),))
+    >>> active_hosts([key], [record])[key]
+    'host-1'
+    """
+    newest = _newest(members)
+    return {key: newest[key][1] if key in newest else None for key in sorted(buckets)}
+
+
+def active_on(host: str, buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> dict[BucketKey, int]:
+    """Buckets of which a host wrote the newest file: what it has to tell in its record as `MemberRecord.active`.
+
+    Nobody may follow such a bucket, as where there is no other host. Then only this record tells that its replica is
+    not to be on this host.
+
+    Parameters
+    ----------
+    host
+        The host.
+    buckets
+        All buckets that are to have replicas.
+    members
+        Records of the hosts that live, its own among them.
+
+    Returns
+    -------
+    dict
+        By bucket the version of that file.
+    """
+    newest = _newest(members)
+    return {key: newest[key][0] for key in sorted(buckets) if key in newest and newest[key][1] == host}
+
+
+def unfollowed(host: str, buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> frozenset[BucketKey]:
+    """Buckets that a host is active for by what records tell, and that nobody follows.
+
+    Nobody sees when another host becomes active for them. So the host has to look at their newest file itself, without
+    loading anything, and to leave those that another host wrote out of what it tells (`active_on`).
+
+    Parameters
+    ----------
+    host
+        The host.
+    buckets
+        All buckets that are to have replicas.
+    members
+        Records of the hosts that live, its own among them.
+
+    Returns
+    -------
+    frozenset of BucketKey
+        Those to look at.
+    """
+    records = list(members)
+    followed = {replica.key for member in records for replica in member.replicas}
+    return frozenset(active_on(host, buckets, records).keys() - followed)
+
+
+def _newest(members: Iterable[MemberRecord]) -> dict[BucketKey, tuple[int, str]]:
+    """By bucket the version and the writer of the newest file."""
+    newest: dict[BucketKey, tuple[int, str]] = {}
+    for member in members:
+        seen = [(it.key, (it.seen_version, it.active)) for it in member.replicas if it.active is not None]
+        for key, told in [*seen, *((key, (version, member.host)) for key, version in member.active.items())]:
+            newest[key] = max(newest.get(key, told), told)
+    return newest
+
+
+def assign(
+    buckets: Mapping[BucketKey, str | None], members: Iterable[MemberRecord], settings: StandbySettings
+) -> dict[BucketKey, tuple[str, ...]]:
+    """Who is to have a replica of which bucket.
+
+    Parameters
+    ----------
+    buckets
+        All buckets that are to have replicas, with the host of their active task (`active_hosts`).
+    members
+        Records of the hosts that live.
+    settings
+        How many replicas a bucket has.
+
+    Returns
+    -------
+    dict
+        By bucket the hosts, ascending. There are fewer than wanted where not enough hosts live: see `shortfall`.
+
+    Examples
+    --------
+    >>> buckets = {BucketKey("counts", "q", at): "host-1" for at in range(4)}
+    >>> members = [MemberRecord(f"host-{at}") for at in (1, 2, 3)]
+    >>> sorted(set(assign(buckets, members, StandbySettings(standby_replicas=2)).values()))
+    [('host-2', 'host-3')]
+    """
+    placing = Placing(buckets, members, settings.replicas)
+    if placing.hosts and placing.total:
+        placing.keep()
+        placing.fill()
+        placing.level()
+        placing.trim()
+    return placing.result()
+
+
+def shortfall(assignment: Mapping[BucketKey, tuple[str, ...]], settings: StandbySettings) -> str | None:
+    """What to tell where buckets have fewer replicas than wanted; None where none has.
+
+    Parameters
+    ----------
+    assignment
+        By bucket the hosts.
+    settings
+        How many replicas a bucket has.
+
+    Examples
+    --------
+    >>> shortfall({BucketKey("counts", "q", 0): ()}, StandbySettings()).split(": ")[0]
+    'too few hosts have a standby service'
+    """
+    wanted = settings.replicas
+    short = [wanted - len(hosts) for hosts in assignment.values() if len(hosts) < wanted]
+    if not short:
+        return None
+    return (
+        f"too few hosts have a standby service: of {len(assignment)} buckets {len(short)} have fewer replicas than "
+        f"{wanted}, and {sum(short)} are missing in all. Start the service on more hosts"
+    )
+
+
+def to_hold(
+    host: str, assignment: Mapping[BucketKey, tuple[str, ...]], members: Iterable[MemberRecord]
+) -> frozenset[BucketKey]:
+    """What a host must hold: what is assigned to it, and what it may not give up yet.
+
+    A replica that moves stays with the host that has it until the one that gets it is in sync. Of several that have it
+    without being assigned, as many stay as are not in sync yet: those that are furthest.
+
+    Parameters
+    ----------
+    host
+        The host.
+    assignment
+        By bucket the hosts, of all buckets.
+    members
+        The records that it was computed from.
+
+    Returns
+    -------
+    frozenset of BucketKey
+        The buckets. What else the host follows it gives up.
+
+    Examples
+    --------
+    >>> key = BucketKey("counts", "q", 0)
+    >>> has = MemberRecord("host-1", replicas=(StandbyReplica(key, 7, in_sync=True),))
+    >>> gets = MemberRecord("host-2", replicas=(StandbyReplica(key),))
+    >>> len(to_hold("host-1", {key: ("host-2",)}, [has, gets]))
+    1
+    >>> gets = MemberRecord("host-2", replicas=(StandbyReplica(key, 7, in_sync=True),))
+    >>> len(to_hold("host-1", {key: ("host-2",)}, [has, gets]))
+    0
+    """
+    known = {member.host: member for member in members}
+    assigned = {key for key, hosts in assignment.items() if host in hosts}
+    mine = known[host].replicas if host in known else ()
+    leaving = {it.key for it in mine if it.key in assignment and it.key not in assigned}
+    if not leaving:
+        return frozenset(assigned)
+    having: dict[BucketKey, dict[str, StandbyReplica]] = {key: {} for key in leaving}
+    for member in known.values():
+        for replica in member.replicas:
+            if replica.key in leaving:
+                having[replica.key][member.host] = replica
+    active = active_hosts(leaving, known.values())
+    return frozenset(assigned | {key for key in leaving if _stays(host, assignment[key], having[key], active[key])})
+
+
+def _stays(host: str, assigned: tuple[str, ...], having: Mapping[str, StandbyReplica], active: str | None) -> bool:
+    """Whether a host keeps what is not assigned to it. The host of the active task has the state without our help."""
+    if host == active:
+        return False
+    waited_for = sum(it not in having or not having[it].in_sync for it in assigned)
+    others = (it for it in having if it not in assigned and it != active)
+    ranked = sorted(others, key=lambda it: (not having[it].in_sync, -having[it].version, it))
+    return host in ranked[:waited_for]

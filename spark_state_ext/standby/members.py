@@ -1,0 +1,434 @@
+"""Members: which hosts keep standby replicas, and what each of them has.
+
+A host writes a record again and again, each time under the next name. Others see by the names alone that it lives, and
+read a record only when its generation has changed: so a heartbeat costs a host one listing, one write and one delete,
+however many hosts there are. Whether a host lives is judged by whether its name changes, on the clock of whoever looks:
+no two clocks are compared.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from arrow_schemas.standby import MemberRecord, StandbySettings
+from spark_state_ext.errors import CorruptError, MissingCheckpointError, UsageError, VersionSkewError
+from spark_state_ext.files.folder import Folder
+
+__all__ = [
+    "MEMBERS_FOLDER",
+    "STANDBY_FOLDER",
+    "MemberWatch",
+    "Members",
+    "Membership",
+    "RecordName",
+    "Seen",
+    "read_settings",
+    "write_settings",
+]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+STANDBY_FOLDER = "_standby"
+MEMBERS_FOLDER = "members"
+_SETTINGS_NAME = "settings.json"
+# How many heartbeats a host is taken to live without a new record, and after how many such a record is removed.
+_ALIVE_HEARTBEATS = 3
+_REMOVED_HEARTBEATS = 100
+_NAME = re.compile(r"([A-Za-z0-9_=-][A-Za-z0-9._=-]*)\.(0|[1-9][0-9]{0,17})\.(0|[1-9][0-9]{0,17})\.json")
+_SAFE = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789.-_")
+_ESCAPE = re.compile(r"=([0-9A-F]{2})")
+# File systems allow 255 bytes, and a temporary name is longer by 38.
+_HOST_MAX = 150
+# Two services under one name: this many of the last looks must show two new records of it.
+_LOOKS, _DOUBLED_LOOKS = 4, 2
+
+
+class RecordName(NamedTuple):
+    """Name of a record's file.
+
+    Parameters
+    ----------
+    host
+        Whose record.
+    heartbeat
+        Its number: each record has one more than the one before.
+    generation
+        Records of one generation say the same, but for what does not matter to others.
+    """
+
+    host: str
+    heartbeat: int
+    generation: int
+
+    @property
+    def text(self) -> str:
+        """The name.
+
+        Raises
+        ------
+        UsageError
+            When the host's name is empty, or too long for a file.
+
+        Examples
+        --------
+        >>> RecordName("a.example/1", 7, 3).text
+        'a.example=2F1.7.3.json'
+        """
+        data = self.host.encode("utf-8", "surrogatepass")
+        told = "".join(
+            chr(byte) if byte in _SAFE and (at or byte != ord(".")) else f"={byte:02X}" for at, byte in enumerate(data)
+        )
+        if not 0 < len(told) <= _HOST_MAX:
+            raise UsageError(
+                f"a host's name has 1 to {_HOST_MAX} bytes, not {self.host[:40]!r}: set SPARK_STATE_EXT_HOST, for its "
+                "executors and its standby service alike"
+            )
+        return f"{told}.{self.heartbeat}.{self.generation}.json"
+
+    @staticmethod
+    def parse(text: str) -> RecordName | None:
+        """Inverse of `text`; None for any other name."""
+        match = _NAME.fullmatch(text)
+        if match is None:
+            return None
+        escaped = _ESCAPE.sub(lambda it: chr(int(it[1], 16)), match[1]).encode("latin-1")
+        try:
+            found = RecordName(escaped.decode("utf-8", "surrogatepass"), int(match[2]), int(match[3]))
+            return found if found.text == text else None
+        except (UnicodeDecodeError, UsageError):
+            return None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the names of records tell.
+
+    Parameters
+    ----------
+    alive
+        The newest name of each host that lives.
+    doubled
+        Hosts under whose name two services write.
+    old
+        Names of records that nobody has renewed for long: to be removed.
+    strange
+        Names that are none of a record.
+    """
+
+    alive: dict[str, RecordName]
+    doubled: tuple[str, ...] = ()
+    old: tuple[str, ...] = ()
+    strange: tuple[str, ...] = ()
+
+
+class MemberWatch:
+    """Who lives, by the names that one observer has seen. No I/O.
+
+    Time counts while this observer looks: of a longer time between two looks, as when its process stood still or the
+    store did not answer, one heartbeat counts. Otherwise everybody would be dead at the first look thereafter.
+
+    Parameters
+    ----------
+    heartbeat_s
+        How often hosts write their records.
+    """
+
+    def __init__(self, heartbeat_s: float) -> None:
+        self.heartbeat_s = heartbeat_s
+        self._watched_s = 0.0
+        self._looked_s: float | None = None
+        # Since when by `_watched_s`: names that are there, and by host the last that came.
+        self._since_s: dict[str, float] = {}
+        self._changed: dict[str, tuple[float, RecordName]] = {}
+        self._doubled: dict[str, deque[bool]] = {}
+
+    def observe(self, names: Iterable[str], now_s: float) -> Seen:
+        """Take in a listing.
+
+        Parameters
+        ----------
+        names
+            Names of all records.
+        now_s
+            The time, by the observer's own clock, which only goes forward.
+
+        Returns
+        -------
+        Seen
+            Who lives. Whoever is seen for the first time does, for three heartbeats at least.
+
+        Examples
+        --------
+        >>> watch = MemberWatch(heartbeat_s=10)
+        >>> sorted(watch.observe(["a.7.1.json", "b.3.1.json"], 0).alive)
+        ['a', 'b']
+        >>> [sorted(watch.observe([f"a.{8 + at}.1.json", "b.3.1.json"], 10 + 10 * at).alive) for at in range(3)]
+        [['a', 'b'], ['a', 'b'], ['a']]
+        """
+        if self._looked_s is not None:
+            self._watched_s += min(max(0.0, now_s - self._looked_s), self.heartbeat_s)
+        self._looked_s = now_s
+        parsed = {name: RecordName.parse(name) for name in sorted(set(names))}
+        fresh: dict[str, list[RecordName]] = {}
+        for text, name in parsed.items():
+            if name is not None and text not in self._since_s:
+                fresh.setdefault(name.host, []).append(name)
+        self._since_s = {text: self._since_s.get(text, self._watched_s) for text, name in parsed.items() if name}
+        self._note_doubled(fresh)
+        newest: dict[str, RecordName] = {}
+        for name in parsed.values():
+            if name is not None:
+                newest[name.host] = max(newest.get(name.host, name), name, key=lambda it: it.heartbeat)
+        for host in fresh:
+            self._changed[host] = (self._watched_s, newest[host])
+        alive = {}
+        for host, (since_s, last) in sorted(self._changed.items()):
+            if self._watched_s - since_s < _ALIVE_HEARTBEATS * self.heartbeat_s:
+                alive[host] = newest.get(host, last)
+        self._changed = {host: it for host, it in self._changed.items() if host in newest or host in alive}
+        old_s = self._watched_s - _REMOVED_HEARTBEATS * self.heartbeat_s
+        return Seen(
+            alive,
+            tuple(sorted(host for host, looks in self._doubled.items() if sum(looks) >= _DOUBLED_LOOKS)),
+            tuple(text for text, since_s in self._since_s.items() if since_s <= old_s),
+            tuple(text for text, name in parsed.items() if name is None),
+        )
+
+    def _note_doubled(self, fresh: dict[str, list[RecordName]]) -> None:
+        """One service has two new records in one look only by chance, while it writes one and deletes the other."""
+        for host in self._changed:
+            looks = self._doubled.setdefault(host, deque(maxlen=_LOOKS))
+            looks.append(len(fresh.get(host, ())) > 1)
+        self._doubled = {host: looks for host, looks in self._doubled.items() if host in self._changed}
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who lives, and what they have.
+
+    Parameters
+    ----------
+    records
+        The record of each host that lives, ascending by host. Of one that cannot be read there is one without replicas.
+    problems
+        What is wrong, a sentence each.
+    unread
+        Hosts that live and of which nothing has been read yet, as they wrote a new record just then.
+    """
+
+    records: tuple[MemberRecord, ...]
+    problems: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+
+class Membership:
+    """A host among the others.
+
+    Parameters
+    ----------
+    root
+        Where the state of all operators lies.
+    host
+        The host's name.
+    heartbeat_s
+        How often hosts write their records.
+    clock_s
+        A clock that only goes forward.
+
+    Raises
+    ------
+    UsageError
+        When the name cannot be a file's.
+
+    Examples
+    --------
+    >>> me = Membership(Folder("memory://doc-members"), "host-1", heartbeat_s=10)
+    >>> me.heartbeat(MemberRecord("host-1", rack="a")).rack
+    'a'
+    >>> [it.host for it in me.look().records]
+    ['host-1']
+    >>> me.leave()
+    """
+
+    def __init__(
+        self, root: Folder, host: str, heartbeat_s: float, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        assert RecordName(host, 0, 0).text  # raises for a name that cannot be
+        self._files = root.child(STANDBY_FOLDER, MEMBERS_FOLDER)
+        self._host = host
+        self._clock_s = clock_s
+        self.watch = MemberWatch(heartbeat_s)
+        self._told: MemberRecord | None = None
+        self._number: int | None = None
+        # A service that is started again must not be taken for the one before, whose record somebody may have read.
+        self._generation = secrets.randbelow(10**12)
+        # Names of this host's records that may be there: those of services before this one too.
+        self._mine: set[str] = set()
+        self._read: dict[str, MemberRecord] = {}
+
+    def heartbeat(self, record: MemberRecord) -> MemberRecord:
+        """Write the record under the next name, and delete the one before.
+
+        Parameters
+        ----------
+        record
+            What to tell; its generation is set here.
+
+        Returns
+        -------
+        MemberRecord
+            As it was written.
+
+        Raises
+        ------
+        UsageError
+            When it is another host's.
+        StorageError
+            When the store fails. The next heartbeat makes up for it.
+        """
+        if record.host != self._host:
+            raise UsageError(f"the record of {record.host} cannot be written by {self._host}")
+        if self._number is None:
+            before = [it for it in map(RecordName.parse, self._files.names()) if it and it.host == self._host]
+            self._number = max((it.heartbeat for it in before), default=0)
+            self._mine.update(it.text for it in before)
+        if self._told is None or self._told.decided_by != record.decided_by:
+            self._generation += 1
+        written = replace(record, generation=self._generation)
+        # A number is never used twice, as a write that failed may arrive later.
+        self._number += 1
+        name = RecordName(self._host, self._number, self._generation).text
+        self._mine.add(name)
+        self._files.put(name, written.encode())
+        self._told = written
+        for other in sorted(self._mine - {name}):
+            self._files.remove(other)
+            self._mine.discard(other)
+        return written
+
+    def look(self) -> Members:
+        """See who lives: one listing, and a read for each host whose generation has changed.
+
+        Returns
+        -------
+        Members
+            This host is among them once it has written a record.
+
+        Raises
+        ------
+        StorageError
+            When the store fails.
+        """
+        names = self._files.names()
+        seen = self.watch.observe(names, self._clock_s())
+        problems = [_doubled(host) for host in seen.doubled if host != self._host]
+        parsed = {text: RecordName.parse(text) for text in names}
+        if self._told is not None and any(
+            it is not None and it.host == self._host and text not in self._mine for text, it in parsed.items()
+        ):
+            problems.append(_doubled(self._host))
+        problems += [f"{self._files.where(name)} is no record of a member: remove it" for name in seen.strange]
+        records = {} if self._told is None else {self._host: self._told}
+        unread = []
+        for host, name in seen.alive.items():
+            if host != self._host:
+                found = self._content(name, problems)
+                if found is None:
+                    unread.append(host)
+                records[host] = found or MemberRecord(host, generation=name.generation)
+        self._read = {host: record for host, record in self._read.items() if host in seen.alive}
+        for text in seen.old:
+            if text not in self._mine:
+                _LOGGER.warning("%s was not renewed for long: it is removed", self._files.where(text))
+                self._files.remove(text)
+        return Members(tuple(records[host] for host in sorted(records)), tuple(problems), tuple(unread))
+
+    def leave(self) -> None:
+        """Delete this host's record. Others take the host for alive for up to three heartbeats more.
+
+        Raises
+        ------
+        StorageError
+            When the store fails.
+        """
+        for name in sorted(self._mine):
+            self._files.remove(name)
+            self._mine.discard(name)
+        self._told = None
+
+    def _content(self, name: RecordName, problems: list[str]) -> MemberRecord | None:
+        """A host's record; None while it cannot be caught, as its host writes the next one."""
+        known = self._read.get(name.host)
+        if known is not None and known.generation == name.generation:
+            return known
+        for following in (name, name._replace(heartbeat=name.heartbeat + 1)):
+            where = self._files.where(following.text)
+            try:
+                found = MemberRecord.decode(self._files.get(following.text), where)
+            except MissingCheckpointError:
+                continue
+            except (CorruptError, VersionSkewError) as error:
+                problems.append(f"{error}. Until then {name.host} counts as alive, without replicas")
+                return MemberRecord(name.host, generation=name.generation)
+            if (found.host, found.generation) != (name.host, name.generation):
+                problems.append(f"{where} is the record of {found.host}, generation {found.generation}: remove it")
+                return MemberRecord(name.host, generation=name.generation)
+            self._read[name.host] = found
+            return found
+        return known
+
+
+def _doubled(host: str) -> str:
+    return (
+        f"two standby services run under the host name {host!r}, and each takes the other's replicas for its own: stop "
+        "one, or give each host a SPARK_STATE_EXT_HOST of its own"
+    )
+
+
+def read_settings(root: Folder) -> StandbySettings:
+    """Settings of standby below a root; the defaults where nobody has written any.
+
+    Parameters
+    ----------
+    root
+        Where the state of all operators lies.
+
+    Raises
+    ------
+    CorruptFileError
+        When they are damaged.
+    VersionSkewError
+        When a newer release wrote them.
+    StorageError
+        When the store fails.
+    """
+    files = root.child(STANDBY_FOLDER)
+    try:
+        data = files.get(_SETTINGS_NAME)
+    except MissingCheckpointError:
+        return StandbySettings()
+    return StandbySettings.decode(data, files.where(_SETTINGS_NAME))
+
+
+def write_settings(root: Folder, settings: StandbySettings) -> None:
+    """Write them for all hosts.
+
+    Parameters
+    ----------
+    root
+        Where the state of all operators lies.
+    settings
+        What all hosts go by from their next heartbeats on.
+
+    Raises
+    ------
+    StorageError
+        When the store fails.
+    """
+    root.child(STANDBY_FOLDER).put(_SETTINGS_NAME, settings.encode())

@@ -1,0 +1,257 @@
+"""The steps of an assignment, over matrices: a row for each bucket, a column for each host."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from arrow_schemas.standby import BucketKey, MemberRecord
+
+__all__ = ["Placing"]
+
+_Bools = npt.NDArray[np.bool_]
+_Ints = npt.NDArray[np.int64]
+_Weights = npt.NDArray[np.uint64]
+# A host has at most 5/4 of the mean, and takes from others where it has less than 4/5.
+_MORE, _LESS = 5, 4
+
+
+@dataclass
+class _Placed:
+    """Replicas one by one, and how many of a bucket's are in each rack."""
+
+    rows: _Ints
+    hosts: _Ints
+    rack_counts: npt.NDArray[np.float32]
+
+
+class Placing:
+    """An assignment in the making. Equal records make equal ones, in whatever order they come.
+
+    Parameters
+    ----------
+    buckets
+        All buckets, with the host of the active task, if that is known.
+    members
+        Records of the hosts that live.
+    wanted
+        How many replicas a bucket is to have.
+    """
+
+    def __init__(self, buckets: Mapping[BucketKey, str | None], members: Iterable[MemberRecord], wanted: int) -> None:
+        records = {member.host: member for member in members}
+        self.keys = sorted(buckets)
+        self.hosts = sorted(records)
+        shape = len(self.keys), len(self.hosts)
+        column = {host: at for at, host in enumerate(self.hosts)}
+        row = {key: at for at, key in enumerate(self.keys)}
+        active = np.array([column.get(buckets[key] or "", -1) for key in self.keys], dtype=np.int64)
+        self._may = np.ones(shape, dtype=bool)
+        known = np.flatnonzero(active >= 0)
+        self._may[known, active[known]] = False
+        self._held, self._in_sync = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+        for host, at in column.items():
+            mine = [(row[it.key], it.in_sync) for it in records[host].replicas if it.key in row]
+            rows = [where for where, _ in mine]
+            self._held[rows, at] = True
+            self._in_sync[rows, at] = [in_sync for _, in_sync in mine]
+        racks = [records[host].rack for host in self.hosts]
+        number = {rack: at for at, rack in enumerate(sorted({rack for rack in racks if rack is not None}))}
+        # The number of each host's rack, and of the one of each bucket's active task; -1 for none.
+        self._rack = np.array([-1 if rack is None else number[rack] for rack in racks], dtype=np.int64)
+        self._active_rack = np.where(active >= 0, np.append(self._rack, -1)[active], -1)
+        self._weight = _weights(self.keys, self.hosts)
+        self._placed = np.zeros(shape, dtype=bool)
+        self._load = np.zeros(len(self.hosts), dtype=np.int64)
+        # No bucket can have more than there are hosts which may.
+        self._want = np.minimum(wanted, self._may.sum(axis=1, dtype=np.int64))
+        self.total = int(self._want.sum())
+        self._moved = 0
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """What is held stays, but of what is there too often: that goes from the hosts that have most."""
+        np.logical_and(self._held, self._may, out=self._placed)
+        self._load = self._placed.sum(axis=0, dtype=np.int64)
+        spare = self._placed.sum(axis=1) - self._want
+        for row in np.flatnonzero(spare > 0).tolist():
+            holders = np.flatnonzero(self._placed[row]).tolist()
+            for _ in range(int(spare[row])):
+                at = max(holders, key=lambda it: (self._load[it], not self._in_sync[row, it], ~self._weight[row, it]))
+                holders.remove(at)
+                self._take_away(row, at)
+
+    def fill(self) -> None:
+        """Missing replicas go to the hosts with the highest weights that have room, or if there are none, least."""
+        self._fill_where_room_is()
+        for row in np.flatnonzero(self._missing() > 0).tolist():
+            for _ in range(int(self._want[row] - self._placed[row].sum())):
+                free = np.flatnonzero(self._may[row] & ~self._placed[row])
+                least = free[self._load[free] == self._load[free].min()]
+                conflicts = self._conflicts(np.array([row], dtype=np.int64))[0]
+                good = least[~conflicts[least]]
+                among = good if good.size else least
+                self._put(row, int(among[np.argmax(self._weight[row, among])]))
+
+    def level(self) -> None:
+        """A host that has far less than its share takes from those that have most, until it has it."""
+        share, hosts = self.total // len(self.hosts), len(self.hosts)
+        poor = np.flatnonzero(_MORE * self._load * hosts < _LESS * self.total).tolist()
+        if poor:
+            rows, holders = np.nonzero(self._placed)
+            placed = _Placed(rows, holders, self._rack_counts(np.arange(len(self.keys))))
+            for taker in sorted(poor, key=lambda it: (self._load[it], it)):
+                self._take_share(taker, share, placed)
+
+    def trim(self) -> None:
+        """A host that has more than the bound gives away what others have room for: not too much of it at a time."""
+        budget = max(0, -(-self.total // len(self.hosts)) - self._moved)
+        over = np.flatnonzero(self._load > self.bound)
+        for giver in sorted(over.tolist(), key=lambda it: (-self._load[it], it)):
+            rows = np.flatnonzero(self._placed[:, giver])
+            rows = rows[np.lexsort((self._weight[rows, giver], self._copied(rows, giver)))]
+            while (most := min(budget, int(self._load[giver]) - self.bound)) > 0:
+                rows = rows[self._with_room(rows).any(axis=1)]
+                given, rows = rows[:most], rows[most:]
+                if not given.size:
+                    break
+                for row in given.tolist():
+                    self._take_away(row, giver)
+                # None comes back here, as this host is not below the bound.
+                self._fill_where_room_is()
+                for row in given[self._missing()[given] > 0].tolist():
+                    self._put(row, giver)
+                budget -= int((~self._placed[given, giver]).sum())
+
+    def result(self) -> dict[BucketKey, tuple[str, ...]]:
+        """By bucket the hosts."""
+        found: list[list[str]] = [[] for _ in self.keys]
+        for row, at in np.argwhere(self._placed).tolist():
+            found[row].append(self.hosts[at])
+        return {key: tuple(hosts) for key, hosts in zip(self.keys, found, strict=True)}
+
+    # -- parts of them ----------------------------------------------------------------------------
+
+    @cached_property
+    def bound(self) -> int:
+        """How many replicas a host has at most, where others have room."""
+        hosts = len(self.hosts)
+        return max(-(-self.total // hosts), self.total * _MORE // (_LESS * hosts))
+
+    def _missing(self) -> _Ints:
+        missing: _Ints = self._want - self._placed.sum(axis=1, dtype=np.int64)
+        return missing
+
+    def _put(self, row: int, at: int) -> None:
+        self._placed[row, at] = True
+        self._load[at] += 1
+
+    def _take_away(self, row: int, at: int) -> None:
+        self._placed[row, at] = False
+        self._load[at] -= 1
+
+    def _with_room(self, rows: _Ints) -> _Bools:
+        """Where a host could get a bucket, and is below the bound."""
+        free: _Bools = np.logical_and(self._may[rows] & ~self._placed[rows], self._load < self.bound)
+        return free
+
+    def _fill_where_room_is(self) -> None:
+        """Rounds, in each of which every bucket asks for one host, and hosts take those that weigh most."""
+        rows = np.flatnonzero(self._missing() > 0)
+        while rows.size:
+            free = self._with_room(rows)
+            rows, free = rows[free.any(axis=1)], free[free.any(axis=1)]
+            if not rows.size:
+                return
+            good = free & ~self._conflicts(rows)
+            free = np.where(good.any(axis=1, keepdims=True), good, free)
+            weights = np.where(free, self._weight[rows], np.uint64(0))
+            asked = weights.argmax(axis=1)
+            order = np.lexsort((rows, ~weights[np.arange(len(rows)), asked], asked))
+            asked = asked[order]
+            # How many have asked the same host before.
+            before = np.arange(len(asked)) - np.searchsorted(asked, asked)
+            taken = before < (self.bound - self._load)[asked]
+            self._placed[rows[order][taken], asked[taken]] = True
+            np.add.at(self._load, asked[taken], 1)
+            rows = rows[self._missing()[rows] > 0]
+
+    def _take_share(self, taker: int, share: int, placed: _Placed) -> None:
+        offers = self._offers(taker, placed)
+        givers = np.array([bool(it) for it in offers])
+        while self._load[taker] < share:
+            rich = np.flatnonzero(givers & (self._load >= self._load[taker] + 2))
+            if not rich.size:
+                return
+            giver = int(rich[np.argmax(self._load[rich])])
+            which = offers[giver].pop()
+            givers[giver] = bool(offers[giver])
+            row = int(placed.rows[which])
+            if not self._placed[row, taker]:
+                self._moved += int(self._held[row, giver])
+                self._take_away(row, giver)
+                self._put(row, taker)
+                placed.hosts[which] = taker
+                np.add.at(placed.rack_counts[row], self._rack[[giver, taker]], (-1, 1))
+                placed.rack_counts[row, -1] = 0
+
+    def _offers(self, taker: int, placed: _Placed) -> list[list[int]]:
+        """By host the replicas that another one could take from it, as their places in `placed`, the best ones last.
+
+        Best are those that it has copied least of, then those that weigh most at the taker. None moves from a rack in
+        which nothing else of its bucket is into one in which something is.
+        """
+        may = self._may[:, taker] & ~self._placed[:, taker]
+        which = np.flatnonzero(may[placed.rows])
+        rows, givers = placed.rows[which], placed.hosts[which]
+        mates = (self._rack[givers] == self._rack[taker]) & (self._rack[givers] >= 0)
+        worse = (placed.rack_counts[rows, self._rack[taker]] > mates) & (
+            placed.rack_counts[rows, self._rack[givers]] <= 1
+        )
+        which, rows, givers = which[~worse], rows[~worse], givers[~worse]
+        order = np.lexsort((self._weight[rows, taker], -self._copied(rows, givers), givers))
+        ends = np.searchsorted(givers[order], np.arange(1, len(self.hosts)))
+        return [part.tolist() for part in np.split(which[order], ends)]
+
+    def _copied(self, rows: _Ints, at: int | _Ints) -> _Ints:
+        """How much is lost when a host gives replicas up: 0 where it has not begun, 2 where it is in sync."""
+        copied: _Ints = self._held[rows, at].astype(np.int64) + self._in_sync[rows, at]
+        return copied
+
+    def _conflicts(self, rows: _Ints) -> _Bools:
+        """Where a host stands in the rack of the bucket's active task, or of a replica of it."""
+        conflicts: _Bools = self._rack_counts(rows)[:, self._rack] > 0
+        return conflicts
+
+    def _rack_counts(self, rows: _Ints) -> npt.NDArray[np.float32]:
+        """How many of a bucket's active task and replicas stand in each rack; in the last column, for none, 0."""
+        racks = int(self._rack.max(initial=-1)) + 1
+        of_host = np.zeros((len(self.hosts), racks + 1), dtype=np.float32)
+        of_host[np.arange(len(self.hosts)), self._rack] = 1
+        counts: npt.NDArray[np.float32] = self._placed[rows].astype(np.float32) @ of_host
+        counts[np.arange(len(rows)), self._active_rack[rows]] += 1
+        counts[:, -1] = 0
+        return counts
+
+
+def _weights(keys: list[BucketKey], hosts: list[str]) -> _Weights:
+    """A random number from 1 on for each bucket and host, the same everywhere: splitmix64 of their digests."""
+    of_keys = _digests(f"{it.operator}\0{it.query_folder}\0{it.bucket}" for it in keys)
+    mixed = of_keys[:, None] ^ _digests(hosts)[None, :]
+    with np.errstate(over="ignore"):
+        mixed += np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    weights: _Weights = np.maximum(mixed ^ (mixed >> np.uint64(31)), np.uint64(1))
+    return weights
+
+
+def _digests(texts: Iterable[str]) -> _Weights:
+    data = b"".join(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest() for text in texts)
+    return np.frombuffer(data, dtype="<u8").astype(np.uint64)

@@ -1,0 +1,341 @@
+"""The assignment: what must hold of every decision, and that deciding again and again comes to rest."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
+from spark_state_ext.standby.assignment import active_hosts, active_on, assign, shortfall, to_hold, unfollowed
+from tests.helpers.soak import examples
+
+_UNHURRIED = settings(max_examples=examples(150), deadline=None)
+Assignment = Mapping[BucketKey, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Hosts, some of which have something, and buckets."""
+
+    buckets: dict[BucketKey, str | None]
+    members: tuple[MemberRecord, ...]
+    settings: StandbySettings
+
+    @property
+    def hosts(self) -> list[str]:
+        return [it.host for it in self.members]
+
+    def assigned(self) -> dict[BucketKey, tuple[str, ...]]:
+        return assign(self.buckets, self.members, self.settings)
+
+    def obeyed(self, assignment: Assignment) -> Scene:
+        """The same with every host holding exactly what is assigned to it, in sync."""
+        members = []
+        for member in self.members:
+            held = (StandbyReplica(key, 5, in_sync=True) for key, hosts in assignment.items() if member.host in hosts)
+            members.append(replace(member, replicas=tuple(held)))
+        return replace(self, members=tuple(members))
+
+    def settled(self) -> Scene:
+        """As it is when it has come to rest."""
+        scene = self
+        for _ in range(50):
+            following = scene.obeyed(scene.assigned())
+            if following == scene:
+                return scene
+            scene = following
+        raise AssertionError("it never comes to rest")
+
+    @property
+    def held(self) -> dict[BucketKey, set[str]]:
+        found: dict[BucketKey, set[str]] = {key: set() for key in self.buckets}
+        for member in self.members:
+            for it in member.replicas:
+                if it.key in found:
+                    found[it.key].add(member.host)
+        return found
+
+    def without(self, host: str) -> Scene:
+        return replace(self, members=tuple(it for it in self.members if it.host != host))
+
+    def bound(self) -> int:
+        """By the words of the design, counted anew."""
+        hosts = self.hosts
+        total = sum(
+            min(self.settings.replicas, len([it for it in hosts if it != active])) for active in self.buckets.values()
+        )
+        return max(-(-total // len(hosts)), int(1.25 * total / len(hosts))) if hosts else 0
+
+
+@st.composite
+def scenes(draw: st.DrawFn, hosts_min: int = 0) -> Scene:
+    count, buckets = draw(st.integers(hosts_min, 9)), draw(st.integers(0, 40))
+    racks, chance = draw(st.integers(0, 3)), random.Random(draw(st.integers(0, 2**32)))
+    hosts = [f"host-{at}" for at in range(count)]
+    # Some actives are of hosts without a standby service, and some are not known; some hosts have most of them.
+    places = [*hosts, *hosts[: draw(st.integers(0, 2))] * 20, "elsewhere", None]
+    keys = [BucketKey(chance.choice("ab"), "q", at) for at in range(buckets)]
+    share = draw(st.sampled_from([0.0, 0.1, 0.5]))
+    members = []
+    for at, host in enumerate(hosts):
+        held = [it for it in keys if chance.random() < share] + [BucketKey("gone", "q", at)] * (at % 2)
+        rack = f"rack-{at % racks}" if racks and chance.random() < 0.9 else None
+        replicas = (StandbyReplica(key, chance.randrange(9), in_sync=chance.random() < 0.7) for key in held)
+        members.append(MemberRecord(host, rack, replicas=tuple(replicas)))
+    standby = StandbySettings(standby_replicas=draw(st.integers(0, 3)))
+    return Scene({key: chance.choice(places) for key in keys}, tuple(members), standby)
+
+
+def _load(assignment: Assignment) -> Counter[str]:
+    return Counter(host for hosts in assignment.values() for host in hosts)
+
+
+def _moved(before: Mapping[BucketKey, set[str]], after: Assignment) -> int:
+    return sum(len(set(hosts) - before[key]) for key, hosts in after.items())
+
+
+# -- every decision --------------------------------------------------------------------------------
+
+
+@_UNHURRIED
+@given(scenes())
+def test_every_bucket_has_as_many_replicas_as_can_be_and_none_beside_its_active(scene: Scene) -> None:
+    assignment = scene.assigned()
+    assert list(assignment) == sorted(scene.buckets)
+    short = 0
+    for key, hosts in assignment.items():
+        assert list(hosts) == sorted(set(hosts))
+        possible = set(scene.hosts) - {scene.buckets[key] or ""}
+        assert set(hosts) <= possible
+        assert len(hosts) == min(scene.settings.replicas, len(possible))
+        short += len(hosts) < scene.settings.replicas
+    said = shortfall(assignment, scene.settings)
+    assert (said is None) == (short == 0)
+    if said is not None:
+        assert f"of {len(assignment)} buckets {short} have fewer replicas than {scene.settings.replicas}" in said
+
+
+@_UNHURRIED
+@given(scenes(1))
+def test_no_host_has_more_than_the_bound_while_another_one_has_room(scene: Scene) -> None:
+    scene = scene.settled()
+    held, load, bound = scene.held, _load(scene.assigned()), scene.bound()
+    for host in (host for host in load if load[host] > bound):
+        mine = [key for key, hosts in held.items() if host in hosts]
+        assert mine
+        for key, other in itertools.product(mine, scene.hosts):
+            assert load[other] >= bound or other in held[key] or other == scene.buckets[key]
+
+
+@_UNHURRIED
+@given(scenes(2))
+def test_no_host_stays_poor_while_it_could_take_something(scene: Scene) -> None:
+    scene = replace(scene, members=tuple(replace(it, rack=None) for it in scene.members)).settled()
+    held, load = scene.held, _load(scene.assigned())
+    total = sum(load.values())
+    for poor in (host for host in scene.hosts if load[host] < 0.8 * total / len(scene.hosts)):
+        if load[poor] >= total // len(scene.hosts):
+            continue
+        for key, hosts in held.items():
+            if poor not in hosts and poor != scene.buckets[key]:
+                assert all(load[host] < load[poor] + 2 for host in hosts)
+
+
+@_UNHURRIED
+@given(scenes(), st.randoms())
+def test_equal_records_give_equal_decisions_in_whatever_order_they_come(scene: Scene, chance: random.Random) -> None:
+    buckets, members = list(scene.buckets.items()), list(scene.members)
+    chance.shuffle(buckets)
+    chance.shuffle(members)
+    other = Scene(dict(buckets), tuple(members), scene.settings)
+    assert other.assigned() == scene.assigned()
+    assert list(other.assigned()) == list(scene.assigned())
+    for host in scene.hosts:
+        assert to_hold(host, other.assigned(), members) == to_hold(host, scene.assigned(), scene.members)
+
+
+@_UNHURRIED
+@given(scenes(1))
+def test_what_is_decided_stays_until_something_changes(scene: Scene) -> None:
+    scene = scene.settled()
+    assert scene.obeyed(scene.assigned()) == scene
+
+
+# -- hosts that come and go ------------------------------------------------------------------------
+
+
+@_UNHURRIED
+@given(scenes(1), st.data())
+def test_of_all_replicas_at_most_one_nth_moves_when_the_nth_host_comes(scene: Scene, data: st.DataObject) -> None:
+    scene = scene.settled()
+    rack = data.draw(st.sampled_from([None, "rack-0", "rack-7"]))
+    grown = replace(scene, members=(*scene.members, MemberRecord(data.draw(st.sampled_from(["a", "z"])), rack)))
+    after = grown.assigned()
+    missing = sum(len(hosts) - len(scene.held[key]) for key, hosts in after.items())
+    most = -(-sum(map(len, after.values())) // len(grown.hosts))
+    assert _moved(scene.held, after) <= most + missing
+
+
+@_UNHURRIED
+@given(scenes(2), st.data())
+def test_when_a_host_goes_only_its_replicas_move(scene: Scene, data: st.DataObject) -> None:
+    """And what balance takes, which is seldom anything."""
+    scene = scene.settled()
+    host = data.draw(st.sampled_from(scene.hosts))
+    left = scene.without(host)
+    after = left.assigned()
+    its = {key for key, hosts in scene.held.items() if host in hosts}
+    total = sum(map(len, after.values()))
+    moved = sum(len(set(hosts) - scene.held[key]) for key, hosts in after.items() if key not in its)
+    load = _load({key: tuple(hosts - {host}) for key, hosts in scene.held.items()})
+    poor = sum(total // len(left.hosts) - load[it] for it in left.hosts if load[it] < 0.8 * total / len(left.hosts))
+    # Where the others are full, one that can go elsewhere may make room.
+    assert moved <= max(0, poor) + len(its)
+
+
+def test_hosts_that_come_and_go_among_many() -> None:
+    """No slack here: 1,000 buckets on 20 hosts of 5 racks."""
+    keys = [BucketKey("counts", "q", at) for at in range(1_000)]
+    hosts = [f"host-{at}" for at in range(20)]
+    members = tuple(MemberRecord(host, f"rack-{at % 5}") for at, host in enumerate(hosts))
+    scene = Scene({key: hosts[key.bucket % 20] for key in keys}, members, StandbySettings(standby_replicas=2)).settled()
+    load = _load(scene.assigned())
+    assert max(load.values()) <= 125
+    rack = {it.host: it.rack for it in members}
+    for key, placed in scene.assigned().items():
+        assert len({rack[host] for host in (*placed, scene.buckets[key] or "")}) == 3
+    gone = scene.without("host-7").assigned()
+    assert _moved(scene.held, gone) == load["host-7"]
+    back = scene.without("host-7").obeyed(gone)
+    came = replace(back, members=(*back.members, replace(members[7], host="new"))).assigned()
+    assert _moved(back.held, came) == _load(came)["new"] == 100
+
+
+def test_what_is_held_is_kept_when_a_bucket_is_called_elsewhere() -> None:
+    """Its replica on the new active's host is replaced, and nothing else moves."""
+    keys = [BucketKey("counts", "q", at) for at in range(60)]
+    members = tuple(MemberRecord(f"host-{at}") for at in range(6))
+    scene = Scene(dict.fromkeys(keys, "elsewhere"), members, StandbySettings()).settled()
+    (holder,) = scene.held[keys[5]]
+    moved = replace(scene, buckets={**scene.buckets, keys[5]: holder}).assigned()
+    assert {key for key in keys if set(moved[key]) != scene.held[key]} == {keys[5]}
+    assert moved[keys[5]] != (holder,)
+
+
+# -- racks -----------------------------------------------------------------------------------------
+
+
+@_UNHURRIED
+@given(scenes(1))
+def test_new_replicas_stand_in_other_racks_where_these_have_room(scene: Scene) -> None:
+    """Of buckets that nobody holds, by one bucket a time: then the others do not fill the room."""
+    rack = {it.host: it.rack for it in scene.members}
+    empty = replace(scene, members=tuple(replace(it, replicas=()) for it in scene.members))
+    for key, active in scene.buckets.items():
+        used = Counter({rack[active or ""]: 1} if rack.get(active or "") else {})
+        (hosts,) = assign({key: active}, empty.members, scene.settings).values()
+        used.update(rack[host] for host in hosts if rack[host])
+        free = {rack[it] for it in empty.hosts if it != active and it not in hosts and rack[it] not in used}
+        # Where two stand in one rack, no rack was left; a host without a rack counts as one of its own.
+        assert max(used.values(), default=1) == 1 or not free
+
+
+# -- what stays until it can go --------------------------------------------------------------------
+
+
+_KEY = BucketKey("counts", "q", 0)
+
+
+def _has(host: str, version: int = 7, in_sync: bool = True, active: str | None = None) -> MemberRecord:
+    return MemberRecord(host, replicas=(StandbyReplica(_KEY, version, in_sync=in_sync, active=active),))
+
+
+@pytest.mark.parametrize(
+    ("members", "assigned", "holding"),
+    [
+        # It moves from a to b, which has not begun, is on its way, and is there.
+        ([_has("a"), MemberRecord("b")], ("b",), "ab"),
+        ([_has("a"), _has("b", 3, in_sync=False)], ("b",), "ab"),
+        ([_has("a"), _has("b")], ("b",), "b"),
+        # Of two that gave it up, the one that has more of it stays.
+        ([_has("a", 3, in_sync=False), _has("b", 5, in_sync=False), MemberRecord("c")], ("c",), "bc"),
+        ([_has("a", 9, in_sync=False), _has("b", 5), MemberRecord("c")], ("c",), "bc"),
+        ([_has("a"), _has("b"), MemberRecord("c"), MemberRecord("d")], ("c", "d"), "abcd"),
+        ([_has("a"), _has("b"), _has("c"), MemberRecord("d")], ("c", "d"), "acd"),
+        # The host of the active task has it anyway.
+        ([_has("a", active="a"), MemberRecord("b")], ("b",), "b"),
+        ([_has("a", active="x"), _has("b", 8, in_sync=False, active="a")], ("b",), "b"),
+        # Nobody is to have it any more.
+        ([_has("a"), _has("b")], (), ""),
+    ],
+)
+def test_a_replica_stays_until_the_new_one_is_in_sync(
+    members: list[MemberRecord], assigned: tuple[str, ...], holding: str
+) -> None:
+    for order in itertools.permutations(members):
+        assert "".join(it for it in "abcd" if _KEY in to_hold(it, {_KEY: assigned}, order)) == holding
+    # A bucket that there is no more is given up.
+    assert to_hold("a", {}, members) == frozenset()
+
+
+@_UNHURRIED
+@given(scenes())
+def test_hosts_hold_what_is_assigned_and_at_most_as_much_more_as_is_not_in_sync(scene: Scene) -> None:
+    assignment = scene.assigned()
+    holding = {host: to_hold(host, assignment, scene.members) for host in scene.hosts}
+    synced = {(it.host, replica.key) for it in scene.members for replica in it.replicas if replica.in_sync}
+    for key, hosts in assignment.items():
+        holders = {host for host in scene.hosts if key in holding[host]}
+        assert set(hosts) <= holders
+        waited_for = sum((host, key) not in synced for host in hosts)
+        assert len(holders) <= len(hosts) + waited_for
+        # Nobody gives a replica up before there are others.
+        usable = {host for host in scene.held[key] if (host, key) in synced}
+        assert len(usable & holders) >= min(len(usable), len(hosts))
+    assert all(key in assignment for held in holding.values() for key in held)
+
+
+def test_the_active_host_is_that_of_the_newest_file() -> None:
+    def seen(host: str, version: int, lag: int, active: str | None) -> MemberRecord:
+        return MemberRecord(host, replicas=(StandbyReplica(_KEY, version, lag_versions=lag, active=active),))
+
+    other = BucketKey("counts", "q", 1)
+    members = [seen("a", 9, 0, "x"), seen("b", 2, 8, "y"), seen("c", 99, 0, None)]
+    for order in itertools.permutations(members):
+        assert active_hosts([other, _KEY], order) == {_KEY: "y", other: None}
+    # Two attempts at one version: every host takes the same.
+    assert active_hosts([_KEY], [seen("a", 5, 0, "x"), seen("b", 5, 0, "z")])[_KEY] == "z"
+
+
+def test_a_host_tells_what_it_is_active_for_though_nobody_follows_it() -> None:
+    """Else the only host would follow, see that it is the active one, give up, forget that, and begin again."""
+    alone = MemberRecord("a", replicas=(StandbyReplica(_KEY, 5, active="a"),))
+    told = MemberRecord("a", active=active_on("a", [_KEY], [alone]))
+    assert told.active == {_KEY: 5}
+    assert active_on("a", [_KEY], [told]) == told.active
+    assert assign(active_hosts([_KEY], [told]), [told], StandbySettings()) == {_KEY: ()}
+    # Until somebody sees a newer file of another host; and not of a bucket that there is no more.
+    other = MemberRecord("b", replicas=(StandbyReplica(_KEY, 6, active="c"),))
+    assert active_on("a", [_KEY], [told, other]) == {}
+    assert active_on("a", [], [told]) == {}
+    assert active_on("c", [_KEY], [told, other]) == {_KEY: 6}
+    # While nobody follows it, nobody else sees that.
+    assert unfollowed("a", [_KEY], [told, MemberRecord("b")]) == {_KEY}
+    assert unfollowed("a", [_KEY], [told, _has("b", 5, active="a")]) == frozenset()
+
+
+def test_standby_that_is_off_has_no_replicas() -> None:
+    buckets, members = {_KEY: None}, [_has("a"), MemberRecord("b")]
+    off = StandbySettings(enabled=False)
+    assert assign(buckets, members, off) == {_KEY: ()}
+    assert to_hold("a", assign(buckets, members, off), members) == frozenset()
+    assert shortfall({_KEY: ()}, off) is None
+    assert assign(buckets, [], StandbySettings()) == {_KEY: ()}
+    assert assign({}, members, StandbySettings()) == {}

@@ -1,0 +1,212 @@
+"""Settings of standby and records of members: round trips, what is refused, and how small they are."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arrow_schemas.checksum import checksum_of
+from arrow_schemas.errors import CorruptFileError, StateError, UsageError, VersionSkewError
+from arrow_schemas.standby import (
+    MEMBER_FORMAT,
+    STANDBY_SETTINGS_FORMAT,
+    BucketKey,
+    MemberRecord,
+    StandbyReplica,
+    StandbySettings,
+)
+from tests.helpers.soak import examples
+
+_UNHURRIED = settings(max_examples=examples(50), deadline=None)
+_NAMES = st.text(min_size=1, max_size=5)
+_COUNTS = st.integers(0, 2**62)
+_KEYS = st.builds(BucketKey, _NAMES, _NAMES, st.integers(0, 9_999))
+_REPLICAS = st.builds(
+    StandbyReplica,
+    _KEYS,
+    _COUNTS,
+    _COUNTS,
+    st.booleans(),
+    st.none() | _NAMES,
+    _COUNTS,
+    _COUNTS,
+    st.floats(0, 1e9) | st.integers(0, 1_000),
+)
+_RECORDS = st.builds(
+    MemberRecord,
+    _NAMES,
+    st.none() | _NAMES,
+    _COUNTS,
+    st.lists(_REPLICAS, max_size=12, unique_by=lambda it: it.key).map(tuple),
+    st.dictionaries(_NAMES, _NAMES, max_size=2),
+    st.dictionaries(_KEYS, _COUNTS, max_size=5),
+)
+_KEY = BucketKey("counts", "q", 3)
+_RECORD = MemberRecord(
+    "h", "r", 7, (StandbyReplica(_KEY, 41, 900, True, "other", 1, 20, 0.5),), {"flight": "h:1"}, {_KEY: 7}
+)
+_SETTINGS = StandbySettings(True, 2, 5)
+
+
+@_UNHURRIED
+@given(_RECORDS)
+def test_records_come_back(record: MemberRecord) -> None:
+    again = MemberRecord.decode(record.encode(), "it")
+    assert again == record
+    assert again.encode() == record.encode()
+    assert again.decided_by == record.decided_by
+
+
+@_UNHURRIED
+@given(st.booleans(), _COUNTS, st.floats(1e-6, 1e9))
+def test_settings_come_back(enabled: bool, replicas: int, heartbeat_s: float) -> None:
+    told = StandbySettings(enabled, replicas, heartbeat_s)
+    assert StandbySettings.decode(told.encode(), "it") == told
+    assert told.replicas == (replicas if enabled else 0)
+
+
+def test_the_order_of_replicas_does_not_matter() -> None:
+    replicas = tuple(StandbyReplica(BucketKey(operator, "q", at)) for operator in "ba" for at in (10, 9, 2))
+    one, other = MemberRecord("h", replicas=replicas), MemberRecord("h", replicas=replicas[::-1])
+    assert one == other
+    assert one.encode() == other.encode()
+    assert [it.key.bucket for it in one.replicas] == [2, 9, 10] * 2
+
+
+def test_what_changes_with_every_batch_does_not_decide() -> None:
+    def record(**changed: Any) -> MemberRecord:
+        fields = {"version": 3, "in_sync": True, "active": "other", **changed}
+        return MemberRecord("h", replicas=(StandbyReplica(_KEY, **fields),))
+
+    same = [record(), record(version=4, bytes=7, lag_versions=1, lag_bytes=2, lag_s=0.5)]
+    others = [
+        record(in_sync=False),
+        record(active=None),
+        MemberRecord("h"),
+        MemberRecord("h", "rack"),
+        MemberRecord("h", active={_KEY: 1}),
+    ]
+    assert len({it.decided_by for it in same}) == 1
+    assert len({it.decided_by for it in (*same, *others)}) == 6
+
+
+def test_records_stay_small() -> None:
+    """10,000 buckets of one query and one replica each, on 100 hosts and on 3."""
+
+    def record(buckets: range) -> MemberRecord:
+        folder = "0b1c2d3e-0000-4000-8000-000000000000"
+        held = (
+            StandbyReplica(BucketKey("counts", folder, at), 123_456, 10**8 + at, True, f"host-{at % 100}.example.org")
+            for at in buckets
+        )
+        active = {BucketKey("counts", folder, at + 1): 123_456 for at in buckets}
+        return MemberRecord("host-17.example.org", "rack", 10**12, tuple(held), active=active)
+
+    assert len(record(range(0, 10_000, 100)).encode()) < 8_000
+    assert len(record(range(0, 10_000, 3)).encode()) < 60 * 3_334
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: StandbySettings(cast(Any, 1)), "enabled"),
+        (lambda: StandbySettings(standby_replicas=-1), "standby_replicas"),
+        (lambda: StandbySettings(standby_replicas=True), "standby_replicas"),
+        (lambda: StandbySettings(heartbeat_s=0), "heartbeat_s"),
+        (lambda: StandbySettings(heartbeat_s=float("nan")), "heartbeat_s"),
+        (lambda: StandbySettings(heartbeat_s=cast(Any, "10")), "heartbeat_s"),
+        (lambda: StandbyReplica(BucketKey("", "q", 1)), "an operator"),
+        (lambda: StandbyReplica(BucketKey("o", "q", -1)), "an operator"),
+        (lambda: StandbyReplica(_KEY, version=-1), "from 0 on"),
+        (lambda: StandbyReplica(_KEY, lag_s=-0.5), "from 0 on"),
+        (lambda: StandbyReplica(_KEY, in_sync=cast(Any, 1)), "in_sync 1"),
+        (lambda: StandbyReplica(_KEY, active=""), "active ''"),
+        (lambda: MemberRecord(""), "a member has a host"),
+        (lambda: MemberRecord("h", ""), "a member has a host"),
+        (lambda: MemberRecord("h", generation=-1), "a member has a host"),
+        (lambda: MemberRecord("h", replicas=(StandbyReplica(_KEY), StandbyReplica(_KEY, 1))), "twice"),
+        (lambda: MemberRecord("h", addresses={"flight": ""}), "addresses of h"),
+        (lambda: MemberRecord("h", active={_KEY: -1}), "no bucket at a version"),
+        (lambda: MemberRecord("h", active={BucketKey("o", "", 1): 1}), "no bucket at a version"),
+    ],
+)
+def test_wrong_values_are_refused(make: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        make()
+
+
+@pytest.mark.parametrize("it", [_RECORD, _SETTINGS], ids=["record", "settings"])
+def test_damaged_bytes_are_noticed(it: MemberRecord | StandbySettings) -> None:
+    data = it.encode()
+    for at in range(len(data)):
+        for flip in (0x01, 0x80):
+            damaged = bytearray(data)
+            damaged[at] ^= flip
+            try:
+                found = type(it).decode(bytes(damaged), "members/it.json")
+            except (CorruptFileError, VersionSkewError):
+                continue
+            # Only white space is outside the checksum.
+            assert found == it
+    for cut in range(len(data)):
+        with pytest.raises(CorruptFileError, match="members/it"):
+            type(it).decode(data[:cut], "members/it.json")
+
+
+def _signed(fields: dict[str, Any]) -> bytes:
+    fields.pop("checksum", None)
+    return json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"host": ""},
+        {"host": 5},
+        {"rack": 5},
+        {"generation": "7"},
+        {"addresses": []},
+        {"addresses": {"flight": 5}},
+        {"active_hosts": None},
+        {"active": {"buckets": [1]}},
+        {"active": [{"operator": "o", "query_folder": "q", "buckets": [1, 1], "versions": [1, 2]}]},
+        {"active": [{"operator": "o", "query_folder": "q", "buckets": [1], "versions": []}]},
+        {"replicas": [5]},
+        {"buckets": [1, 2]},
+        {"buckets": ["1"]},
+        {"in_sync": [2]},
+        {"in_sync": [True]},
+        {"active": [1]},
+        {"active": [-2]},
+        {"versions": [None]},
+        {"lag_s": ["x"]},
+        {"operator": 5},
+    ],
+    ids=str,
+)
+def test_senseless_records_with_a_right_checksum_are_refused(change: dict[str, Any]) -> None:
+    fields = json.loads(_RECORD.encode())
+    inner = fields["replicas"][0]
+    if set(change) <= set(inner) and not (
+        isinstance(change.get("active"), dict) or "versions" in str(change.get("active"))
+    ):
+        fields["replicas"] = [{**inner, **change}]
+    else:
+        fields |= change
+    with pytest.raises(CorruptFileError, match=r"^it "):
+        MemberRecord.decode(_signed(fields), "it")
+
+
+@pytest.mark.parametrize("it", [_RECORD, _SETTINGS], ids=["record", "settings"])
+def test_every_field_is_needed_and_newer_formats_are_refused(it: MemberRecord | StandbySettings) -> None:
+    fields = json.loads(it.encode())
+    for name in fields.keys() - {"checksum"}:
+        with pytest.raises(StateError, match=r"^it "):
+            type(it).decode(_signed({key: value for key, value in fields.items() if key != name}), "it")
+    assert MEMBER_FORMAT == STANDBY_SETTINGS_FORMAT == 1
+    with pytest.raises(VersionSkewError, match="format 2"):
+        type(it).decode(_signed({**fields, "format": 2}), "it")

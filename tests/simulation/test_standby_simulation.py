@@ -1,0 +1,41 @@
+"""No history of hosts leaves a bucket without its replicas for long, and every history gives broken variants away."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from sim_parts import Step
+from sim_search import searched
+from sim_standby import STANDBY_STEPS, Patch, StandbyWorld, WrongStandbyError, simulate_standby
+from sim_standby_broken import BROKEN_STANDBY
+
+from tests.helpers.soak import examples
+
+HISTORIES = 300
+SEED = 3
+
+_STEPS = st.tuples(st.integers(0, len(STANDBY_STEPS) - 1), st.binary(min_size=3, max_size=3))
+
+
+def standby_histories() -> st.SearchStrategy[tuple[Step, ...]]:
+    """What a world begins with, and steps of its hosts, buckets and records."""
+    steps = st.lists(_STEPS.map(lambda step: bytes([step[0], *step[1]])), min_size=12, max_size=40)
+    return st.tuples(st.binary(min_size=3, max_size=3), steps).map(lambda it: (it[0], *it[1]))
+
+
+def test_no_history_leaves_a_bucket_without_its_replicas() -> None:
+    searched(standby_histories(), simulate_standby, examples(150), SEED)
+
+
+def test_histories_are_of_the_kind_that_matters() -> None:
+    worlds: list[StandbyWorld] = []
+    searched(standby_histories(), lambda steps: worlds.append(simulate_standby(steps)), 40, SEED)
+    assert sum(len(world.running) > 2 for world in worlds) > len(worlds) / 3
+    assert sum(world.died > 0 for world in worlds) > len(worlds) / 3
+    assert sum(world.moves > 24 for world in worlds) > len(worlds) / 3
+
+
+@pytest.mark.parametrize("patches", BROKEN_STANDBY.values(), ids=list(BROKEN_STANDBY))
+def test_broken_variants_are_found(patches: tuple[Patch, ...]) -> None:
+    with pytest.raises(WrongStandbyError):
+        searched(standby_histories(), lambda steps: simulate_standby(steps, patches), HISTORIES, SEED)
