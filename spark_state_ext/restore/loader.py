@@ -142,6 +142,29 @@ class Loader:
         finally:
             self._store.end_incoming(keep)
 
+    def replace_runs(self, chain: Chain, ref: CheckpointRef) -> bool:
+        """Have the local store use the snapshot of a checkpoint in place of the runs that it has.
+
+        Parameters
+        ----------
+        chain
+            A lineage with the checkpoint.
+        ref
+            The checkpoint.
+
+        Returns
+        -------
+        bool
+            False where there is no snapshot of it, or it is of no use.
+
+        Raises
+        ------
+        StorageError
+            When the backends fail.
+        """
+        trace = Trace(self._sources, self._operators[0], self._bucket, self._kept_ms)
+        return self._fetch_all(chain, [Fetch(ref, SNAPSHOT)], trace)
+
     def _fetch_all(self, chain: Chain, plan: list[Fetch], trace: Trace) -> bool:
         """Apply the planned files, oldest first; False when one of them is of no use, which is noted."""
         with _in_order(plan, self._read, self._result) as results:
