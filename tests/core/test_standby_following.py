@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,16 +17,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from standby_support import FAULTY, Faults, World, covering
 
-from arrow_schemas.lineage import DELTA, SNAPSHOT, LineageHeader, file_name, parse_file_name
+from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer, file_name, parse_file_name
 from arrow_schemas.operator import operator_file_name
 from spark_state_ext.commit import cadence
-from spark_state_ext.errors import CorruptFileError, InterruptedRestoreError, MissingCheckpointError, StorageError
+from spark_state_ext.errors import (
+    CorruptFileError,
+    InterruptedRestoreError,
+    MissingCheckpointError,
+    StateError,
+    StorageError,
+)
 from spark_state_ext.files.retention import clean_up
 from spark_state_ext.standby.following import BucketFollower, FollowedStores
 from spark_state_ext.standby.line import Line, judged
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.values import Lag
+from spark_state_ext.store import compaction
 from spark_state_ext.store.compaction import outgrown
 from spark_state_ext.testing.model import KEYS, Changes, Key, Row
 from tests.helpers.clock import VirtualClock
@@ -209,8 +216,6 @@ def test_a_query_that_went_back_is_followed(world: World) -> None:
 
 
 def header_of(version: int, parent: int | None, run: str, which: str = "a", since: int | None = None) -> LineageHeader:
-    from arrow_schemas.lineage import CheckpointRef, Writer
-
     def ref(number: int, name: str = "a") -> CheckpointRef:
         return CheckpointRef(number, name * 32)
 
@@ -561,6 +566,8 @@ class FollowerMachine(RuleBasedStateMachine):
 def _run(machine: type[FollowerMachine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
+    # Runs are merged as soon as there are two.
+    monkeypatch.setattr(compaction, "FANOUT", 2)
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -575,6 +582,29 @@ def _run(machine: type[FollowerMachine], monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_follower_against_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     _run(FollowerMachine, monkeypatch)
+
+
+class FollowsTheLastOneOnly(BucketFollower):
+    """Of two attempts it loads the one that was written last."""
+
+    def _follow(self, listing: Listing, candidates: Sequence[CheckpointRef]) -> dict[CheckpointRef, StateError]:
+        return super()._follow(listing, candidates[-1:])
+
+
+class TakesItsStoreForGranted(BucketFollower):
+    """It does not look whether the store is still what it was."""
+
+    def _notice_new_store(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("broken", [PrunesToTheNewest, FollowsTheLastOneOnly, TakesItsStoreForGranted])
+def test_broken_followers_are_found(monkeypatch: pytest.MonkeyPatch, broken: type[BucketFollower]) -> None:
+    class Machine(FollowerMachine):
+        follower_class = broken
+
+    with pytest.raises(AssertionError):
+        _run(Machine, monkeypatch)
 
 
 def test_stores_of_followers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
