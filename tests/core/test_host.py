@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,6 @@ from lease_support import local_run
 
 from spark_state_ext.errors import UsageError
 from spark_state_ext.ownership.lease_record import RunIdentity
-from spark_state_ext.worker import host
 from spark_state_ext.worker.host import HOST_VARIABLE, host_name, machine_name
 
 
@@ -33,7 +33,7 @@ def test_names_that_no_file_can_have_are_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_so_are_those_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HOST_VARIABLE, raising=False)
-    monkeypatch.setattr(host.socket, "gethostname", lambda: "")
+    monkeypatch.setattr(socket, "gethostname", lambda: "")
     with pytest.raises(UsageError, match="the system gives this machine the name '', which is empty"):
         host_name()
 
@@ -56,5 +56,5 @@ def test_two_machines_of_one_hosts_name_do_not(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(HOST_VARIABLE, "one-name")
     its = replace(local_run(), host=RunIdentity.here("application", "plan").host, pid=2**22 - 1)
     assert its.is_over()
-    monkeypatch.setattr(host.socket, "gethostname", lambda: "another-machine")
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-machine")
     assert not its.is_over()
