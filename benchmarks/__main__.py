@@ -24,6 +24,7 @@ from benchmarks import (
     rescale,
     restore,
     savepoint,
+    standby_following,
     store,
     vectorised,
 )
@@ -110,6 +111,11 @@ _BENCHMARKS = {
         "another process asks a running job for keys: how long that takes, and what the job notices",
         live.add_arguments,
         live.run,
+    ),
+    "standby_following": _Benchmark(
+        "a host that follows a bucket: its processor time beside that of the commits, and what the active notices",
+        standby_following.add_arguments,
+        standby_following.run,
     ),
     "paired": _Benchmark(
         "two commits of the library on the same benchmarks, in turns", paired.add_arguments, paired.run

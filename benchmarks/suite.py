@@ -29,6 +29,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "rescale": ("--quick",),
     "reading": ("--rows", "200000", "--repeats", "3"),
     "live": ("--quick",),
+    "standby_following": ("--quick",),
     "import_native": ("--quick",),
 }
 # What the committed result files come from. Takes some hours, a machine that does nothing else, and 60 GB of disk.
@@ -46,6 +47,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "rescale": (),
     "reading": (),
     "live": (),
+    "standby_following": (),
     "import_native": (),
     "async_commit": (),
     "big_bucket": (),
