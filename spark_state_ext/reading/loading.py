@@ -59,7 +59,9 @@ class _FolderRestore:
         """Nothing to do."""
 
 
-def sources_in(folder: Folder, pointer: Pointer, *beside: Restorable, files: Readable | None = None) -> Sources:
+def sources_in(
+    folder: Folder, pointer: Pointer, *beside: Restorable, files: Readable | None = None, in_thread: bool = False
+) -> Sources:
     """The files of a bucket's folder, what is inline in a pointer, and what else the state can be read from.
 
     Parameters
@@ -72,11 +74,15 @@ def sources_in(folder: Folder, pointer: Pointer, *beside: Restorable, files: Rea
         What else it can be read from.
     files
         The folder's files, where something lies between them and the reader.
+    in_thread
+        As for `Sources`.
     """
     # Whatever other backends had: here is where one reads.
     status = {} if pointer.ref is None else {folder.root: ReplicationStatus(pointer.ref)}
     return Sources(
-        [_FolderAsBackend(folder, folder if files is None else files), *beside], replace(pointer, replication=status)
+        [_FolderAsBackend(folder, folder if files is None else files), *beside],
+        replace(pointer, replication=status),
+        in_thread=in_thread,
     )
 
 

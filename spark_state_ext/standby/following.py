@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -53,6 +54,8 @@ T = TypeVar("T")
 _LOGGER = logging.getLogger("spark_state_ext")
 # Clean-up may delete files while they are read. Each listing begins with a newer snapshot, so a few are plenty.
 _LISTINGS_MAX = 3
+# Times of files may be this coarse.
+_SAME_TIME_S = 2.0
 # Tasks of this host may prune while we load.
 _ROUNDS_MAX = 5
 
@@ -92,6 +95,8 @@ class BucketFollower:
         How fast files may be read.
     stop
         When it is set, a step ends soon.
+    clock
+        Monotonic, seconds.
     """
 
     def __init__(
@@ -102,10 +107,12 @@ class BucketFollower:
         stores: FollowedStores,
         bandwidth: Bandwidth | None = None,
         stop: threading.Event | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._root = root
         self._key = key
         self._operator = operator
+        self._store_folder = root.store_folder(key, operator.schema_id)
         self._stores = stores
         self._bandwidth = bandwidth or Bandwidth(None)
         self._stop = stop or threading.Event()
@@ -121,6 +128,9 @@ class BucketFollower:
         self._untidied = False
         # A snapshot that is of no use.
         self._refused: CheckpointRef | None = None
+        # As of which change of the folder all is loaded, and since when that is so by our clock.
+        self._unchanged: tuple[int, float] | None = None
+        self._clock = clock
 
     @property
     def key(self) -> BucketKey:
@@ -130,7 +140,7 @@ class BucketFollower:
     @property
     def store_folder(self) -> Path:
         """Where the copy lies."""
-        return self._root.store_folder(self._key, self._operator.schema_id)
+        return self._store_folder
 
     def use(self, operator: OperatorFile) -> None:
         """Go on under a newer operator file; an older one changes nothing.
@@ -139,6 +149,7 @@ class BucketFollower:
         """
         if operator.schema_id > self._operator.schema_id:
             self._operator = operator
+            self._store_folder = self._root.store_folder(self._key, operator.schema_id)
             self._forget()
 
     def step(self) -> Followed:
@@ -164,6 +175,9 @@ class BucketFollower:
 
     def _stepped(self, before: Followed) -> Followed:
         self._notice_new_store()
+        changed_ns = self._folder.changed_ns()
+        if self._is_unchanged(changed_ns):
+            return self._standing(before)
         listing = Listing(self._folder, self._key.bucket, self._folder.entries(), self._bandwidth)
         fresh = listing.refs - self._settled
         candidates = listing.candidates(fresh)
@@ -181,6 +195,7 @@ class BucketFollower:
             except StateError as it:
                 error = error or it
         self._seen = self._written()
+        self._note_change(None if error is not None else changed_ns)
         taken = listing.meter.taken
         return self._standing(
             replace(
@@ -193,6 +208,20 @@ class BucketFollower:
                 error=error,
             )
         )
+
+    def _is_unchanged(self, changed_ns: int | None) -> bool:
+        """Whether no file has come or gone since a step that has loaded all; on disks, which tell that for less than a
+        listing."""
+        if self._unchanged is None or self._unchanged[0] != changed_ns:
+            return False
+        # Two changes may have one time, so a time counts once it is old.
+        return self._clock() - self._unchanged[1] > _SAME_TIME_S
+
+    def _note_change(self, changed_ns: int | None) -> None:
+        if changed_ns is None:
+            self._unchanged = None
+        elif self._unchanged is None or self._unchanged[0] != changed_ns:
+            self._unchanged = (changed_ns, self._clock())
 
     def _standing(self, found: Followed) -> Followed:
         """With what is known of the bucket."""
@@ -284,8 +313,16 @@ class BucketFollower:
         names = [operator.operator, *sorted(others - {operator.operator})]
         with closing(Origin(self._query_folder, pointer, operator.bucket_map, store.schema, scratch)) as origin:
             beside = [origin] if first not in listing.files and origin.is_there() else []
-            sources = sources_in(self._folder, pointer, *beside, files=listing.meter)
-            yield Loader(store, sources, names, self._key.bucket, scratch, while_waiting=self._raise_if_stopped)
+            sources = sources_in(self._folder, pointer, *beside, files=listing.meter, in_thread=True)
+            yield Loader(
+                store,
+                sources,
+                names,
+                self._key.bucket,
+                scratch,
+                while_waiting=self._raise_if_stopped,
+                in_thread=True,
+            )
 
     def _tidy(self, listing: Listing, line: Line) -> None:
         """Merge and prune up to the committed checkpoint, as a task does with its input."""
@@ -351,6 +388,7 @@ class BucketFollower:
     def _forget(self) -> None:
         self._loaded = None
         self._settled = frozenset()
+        self._unchanged = None
 
     def _follow_schema(self, header: LineageHeader) -> None:
         if header.schema_id <= self._operator.schema_id:

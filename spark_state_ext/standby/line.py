@@ -68,7 +68,9 @@ def judged(line: Line | None, header: LineageHeader) -> tuple[Line, bool]:
         return Line(header), True
     run, newer = header.writer.run_id, header.ref.version >= line.head.ref.version
     if _goes_on(line, header):
-        return (line.continued(header) if newer else line), True
+        # What a run wrote before a newer one has followed it may be seen again, where a copy begins anew.
+        is_last = run not in line.past or header.parent in line.ignored or line.head.ref in header.lineage
+        return (line.continued(header) if newer and is_last else line), True
     if run == line.head.writer.run_id:
         # Attempts whose lineages part for longer: format 1 lets Spark follow either.
         may_count = newer

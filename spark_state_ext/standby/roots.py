@@ -162,7 +162,9 @@ class RootFollower:
         for key in sorted(wanted - self._held.keys()):
             if key not in self._operators:
                 raise UsageError(f"{key} is not known under {self._root.root}: look for buckets first")
-            follower = BucketFollower(self._root, key, self._operators[key], self._stores, self._bandwidth, self._stop)
+            follower = BucketFollower(
+                self._root, key, self._operators[key], self._stores, self._bandwidth, self._stop, self._clock
+            )
             self._held[key] = _Held(follower, self._clock())
 
     def tick(self) -> float:

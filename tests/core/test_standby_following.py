@@ -27,6 +27,7 @@ from spark_state_ext.errors import (
     StateError,
     StorageError,
 )
+from spark_state_ext.files.listing import Entry
 from spark_state_ext.files.retention import clean_up
 from spark_state_ext.standby.following import BucketFollower, FollowedStores
 from spark_state_ext.standby.line import Line, judged
@@ -214,6 +215,23 @@ def test_a_query_that_went_back_is_followed(world: World) -> None:
         world.batch(changes(number))
         assert world.follower.step().newest == world.pointer.ref
         assert world.adopted() == 0
+
+
+def test_a_copy_that_begins_anew_knows_which_run_is_the_last(world: World) -> None:
+    """All files are looked at again then, those of the run before too, which wrote a higher version."""
+    for number in range(4):
+        world.batch(changes(number))
+        world.follower.step()
+    world.go_back(2, "run 2")
+    world.batch(changes(10))
+    world.follower.step()
+    shutil.rmtree(world.follower.store_folder)
+    for attempt in range(3):
+        made = world.attempt(changes(11))
+        assert world.follower.step().caught_up, attempt
+    world.commit(made)
+    assert world.adopted() == 0
+    assert world.follower.step().newest == world.pointer.ref
 
 
 def header_of(version: int, parent: int | None, run: str, which: str = "a", since: int | None = None) -> LineageHeader:
@@ -456,6 +474,35 @@ def test_nothing_is_written_in_the_query_folder(world: World) -> None:
     before = world.query_folder.tree()
     world.follower.step()
     assert world.query_folder.tree() == before
+
+
+def test_a_folder_that_did_not_change_is_not_listed_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+    world.follower = BucketFollower(world.at, world.key, world.operator, world.stores, clock=clock)
+    listings: list[float] = []
+    entries = world.follower._folder.entries
+
+    def listed() -> list[Entry]:
+        listings.append(clock.now_s)
+        return entries()
+
+    monkeypatch.setattr(world.follower._folder, "entries", listed)
+    for number in range(3):
+        world.batch(changes(number))
+        for _ in range(10):
+            found = world.follower.step()
+            assert (found.caught_up, found.newest) == (True, world.pointer.ref)
+            clock.sleep(1.0)
+    # A change that has the time of the one before it is seen, as a time counts once it is 2 s old.
+    assert listings == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+    # What is not whole is looked at each time.
+    ref = world.attempt(changes(3))[0].ref
+    assert ref is not None
+    world.files.put(file_name(ref, DELTA), b"nothing")
+    for _ in range(5):
+        assert world.follower.step().error is not None
+        clock.sleep(1.0)
+    assert listings[9:] == [30, 31, 32, 33, 34]
 
 
 def test_bandwidth_bounds_bytes_by_the_second(world: World) -> None:
