@@ -43,7 +43,10 @@ class Line:
     def continued(self, header: LineageHeader) -> Line:
         """The line with a newer head."""
         before, run = self.head.writer.run_id, header.writer.run_id
-        past = self.past if run == before else (*(it for it in self.past if it not in (run, before)), before)
+        past = tuple(it for it in self.past if it not in (run, before))
+        # Runs that come back are none: user code can change what tasks are told of them.
+        if run != before and run not in self.past:
+            past = (*past, before)
         return replace(self, head=header, past=past[-_PAST_RUNS_MAX:])
 
     def without(self, header: LineageHeader) -> Line:

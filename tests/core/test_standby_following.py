@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from core_support import change_sets, clean_up_at
+from core_support import buffer_of, change_sets, clean_up_at
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -200,17 +200,18 @@ def test_a_query_that_went_back_is_followed(world: World) -> None:
     for number in range(8):
         world.batch(changes(number))
         world.follower.step()
+    old = world.pointer
     world.go_back(3, "run 2")
     world.batch(changes(50))
     found = world.follower.step()
     assert (found.newest, found.committed, found.caught_up) == (world.pointer.ref, world.pointer.parent, True)
     assert world.adopted() == 0
     # A task of the old run wakes up, and writes the highest version of all.
-    zombie = world.run_id
     world.run_id = "run"
-    world.history.append(world.attempt(changes(77)))
-    del world.history[-1]
-    world.run_id = zombie
+    world.bucket(world.active, old).commit(buffer_of(changes(77), world.scratch))
+    # And tasks whose runs user code has named anew, both of which go on from what is committed.
+    world.attempt(changes(77))
+    world.run_id = "run 2"
     for number in range(51, 60):
         world.batch(changes(number))
         assert world.follower.step().newest == world.pointer.ref
