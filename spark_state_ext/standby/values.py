@@ -131,6 +131,6 @@ class Followed:
     error: StateError | None = None
 
     @property
-    def caught_up(self) -> bool:
+    def is_caught_up(self) -> bool:
         """Whether the local store has all that was listed, as far as it may count."""
         return self.error is None and self.lag == Lag()

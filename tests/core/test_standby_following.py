@@ -65,20 +65,20 @@ def changes(number: int) -> Changes:
 
 @pytest.mark.usefixtures("snapshots_often")
 def test_a_follower_has_each_batch_and_a_task_there_fetches_nothing(world: World) -> None:
-    assert world.follower.step().caught_up
+    assert world.follower.step().is_caught_up
     for number in range(25):
         world.batch(changes(number))
         found = world.follower.step()
         assert (found.newest, found.committed) == (world.pointer.ref, world.pointer.parent)
         assert (found.host, found.batch, found.is_new, found.error) == ("a", number, True, None)
-        assert found.caught_up
+        assert found.is_caught_up
         assert found.behind.versions == 1
         # The delta, once, and nothing else; not the snapshots, that others write of the same rows.
         assert world.pointer.ref is not None
         assert (found.files_read, found.bytes_read) == (1, world.files.size(file_name(world.pointer.ref, DELTA)))
         assert world.adopted() == 0
         again = world.follower.step()
-        assert (again.is_new, again.files_read, again.bytes_read, again.caught_up) == (False, 0, 0, True)
+        assert (again.is_new, again.files_read, again.bytes_read, again.is_caught_up) == (False, 0, 0, True)
         assert (again.newest, again.host) == (found.newest, "a")
     # Runs are merged and pruned, as a task does.
     runs = world.task().runs()
@@ -103,7 +103,7 @@ def test_what_a_task_has_fetched_is_not_read_again(world: World) -> None:
     world.batch(changes(2))
     assert world.adopted() == 2
     # Headers are, as they say what is committed.
-    assert world.follower.step().caught_up
+    assert world.follower.step().is_caught_up
     assert world.adopted() == 0
 
 
@@ -136,7 +136,7 @@ sys.stdin.read()
     assert int(child.stdout.readline()) == len(world.model)
     # Both write: the follower here, and that process's reader stays open meanwhile.
     world.batch(changes(3))
-    assert world.follower.step().caught_up
+    assert world.follower.step().is_caught_up
     assert world.adopted() == 0
     child.communicate(timeout=WAIT_S)
     assert child.returncode == 0
@@ -153,7 +153,7 @@ def test_either_of_two_attempts_is_at_hand(world: World, kept: int, between: boo
         if between:
             world.follower.step()
         attempts.append(world.attempt(changes(number)))
-        assert world.follower.step().caught_up
+        assert world.follower.step().is_caught_up
         world.commit(attempts[kept])
         assert world.adopted() == 0
         assert covering(world.task()) <= world.committed
@@ -185,7 +185,7 @@ def test_a_zombies_file_that_nobody_builds_upon_comes_to_nothing(world: World) -
     late = world.attempt(changes(99), at=2)[0].ref
     assert late is not None
     found = world.follower.step()
-    assert (found.newest, found.caught_up, found.error) == (world.pointer.ref, True, None)
+    assert (found.newest, found.is_caught_up, found.error) == (world.pointer.ref, True, None)
     # Its header alone is looked at: what it was built upon is no longer here.
     assert found.files_read == 1
     assert not world.task().has(late)
@@ -204,7 +204,7 @@ def test_a_query_that_went_back_is_followed(world: World) -> None:
     world.go_back(3, "run 2")
     world.batch(changes(50))
     found = world.follower.step()
-    assert (found.newest, found.committed, found.caught_up) == (world.pointer.ref, world.pointer.parent, True)
+    assert (found.newest, found.committed, found.is_caught_up) == (world.pointer.ref, world.pointer.parent, True)
     assert world.adopted() == 0
     # A task of the old run wakes up, and writes the highest version of all.
     world.run_id = "run"
@@ -229,7 +229,7 @@ def test_a_copy_that_begins_anew_knows_which_run_is_the_last(world: World) -> No
     shutil.rmtree(world.follower.store_folder)
     for attempt in range(3):
         made = world.attempt(changes(11))
-        assert world.follower.step().caught_up, attempt
+        assert world.follower.step().is_caught_up, attempt
     world.commit(made)
     assert world.adopted() == 0
     assert world.follower.step().newest == world.pointer.ref
@@ -278,7 +278,7 @@ def test_a_service_that_begins_again_reads_a_header_and_no_more(world: World) ->
     world.stores.close()
     world.follow()
     found = world.follower.step()
-    assert (found.caught_up, found.newest) == (True, world.pointer.ref)
+    assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
     before = world.bucket(world.task(), world.pointer).fetched_files
     assert before == world.adopted() == 0
 
@@ -290,7 +290,7 @@ def test_far_behind_it_begins_with_the_newest_snapshot(world: World) -> None:
     for number in range(1, 40):
         world.batch(changes(number))
     found = world.follower.step()
-    assert found.caught_up
+    assert found.is_caught_up
     assert found.behind.versions == 39
     whole = sum(world.files.size(name) for name in world.names())
     assert found.bytes_read < whole
@@ -311,7 +311,7 @@ def test_clean_up_meanwhile(world: World) -> None:
     entries = world.follower._folder.entries
     world.follower._folder.entries = lambda: stale.pop() if stale else entries()  # type: ignore[method-assign]
     found = world.follower.step()
-    assert found.caught_up
+    assert found.is_caught_up
     assert found.error is None
     assert world.adopted() == 0
 
@@ -328,7 +328,7 @@ def test_deleted_while_it_is_read(world: World, monkeypatch: pytest.MonkeyPatch)
     entries = world.follower._folder.entries
     monkeypatch.setattr(world.follower._folder, "entries", lambda: stale.pop() if stale else entries())
     found = world.follower.step()
-    assert (found.caught_up, found.newest) == (True, world.pointer.ref)
+    assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
     # A file that stays away, and that everything is built upon, is told.
     world.batch(changes(10))
     lost = world.pointer.ref
@@ -337,7 +337,7 @@ def test_deleted_while_it_is_read(world: World, monkeypatch: pytest.MonkeyPatch)
     world.files.remove(file_name(lost, DELTA))
     found = world.follower.step()
     assert isinstance(found.error, MissingCheckpointError)
-    assert not found.caught_up
+    assert not found.is_caught_up
     assert found.lag.versions == 2
 
 
@@ -348,7 +348,7 @@ def test_a_snapshot_replaces_runs_that_are_too_large_to_be_merged(
     monkeypatch.setattr("spark_state_ext.store.local.outgrown", lambda sizes, _: outgrown(sizes, 4_000))
     for number in range(40):
         world.batch(changes(number))
-        assert world.follower.step().caught_up
+        assert world.follower.step().is_caught_up
         assert world.adopted() == 0
         assert covering(world.task()) <= world.committed
     assert len(world.task().runs()) <= 10
@@ -360,7 +360,7 @@ def test_a_snapshot_replaces_runs_that_are_too_large_to_be_merged(
 def test_a_newer_operator_file_is_followed_into_its_own_store(world: World) -> None:
     for number in range(3):
         world.batch(changes(number))
-    assert world.follower.step().caught_up
+    assert world.follower.step().is_caught_up
     old = world.follower.store_folder
     newer = replace(world.operator, schema_id=1)
     world.query_folder.put(operator_file_name(1), newer.encode())
@@ -368,7 +368,7 @@ def test_a_newer_operator_file_is_followed_into_its_own_store(world: World) -> N
     world.history[-1] = (replace(world.pointer, schema_id=1), world.model)
     world.batch(changes(3))
     found = world.follower.step()
-    assert (found.caught_up, found.newest) == (True, world.pointer.ref)
+    assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
     assert world.follower.store_folder != old
     assert world.follower.store_folder.parts[-2:] == ("s1", "3")
     assert world.adopted() == 0
@@ -377,7 +377,7 @@ def test_a_newer_operator_file_is_followed_into_its_own_store(world: World) -> N
     world.operator = newest
     world.follower.use(newest)
     world.follower.use(newer)
-    assert world.follower.step().caught_up
+    assert world.follower.step().is_caught_up
     assert world.follower.store_folder.parts[-2:] == ("s2", "3")
     assert world.adopted() == 0
 
@@ -400,9 +400,9 @@ def test_a_damaged_file_is_told_and_the_next_step_goes_on(world: World) -> None:
         found = world.follower.step()
         assert isinstance(found.error, CorruptFileError)
         assert name in str(found.error)
-        assert (found.caught_up, found.lag.versions) == (False, 1)
+        assert (found.is_caught_up, found.lag.versions) == (False, 1)
     world.files.put(name, whole)
-    assert world.follower.step().caught_up
+    assert world.follower.step().is_caught_up
     assert world.adopted() == 0
 
 
@@ -419,7 +419,7 @@ def test_a_damaged_attempt_keeps_nobody_from_the_other_one(world: World) -> None
     assert world.adopted() == 0
     # And is forgotten once there is something newer.
     world.batch(changes(2))
-    assert world.follower.step().caught_up
+    assert world.follower.step().is_caught_up
 
 
 @pytest.mark.parametrize("at", range(1, 9))
@@ -432,8 +432,8 @@ def test_a_store_that_fails_at_any_read(world: World, at: int) -> None:
     failed = Faults.reads >= at
     Faults.heal()
     assert isinstance(found.error, StorageError) == failed
-    assert found.caught_up != failed
-    assert world.follower.step().caught_up
+    assert found.is_caught_up != failed
+    assert world.follower.step().is_caught_up
     assert world.adopted() == 0
 
 
@@ -442,7 +442,7 @@ def test_every_read_of_a_step_is_among_those(world: World) -> None:
         world.batch(changes(number))
     world.follow(storage_options=FAULTY)
     Faults.fail(1 << 62)
-    assert world.follower.step().caught_up
+    assert world.follower.step().is_caught_up
     assert 4 <= Faults.reads < 9
 
 
@@ -453,7 +453,7 @@ def test_a_store_that_was_removed_or_replaced_is_filled_again(world: World) -> N
     # Taken for unused, as by `reclaim`.
     shutil.rmtree(world.follower.store_folder)
     found = world.follower.step()
-    assert (found.caught_up, found.files_read) == (True, 3)
+    assert (found.is_caught_up, found.files_read) == (True, 3)
     assert world.adopted() == 0
     # Taken for damaged, by a task.
     world.task().rebuild()
@@ -466,7 +466,7 @@ def test_a_step_that_is_told_to_stop(world: World) -> None:
     world.follower._stop.set()
     found = world.follower.step()
     assert isinstance(found.error, InterruptedRestoreError)
-    assert not found.caught_up
+    assert not found.is_caught_up
 
 
 def test_nothing_is_written_in_the_query_folder(world: World) -> None:
@@ -492,7 +492,7 @@ def test_a_folder_that_did_not_change_is_not_listed_again(world: World, monkeypa
         world.batch(changes(number))
         for _ in range(10):
             found = world.follower.step()
-            assert (found.caught_up, found.newest) == (True, world.pointer.ref)
+            assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
             clock.sleep(1.0)
     # A change that has the time of the one before it is seen, as a time counts once it is 2 s old.
     assert listings == [0, 1, 2, 10, 11, 12, 20, 21, 22]
@@ -514,7 +514,7 @@ def test_bandwidth_bounds_bytes_by_the_second(world: World) -> None:
         world.at, world.key, world.operator, world.stores, Bandwidth(1_000, clock, clock.sleep)
     )
     found = world.follower.step()
-    assert found.caught_up
+    assert found.is_caught_up
     assert found.bytes_read > 20_000
     assert found.bytes_read / 1_000 - 1 <= clock.now_s <= found.bytes_read / 1_000
     # What is not used for long does not add up.
@@ -602,7 +602,7 @@ class FollowerMachine(RuleBasedStateMachine):
     def follow(self) -> None:
         found = self.world.follower.step()
         assert found.error is None
-        assert found.caught_up
+        assert found.is_caught_up
         if not self.unsure:
             assert self.world.adopted() == 0
         assert covering(self.world.task()) <= self.world.committed

@@ -88,7 +88,7 @@ def test_all_buckets_of_a_job(tmp_path: Path, job: Job) -> None:
         assert adopted(host, job) == (job.models[-1], 0)
         followed = host.follower.followed()
         assert {key.bucket for key in followed} == {0, 1, 2, 3}
-        assert all(it.caught_up and it.batch == number and it.host == "host" for it in followed.values())
+        assert all(it.is_caught_up and it.batch == number and it.host == "host" for it in followed.values())
     host.follower.close()
 
 
@@ -218,14 +218,14 @@ def test_a_store_that_fails_is_asked_less_often_and_told_once(
         host.pass_time(1.0)
     assert len(steps) <= 4 * (600 / 60 + 7)
     followed = host.follower.followed()
-    assert all(isinstance(it.error, StorageError) and not it.caught_up for it in followed.values())
+    assert all(isinstance(it.error, StorageError) and not it.is_caught_up for it in followed.values())
     told = [it for it in caplog.records if "is not as new as its files" in it.message]
     assert len(told) == 4
     with pytest.raises(StorageError):
         host.follower.find()
     Faults.heal()
     host.pass_time(60.0)
-    assert all(it.caught_up for it in host.follower.followed().values())
+    assert all(it.is_caught_up for it in host.follower.followed().values())
     assert len([it for it in caplog.records if "is followed again" in it.message]) == 4
     assert adopted(host, job) == (job.models[-1], 0)
     host.follower.close()
@@ -240,7 +240,7 @@ def test_a_damaged_file_of_one_bucket_is_that_buckets(tmp_path: Path, job: Job) 
     host.hold_all()
     host.pass_time()
     followed = host.follower.followed()
-    assert {key.bucket: it.caught_up for key, it in followed.items()} == {0: True, 1: True, 2: False, 3: True}
+    assert {key.bucket: it.is_caught_up for key, it in followed.items()} == {0: True, 1: True, 2: False, 3: True}
     host.follower.close()
 
 

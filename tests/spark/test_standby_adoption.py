@@ -56,7 +56,7 @@ def test_a_task_goes_on_from_the_copy(session: Any, tmp_path: Path) -> None:
         follower.tick()
         found = follower.followed().values()
         return len(found) == _BUCKETS and all(
-            it.caught_up and it.newest is not None and it.newest.version == version for it in found
+            it.is_caught_up and it.newest is not None and it.newest.version == version for it in found
         )
 
     letters = [chr(ord("a") + number) for number in range(26)]
