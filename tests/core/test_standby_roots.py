@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 from core_support import WRITER
 from reading_support import Job, operator_file
+from rescaled_query import bucket_in
 from standby_support import FAULTY, Faults
+from test_rescale import old_job, rescaled
 
+from arrow_schemas import BucketMap
 from arrow_schemas.lineage import DELTA, file_name
 from arrow_schemas.operator import operator_file_name
 from spark_state_ext.backends.files import sole_replica
@@ -301,3 +304,31 @@ def test_a_newer_operator_file_is_told_to_followers(tmp_path: Path, job: Job) ->
 def test_limits_that_are_none(tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         RootFollower(FollowedRoot(str(tmp_path)), **given)
+
+
+def test_buckets_of_a_rescaled_query_begin_with_their_parents(tmp_path: Path) -> None:
+    """There is no snapshot yet: it is made of the parents' files, as a task makes it."""
+    old = old_job(tmp_path, 3, [{key: Row(at) for at, key in enumerate(KEYS)}])
+    query = rescaled(tmp_path, old, BucketMap(8))
+    query.start()
+    query.batch({key: Row(7) for key in KEYS[:9]})
+    query.folder.put(operator_file_name(0), query.job.operator_file(query.name).encode())
+    assert not list((tmp_path / "new").rglob("*.snapshot.arrow"))
+    (tmp_path / "b").mkdir()
+    root = FollowedRoot(query.job.options.root, local_dir=str(tmp_path / "b"))
+    follower = RootFollower(root, clock=VirtualClock())
+    follower.hold(follower.find().operators)
+    follower.tick()
+    assert follower.drain(WAIT_S)
+    follower.tick()
+    followed = follower.followed()
+    # One that was not changed yet has no file of its own, and is not found before it has.
+    assert {str(key.bucket) for key in followed} == set(query.folder.names()) & {str(it) for it in range(8)}
+    assert len(followed) > 3
+    assert all(it.is_caught_up for it in followed.values())
+    for key in followed:
+        pointer = query.pointers[key.bucket]
+        found = scanned(LocalStore.at(root.store_folder(key, 0), SCHEMA).view(pointer.ref))
+        assert found == {it: row for it, row in query.model.items() if bucket_in(query.bucket_map, it) == key.bucket}
+    follower.close()
+    old.close()
