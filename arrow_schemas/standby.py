@@ -48,6 +48,9 @@ class BucketKey(NamedTuple):
     query_folder: str
     bucket: int
 
+    def __str__(self) -> str:
+        return f"bucket {self.bucket} of {self.operator}/{self.query_folder}"
+
 
 @dataclass(frozen=True)
 class StandbySettings:

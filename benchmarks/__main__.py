@@ -25,6 +25,7 @@ from benchmarks import (
     restore,
     savepoint,
     standby_assignment,
+    standby_following,
     store,
     vectorised,
 )
@@ -116,6 +117,11 @@ _BENCHMARKS = {
         "which host keeps which standby replica, decided by every host while hosts come and go, and its requests",
         standby_assignment.add_arguments,
         standby_assignment.run,
+    ),
+    "standby_following": _Benchmark(
+        "a host that follows a bucket: its processor time beside that of the commits, and what the active notices",
+        standby_following.add_arguments,
+        standby_following.run,
     ),
     "paired": _Benchmark(
         "two commits of the library on the same benchmarks, in turns", paired.add_arguments, paired.run

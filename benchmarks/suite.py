@@ -29,6 +29,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "rescale": ("--quick",),
     "reading": ("--rows", "200000", "--repeats", "3"),
     "live": ("--quick",),
+    "standby_following": ("--quick",),
     "import_native": ("--quick",),
     "standby_assignment": ("--quick",),
 }
@@ -47,6 +48,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "rescale": (),
     "reading": (),
     "live": (),
+    "standby_following": (),
     "import_native": (),
     "standby_assignment": (),
     "async_commit": (),

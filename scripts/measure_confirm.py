@@ -20,9 +20,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "core")]
 
-from object_store import s3_server  # noqa: E402
-
 from spark_state_ext.files.folder import Folder  # noqa: E402
+from tests.helpers.object_store import s3_server  # noqa: E402
 
 # As the backend compares.
 PIECE_BYTES = 8 << 20

@@ -88,7 +88,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def s3() -> Iterator[Any]:
     """An S3 server in a process of its own."""
-    from object_store import s3_server
+    from tests.helpers.object_store import s3_server
 
     with s3_server() as server:
         yield server
@@ -97,7 +97,7 @@ def s3() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """An Azure Blob Storage server in a process of its own."""
-    from object_store import azure_server, azurite
+    from tests.helpers.object_store import azure_server, azurite
 
     if azurite() is None:
         pytest.skip("azurite-blob is not installed: npm install azurite (make test does it)")

@@ -102,6 +102,7 @@ def _looker() -> Callable[[Iterable[pd.DataFrame]], Iterator[pd.DataFrame]]:
     def look(frames: Any) -> Any:
         import importlib
         import importlib.metadata
+        import os
         import platform
         import socket
         import sys
@@ -112,7 +113,9 @@ def _looker() -> Callable[[Iterable[pd.DataFrame]], Iterator[pd.DataFrame]]:
         for _ in frames:
             pass
         time.sleep(seconds)
-        found: dict[str, Any] = {"host": socket.gethostname(), "executable": sys.executable}
+        # As `worker.host` has it, which may be missing there.
+        host = os.environ.get("SPARK_STATE_EXT_HOST") or socket.gethostname()
+        found: dict[str, Any] = {"host": host, "executable": sys.executable}
         for name in names:
             try:
                 if name == "python":

@@ -19,6 +19,7 @@ __all__ = [
     "operator_folders",
     "root_id",
     "scratch_folder",
+    "store_folder",
     "stores_folder",
     "stores_path",
 ]
@@ -39,12 +40,24 @@ def operator_folders(job: Job) -> list[Folder]:
 
 
 def local_folder(job: Job, query_folder: str, schema_id: int, bucket: int) -> Path:
-    """Folder of a bucket's local store: the root, operator, query folder, schema and bucket each have one of their
-    own."""
-    root = root_id(job.options.root)
-    return (
-        stores_folder(job.options.local_dir) / f"{root}-{job.operator}" / query_folder / f"s{schema_id}" / str(bucket)
-    )
+    """Folder of a bucket's local store, for a task of a job."""
+    stores = stores_folder(job.options.local_dir)
+    return store_folder(stores, job.options.root, job.operator, query_folder, schema_id, bucket)
+
+
+def store_folder(stores: Path, root: str, operator: str, query_folder: str, schema_id: int, bucket: int) -> Path:
+    """Folder of a bucket's local store: the root, operator, query folder, schema and bucket each have one of their own.
+
+    Parameters
+    ----------
+    stores
+        Where the local stores lie: `stores_folder`.
+    root
+        The root, as `ArrowState` has it.
+    operator, query_folder, schema_id, bucket
+        Which one.
+    """
+    return stores / f"{root_id(root)}-{operator}" / query_folder / f"s{schema_id}" / str(bucket)
 
 
 def root_id(root: str) -> str:

@@ -315,6 +315,14 @@ class Folder:
                 return []
             return sorted(entry_of(info) for info in found)
 
+    def changed_ns(self) -> int | None:
+        """When a file came or went here last, by a local file system's clock; None elsewhere, and where nothing is."""
+        if not self._local:
+            return None
+        with self._translated(f"looking at {self.root}"), contextlib.suppress(FileNotFoundError):
+            return os.stat(self._path).st_mtime_ns
+        return None
+
     def tree(self) -> list[Entry]:
         """All files here and in the folders below, by their path from here; one that cannot be listed is an error."""
         with self._translated(f"listing {self.root}"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import json
 import os
-import socket
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +19,7 @@ from typing import Any
 from arrow_schemas.checksum import opened_document, readable, refuse_newer, sealed_document
 from spark_state_ext.errors import LiveRunError
 from spark_state_ext.worker.boot import boot_id
+from spark_state_ext.worker.host import machine_name
 from spark_state_ext.worker.process import is_running, namespace, start_of
 
 __all__ = [
@@ -86,7 +86,7 @@ class RunIdentity:
             Spark runs in local mode, so that the JVM above this worker is the driver. On a cluster it is an executor,
             whose end is not the end of the run.
         """
-        me = RunIdentity(application, plan, query, socket.gethostname())
+        me = RunIdentity(application, plan, query, machine_name())
         jvm = _java_above(os.getpid()) if local else 0
         if not jvm:
             return me
@@ -102,9 +102,10 @@ class RunIdentity:
         """Whether the driver's process is known to be gone; False when that cannot be told from here.
 
         Machines may share a name, and containers a machine's name and boot: a process is looked for only where its
-        number means the same.
+        number means the same. What its host is called (`worker.host`) says nothing of that: several hosts may be on one
+        machine, and two machines may have been given one host's name.
         """
-        here = (socket.gethostname(), boot_id(), namespace())
+        here = (machine_name(), boot_id(), namespace())
         if not self.pid_start or not self.pid_namespace or (self.host, self.boot, self.pid_namespace) != here:
             return False
         return not is_running(self.pid, self.pid_start)

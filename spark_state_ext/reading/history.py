@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, parse_file_name
 from spark_state_ext.errors import CorruptError, MissingCheckpointError
 from spark_state_ext.files.checkpoint import read_header
-from spark_state_ext.files.folder import Entry, Folder
+from spark_state_ext.files.folder import Entry, Folder, Readable
 from spark_state_ext.worker.threads import side_by_side
 
 __all__ = ["BucketFiles", "read_side_by_side"]
@@ -27,10 +27,13 @@ class BucketFiles:
         The bucket.
     entries
         The listing.
+    files
+        What headers are read from; by default the folder.
     """
 
-    def __init__(self, folder: Folder, bucket: int, entries: Iterable[Entry]) -> None:
+    def __init__(self, folder: Folder, bucket: int, entries: Iterable[Entry], files: Readable | None = None) -> None:
         self.folder = folder
+        self._files = folder if files is None else files
         self.bucket = bucket
         self.kinds: dict[CheckpointRef, set[str]] = {}
         self._modified_s: dict[CheckpointRef, float] = {}
@@ -108,7 +111,7 @@ class BucketFiles:
             if kind not in self.kinds.get(ref, ()):
                 continue
             try:
-                self._headers[ref] = read_header(self.folder, ref, kind)
+                self._headers[ref] = read_header(self._files, ref, kind)
                 return self._headers[ref]
             except (CorruptError, MissingCheckpointError) as error:
                 failure = failure or error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 import weakref
@@ -13,6 +12,7 @@ from collections.abc import Callable
 from spark_state_ext.errors import CannotHoldError, MissingCheckpointError, StateError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
+from spark_state_ext.worker.host import host_name
 
 __all__ = ["ReaderHold"]
 
@@ -112,7 +112,7 @@ class ReaderHold:
 
 def _placed(query_folder: Folder, lasts_ms: int) -> Hold:
     try:
-        holder = f"a reader, process {os.getpid()} on {socket.gethostname()}"
+        holder = f"a reader, process {os.getpid()} on {host_name()}"
         return Hold.place(query_folder, holder, lasts_ms)
     except StorageError as error:
         raise CannotHoldError(

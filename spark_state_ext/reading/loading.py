@@ -29,8 +29,9 @@ class _FolderAsBackend:
 
     root = True
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, files: Readable) -> None:
         self._folder = folder
+        self._files = files
 
     @property
     def name(self) -> str:
@@ -38,31 +39,51 @@ class _FolderAsBackend:
 
     @property
     def restore(self) -> RestoreManager:
-        return _FolderRestore(self._folder)
+        return _FolderRestore(self._files)
 
     def close(self) -> None:
         """Nothing to do."""
 
 
 class _FolderRestore:
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
+    def __init__(self, files: Readable) -> None:
+        self._files = files
 
     def init(self, checkpoint: Checkpoint) -> None:
         """Nothing to do: files are found by their names."""
 
     def restore(self) -> Readable:
-        return self._folder
+        return self._files
 
     def close(self) -> None:
         """Nothing to do."""
 
 
-def sources_in(folder: Folder, pointer: Pointer, *beside: Restorable) -> Sources:
-    """The files of a bucket's folder, what is inline in a pointer, and what else the state can be read from."""
+def sources_in(
+    folder: Folder, pointer: Pointer, *beside: Restorable, files: Readable | None = None, in_thread: bool = False
+) -> Sources:
+    """The files of a bucket's folder, what is inline in a pointer, and what else the state can be read from.
+
+    Parameters
+    ----------
+    folder
+        The bucket's folder.
+    pointer
+        What is restored.
+    beside
+        What else it can be read from.
+    files
+        The folder's files, where something lies between them and the reader.
+    in_thread
+        As for `Sources`.
+    """
     # Whatever other backends had: here is where one reads.
     status = {} if pointer.ref is None else {folder.root: ReplicationStatus(pointer.ref)}
-    return Sources([_FolderAsBackend(folder), *beside], replace(pointer, replication=status))
+    return Sources(
+        [_FolderAsBackend(folder, folder if files is None else files), *beside],
+        replace(pointer, replication=status),
+        in_thread=in_thread,
+    )
 
 
 def pointer_to(files: BucketFiles, ref: CheckpointRef | None, operator: OperatorFile) -> Pointer:

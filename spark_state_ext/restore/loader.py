@@ -63,6 +63,8 @@ class Loader:
         How far back a query may go, where files that no such batch needs are deleted by time, milliseconds.
     while_waiting
         Called now and then while files are waited for; what it raises ends the load.
+    in_thread
+        A single file is read by the thread that loads, which saves others, and is then not interrupted.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class Loader:
         scratch: Path,
         kept_ms: int | None = None,
         while_waiting: Callable[[], None] = lambda: None,
+        *,
+        in_thread: bool = False,
     ) -> None:
         self._store = store
         self._kept_ms = kept_ms
@@ -83,6 +87,7 @@ class Loader:
         self._scratch = scratch
         self.fetched_files = 0
         self._while_waiting = while_waiting
+        self._in_thread = in_thread
 
     def load(self, chain: Chain) -> None:
         """Fetch what the local store lacks of the last checkpoint of a chain.
@@ -142,9 +147,33 @@ class Loader:
         finally:
             self._store.end_incoming(keep)
 
+    def replace_runs(self, chain: Chain, ref: CheckpointRef) -> bool:
+        """Have the local store use the snapshot of a checkpoint in place of the runs that it has.
+
+        Parameters
+        ----------
+        chain
+            A lineage with the checkpoint.
+        ref
+            The checkpoint.
+
+        Returns
+        -------
+        bool
+            False where there is no snapshot of it, or it is of no use.
+
+        Raises
+        ------
+        StorageError
+            When the backends fail.
+        """
+        trace = Trace(self._sources, self._operators[0], self._bucket, self._kept_ms)
+        return self._fetch_all(chain, [Fetch(ref, SNAPSHOT)], trace)
+
     def _fetch_all(self, chain: Chain, plan: list[Fetch], trace: Trace) -> bool:
         """Apply the planned files, oldest first; False when one of them is of no use, which is noted."""
-        with _in_order(plan, self._read, self._result) as results:
+        one = self._in_thread and len(plan) == 1
+        with _one(plan[0], self._read) if one else _in_order(plan, self._read, self._result) as results:
             for fetch, found in results:
                 if not isinstance(found, CheckpointFile):
                     trace.note(fetch, found)
@@ -202,6 +231,14 @@ class Loader:
             if isinstance(error, (CorruptFileError, LineageError, MissingCheckpointError)):
                 return error
             raise
+
+
+@contextlib.contextmanager
+def _one(
+    fetch: Fetch, read: Callable[[Fetch], CheckpointFile | Failure]
+) -> Iterator[Iterator[tuple[Fetch, CheckpointFile | Failure]]]:
+    """The result of a plan of one file, read by whoever asks for it."""
+    yield ((it, read(it)) for it in (fetch,))
 
 
 @contextlib.contextmanager

@@ -144,12 +144,12 @@ class _Source:
                 raise_if_closed()
         return self.away is not None
 
-    def read(self, work: Callable[[Readable], T], raise_if_closed: Callable[[], None]) -> T:
-        """Run `work` on its files."""
+    def read(self, work: Callable[[Readable], T], raise_if_closed: Callable[[], None], in_thread: bool) -> T:
+        """Run `work` on its files; in this thread though it is not known whether it answers, where that is asked."""
         try:
             if self._silent is not None:
                 raise self._silent
-            return work(self.files) if self._known.is_set() else self._first_read(work, raise_if_closed)
+            return work(self.files) if in_thread or self._known.is_set() else self._first_read(work, raise_if_closed)
         except StorageError as error:
             if not isinstance(error, StoreFullError):  # that is of the local disk
                 self.away = error
@@ -234,12 +234,22 @@ class Sources:
         The backend that the job wants its state from; None when it does not say.
     silent_s
         A backend that gives neither an answer nor an error for so long is given up.
+    in_thread
+        Whoever asks for a file reads it himself, also the first one of a backend. He waits for a backend that gives
+        neither an answer nor an error, whatever `silent_s` and `close` say.
     """
 
     def __init__(
-        self, replicas: Sequence[Restorable], pointer: Pointer, preferred: str | None = None, silent_s: float = math.inf
+        self,
+        replicas: Sequence[Restorable],
+        pointer: Pointer,
+        preferred: str | None = None,
+        silent_s: float = math.inf,
+        *,
+        in_thread: bool = False,
     ) -> None:
         self._silent_s = silent_s
+        self._in_thread = in_thread
         self._inline = SealedFiles((SealedFile.of(it.name, it.data) for it in pointer.inline), "in Spark's state")
         self._replicas = list(replicas)
         self._sources: list[_Source] | None = None
@@ -288,7 +298,7 @@ class Sources:
             if source.name in away and does_without:
                 continue
             try:
-                found = source.read(work, self.raise_if_closed)
+                found = source.read(work, self.raise_if_closed, self._in_thread)
             except (CorruptError, MissingCheckpointError, StorageError) as error:
                 failures[source.name] = error
                 if several and source.away is error:

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import logging
 import os
-import socket
 import threading
 import time
 import uuid
@@ -25,6 +24,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from spark_state_ext.worker.host import host_name
 from spark_state_ext.worker.telemetry import Telemetry
 from spark_state_ext.worker.threads import DaemonPool
 
@@ -235,7 +235,7 @@ class MetricsLog:
         """Note a call; it is written with the task's last one where that is known, or within a second."""
         self._telemetry.record(call)
         with self._writing:
-            self._held.append({**asdict(call), "host": socket.gethostname(), "pid": os.getpid()})
+            self._held.append({**asdict(call), "host": host_name(), "pid": os.getpid()})
             held = len(self._held)
         if held == 1:
             self._beside.submit(self._flush_later)

@@ -11,7 +11,6 @@ import functools
 import logging
 import math
 import os
-import socket
 import threading
 import time
 import uuid
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from spark_state_ext.errors import StorageError
+from spark_state_ext.worker.host import host_name
 from spark_state_ext.worker.threads import DaemonPool
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def meter_provider() -> Any:
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
     from opentelemetry.sdk.resources import Resource
 
-    instance = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+    instance = f"{host_name()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     resource = Resource.create({"service.instance.id": instance})
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": METER}))

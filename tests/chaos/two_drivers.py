@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from core_support import WRITER, buffer_of, clean_up_at, first_pointer
-from object_store import azure_server, azurite, s3_server
 
 from arrow_schemas import Pointer
 from spark_state_ext.backends.files import sole_replica
@@ -40,6 +39,7 @@ from spark_state_ext.ownership.lease_record import RunIdentity
 from spark_state_ext.spark.client.lease_keeper import Kept
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, changed, scanned
+from tests.helpers.object_store import azure_server, azurite, s3_server
 from tests.helpers.waiting import WAIT_S
 
 QUERY, RETAINED = "query", 2

@@ -13,7 +13,7 @@ from pathlib import Path
 from processes import wait_until
 from throttle import passed_file, write_json
 
-from tests.core.object_store import S3, s3_server
+from tests.helpers.object_store import S3, s3_server
 
 __all__ = ["SlowS3", "slow_s3"]
 

@@ -16,11 +16,11 @@ from typing import Any, cast
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from object_store import S3, Azure
 from shares import ByNameNode, Share
 
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
+from tests.helpers.object_store import S3, Azure
 
 Named = Callable[[str], Folder]
 ROUNDS, CALLERS = 10, 8

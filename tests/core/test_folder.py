@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from core_support import small_disk
 from fsspec.implementations.local import LocalFileSystem
-from object_store import S3
 
 from spark_state_ext.errors import MissingCheckpointError, StorageError, StoreFullError, UsageError
 from spark_state_ext.files.advice import advice_on
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.worker.retry import is_retriable
+from tests.helpers.object_store import S3
 
 
 @pytest.fixture(params=["path", "file", "memory", "s3"])

@@ -15,7 +15,6 @@ import pytest
 from core_support import buffer_of, clean_up_at, first_pointer, state_at
 from fsspec.implementations.local import LocalFileSystem
 from life import Life
-from object_store import S3
 
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
@@ -37,6 +36,7 @@ from spark_state_ext.files.retention import (
 )
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, changed
+from tests.helpers.object_store import S3
 
 RETAINED = 3
 # Beats until nothing that Spark may hand out needs a file.

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from core_support import WRITER, buffer_of, first_pointer
-from object_store import S3
 from shares import ByNameNode, Share
 
 from arrow_schemas import Pointer
@@ -28,6 +27,7 @@ from spark_state_ext.files.sealed import SealedFile, seal
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Row, scanned
 from spark_state_ext.worker.threads import CallerExecutor
+from tests.helpers.object_store import S3
 from tests.helpers.waiting import WAIT_S
 
 LARGE_BYTES = 20 << 20

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from killed_jobs import PROVIDERS
-from object_store import s3_server
 from savepoint_cases import CASES, COVERING, SHORT, WHOLE, Case, Lengths
 from savepoint_job import session_of
 from savepoint_trial import Trial
+
+from tests.helpers.object_store import s3_server
 
 # The server of the tests goes through all objects of earlier cases at each listing, and a case has stores of its own.
 CASES_A_SESSION = 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +41,7 @@ from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.key_work import Times
 from spark_state_ext.spark.executor.rescaling import Move
+from spark_state_ext.worker.host import host_name
 from spark_state_ext.worker.retry import retried
 
 __all__ = ["CallFolders", "CallInfo", "OpenBucket", "open_bucket", "refuse_without_import"]
@@ -272,7 +272,7 @@ def open_bucket(
             claim.id if claim is not None else call.task.query_id or query_folder,
             call.task.run_id or job.plan_id,
             call.batch,
-            socket.gethostname(),
+            host_name(),
         ),
         _context(shared, call, scratch, leases),
         # The query's own backends have nothing yet where it reads from others.

@@ -1,0 +1,111 @@
+"""What one listing of a bucket's folder tells a follower: which files are worth a look, and from where to load."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, file_name
+from spark_state_ext.files.folder import Entry, Folder
+from spark_state_ext.reading.history import BucketFiles
+from spark_state_ext.restore.load_plan import Chain
+from spark_state_ext.standby.metered import Bandwidth, MeteredFiles
+from spark_state_ext.standby.values import Lag
+
+__all__ = ["Listing"]
+
+# A follower that is not far behind sees fewer new files at once.
+_CANDIDATES_MAX = 16
+
+
+class Listing:
+    """A bucket's folder as of one listing.
+
+    Parameters
+    ----------
+    folder, bucket
+        The bucket's.
+    entries
+        The listing.
+    bandwidth
+        How fast its files may be read.
+    """
+
+    def __init__(self, folder: Folder, bucket: int, entries: Sequence[Entry], bandwidth: Bandwidth) -> None:
+        self.sizes = {entry.name: entry.size_bytes for entry in entries}
+        self.meter = MeteredFiles(folder, self.sizes, bandwidth)
+        self.files = BucketFiles(folder, bucket, entries, self.meter)
+
+    @property
+    def refs(self) -> frozenset[CheckpointRef]:
+        """All checkpoints that have a file."""
+        return frozenset(self.files.kinds)
+
+    def candidates(self, fresh: Collection[CheckpointRef]) -> list[CheckpointRef]:
+        """Of files that were not seen before, those whose headers are worth a look, in the order of their writing.
+
+        All, where they are few. Of many, those of the highest version, and of the version that was written last, as a
+        query that went back writes lower ones: the others are reached by the lineages of these.
+        """
+        chosen = set(fresh)
+        if len(chosen) > _CANDIDATES_MAX:
+            last = max(chosen, key=self._written)
+            versions = {max(ref.version for ref in chosen), last.version}
+            chosen = {ref for ref in chosen if ref.version in versions}
+        return sorted(chosen, key=self._written)
+
+    def _written(self, ref: CheckpointRef) -> tuple[float, int]:
+        return self.files.modified_s(ref), ref.version
+
+    def lag(self, loaded: CheckpointRef | None, lacking: Collection[CheckpointRef]) -> Lag:
+        """How far a copy is behind.
+
+        Parameters
+        ----------
+        loaded
+            Its newest checkpoint.
+        lacking
+            Those that it lacks, the newest ones of them.
+        """
+        if not lacking:
+            return Lag()
+        newest = max(lacking, key=lambda ref: (ref.version, self.files.modified_s(ref)))
+        version = 0 if loaded is None else loaded.version
+        between = {ref for ref in self.files.kinds if version < ref.version <= newest.version} | set(lacking)
+        size_bytes = sum(self.sizes.get(file_name(ref, DELTA), 0) for ref in between)
+        since_s = 0.0 if loaded is None else self.files.modified_s(loaded)
+        seconds = max(0.0, self.files.modified_s(newest) - since_s) if since_s else 0.0
+        return Lag(max(1, newest.version - version), size_bytes, seconds)
+
+    def newest_snapshot(self, lineage: Sequence[CheckpointRef]) -> CheckpointRef | None:
+        """The newest checkpoint of a lineage that has a snapshot; None: none has."""
+        return next((ref for ref in reversed(lineage) if SNAPSHOT in self.files.kinds.get(ref, ())), None)
+
+    def chain(self, header: LineageHeader, here: Collection[CheckpointRef]) -> Chain:
+        """What a load of a checkpoint begins with.
+
+        Parameters
+        ----------
+        header
+            The checkpoint's.
+        here
+            Checkpoints at which runs of the local store end.
+
+        Returns
+        -------
+        Chain
+            From the newest snapshot on. What lies before that is in it where reading the deltas since what is here is
+            less than reading the snapshot.
+        """
+        refs = (*header.lineage, header.ref)
+        snapshot = self.newest_snapshot(refs)
+        start = 0 if snapshot is None else refs.index(snapshot)
+        base = max((at for at, ref in enumerate(refs) if ref in here), default=-1)
+        if snapshot is not None and base < start:
+            deltas = [self.sizes.get(file_name(ref, DELTA)) for ref in refs[base + 1 : start + 1]]
+            known = [size for size in deltas if size is not None]
+            # The checkpoint's own delta was read with its header, mostly.
+            more = sum(known[: len(known) - (snapshot == header.ref)])
+            if base < 0 or len(known) < len(deltas) or more > self.sizes[file_name(snapshot, SNAPSHOT)]:
+                refs, start = refs[start:], 0
+        # A bucket's first checkpoint has version 1, and its delta is all there is.
+        return Chain(refs, rooted=start == 0 and refs[0].version == 1, start=start)

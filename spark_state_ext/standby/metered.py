@@ -1,0 +1,156 @@
+"""What a follower reads: counted, no faster than it may, and each small file once."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from spark_state_ext.files.folder import Folder
+
+__all__ = ["Bandwidth", "MeteredFiles", "Taken"]
+
+# Its header is asked for first. A file up to this size is read whole then, and kept until its rows are asked for.
+_WHOLE_BYTES_MAX = 256 << 10
+_PIECE_BYTES = 8 << 20
+
+
+class Bandwidth:
+    """How many bytes a second may be read: a bucket of tokens that has those of one second at most.
+
+    Who takes more than there are waits until they have come, and goes on then; so over any time no more is read than
+    it allows, and one file, whatever its size, is never refused.
+
+    Parameters
+    ----------
+    max_bytes_s
+        Bytes per second; None: as many as come.
+    clock
+        Monotonic, seconds.
+    sleep
+        Waits so many seconds; may return early where nobody wants the bytes any more.
+    """
+
+    def __init__(
+        self,
+        max_bytes_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._rate = max_bytes_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._tokens = max_bytes_s or 0.0
+        self._at_s = clock()
+
+    def take(self, size_bytes: int) -> None:
+        """Wait until so many bytes may be read."""
+        if self._rate is None:
+            return
+        with self._lock:
+            now_s = self._clock()
+            self._tokens = min(self._rate, self._tokens + (now_s - self._at_s) * self._rate)
+            self._at_s = now_s
+            self._tokens -= size_bytes
+            wait_s = -self._tokens / self._rate
+        if wait_s > 0:
+            self._sleep(wait_s)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What was read.
+
+    Parameters
+    ----------
+    files
+        Files of which anything was read.
+    size_bytes
+        Bytes.
+    """
+
+    files: int
+    size_bytes: int
+
+
+class MeteredFiles:
+    """The files of a bucket's folder as of a listing, read through a meter.
+
+    Parameters
+    ----------
+    folder
+        The folder.
+    sizes
+        Sizes of its files, as listed, bytes.
+    bandwidth
+        How fast they may be read.
+    """
+
+    def __init__(self, folder: Folder, sizes: Mapping[str, int], bandwidth: Bandwidth) -> None:
+        self._folder = folder
+        self._sizes = sizes
+        self._bandwidth = bandwidth
+        self._whole: dict[str, bytes] = {}
+        self._read: set[str] = set()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def taken(self) -> Taken:
+        """What was read so far."""
+        with self._lock:
+            return Taken(len(self._read), self._bytes)
+
+    def where(self, name: str) -> str:
+        """How to call a file in messages."""
+        return self._folder.where(name)
+
+    def size(self, name: str) -> int:
+        """Size of a file, as listed."""
+        return self._sizes[name] if name in self._sizes else self._folder.size(name)
+
+    def get(self, name: str) -> bytes:
+        """A whole file. What was kept of it is let go, as nobody reads a file twice."""
+        kept = self._whole.pop(name, None)
+        if kept is not None:
+            return kept
+        self._bandwidth.take(self.size(name))
+        return self._counted(name, self._folder.get(name))
+
+    def get_range(self, name: str, start: int, end: int) -> bytes:
+        """A part of a file."""
+        kept = self._whole.get(name)
+        if kept is None and self.size(name) <= _WHOLE_BYTES_MAX:
+            kept = self._whole[name] = self.get(name)
+        if kept is not None:
+            return kept[start:end]
+        self._bandwidth.take(end - start)
+        return self._counted(name, self._folder.get_range(name, start, end))
+
+    def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
+        """Copy a file to a local path, piece by piece; what fails there is an `OSError`."""
+        size = self.size(name)
+        with open(local_path, "wb") as copy:
+            for at in range(0, size, _PIECE_BYTES):
+                copy.write(self.get_range(name, at, min(at + _PIECE_BYTES, size)))
+
+    def open_local(self, name: str) -> pa.NativeFile | None:
+        """A file opened where it lies, which counts as read; None where it does not lie on a local disk."""
+        found = self._folder.open_local(name)
+        if found is not None:
+            self._bandwidth.take(self.size(name))
+            with self._lock:
+                self._read.add(name)
+                self._bytes += self.size(name)
+        return found
+
+    def _counted(self, name: str, data: bytes) -> bytes:
+        with self._lock:
+            self._read.add(name)
+            self._bytes += len(data)
+        return data

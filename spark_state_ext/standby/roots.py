@@ -1,0 +1,227 @@
+"""Followers of many buckets of a root: a few threads, and each bucket as often as it is worth it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from arrow_schemas.operator import OperatorFile
+from arrow_schemas.standby import BucketKey
+from spark_state_ext.errors import UsageError
+from spark_state_ext.standby.finding import Finder, FoundBuckets
+from spark_state_ext.standby.following import BucketFollower, FollowedStores
+from spark_state_ext.standby.metered import Bandwidth
+from spark_state_ext.standby.values import Followed, FollowedRoot
+from spark_state_ext.store.reclaim import reclaim
+from spark_state_ext.worker.threads import DaemonPool
+
+__all__ = ["Pace", "RootFollower", "next_wait_s"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# A bucket is asked for so much of the time for which nobody has written it.
+_OF_IDLE = 1 / 8
+_FAILED_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often buckets are looked at.
+
+    Parameters
+    ----------
+    poll_s
+        One that is written.
+    idle_s_max
+        One that nobody writes, at least so often.
+    failed_s_max
+        One that fails, at least so often.
+    """
+
+    poll_s: float = 1.0
+    idle_s_max: float = 30.0
+    failed_s_max: float = 60.0
+
+
+def next_wait_s(pace: Pace, last_wait_s: float, failed: bool, idle_s: float) -> float:
+    """How long a bucket is left alone after a step.
+
+    Parameters
+    ----------
+    pace
+        Bounds.
+    last_wait_s
+        How long it was before.
+    failed
+        The step went wrong.
+    idle_s
+        For how long nobody has written the bucket, as far as was seen.
+    """
+    if failed:
+        return min(pace.failed_s_max, max(pace.poll_s, last_wait_s * _FAILED_FACTOR))
+    return min(pace.idle_s_max, max(pace.poll_s, idle_s * _OF_IDLE))
+
+
+class _Held:
+    """A bucket that is followed."""
+
+    def __init__(self, follower: BucketFollower, now_s: float) -> None:
+        self.follower = follower
+        self.due_s = now_s
+        self.wait_s = 0.0
+        self.written_s = now_s
+        self.step: Future[Followed] | None = None
+        self.last: Followed | None = None
+        self.told = ""
+
+
+class RootFollower:
+    """Follows buckets of a root on this host. `tick` is to be called again and again, by one thread.
+
+    Parameters
+    ----------
+    root
+        The root, and where the copies lie.
+    threads_max
+        How many buckets are loaded at once.
+    bandwidth_max_bytes_s
+        How many bytes a second are read at most; None: as many as come.
+    pace
+        How often buckets are looked at.
+    clock
+        Monotonic, seconds.
+
+    Examples
+    --------
+    >>> follower = RootFollower(FollowedRoot("/state"))  # doctest: +SKIP
+    >>> follower.hold(follower.find().operators)  # doctest: +SKIP
+    >>> while True:  # doctest: +SKIP
+    ...     time.sleep(follower.tick())
+    """
+
+    def __init__(
+        self,
+        root: FollowedRoot,
+        *,
+        threads_max: int = 2,
+        bandwidth_max_bytes_s: float | None = None,
+        pace: Pace | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if threads_max < 1:
+            raise UsageError(f"threads_max must be 1 or more, not {threads_max!r}")
+        if bandwidth_max_bytes_s is not None and not bandwidth_max_bytes_s > 0:
+            raise UsageError(f"bandwidth_max_bytes_s must be a number of bytes above 0, not {bandwidth_max_bytes_s!r}")
+        self._root = root
+        self._clock = clock
+        self._pace = pace or Pace()
+        self._stop = threading.Event()
+        self._bandwidth = Bandwidth(bandwidth_max_bytes_s, clock, self._stop.wait)
+        self._stores = FollowedStores()
+        self._pool = DaemonPool("standby")
+        self._pool.threads_max = threads_max
+        self._finder = Finder(root.folder)
+        self._operators: Mapping[BucketKey, OperatorFile] = {}
+        self._held: dict[BucketKey, _Held] = {}
+        # Steps of buckets that are not held any more.
+        self._left: list[Future[Followed]] = []
+
+    def find(self) -> FoundBuckets:
+        """Look for buckets to follow, and for newer operator files of those that are.
+
+        Raises
+        ------
+        StorageError
+            When the root cannot be listed.
+        """
+        found = self._finder.find()
+        self._operators = found.operators
+        return found
+
+    def hold(self, keys: Collection[BucketKey]) -> None:
+        """Follow these buckets, and no others. The copies of others stay until they are reclaimed.
+
+        Parameters
+        ----------
+        keys
+            Some of those that `find` told last, or that are held already.
+
+        Raises
+        ------
+        UsageError
+            When one of them is neither.
+        """
+        wanted = set(keys)
+        for key in self._held.keys() - wanted:
+            gone = self._held.pop(key)
+            if gone.step is not None:
+                self._left.append(gone.step)
+        for key in sorted(wanted - self._held.keys()):
+            if key not in self._operators:
+                raise UsageError(f"{key} is not known under {self._root.root}: look for buckets first")
+            follower = BucketFollower(
+                self._root, key, self._operators[key], self._stores, self._bandwidth, self._stop, self._clock
+            )
+            self._held[key] = _Held(follower, self._clock())
+
+    def tick(self) -> float:
+        """Begin the steps that are due, and take in those that are done; waits for nothing.
+
+        Returns
+        -------
+        float
+            Seconds until the next step is due.
+        """
+        for step in self._left:
+            if step.done():
+                step.result()
+        self._left = [step for step in self._left if not step.done()]
+        now_s = self._clock()
+        for key, held in self._held.items():
+            if held.step is not None and held.step.done():
+                # What is no error of a file or a store is one of ours, and is not to be lost.
+                self._take_in(held, held.step.result(), now_s)
+                held.step = None
+            if held.step is None and held.due_s <= now_s:
+                if key in self._operators:
+                    held.follower.use(self._operators[key])
+                held.step = self._pool.submit(held.follower.step)
+        waiting = [held.due_s - now_s for held in self._held.values() if held.step is None]
+        return max(0.0, min([*waiting, self._pace.poll_s]))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no step is under way; False when one still is."""
+        steps = [held.step for held in self._held.values() if held.step is not None]
+        return not wait([*steps, *self._left], timeout_s).not_done
+
+    def followed(self) -> dict[BucketKey, Followed]:
+        """What became of the last step of each bucket that is held; one that has had none yet is missing."""
+        return {key: held.last for key, held in self._held.items() if held.last is not None}
+
+    def reclaim(self, keep_s: float) -> list[Path]:
+        """Remove local stores that no task and no follower of this host has used for so long, as tasks do."""
+        return reclaim(self._root.stores, self._root.scratch, keep_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Have steps end, and close the local stores."""
+        self._stop.set()
+        self.drain(timeout_s)
+        self._pool.close()
+        self._stores.close()
+
+    def _take_in(self, held: _Held, found: Followed, now_s: float) -> None:
+        if found.is_new:
+            held.written_s = now_s
+        held.last = found
+        held.wait_s = next_wait_s(self._pace, held.wait_s, found.error is not None, now_s - held.written_s)
+        held.due_s = now_s + held.wait_s
+        told = "" if found.error is None else f"{type(found.error).__name__}: {found.error}"
+        if told and told != held.told:
+            _LOGGER.warning("the copy of %s is not as new as its files: %s", found.key, found.error)
+        elif held.told and not told:
+            _LOGGER.info("the copy of %s is followed again", found.key)
+        held.told = told

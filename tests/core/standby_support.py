@@ -1,0 +1,188 @@
+"""What the tests of followers share: one bucket of a query, written call by call, and a task on the follower's host."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from core_support import buffer_of
+from fsspec.implementations.local import LocalFileSystem
+from reading_support import operator_file
+
+from arrow_schemas import Pointer, Writer
+from arrow_schemas.lineage import CheckpointRef
+from arrow_schemas.operator import OperatorFile, operator_file_name
+from arrow_schemas.standby import BucketKey
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.standby.following import BucketFollower, FollowedStores
+from spark_state_ext.standby.values import FollowedRoot
+from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import SCHEMA, Changes, Model, changed, scanned
+
+__all__ = ["BUCKET", "FAULTY", "Faults", "World", "covering"]
+
+OPERATOR, QUERY, BUCKET, BUCKETS = "counts", "query", 3, 8
+
+
+class Faults(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
+    """A disk that fails at a read: the one with that number, and as many after it."""
+
+    cachable = False
+    reads: ClassVar[int] = 0
+    fails_from: ClassVar[int] = 1 << 62
+    fails: ClassVar[int] = 0
+
+    @classmethod
+    def fail(cls, at: int, count: int = 1 << 61) -> None:
+        """Fail at reads from number `at` on, counted from now."""
+        cls.reads, cls.fails_from, cls.fails = 0, at, count
+
+    @classmethod
+    def heal(cls) -> None:
+        """Never fail."""
+        cls.fail(1 << 62)
+
+    def _read(self, path: str) -> None:
+        cls = type(self)
+        cls.reads += 1
+        if cls.fails_from <= cls.reads < cls.fails_from + cls.fails:
+            raise OSError(errno.EIO, "the disk fails", path)
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
+        self._read(path)
+        return super().ls(path, detail, **kwargs)
+
+    def cat_file(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        self._read(path)
+        return super().cat_file(path, *args, **kwargs)
+
+
+FAULTY = {"implementation": "standby_support.Faults"}
+
+
+@dataclass
+class World:
+    """A bucket of a query, and a host that follows it.
+
+    Parameters
+    ----------
+    base
+        Folder of a test.
+    root
+        The root; by default in that folder.
+    """
+
+    base: Path
+    root: str = ""
+    chunk_rows: int = 3
+    run_id: str = "run"
+    retained: int = 2
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    follower_class: type[BucketFollower] = BucketFollower
+    # Pointers that were committed, one a batch, each with the state then.
+    history: list[tuple[Pointer, Model]] = field(default_factory=list)
+    committed: set[CheckpointRef] = field(default_factory=set)
+    clock_s: float = 1e9
+
+    def __post_init__(self) -> None:
+        self.root = self.root or str(self.base / "root")
+        self.scratch = self.base / "scratch"
+        self.scratch.mkdir(parents=True)
+        (self.base / "b").mkdir()
+        self.at = FollowedRoot(self.root, self.storage_options, str(self.base / "b"))
+        self.key = BucketKey(OPERATOR, QUERY, BUCKET)
+        self.query_folder = self.at.folder.child(OPERATOR, QUERY)
+        self.files: Folder = self.query_folder.child(str(BUCKET))
+        self.operator: OperatorFile = operator_file(OPERATOR, QUERY, BUCKETS)
+        self.query_folder.put(operator_file_name(0), self.operator.encode())
+        self.active = LocalStore.at(self.base / "a", SCHEMA, chunk_rows=self.chunk_rows)
+        none = Pointer(OPERATOR, BUCKET, BUCKETS, 0, -1, None, query_folder=QUERY)
+        self.history.append((none, {}))
+        self.follow()
+
+    def follow(self, **given: Any) -> None:
+        """The host's service begins."""
+        self.stores = FollowedStores()
+        at = replace(self.at, **given)
+        self.follower = self.follower_class(at, self.key, self.operator, self.stores)
+
+    def close(self) -> None:
+        """Let go of the local stores."""
+        self.stores.close()
+        self.active.close()
+
+    @property
+    def pointer(self) -> Pointer:
+        """The last committed pointer."""
+        return self.history[-1][0]
+
+    @property
+    def model(self) -> Model:
+        """The state at it."""
+        return self.history[-1][1]
+
+    def bucket(self, store: LocalStore, pointer: Pointer, host: str = "a") -> Bucket:
+        """The bucket, as a task opens it."""
+        writer = Writer(QUERY, self.run_id, pointer.batch + 1, host)
+        context = CommitContext(self.scratch, batches_retained=self.retained)
+        return Bucket(store, sole_replica(self.files, self.scratch), pointer, writer, context)
+
+    def attempt(self, changes: Changes, at: int = -1, store: LocalStore | None = None) -> tuple[Pointer, Model]:
+        """One attempt at the batch after a committed one."""
+        pointer, model = self.history[at]
+        before = {entry.name for entry in self.files.entries()}
+        made = self.bucket(store or self.active, pointer).commit(buffer_of(changes, self.scratch)).pointer
+        self._dated(before)
+        return replace(made, batch=pointer.batch + 1), changed(model, changes)
+
+    def commit(self, attempt: tuple[Pointer, Model]) -> None:
+        """Spark takes that one."""
+        if attempt[0].parent is not None:
+            self.committed.add(attempt[0].parent)
+        self.history.append(attempt)
+        if attempt[0].ref is not None:
+            self.committed.add(attempt[0].ref)
+
+    def batch(self, changes: Changes, store: LocalStore | None = None) -> None:
+        """A batch of one attempt."""
+        self.commit(self.attempt(changes, store=store))
+
+    def go_back(self, at: int, run_id: str) -> None:
+        """The query is started again at an earlier batch."""
+        del self.history[at + 1 :]
+        self.run_id = run_id
+
+    def task(self) -> LocalStore:
+        """The local store as a task on the follower's host opens it."""
+        return LocalStore.at(self.follower.store_folder, self.operator.row_schema(), chunk_rows=self.chunk_rows)
+
+    def adopted(self, at: int = -1) -> int:
+        """Files that a task on the follower's host fetches to read the state after a batch, which must be right."""
+        pointer, model = self.history[at]
+        it = self.bucket(self.task(), pointer, "b")
+        assert it.read(scanned) == model
+        return it.fetched_files
+
+    def names(self) -> list[str]:
+        """Files of the bucket."""
+        return self.files.names()
+
+    def _dated(self, before: set[str]) -> None:
+        """Each call writes later than the one before, on whatever disk."""
+        if not self.files.is_local:
+            return
+        self.clock_s += 1
+        for name in set(self.files.names()) - before:
+            os.utime(Path(self.files.root) / name, (self.clock_s, self.clock_s))
+
+
+def covering(store: LocalStore) -> set[CheckpointRef]:
+    """The newest checkpoints of runs that were merged."""
+    return {run.newest for run in store.runs() if run.newest != run.oldest}

@@ -1,0 +1,335 @@
+"""Following many buckets of a root: which there are, how often each is looked at, and what is told of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_support import WRITER
+from reading_support import Job, operator_file
+from rescaled_query import bucket_in
+from standby_support import FAULTY, Faults
+from test_rescale import old_job, rescaled
+
+from arrow_schemas import BucketMap
+from arrow_schemas.lineage import DELTA, file_name
+from arrow_schemas.operator import operator_file_name
+from arrow_schemas.standby import BucketKey
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.errors import CorruptFileError, StorageError, UsageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.standby.finding import Finder, written
+from spark_state_ext.standby.following import BucketFollower
+from spark_state_ext.standby.roots import Pace, RootFollower, next_wait_s
+from spark_state_ext.standby.values import FollowedRoot
+from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scanned
+from tests.helpers.clock import VirtualClock
+from tests.helpers.waiting import WAIT_S
+
+
+class Host:
+    """A host with a follower of a root, whose time a test lets pass."""
+
+    def __init__(self, base: Path, **given: Any) -> None:
+        (base / "b").mkdir(exist_ok=True)
+        self.clock = VirtualClock()
+        options = given.pop("storage_options", {})
+        self.root = FollowedRoot(str(base / "root"), options, str(base / "b"))
+        self.follower = RootFollower(self.root, clock=self.clock, **given)
+
+    def hold_all(self) -> None:
+        self.follower.hold(self.follower.find().operators)
+
+    def pass_time(self, seconds: float = 0.0) -> None:
+        """Let time pass, and do what is due then, to the end."""
+        self.clock.sleep(seconds)
+        self.follower.tick()
+        assert self.follower.drain(WAIT_S)
+        self.follower.tick()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    (tmp_path / "scratch").mkdir()
+    made = Job(tmp_path / "root", tmp_path / "scratch")
+    yield made
+    made.close()
+
+
+def changes(number: int) -> dict[Any, Row | None]:
+    return {key: Row(number) for key in KEYS}
+
+
+def adopted(host: Host, job: Job) -> tuple[Model, int]:
+    """What tasks on the host read, and how many files they fetch for it."""
+    model: Model = {}
+    fetched = 0
+    for bucket, pointer in enumerate(job.pointers[-1]):
+        key = BucketKey(job.operator, job.folder.name, bucket)
+        store = LocalStore.at(host.root.store_folder(key, 0), SCHEMA)
+        replicas = sole_replica(job.folder.child(str(bucket)), job.scratch, "fsspec")
+        it = Bucket(store, replicas, pointer, WRITER, CommitContext(job.scratch))
+        model |= it.read(scanned)
+        fetched += it.fetched_files
+    return model, fetched
+
+
+def test_all_buckets_of_a_job(tmp_path: Path, job: Job) -> None:
+    host = Host(tmp_path)
+    for number in range(5):
+        job.batch(changes(number))
+        host.hold_all()
+        host.pass_time(1.0)
+        assert adopted(host, job) == (job.models[-1], 0)
+        followed = host.follower.followed()
+        assert {key.bucket for key in followed} == {0, 1, 2, 3}
+        assert all(it.is_caught_up and it.batch == number and it.host == "host" for it in followed.values())
+    host.follower.close()
+
+
+def test_it_finds_what_is_an_operators(tmp_path: Path, job: Job) -> None:
+    job.batch(changes(0))
+    root = Folder(str(tmp_path / "root"))
+    root.child("_standby", "members").put("a.1.1.json", b"{}")
+    root.child("counts", "spill").put("x", b"")
+    root.child("counts", "starting").put("x", b"")
+    root.child("counts", "query", "lease").put("1.json", b"{}")
+    root.child("counts", "query", "parents", "0").put("x", b"")
+    root.child("counts", "query", "007").put("x", b"")
+    root.child("counts", "query", "4").put("x", b"")
+    root.child("nothing", "here").put("x", b"")
+    found = Finder(root).find()
+    assert sorted(found.operators) == [BucketKey("counts", "query", bucket) for bucket in range(4)]
+    assert not found.errors
+
+
+def test_one_operator_that_cannot_be_read_does_not_keep_the_others(tmp_path: Path, job: Job) -> None:
+    job.batch(changes(0))
+    root = Folder(str(tmp_path / "root"))
+    root.child("others", "q", "0").put("x", b"")
+    good = operator_file("others", "q", 1).encode()
+    root.child("others", "q").put(operator_file_name(0), good)
+    finder = Finder(root)
+    assert len(finder.find().operators) == 5
+    root.child("others", "q").put(operator_file_name(1), b"{}")
+    found = finder.find()
+    assert isinstance(found.errors["others"], CorruptFileError)
+    # What was known of it stays.
+    assert len(found.operators) == 5
+
+
+def test_which_query_folders_are_followed() -> None:
+    day_ms = 86_400_000
+    moved = {"q": 1_000, "q.r0123456789ab": 2_000, "q.rba9876543210": 1_500}
+    assert written(moved) == ["q.r0123456789ab"]
+    # Gone back to the old number.
+    assert written({**moved, "q": 3_000}) == ["q"]
+    # Two live queries; and one that was given up.
+    assert written({"p": 1_000, "q": 2_000}) == ["p", "q"]
+    assert written({"p": 1_000, "q": 1_001 + day_ms}) == ["q"]
+    # Of stores that do not tell, all.
+    assert written({"p": None, "q": None}) == ["p", "q"]
+
+
+def test_a_query_that_moved_on_is_followed_there(tmp_path: Path, job: Job) -> None:
+    job.batch(changes(0))
+    host = Host(tmp_path)
+    host.hold_all()
+    host.pass_time()
+    moved = Path(job.folder.root).with_name("query.r0123456789ab")
+    shutil.copytree(job.folder.root, moved)
+    later_s = moved.stat().st_mtime + 100
+    for path in moved.rglob("*"):
+        os.utime(path, (later_s, later_s))
+    found = host.follower.find().operators
+    assert {key.query_folder for key in found} == {moved.name}
+    host.follower.hold(found)
+    host.pass_time(1.0)
+    assert {key.query_folder for key in host.follower.followed()} == {moved.name}
+    with pytest.raises(UsageError, match="look for buckets first"):
+        host.follower.hold([BucketKey("counts", "query", 0)])
+    host.follower.close()
+
+
+def test_how_long_a_bucket_is_left_alone() -> None:
+    pace = Pace(poll_s=1.0, idle_s_max=30.0, failed_s_max=60.0)
+    assert [next_wait_s(pace, 1.0, False, idle_s) for idle_s in (0, 8, 16, 240, 1e9)] == [1, 1, 2, 30, 30]
+    waits = [0.0]
+    for _ in range(8):
+        waits.append(next_wait_s(pace, waits[-1], True, 0.0))
+    assert waits[1:] == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_a_bucket_that_nobody_writes_is_listed_less_often(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.batch(changes(0))
+    host = Host(tmp_path)
+    host.hold_all()
+    steps = _counted(monkeypatch)
+    for _ in range(600):
+        host.pass_time(1.0)
+    # 4 buckets, each asked about 8 times as rarely as it is old, and once in 30 s then.
+    assert 4 * (8 + 600 / 30 - 240 / 30) <= len(steps) <= 4 * 60
+    last = len(steps)
+    for _ in range(60):
+        host.pass_time(1.0)
+    assert len(steps) - last == 8
+    # As soon as it is written, it is asked each second again.
+    job.batch(changes(1))
+    host.pass_time(30.0)
+    last = len(steps)
+    host.pass_time(1.0)
+    assert len(steps) - last == 4
+    assert adopted(host, job) == (job.models[-1], 0)
+    host.follower.close()
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch) -> list[BucketKey]:
+    steps: list[BucketKey] = []
+    step = BucketFollower.step
+
+    def counted(self: BucketFollower) -> Any:
+        steps.append(self.key)
+        return step(self)
+
+    monkeypatch.setattr(BucketFollower, "step", counted)
+    return steps
+
+
+def test_a_store_that_fails_is_asked_less_often_and_told_once(
+    tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "spark_state_ext")
+    job.batch(changes(0))
+    Faults.heal()
+    host = Host(tmp_path, storage_options=FAULTY, threads_max=1)
+    host.hold_all()
+    host.pass_time()
+    job.batch(changes(1))
+    Faults.fail(1)
+    steps = _counted(monkeypatch)
+    for _ in range(600):
+        host.pass_time(1.0)
+    assert len(steps) <= 4 * (600 / 60 + 7)
+    followed = host.follower.followed()
+    assert all(isinstance(it.error, StorageError) and not it.is_caught_up for it in followed.values())
+    told = [it for it in caplog.records if "is not as new as its files" in it.message]
+    assert len(told) == 4
+    with pytest.raises(StorageError):
+        host.follower.find()
+    Faults.heal()
+    host.pass_time(60.0)
+    assert all(it.is_caught_up for it in host.follower.followed().values())
+    assert len([it for it in caplog.records if "is followed again" in it.message]) == 4
+    assert adopted(host, job) == (job.models[-1], 0)
+    host.follower.close()
+
+
+def test_a_damaged_file_of_one_bucket_is_that_buckets(tmp_path: Path, job: Job) -> None:
+    job.batch(changes(0))
+    ref = job.pointers[-1][2].ref
+    assert ref is not None
+    job.folder.child("2").put(file_name(ref, DELTA), b"no checkpoint file")
+    host = Host(tmp_path)
+    host.hold_all()
+    host.pass_time()
+    followed = host.follower.followed()
+    assert {key.bucket: it.is_caught_up for key, it in followed.items()} == {0: True, 1: True, 2: False, 3: True}
+    host.follower.close()
+
+
+def test_what_is_no_error_of_a_file_is_raised(tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.batch(changes(0))
+    host = Host(tmp_path)
+    host.hold_all()
+
+    def broken(self: BucketFollower) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(BucketFollower, "step", broken)
+    with pytest.raises(ZeroDivisionError):
+        host.pass_time()
+    host.follower.close()
+
+
+def test_copies_that_are_not_held_any_more_are_reclaimed_and_others_not(tmp_path: Path, job: Job) -> None:
+    job.batch(changes(0))
+    host = Host(tmp_path)
+    host.hold_all()
+    host.pass_time()
+    keys = sorted(host.follower.followed())
+    folders = {key: host.root.store_folder(key, 0) for key in keys}
+    host.follower.hold(keys[:2])
+    for folder in folders.values():
+        for path in folder.rglob("*"):
+            os.utime(path, (1, 1))
+    # Nothing was written, and yet the copies are used.
+    host.pass_time(1.0)
+    removed = host.follower.reclaim(3_600.0)
+    assert sorted(removed) == [folders[key] for key in keys[2:]]
+    assert all(folders[key].is_dir() for key in keys[:2])
+    host.follower.hold(keys)
+    host.pass_time(1.0)
+    assert adopted(host, job) == (job.models[-1], 0)
+    host.follower.close()
+
+
+def test_a_newer_operator_file_is_told_to_followers(tmp_path: Path, job: Job) -> None:
+    job.batch(changes(0))
+    host = Host(tmp_path)
+    host.hold_all()
+    host.pass_time()
+    newer = replace(operator_file("counts", "query", 4), schema_id=1)
+    job.folder.put(operator_file_name(1), newer.encode())
+    host.follower.find()
+    host.pass_time(1.0)
+    key = BucketKey("counts", "query", 1)
+    store = LocalStore.at(host.root.store_folder(key, 1), SCHEMA)
+    ref = job.pointers[-1][1].ref
+    assert ref is not None
+    assert store.has(ref)
+    host.follower.close()
+
+
+@pytest.mark.parametrize("given", [{"threads_max": 0}, {"bandwidth_max_bytes_s": 0}, {"bandwidth_max_bytes_s": -1.0}])
+def test_limits_that_are_none(tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        RootFollower(FollowedRoot(str(tmp_path)), **given)
+
+
+def test_buckets_of_a_rescaled_query_begin_with_their_parents(tmp_path: Path) -> None:
+    """There is no snapshot yet: it is made of the parents' files, as a task makes it."""
+    old = old_job(tmp_path, 3, [{key: Row(at) for at, key in enumerate(KEYS)}])
+    query = rescaled(tmp_path, old, BucketMap(8))
+    query.start()
+    query.batch({key: Row(7) for key in KEYS[:9]})
+    query.folder.put(operator_file_name(0), query.job.operator_file(query.name).encode())
+    assert not list((tmp_path / "new").rglob("*.snapshot.arrow"))
+    (tmp_path / "b").mkdir()
+    root = FollowedRoot(query.job.options.root, local_dir=str(tmp_path / "b"))
+    follower = RootFollower(root, clock=VirtualClock())
+    follower.hold(follower.find().operators)
+    follower.tick()
+    assert follower.drain(WAIT_S)
+    follower.tick()
+    followed = follower.followed()
+    # One that was not changed yet has no file of its own, and is not found before it has.
+    assert {str(key.bucket) for key in followed} == set(query.folder.names()) & {str(it) for it in range(8)}
+    assert len(followed) > 3
+    assert all(it.is_caught_up for it in followed.values())
+    for key in followed:
+        pointer = query.pointers[key.bucket]
+        found = scanned(LocalStore.at(root.store_folder(key, 0), SCHEMA).view(pointer.ref))
+        assert found == {it: row for it, row in query.model.items() if bucket_in(query.bucket_map, it) == key.bucket}
+    follower.close()
+    old.close()
