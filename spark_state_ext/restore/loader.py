@@ -23,7 +23,7 @@ from spark_state_ext.errors import (
     MissingCheckpointError,
     MissingRunError,
 )
-from spark_state_ext.files.checkpoint import CheckpointFile, read_checkpoint
+from spark_state_ext.files.checkpoint import CheckpointFile, LocalCopy, read_checkpoint
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
 from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
 from spark_state_ext.restore.sources import Sources
@@ -136,7 +136,7 @@ class Loader:
                 SealedFiles([made], "just made"), ref, SNAPSHOT, self._store.schema, self._scratch, keep
             )
             if found.copy is not None:
-                self._store.ingest(keep, found.copy.body_bytes, found.copy.blocks, found.copy.rows, ref)
+                self._ingest(found.copy, ref)
             else:
                 self._store.restore(found.batches, ref, None, snapshot=True)
         finally:
@@ -167,9 +167,11 @@ class Loader:
         if found.copy is None:
             self._store.restore(found.batches, fetch.ref, header.parent, snapshot=fetch.kind == SNAPSHOT)
         else:
-            copy = found.copy
-            self._store.ingest(copy.path, copy.body_bytes, copy.blocks, copy.rows, fetch.ref)
+            self._ingest(found.copy, fetch.ref)
         self.fetched_files += 1
+
+    def _ingest(self, copy: LocalCopy, ref: CheckpointRef) -> None:
+        self._store.ingest(copy.path, copy.body_bytes, copy.blocks, copy.rows, ref, copy.index)
 
     def _result(self, future: Future[T], ahead: Iterable[Future[T]]) -> T:
         """What another thread reads; not waited for any longer than it is wanted, whether or not a backend answers."""

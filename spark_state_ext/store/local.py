@@ -19,9 +19,10 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
+from arrow_schemas.snapshot_index import SnapshotIndex
 from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import manifest, pins, records
-from spark_state_ext.store.base_file import chunks_in, file_of, mapped
+from spark_state_ext.store.base_file import chunks_in, file_of, indexed_chunks, mapped
 from spark_state_ext.store.checksums import PartlyChecked
 from spark_state_ext.store.chunks import Chunks
 from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_compaction, choose_runs, droppable, outgrown
@@ -198,7 +199,15 @@ class LocalStore:
         """Remove what is left at a path from `incoming`: nothing where it was ingested."""
         self._incoming.end(path)
 
-    def ingest(self, path: Path, body_bytes: int, blocks: Sequence[int], rows: int, ref: CheckpointRef) -> Run:
+    def ingest(
+        self,
+        path: Path,
+        body_bytes: int,
+        blocks: Sequence[int],
+        rows: int,
+        ref: CheckpointRef,
+        index: SnapshotIndex | None = None,
+    ) -> Run:
         """Take a snapshot's file, at a path from `incoming`, as the run of a checkpoint that holds everything.
 
         Parameters
@@ -211,6 +220,8 @@ class LocalStore:
             Number of its rows.
         ref
             The checkpoint.
+        index
+            The file's index, checked: no row has to be looked at then.
 
         Raises
         ------
@@ -232,7 +243,12 @@ class LocalStore:
             raise StorageError(f"the local store {folder} was set aside while a snapshot came in: {error}") from error
         try:
             data = mapped(folder, run)
-            run = replace(run, chunks=chunks_in(data, body_bytes, self.schema.arrow, rows, f"the snapshot of {ref}"))
+            where = f"the snapshot of {ref}"
+            if index is None:
+                chunks = chunks_in(data, body_bytes, self.schema.arrow, rows, where)
+            else:
+                chunks = indexed_chunks(data, index, self.schema.arrow, where)
+            run = replace(run, chunks=chunks)
             written = self._environment.write(add)
         except BaseException:
             file_of(folder, run.key).unlink(missing_ok=True)
