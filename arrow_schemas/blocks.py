@@ -46,6 +46,11 @@ class _Crcs:
         view = memoryview(data).cast("B")
         self._taken += len(view)
         while len(view):
+            whole = 0 if self._filled else len(view) // self._part_bytes * self._part_bytes
+            if whole:
+                self._crcs += [zlib.crc32(view[at : at + self._part_bytes]) for at in range(0, whole, self._part_bytes)]
+                view = view[whole:]
+                continue
             piece = view[: self._part_bytes - self._filled]
             self._crc = zlib.crc32(piece, self._crc)
             self._filled += len(piece)
@@ -94,20 +99,21 @@ def blocks_of_pieces(pieces: CrcArray, length: int) -> list[int]:
     """
     if not len(pieces):
         return []
-    last_bytes = length - (len(pieces) - 1) * PIECE_BYTES
-    tables = _zeros_after(PIECE_BYTES)
-    # All but the last piece, which may be shorter, in rows of a block each.
-    whole = pieces[:-1]
+    # In rows of a block each. What lacks at the last one's front counts for nothing: no bytes have the CRC-32 0.
+    whole, last_bytes = pieces[:-1], length - (len(pieces) - 1) * PIECE_BYTES
     full, rest = divmod(len(whole), _PIECES_A_BLOCK)
-    crcs = np.zeros(full, dtype=np.uint32)
-    rows = whole[: full * _PIECES_A_BLOCK].reshape(full, _PIECES_A_BLOCK)
-    for at in range(_PIECES_A_BLOCK if full else 0):
-        crcs = _shifted(tables, crcs) ^ rows[:, at]
-    last = np.zeros(1, dtype=np.uint32)
-    for crc in whole[len(whole) - rest :]:
-        last = _shifted(tables, last) ^ crc
-    last = _shifted(_zeros_after(last_bytes), last) ^ pieces[-1]
-    return [*crcs.tolist(), int(last[0])]
+    crcs = np.zeros((full + 1, _PIECES_A_BLOCK), dtype=np.uint32)
+    crcs[:full] = whole[: full * _PIECES_A_BLOCK].reshape(full, _PIECES_A_BLOCK)
+    if rest:
+        crcs[full, -rest:] = whole[-rest:]
+    doublings = 0
+    while crcs.shape[1] > 1:
+        crcs = _shifted(_pieces_after(doublings), crcs[:, ::2]) ^ crcs[:, 1::2]
+        doublings += 1
+    # The file's last piece, which may be shorter.
+    crcs[-1] = _shifted(_zeros_after(last_bytes), crcs[-1]) ^ pieces[-1]
+    found: list[int] = crcs[:, 0].tolist()
+    return found
 
 
 def _shifted(tables: CrcArray, crcs: CrcArray) -> CrcArray:
@@ -118,14 +124,27 @@ def _shifted(tables: CrcArray, crcs: CrcArray) -> CrcArray:
     return shifted
 
 
+@functools.cache
+def _pieces_after(doublings: int) -> CrcArray:
+    """As `_zeros_after`, for a piece, or for two, four and so on."""
+    if not doublings:
+        return _zeros_after(PIECE_BYTES)
+    half = _pieces_after(doublings - 1)
+    return _tables(_shifted(half, _shifted(half, np.uint32(1) << np.arange(32, dtype=np.uint32))))
+
+
 @functools.lru_cache(maxsize=8)
 def _zeros_after(count: int) -> CrcArray:
     """For each byte of a CRC and each of its values, what becomes of it after so many zeros; u32 (4, 256)."""
     zeros = bytes(count)
     none = zlib.crc32(zeros)
-    bits = [zlib.crc32(zeros, 1 << bit) ^ none for bit in range(32)]
+    return _tables(np.array([zlib.crc32(zeros, 1 << bit) ^ none for bit in range(32)], dtype=np.uint32))
+
+
+def _tables(bits: CrcArray) -> CrcArray:
+    """From what becomes of each bit."""
     tables = np.zeros((4, 256), dtype=np.uint32)
     values = np.arange(256)
     for bit, effect in enumerate(bits):
-        tables[bit // 8] ^= np.where(values >> (bit % 8) & 1, np.uint32(effect), np.uint32(0))
+        tables[bit // 8] ^= np.where(values >> (bit % 8) & 1, effect, np.uint32(0))
     return tables
