@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
 from spark_state_ext.errors import (
@@ -24,7 +24,9 @@ from spark_state_ext.errors import (
     MissingRunError,
 )
 from spark_state_ext.files.checkpoint import CheckpointFile, LocalCopy, read_checkpoint
+from spark_state_ext.files.readable import Readable
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
+from spark_state_ext.restore.lazy import LazyRestore, LazySnapshot
 from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
 from spark_state_ext.restore.sources import Sources
 from spark_state_ext.restore.trace import Failure, Trace, check_owner
@@ -43,7 +45,8 @@ _LOOK_S = 0.5
 _LOADED_AGAIN = (CorruptStoreError, MissingRunError)
 
 T = TypeVar("T")
-_Read = Future[CheckpointFile | Failure]
+_Found: TypeAlias = CheckpointFile | LazySnapshot | Failure
+_Read: TypeAlias = Future[_Found]
 
 
 class Loader:
@@ -63,6 +66,8 @@ class Loader:
         How far back a query may go, where files that no such batch needs are deleted by time, milliseconds.
     while_waiting
         Called now and then while files are waited for; what it raises ends the load.
+    lazy
+        Decides which snapshots are restored lazily; None: none is.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class Loader:
         scratch: Path,
         kept_ms: int | None = None,
         while_waiting: Callable[[], None] = lambda: None,
+        lazy: LazyRestore | None = None,
     ) -> None:
         self._store = store
         self._kept_ms = kept_ms
@@ -83,6 +89,7 @@ class Loader:
         self._scratch = scratch
         self.fetched_files = 0
         self._while_waiting = while_waiting
+        self._lazy = lazy
 
     def load(self, chain: Chain) -> None:
         """Fetch what the local store lacks of the last checkpoint of a chain.
@@ -146,7 +153,7 @@ class Loader:
         """Apply the planned files, oldest first; False when one of them is of no use, which is noted."""
         with _in_order(plan, self._read, self._result) as results:
             for fetch, found in results:
-                if not isinstance(found, CheckpointFile):
+                if not isinstance(found, (CheckpointFile, LazySnapshot)):
                     trace.note(fetch, found)
                     return False
                 try:
@@ -155,16 +162,19 @@ class Loader:
                     trace.note(fetch, error)
                     return False
                 finally:
-                    if found.copy is not None:
+                    if isinstance(found, CheckpointFile) and found.copy is not None:
                         self._store.end_incoming(found.copy.path)
         return True
 
-    def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile) -> None:
+    def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile | LazySnapshot) -> None:
         where = self._sources.where(fetch.ref, fetch.kind)
         header = found.header
         check_owner(header, self._operators, self._bucket, where)
         chain.check(header, where)
-        if found.copy is None:
+        if isinstance(found, LazySnapshot):
+            assert self._lazy is not None, "it has decided so"
+            self._lazy.ingest(found)
+        elif found.copy is None:
             self._store.restore(found.batches, fetch.ref, header.parent, snapshot=fetch.kind == SNAPSHOT)
         else:
             self._ingest(found.copy, fetch.ref)
@@ -183,17 +193,13 @@ class Loader:
                     later.result()  # an error is that of the load, as none without this file leads to the state
         return future.result()
 
-    def _read(self, fetch: Fetch) -> CheckpointFile | Failure:
+    def _read(self, fetch: Fetch) -> _Found:
         keep = self._store.incoming() if fetch.kind == SNAPSHOT else None
         try:
-            found = self._sources.read(
-                fetch.ref,
-                fetch.kind,
-                lambda files: read_checkpoint(files, fetch.ref, fetch.kind, self._store.schema, self._scratch, keep),
-            )
+            found = self._sources.read(fetch.ref, fetch.kind, lambda files: self._read_from(files, fetch, keep))
             # Nobody may be there any more to take it.
             self._sources.raise_if_closed()
-            if found.copy is None and keep is not None:
+            if keep is not None and (isinstance(found, LazySnapshot) or found.copy is None):
                 # Open still where it is needed.
                 self._store.end_incoming(keep)
             return found
@@ -205,13 +211,19 @@ class Loader:
                 return error
             raise
 
+    def _read_from(self, files: Readable, fetch: Fetch, keep: Path | None) -> CheckpointFile | LazySnapshot:
+        begun = self._lazy.begun(files, fetch.ref) if self._lazy is not None and fetch.kind == SNAPSHOT else None
+        if begun is not None:
+            return begun
+        return read_checkpoint(files, fetch.ref, fetch.kind, self._store.schema, self._scratch, keep)
+
 
 @contextlib.contextmanager
 def _in_order(
     plan: list[Fetch],
-    read: Callable[[Fetch], CheckpointFile | Failure],
-    result: Callable[[_Read, Iterable[_Read]], CheckpointFile | Failure],
-) -> Iterator[Iterator[tuple[Fetch, CheckpointFile | Failure]]]:
+    read: Callable[[Fetch], _Found],
+    result: Callable[[_Read, Iterable[_Read]], _Found],
+) -> Iterator[Iterator[tuple[Fetch, _Found]]]:
     """Results in the order of the plan, read a bounded number of files ahead, in threads that keep no process alive."""
     pool = DaemonPool("load")
     pool.threads_max = _PARALLEL_MAX
@@ -221,7 +233,7 @@ def _in_order(
     def begin(files: int) -> None:
         ahead.extend((fetch, pool.submit(read, fetch)) for fetch in islice(fetches, files))
 
-    def results() -> Iterator[tuple[Fetch, CheckpointFile | Failure]]:
+    def results() -> Iterator[tuple[Fetch, _Found]]:
         begin(_PARALLEL_MAX)
         while ahead:
             fetch, future = ahead.popleft()

@@ -20,7 +20,7 @@ from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingR
 from spark_state_ext.store.local_disk import storage_error
 from spark_state_ext.store.runs import Chunk, Run, describe
 
-__all__ = ["check_blocks", "chunks_in", "chunks_of", "file_of", "indexed_chunks", "mapped"]
+__all__ = ["check_blocks", "chunks_in", "chunks_of", "file_of", "mapped"]
 
 # What is before the first message of an Arrow IPC file: magic and padding.
 _FIRST_MESSAGE = 8
@@ -76,15 +76,32 @@ def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str
         checked.add((run.key, block))
 
 
-def chunks_in(data: pa.Buffer, length: int, schema: pa.Schema, rows: int, where: str) -> tuple[Chunk, ...]:
-    """The chunks of an Arrow IPC file whose first `length` bytes, its body, were checked before.
+def chunks_in(
+    data: pa.Buffer, run: Run, schema: pa.Schema, where: str, index: SnapshotIndex | None = None
+) -> tuple[Chunk, ...]:
+    """The chunks of the Arrow IPC file of a run, whose body was checked before.
+
+    Parameters
+    ----------
+    data
+        The file.
+    run
+        With the length of the file's body, and the number of its rows.
+    schema
+        Of its rows.
+    where
+        How to call it in messages.
+    index
+        Its index, checked; with it, nothing but the head of each batch is read.
 
     Raises
     ------
     CorruptFileError
-        When these are not record batches of the schema, `rows` rows in all.
+        When these are not record batches of the schema, as many rows in all.
     """
-    view = memoryview(data)
+    if index is not None:
+        return _indexed(data, index, schema, where)
+    view, length, rows = memoryview(data), run.file_bytes, run.rows
     chunks: list[Chunk] = []
     try:
         # The first message is the schema.
@@ -104,14 +121,7 @@ def chunks_in(data: pa.Buffer, length: int, schema: pa.Schema, rows: int, where:
     return tuple(chunks)
 
 
-def indexed_chunks(data: pa.Buffer, index: SnapshotIndex, schema: pa.Schema, where: str) -> tuple[Chunk, ...]:
-    """The chunks of an Arrow IPC file with an index, both of which were checked before; no column is read.
-
-    Raises
-    ------
-    CorruptFileError
-        When the index leads to something else than record batches of the schema.
-    """
+def _indexed(data: pa.Buffer, index: SnapshotIndex, schema: pa.Schema, where: str) -> tuple[Chunk, ...]:
     chunks = chunks_of(index)
     try:
         for chunk in chunks:

@@ -28,6 +28,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed_body import announced_index
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.base_file import chunks_in, chunks_of
+from spark_state_ext.store.runs import Run
 
 REF = CheckpointRef(7, "7" * 32)
 HEADER = LineageHeader(SNAPSHOT, "counts", 3, REF, None, (), 0, WRITER, "0.1.0")
@@ -72,7 +73,8 @@ def test_checksums_of_blocks_follow_from_those_of_pieces(length: int, more: int,
 def test_the_index_says_what_a_look_at_all_rows_says() -> None:
     data = large()
     record, index = index_of(data)
-    found = chunks_in(pa.py_buffer(data), record.length, SCHEMA.arrow, record.rows, "file")
+    run = Run("0" * 32, REF, REF, None, True, record.rows, 0, (), record.length)
+    found = chunks_in(pa.py_buffer(data), run, SCHEMA.arrow, "file")
     assert chunks_of(index) == found
     assert len(found) == 2
     assert found[0].timeout_max > found[0].timeout_min == 0
