@@ -15,6 +15,7 @@ from core_support import WRITER
 
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, RowSchema
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
+from benchmarks.throttled import Throttled
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Replica
 from spark_state_ext.commit.context import CommitContext
@@ -25,7 +26,6 @@ from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.lazy_file import LazyFile, LazyOptions
 from spark_state_ext.store.runs import sorted_run
 from spark_state_ext.worker.background import Work
-from tests.helpers.throttled import Throttled
 
 __all__ = [
     "FIRST",

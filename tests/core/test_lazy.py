@@ -30,6 +30,7 @@ from lazy_bucket import (
 from arrow_schemas import CheckpointRef
 from arrow_schemas.blocks import PIECE_BYTES
 from arrow_schemas.row import RowSchema
+from benchmarks.throttled import Throttled
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.engine.bucket import Sizes
 from spark_state_ext.errors import (
@@ -45,7 +46,6 @@ from spark_state_ext.store import LocalStore
 from spark_state_ext.store.lazy_file import LazyFile
 from spark_state_ext.worker.background import Inline
 from spark_state_ext.worker.spill import SpillBuffer
-from tests.helpers.throttled import Throttled
 from tests.helpers.waiting import WAIT_S
 
 KEYS = [0, 1, 2, 3, 4_000, 4_001, 11_998, 11_999, 12_000, 77]
