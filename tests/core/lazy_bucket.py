@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.errors import StateError
 from spark_state_ext.files import checkpoint
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.store import LocalStore, View
@@ -70,9 +72,10 @@ class Later:
         return name in self.work
 
     def run(self) -> None:
-        """What waits."""
+        """What waits; errors that may happen are those of nobody, as in the background."""
         while self.work:
-            self.work.popitem()[1]()
+            with contextlib.suppress(StateError):
+                self.work.popitem()[1]()
 
 
 def hashes_of(keys: KeyArray) -> HashArray:
