@@ -248,6 +248,14 @@ class LazyRestore:
     def fill(self, run: Run) -> None:
         """Fetch all that lacks of a run, in order and not too fast, until it is whole or nobody wants it any more."""
         assert self._options is not None, "only who restores lazily fills"
+        try:
+            self._fill(run, self._options.fill_bytes_per_s_max)
+        finally:
+            if self._store.is_closed:
+                # It may have been opened again here.
+                self._store.close()
+
+    def _fill(self, run: Run, bytes_per_s_max: int) -> None:
         while not (self._store.is_closed or self._sources.is_closed):
             lazy = self._store.lazy.file(run)
             if lazy is None:
@@ -260,7 +268,7 @@ class LazyRestore:
             some = absent[absent < absent[0] + _REQUEST_PIECES]
             self.fetch(lazy, some)
             took_s = time.monotonic() - started_s
-            time.sleep(max(0.0, len(some) * PIECE_BYTES / self._options.fill_bytes_per_s_max - took_s))
+            time.sleep(max(0.0, len(some) * PIECE_BYTES / bytes_per_s_max - took_s))
 
 
 def _requests(pieces: IndexArray) -> list[tuple[int, int]]:
