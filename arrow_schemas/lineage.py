@@ -18,6 +18,7 @@ from typing import Any
 
 from arrow_schemas.errors import CorruptFileError, LineageError, VersionSkewError
 from arrow_schemas.headers import header_metadata, header_text
+from arrow_schemas.snapshot_index import INDEX_KEY, INDEX_PLACEHOLDER
 
 __all__ = [
     "BODY_KEY",
@@ -42,11 +43,13 @@ __all__ = [
 DELTA = "delta"
 SNAPSHOT = "snapshot"
 # What is written of each kind. Files of format 1 are compressed and have one digest over all; snapshots of format 2 are
-# laid out so that restoring one is copying it. Snapshots of format 1 are for readers from before the first release.
-FILE_FORMATS = {DELTA: 1, SNAPSHOT: 2}
-FILE_FORMAT_MAX = 2
+# laid out so that restoring one is copying it, and those of format 3 have an index, so that a part can be fetched.
+# Snapshots of format 1 are for readers from before the first release.
+FILE_FORMATS = {DELTA: 1, SNAPSHOT: 3}
+FILE_FORMAT_MAX = 3
+INDEX_FORMAT_MIN = 3
 BLAKE2B, BLOCKCRC = "blake2b", "blkcrcs"
-DIGESTS = {1: BLAKE2B, 2: BLOCKCRC}
+DIGESTS = {1: BLAKE2B, 2: BLOCKCRC, 3: BLOCKCRC}
 HEADER_KEY = b"spark_state_ext.header"
 BODY_KEY = b"spark_state_ext.body"
 
@@ -169,7 +172,7 @@ class LineageHeader:
         check_ascending((*self.lineage, self.ref), f"the {self.kind} of checkpoint {self.ref}")
 
     def encode(self) -> dict[bytes, bytes]:
-        """Schema metadata holding this header and a placeholder for the body record."""
+        """Schema metadata holding this header and placeholders for the body record and, with an index, its record."""
         writer = asdict(self.writer)
         fields: dict[str, Any] = {
             "format": self.format,
@@ -186,12 +189,20 @@ class LineageHeader:
             "writer": writer,
             "package_version": self.package_version,
         }
-        return {**header_metadata(HEADER_KEY, fields), BODY_KEY: BODY_PLACEHOLDER}
+        metadata = {**header_metadata(HEADER_KEY, fields), BODY_KEY: BODY_PLACEHOLDER}
+        if self.has_index:
+            metadata[INDEX_KEY] = INDEX_PLACEHOLDER
+        return metadata
 
     @property
     def digest(self) -> str:
         """Kind of the body's digest: `BLAKE2B` or `BLOCKCRC`."""
         return DIGESTS[self.format]
+
+    @property
+    def has_index(self) -> bool:
+        """Whether the file has an index (`arrow_schemas.snapshot_index`)."""
+        return self.format >= INDEX_FORMAT_MIN
 
     @staticmethod
     def decode(metadata: Mapping[bytes, bytes] | None, where: str) -> LineageHeader:

@@ -18,6 +18,7 @@ from benchmarks import (
     import_native,
     initial_state,
     keyed_count,
+    lazy_restore,
     live,
     paired,
     reading,
@@ -74,6 +75,11 @@ _BENCHMARKS = {
     "store": _Benchmark("the local store against one LMDB entry per key", store.add_arguments, store.run),
     "restore": _Benchmark(
         "from an empty disk to the first lookup, beside cp and Spark's RocksDB", restore.add_arguments, restore.run
+    ),
+    "lazy_restore": _Benchmark(
+        "from an empty disk to the first lookup, with a snapshot in a store elsewhere: lazily, and fetched whole",
+        lazy_restore.add_arguments,
+        lazy_restore.run,
     ),
     "reading": _Benchmark(
         "state read from its files: one key by a process that has just begun, and a scan beside PyArrow's own reader",

@@ -10,6 +10,7 @@ from pathlib import Path
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import NO_RUN, Run
 from spark_state_ext.commit.uploads import Uploads, WorkerUploads
+from spark_state_ext.store.lazy_file import LazyOptions
 from spark_state_ext.worker.background import Inline, Runner
 
 __all__ = ["BATCHES_RETAINED", "CommitContext"]
@@ -43,6 +44,8 @@ class CommitContext:
     while_waiting
         Called now and then while checkpoint files or uploads are waited for; what it raises ends the restore, or the
         commit.
+    lazy
+        How the call restores lazily; by default it does not.
     """
 
     scratch: Path
@@ -54,3 +57,4 @@ class CommitContext:
     batch_ms: int = 0
     clock_s: Callable[[], float] = time.monotonic
     while_waiting: Callable[[], None] = lambda: None
+    lazy: LazyOptions | None = None

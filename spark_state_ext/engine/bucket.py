@@ -27,6 +27,7 @@ from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunEr
 from spark_state_ext.files.erasure import is_old, marked, with_change
 from spark_state_ext.files.horizon import counted
 from spark_state_ext.files.sealed import SealedFile, seal
+from spark_state_ext.restore.lazy import LazyRestore
 from spark_state_ext.restore.load_plan import Chain
 from spark_state_ext.restore.loader import Loader
 from spark_state_ext.restore.sources import Sources, restore_order
@@ -138,8 +139,10 @@ class Bucket:
         self._sources = Sources(restore_order(asked, known, restore_from), pointer, restore_from, silent_s)
         kept_ms = pointer.ages.window_ms if pointer.ages is not None else None
         operators = [pointer.operator, *pointer.origins]
+        # Other sources are at hand in this call only.
+        self._lazy = LazyRestore(store, self._sources, None if sources else context.lazy)
         self._loader = Loader(
-            store, self._sources, operators, pointer.bucket, context.scratch, kept_ms, context.while_waiting
+            store, self._sources, operators, pointer.bucket, context.scratch, kept_ms, context.while_waiting, self._lazy
         )
 
     @property
@@ -341,6 +344,7 @@ class Bucket:
             try:
                 view = self._whole_view(pointer)
                 try:
+                    self._lazy.attach(view)
                     return work(view)
                 except MissingRunError as error:
                     # Pruned by another process in the middle of the work. The view may be whole still, by way of a

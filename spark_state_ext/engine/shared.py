@@ -24,8 +24,8 @@ class Shared:
 
     Attributes
     ----------
-    background, uploads
-        What runs beside batches.
+    background, uploads, filling
+        What runs beside batches; what is restored lazily is fetched in a thread of its own.
     stores, memory
         Local stores, and the bytes that calls changed.
     leases, catalog, first_query_folders, holds
@@ -40,6 +40,7 @@ class Shared:
 
     def __init__(self) -> None:
         self.background = Background()
+        self.filling = Background()
         self.uploads = WorkerUploads()
         self.stores = Stores()
         self.memory = Calls()
@@ -74,3 +75,4 @@ class Shared:
         self.stores.close()
         self.housekeeping.probes.beside.close()
         self.background.close()
+        self.filling.close()

@@ -24,12 +24,14 @@ from arrow_schemas.lineage import (
     file_name,
 )
 from arrow_schemas.row import DELETED, RowSchema
+from arrow_schemas.snapshot_index import SnapshotIndex
 from spark_state_ext.errors import CorruptFileError, LineageError, StateError
 from spark_state_ext.files.folder import Readable
 from spark_state_ext.files.sealed_body import (
     NOT_ARROW,
     PADDED_MAGIC,
     announced_body,
+    check_form,
     open_sealed,
     verified,
     write_sealed,
@@ -40,6 +42,7 @@ from spark_state_ext.worker.spill import local_errors
 __all__ = [
     "Announced",
     "CheckpointFile",
+    "LocalCopy",
     "announced",
     "read_checkpoint",
     "read_header",
@@ -81,12 +84,15 @@ class LocalCopy:
         Length of its body, and number of its rows.
     blocks
         CRC-32 of each block of the body.
+    index
+        The index of the body; None where it has none.
     """
 
     path: Path
     body_bytes: int
     rows: int
     blocks: tuple[int, ...]
+    index: SnapshotIndex | None
 
 
 @dataclass(frozen=True)
@@ -134,11 +140,10 @@ def read_checkpoint(
     record = body.record
     header = LineageHeader.decode(body.reader.schema.metadata, where)
     _check_identity(header, ref, kind, where)
-    if header.digest != record.algorithm:
-        raise CorruptFileError(f"{where} has a checksum of another kind than its format has")
+    check_form(header, record, body.index, where)
     copy = None
     if copied is not None and body.blocks and body.reader.schema.equals(schema.arrow):
-        copy = LocalCopy(copied, record.length, record.rows, body.blocks)
+        copy = LocalCopy(copied, record.length, record.rows, body.blocks, body.index)
     return CheckpointFile(header, _checked_batches(body.reader, record, schema, where), file.size(), copy)
 
 
@@ -152,8 +157,10 @@ def verify_checkpoint(files: Readable, ref: CheckpointRef, kind: str, scratch: P
     """
     name = file_name(ref, kind)
     where = files.where(name)
-    verified(_open(files, name, scratch)[0], where)
-    return read_header(files, ref, kind)
+    found = verified(_open(files, name, scratch)[0], where)
+    header = read_header(files, ref, kind)
+    check_form(header, found.record, found.index, where)
+    return header
 
 
 def _check_identity(header: LineageHeader, ref: CheckpointRef, kind: str, where: str) -> None:

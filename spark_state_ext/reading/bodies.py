@@ -23,9 +23,10 @@ from arrow_schemas.equality import HashArray
 from arrow_schemas.evolution import conform
 from arrow_schemas.lineage import BLOCKCRC, BodyRecord, LineageHeader, file_name
 from arrow_schemas.row import KEY_HASH, RowSchema
+from arrow_schemas.snapshot_index import SnapshotIndex
 from spark_state_ext.errors import CorruptFileError, LineageError, StateError
 from spark_state_ext.files.folder import Folder, Readable
-from spark_state_ext.files.sealed_body import NOT_ARROW, PADDED_MAGIC, announced_body
+from spark_state_ext.files.sealed_body import NOT_ARROW, PADDED_MAGIC, announced_index, check_form
 from spark_state_ext.restore.load_plan import Fetch
 from spark_state_ext.worker.spill import local_errors
 from spark_state_ext.worker.threads import side_by_side
@@ -84,7 +85,7 @@ class Body:
         self.size_bytes = data.size
         self._schema = schema
         self._where = where
-        self._record = _checked(data, where)
+        self._record, index = _checked(data, where)
         length = self._record.length
         # A stream up to where the checksum reaches: Arrow sees no unchecked byte, nor the footer's offsets.
         self._body = data.slice(len(PADDED_MAGIC), length - len(PADDED_MAGIC))
@@ -94,8 +95,7 @@ class Body:
             raise
         except NOT_ARROW as error:
             raise self._not_arrow(error) from error
-        if self.header.digest != self._record.algorithm:
-            raise CorruptFileError(f"{where} has a checksum of another kind than its format has")
+        check_form(self.header, self._record, index, where)
         if (self.header.ref, self.header.kind) != (fetch.ref, fetch.kind):
             raise LineageError(f"{where} holds the {self.header.kind} of checkpoint {self.header.ref}")
 
@@ -193,19 +193,19 @@ def _copied(files: Readable, name: str, scratch: Scratch) -> pa.Buffer:
     raise AssertionError("unreachable: local_errors raises what it catches")
 
 
-def _checked(data: pa.Buffer, where: str) -> BodyRecord:
-    """The body record of a file, whose body has the checksum that it announces."""
+def _checked(data: pa.Buffer, where: str) -> tuple[BodyRecord, SnapshotIndex | None]:
+    """The body record of a file, and its index if any, whose body has the checksum that it announces."""
     view = memoryview(data)
     if bytes(view[: len(PADDED_MAGIC)]) != PADDED_MAGIC:
         raise CorruptFileError(f"{where} is no Arrow file: it is damaged or was not finished")
-    record = announced_body(lambda start, end: bytes(view[start:end]), len(view), where)
+    record, index = announced_index(lambda start, end: bytes(view[start:end]), len(view), where)
     if record.algorithm == BLOCKCRC:
         found = digest_of(_block_crcs(view[: record.length]))
     else:
         found = hashlib.blake2b(view[: record.length], digest_size=16).hexdigest()
     if found != record.digest:
         raise CorruptFileError(f"the body of {where} fails its checksum")
-    return record
+    return record, index
 
 
 def _block_crcs(body: memoryview) -> list[int]:

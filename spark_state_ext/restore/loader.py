@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
 from spark_state_ext.errors import (
@@ -23,8 +23,10 @@ from spark_state_ext.errors import (
     MissingCheckpointError,
     MissingRunError,
 )
-from spark_state_ext.files.checkpoint import CheckpointFile, read_checkpoint
+from spark_state_ext.files.checkpoint import CheckpointFile, LocalCopy, read_checkpoint
+from spark_state_ext.files.readable import Readable
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
+from spark_state_ext.restore.lazy import LazyRestore, LazySnapshot
 from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
 from spark_state_ext.restore.sources import Sources
 from spark_state_ext.restore.trace import Failure, Trace, check_owner
@@ -43,7 +45,8 @@ _LOOK_S = 0.5
 _LOADED_AGAIN = (CorruptStoreError, MissingRunError)
 
 T = TypeVar("T")
-_Read = Future[CheckpointFile | Failure]
+_Found: TypeAlias = CheckpointFile | LazySnapshot | Failure
+_Read: TypeAlias = Future[_Found]
 
 
 class Loader:
@@ -63,8 +66,8 @@ class Loader:
         How far back a query may go, where files that no such batch needs are deleted by time, milliseconds.
     while_waiting
         Called now and then while files are waited for; what it raises ends the load.
-    in_thread
-        A single file is read by the thread that loads, which saves others, and is then not interrupted.
+    lazy
+        Decides which snapshots are restored lazily; None: none is.
     """
 
     def __init__(
@@ -76,8 +79,7 @@ class Loader:
         scratch: Path,
         kept_ms: int | None = None,
         while_waiting: Callable[[], None] = lambda: None,
-        *,
-        in_thread: bool = False,
+        lazy: LazyRestore | None = None,
     ) -> None:
         self._store = store
         self._kept_ms = kept_ms
@@ -87,7 +89,7 @@ class Loader:
         self._scratch = scratch
         self.fetched_files = 0
         self._while_waiting = while_waiting
-        self._in_thread = in_thread
+        self._lazy = lazy
 
     def load(self, chain: Chain) -> None:
         """Fetch what the local store lacks of the last checkpoint of a chain.
@@ -141,7 +143,7 @@ class Loader:
                 SealedFiles([made], "just made"), ref, SNAPSHOT, self._store.schema, self._scratch, keep
             )
             if found.copy is not None:
-                self._store.ingest(keep, found.copy.body_bytes, found.copy.blocks, found.copy.rows, ref)
+                self._ingest(found.copy, ref)
             else:
                 self._store.restore(found.batches, ref, None, snapshot=True)
         finally:
@@ -172,10 +174,10 @@ class Loader:
 
     def _fetch_all(self, chain: Chain, plan: list[Fetch], trace: Trace) -> bool:
         """Apply the planned files, oldest first; False when one of them is of no use, which is noted."""
-        one = self._in_thread and len(plan) == 1
+        one = self._sources.in_thread and len(plan) == 1
         with _one(plan[0], self._read) if one else _in_order(plan, self._read, self._result) as results:
             for fetch, found in results:
-                if not isinstance(found, CheckpointFile):
+                if not isinstance(found, (CheckpointFile, LazySnapshot)):
                     trace.note(fetch, found)
                     return False
                 try:
@@ -184,21 +186,26 @@ class Loader:
                     trace.note(fetch, error)
                     return False
                 finally:
-                    if found.copy is not None:
+                    if isinstance(found, CheckpointFile) and found.copy is not None:
                         self._store.end_incoming(found.copy.path)
         return True
 
-    def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile) -> None:
+    def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile | LazySnapshot) -> None:
         where = self._sources.where(fetch.ref, fetch.kind)
         header = found.header
         check_owner(header, self._operators, self._bucket, where)
         chain.check(header, where)
-        if found.copy is None:
+        if isinstance(found, LazySnapshot):
+            assert self._lazy is not None, "it has decided so"
+            self._lazy.ingest(found)
+        elif found.copy is None:
             self._store.restore(found.batches, fetch.ref, header.parent, snapshot=fetch.kind == SNAPSHOT)
         else:
-            copy = found.copy
-            self._store.ingest(copy.path, copy.body_bytes, copy.blocks, copy.rows, fetch.ref)
+            self._ingest(found.copy, fetch.ref)
         self.fetched_files += 1
+
+    def _ingest(self, copy: LocalCopy, ref: CheckpointRef) -> None:
+        self._store.ingest(copy.path, copy.body_bytes, copy.blocks, copy.rows, ref, copy.index)
 
     def _result(self, future: Future[T], ahead: Iterable[Future[T]]) -> T:
         """What another thread reads; not waited for any longer than it is wanted, whether or not a backend answers."""
@@ -210,17 +217,13 @@ class Loader:
                     later.result()  # an error is that of the load, as none without this file leads to the state
         return future.result()
 
-    def _read(self, fetch: Fetch) -> CheckpointFile | Failure:
+    def _read(self, fetch: Fetch) -> _Found:
         keep = self._store.incoming() if fetch.kind == SNAPSHOT else None
         try:
-            found = self._sources.read(
-                fetch.ref,
-                fetch.kind,
-                lambda files: read_checkpoint(files, fetch.ref, fetch.kind, self._store.schema, self._scratch, keep),
-            )
+            found = self._sources.read(fetch.ref, fetch.kind, lambda files: self._read_from(files, fetch, keep))
             # Nobody may be there any more to take it.
             self._sources.raise_if_closed()
-            if found.copy is None and keep is not None:
+            if keep is not None and (isinstance(found, LazySnapshot) or found.copy is None):
                 # Open still where it is needed.
                 self._store.end_incoming(keep)
             return found
@@ -232,11 +235,15 @@ class Loader:
                 return error
             raise
 
+    def _read_from(self, files: Readable, fetch: Fetch, keep: Path | None) -> CheckpointFile | LazySnapshot:
+        begun = self._lazy.begun(files, fetch.ref) if self._lazy is not None and fetch.kind == SNAPSHOT else None
+        if begun is not None:
+            return begun
+        return read_checkpoint(files, fetch.ref, fetch.kind, self._store.schema, self._scratch, keep)
+
 
 @contextlib.contextmanager
-def _one(
-    fetch: Fetch, read: Callable[[Fetch], CheckpointFile | Failure]
-) -> Iterator[Iterator[tuple[Fetch, CheckpointFile | Failure]]]:
+def _one(fetch: Fetch, read: Callable[[Fetch], _Found]) -> Iterator[Iterator[tuple[Fetch, _Found]]]:
     """The result of a plan of one file, read by whoever asks for it."""
     yield ((it, read(it)) for it in (fetch,))
 
@@ -244,9 +251,9 @@ def _one(
 @contextlib.contextmanager
 def _in_order(
     plan: list[Fetch],
-    read: Callable[[Fetch], CheckpointFile | Failure],
-    result: Callable[[_Read, Iterable[_Read]], CheckpointFile | Failure],
-) -> Iterator[Iterator[tuple[Fetch, CheckpointFile | Failure]]]:
+    read: Callable[[Fetch], _Found],
+    result: Callable[[_Read, Iterable[_Read]], _Found],
+) -> Iterator[Iterator[tuple[Fetch, _Found]]]:
     """Results in the order of the plan, read a bounded number of files ahead, in threads that keep no process alive."""
     pool = DaemonPool("load")
     pool.threads_max = _PARALLEL_MAX
@@ -256,7 +263,7 @@ def _in_order(
     def begin(files: int) -> None:
         ahead.extend((fetch, pool.submit(read, fetch)) for fetch in islice(fetches, files))
 
-    def results() -> Iterator[tuple[Fetch, CheckpointFile | Failure]]:
+    def results() -> Iterator[tuple[Fetch, _Found]]:
         begin(_PARALLEL_MAX)
         while ahead:
             fetch, future = ahead.popleft()

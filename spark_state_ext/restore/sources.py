@@ -249,7 +249,7 @@ class Sources:
         in_thread: bool = False,
     ) -> None:
         self._silent_s = silent_s
-        self._in_thread = in_thread
+        self.in_thread = in_thread
         self._inline = SealedFiles((SealedFile.of(it.name, it.data) for it in pointer.inline), "in Spark's state")
         self._replicas = list(replicas)
         self._sources: list[_Source] | None = None
@@ -298,7 +298,7 @@ class Sources:
             if source.name in away and does_without:
                 continue
             try:
-                found = source.read(work, self.raise_if_closed, self._in_thread)
+                found = source.read(work, self.raise_if_closed, self.in_thread)
             except (CorruptError, MissingCheckpointError, StorageError) as error:
                 failures[source.name] = error
                 if several and source.away is error:

@@ -154,7 +154,7 @@ def _announced_in(files: Readable, name: str) -> SavedFile | None:
 
 
 def _check(opened: pa.NativeFile, file: SavedFile, where: str) -> None:
-    body, _ = verified(opened, where)
+    body = verified(opened, where).record
     if opened.size() != file.size_bytes or digest_text(body) != file.digest:
         raise CorruptFileError(
             f"{where} is not the file that was announced ({file.size_bytes} bytes, {file.digest}): it has "

@@ -322,7 +322,6 @@ class BucketFollower:
                 self._key.bucket,
                 scratch,
                 while_waiting=self._raise_if_stopped,
-                in_thread=True,
             )
 
     def _tidy(self, listing: Listing, line: Line) -> None:

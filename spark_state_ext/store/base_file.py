@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
 
 from arrow_schemas.blocks import BLOCK_BYTES
+from arrow_schemas.snapshot_index import SnapshotIndex
 from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingRunError
 from spark_state_ext.store.local_disk import storage_error
 from spark_state_ext.store.runs import Chunk, Run, describe
 
-__all__ = ["check_blocks", "chunks_in", "file_of", "mapped"]
+__all__ = ["check_blocks", "chunks_in", "chunks_of", "file_of", "mapped"]
 
 # What is before the first message of an Arrow IPC file: magic and padding.
 _FIRST_MESSAGE = 8
@@ -74,15 +76,32 @@ def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str
         checked.add((run.key, block))
 
 
-def chunks_in(data: pa.Buffer, length: int, schema: pa.Schema, rows: int, where: str) -> tuple[Chunk, ...]:
-    """The chunks of an Arrow IPC file whose first `length` bytes, its body, were checked before.
+def chunks_in(
+    data: pa.Buffer, run: Run, schema: pa.Schema, where: str, index: SnapshotIndex | None = None
+) -> tuple[Chunk, ...]:
+    """The chunks of the Arrow IPC file of a run, whose body was checked before.
+
+    Parameters
+    ----------
+    data
+        The file.
+    run
+        With the length of the file's body, and the number of its rows.
+    schema
+        Of its rows.
+    where
+        How to call it in messages.
+    index
+        Its index, checked; with it, nothing but the head of each batch is read.
 
     Raises
     ------
     CorruptFileError
-        When these are not record batches of the schema, `rows` rows in all.
+        When these are not record batches of the schema, as many rows in all.
     """
-    view = memoryview(data)
+    if index is not None:
+        return _indexed(data, index, schema, where)
+    view, length, rows = memoryview(data), run.file_bytes, run.rows
     chunks: list[Chunk] = []
     try:
         # The first message is the schema.
@@ -100,6 +119,24 @@ def chunks_in(data: pa.Buffer, length: int, schema: pa.Schema, rows: int, where:
     if at != length or found != rows:
         raise CorruptFileError(f"{where} holds {found} rows in {at} bytes and announces {rows} in {length}")
     return tuple(chunks)
+
+
+def _indexed(data: pa.Buffer, index: SnapshotIndex, schema: pa.Schema, where: str) -> tuple[Chunk, ...]:
+    chunks = chunks_of(index)
+    try:
+        for chunk in chunks:
+            batch = pa.ipc.read_record_batch(data.slice(chunk.offset, chunk.size_bytes), schema)
+            batch.validate()
+            if batch.num_rows != chunk.rows:
+                raise pa.ArrowInvalid(f"{batch.num_rows} rows are where {chunk.rows} should be")
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptFileError(f"{where} is not the Arrow file that its index announces: {error}") from error
+    return chunks
+
+
+def chunks_of(index: SnapshotIndex) -> tuple[Chunk, ...]:
+    """What the manifest keeps of the chunks of an index."""
+    return tuple(Chunk(**asdict(it), crc=0) for it in index.chunks)
 
 
 def _message_bytes(view: memoryview, at: int, data: pa.Buffer) -> int:

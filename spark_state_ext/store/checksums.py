@@ -18,14 +18,27 @@ from arrow_schemas.equality import HashArray
 from arrow_schemas.row import KEY_HASH
 from spark_state_ext.errors import CorruptStoreError
 
-__all__ = ["CHECK_BYTES", "Compared", "PartlyChecked", "block_crcs", "check_all", "opened_crcs"]
+__all__ = [
+    "BINARY",
+    "CHECK_BYTES",
+    "FIXED",
+    "NOTHING",
+    "WHOLE",
+    "Cells",
+    "Compared",
+    "PartlyChecked",
+    "block_crcs",
+    "cells_of",
+    "check_all",
+    "opened_crcs",
+]
 
 CHECK_BYTES = 16 << 10
 _PREFIX_BYTES = 8
 # Hashes around an estimate. Of 500,000 random hashes estimates are up to 30 rows off in the middle of all, and a few
 # hundred where a chunk is a part of a run only.
 _REACH = 256
-_NOTHING, _FIXED, _BINARY, _WHOLE = range(4)
+NOTHING, FIXED, BINARY, WHOLE = range(4)
 # From bytes: PyArrow imports pandas with the first array that it makes of Python's values.
 _FIRST = pa.Array.from_buffers(pa.int64(), 1, [None, pa.py_buffer(bytes(8))])
 
@@ -71,13 +84,13 @@ def check_all(data: pa.Buffer | memoryview, crcs: bytes) -> None:
 
 
 @dataclass(frozen=True)
-class _Cells:
+class Cells:
     """Where the values of a column are in the bytes of a chunk.
 
     Parameters
     ----------
     kind
-        `_NOTHING`: NULL only; `_FIXED`: of one width each; `_BINARY`: bytes or text; `_WHOLE`: of any other form.
+        `NOTHING`: NULL only; `FIXED`: of one width each; `BINARY`: bytes or text; `WHOLE`: of any other form.
     validity, values, data
         Where the bitmap begins (-1: there is none), the values or their offsets, and what the offsets lead to.
     bits
@@ -107,7 +120,7 @@ class Compared:
 
     crcs: bytes
     done: bytearray
-    cells: tuple[_Cells, ...] | None = None
+    cells: tuple[Cells, ...] | None = None
 
     @staticmethod
     def nothing(crcs: bytes) -> Compared:
@@ -145,7 +158,7 @@ class PartlyChecked:
         self._compare(0, _PREFIX_BYTES + header_bytes)
         self._rows = pa.ipc.read_record_batch(data, schema)
         if compared.cells is None:
-            compared.cells = tuple(_cells_of(column, self._address) for column in self._rows.columns)
+            compared.cells = tuple(cells_of(column, self._address) for column in self._rows.columns)
         self._hashes_at = compared.cells[schema.get_field_index(KEY_HASH)].values
         self._hashes: HashArray = np.frombuffer(self._data, np.uint64, self._rows.num_rows, self._hashes_at)
 
@@ -179,14 +192,14 @@ class PartlyChecked:
         # Of one row: Arrow makes room for what all rows have, by the last offset, which may not have been compared.
         return self._rows.slice(row, 1).take(_FIRST)
 
-    def _compare_cell(self, cells: _Cells, row: int) -> None:
+    def _compare_cell(self, cells: Cells, row: int) -> None:
         """All that a value of a row consists of."""
-        if cells.kind == _WHOLE:
+        if cells.kind == WHOLE:
             self._compare(0, len(self._data))
-        elif cells.kind != _NOTHING:
+        elif cells.kind != NOTHING:
             if cells.validity >= 0:
                 self._compare(cells.validity + row // 8, 1)
-            if cells.kind == _FIXED:
+            if cells.kind == FIXED:
                 start = row * cells.bits // 8
                 self._compare(cells.values + start, -(-(row + 1) * cells.bits // 8) - start)
             else:
@@ -208,20 +221,20 @@ class PartlyChecked:
                 self._compared.done[block] = 1
 
 
-def _cells_of(column: pa.Array, address: int) -> _Cells:
+def cells_of(column: pa.Array, address: int) -> Cells:
     """Where a whole column of a chunk is."""
     data_type, types = column.type, pa.types
     if types.is_null(data_type):
-        return _Cells(_NOTHING)
+        return Cells(NOTHING)
     is_long = types.is_large_string(data_type) or types.is_large_binary(data_type)
     is_binary = is_long or types.is_string(data_type) or types.is_binary(data_type)
     if not (is_binary or types.is_primitive(data_type) or types.is_decimal(data_type)):
         # Structs, lists and maps have too many forms to follow each.
-        return _Cells(_WHOLE)
+        return Cells(WHOLE)
     validity, values, *data = (-1 if it is None else it.address - address for it in column.buffers())
     if is_binary:
-        return _Cells(_BINARY, validity, values, 64 if is_long else 32, data[0])
-    return _Cells(_FIXED, validity, values, data_type.bit_width)
+        return Cells(BINARY, validity, values, 64 if is_long else 32, data[0])
+    return Cells(FIXED, validity, values, data_type.bit_width)
 
 
 def _differs() -> CorruptStoreError:

@@ -11,6 +11,7 @@ from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store.base_file import check_blocks, mapped
 from spark_state_ext.store.checksums import Compared, PartlyChecked, check_all, opened_crcs
+from spark_state_ext.store.lazy_file import LazyFile
 from spark_state_ext.store.pending import chunk_key, crcs_key
 from spark_state_ext.store.runs import Run, aligned
 from spark_state_ext.store.transaction import Reader
@@ -37,6 +38,8 @@ class Chunks:
         self._checked: set[tuple[str, int]] = set()
         self._partly: dict[tuple[str, int], Compared] = {}
         self._maps: dict[str, pa.Buffer] = {}
+        # By the run's key; None: its file is whole.
+        self._lazy: dict[str, LazyFile | None] = {}
 
     @property
     def checked(self) -> int:
@@ -64,6 +67,10 @@ class Chunks:
         """
         chunk = run.chunks[index]
         if run.file_bytes:
+            lazy = self.lazy(folder, run)
+            if lazy is not None:
+                # What is looked at was compared before.
+                return lazy.chunk(index, self._schema)
             data = self._file(folder, run)
             check_blocks(data, run, chunk, self._checked)
             return pa.ipc.read_record_batch(data.slice(chunk.offset, chunk.size_bytes), self._schema)
@@ -77,6 +84,8 @@ class Chunks:
         """A chunk of which is compared what is looked at; else as `opened`."""
         chunk = run.chunks[index]
         if run.file_bytes:
+            if self.lazy(folder, run) is not None:
+                raise MissingRunError(f"run {run.newest} is restored lazily, and not whole yet", run.newest)
             # Few files come in, and each is compared in blocks of megabytes, once.
             data = self._file(folder, run)
             check_blocks(data, run, chunk, self._checked)
@@ -92,9 +101,25 @@ class Chunks:
                 compared = known
         return PartlyChecked(data, compared, self._schema, chunk.hash_min, chunk.hash_max)
 
+    def lazy(self, folder: Path, run: Run) -> LazyFile | None:
+        """The file of a run that is restored lazily; None when it is whole, or the run has none."""
+        if not run.file_bytes:
+            return None
+        if run.key not in self._lazy:
+            self._lazy[run.key] = LazyFile.opened(folder, run)
+        found = self._lazy[run.key]
+        if found is not None and found.is_finished():
+            # Another process has completed it.
+            found = self._lazy[run.key] = None
+        return found
+
+    def note_whole(self, run: Run) -> None:
+        """All of a run's file is here."""
+        self._lazy[run.key] = None
+
     def note_file(self, run: Run, data: pa.Buffer) -> None:
         """A run's file was compared while it came in."""
-        self._maps[run.key] = data
+        self._maps[run.key], self._lazy[run.key] = data, None
         self._checked.update((run.key, block) for block in range(len(run.blocks)))
 
     def note_written(self, run: Run) -> None:
@@ -107,15 +132,18 @@ class Chunks:
         self._checked = {it for it in self._checked.copy() if it[0] in run_keys}
         self._partly = {key: it for key, it in self._partly.copy().items() if key[0] in run_keys}
         self._maps = {key: data for key, data in self._maps.copy().items() if key in run_keys}
+        self._lazy = {key: lazy for key, lazy in self._lazy.copy().items() if key in run_keys}
 
     def keep_files(self, run_keys: Collection[str]) -> None:
         """Let go of the files of all other runs."""
-        if any(key not in run_keys for key in self._maps.copy()):
+        if any(key not in run_keys for key in self._maps.copy() | self._lazy.copy()):
             self._maps = {key: data for key, data in self._maps.copy().items() if key in run_keys}
+            self._lazy = {key: lazy for key, lazy in self._lazy.copy().items() if key in run_keys}
 
     def forget_file(self, run_key: str) -> None:
         """A run was dropped, and its file goes."""
         self._maps.pop(run_key, None)
+        self._lazy.pop(run_key, None)
 
     def forget_some(self) -> None:
         """Forget what is known where it has become much."""
@@ -128,11 +156,12 @@ class Chunks:
         """Forget everything: the environment is another one now."""
         self._checked.clear()
         self._partly.clear()
-        self._maps.clear()
+        self.close_files()
 
     def close_files(self) -> None:
-        """Let go of the runs' files."""
+        """Let go of the runs' files; who is at one has it open as long as that takes."""
         self._maps.clear()
+        self._lazy.clear()
 
     def _file(self, folder: Path, run: Run) -> pa.Buffer:
         data = self._maps.get(run.key)

@@ -11,7 +11,7 @@ from spark_state_ext.store.transaction import Reader, Writing
 
 __all__ = ["check_identity"]
 
-_STORE_FORMAT = 5
+_STORE_FORMAT = 6
 
 
 def check_identity(environment: SharedEnvironment, schema: RowSchema) -> None:

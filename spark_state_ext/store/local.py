@@ -7,6 +7,7 @@ at will; nobody reads their runs.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import uuid
@@ -19,6 +20,7 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
+from arrow_schemas.snapshot_index import SnapshotIndex
 from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import manifest, pins, records
 from spark_state_ext.store.base_file import chunks_in, file_of, mapped
@@ -28,6 +30,8 @@ from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_compac
 from spark_state_ext.store.environment import MAP_BYTES_MIN
 from spark_state_ext.store.identity import check_identity
 from spark_state_ext.store.incoming import Incoming, remove_abandoned
+from spark_state_ext.store.lazy_file import marks_of
+from spark_state_ext.store.lazy_runs import LazyRuns, remove_files
 from spark_state_ext.store.pending import Pending
 from spark_state_ext.store.runs import CHUNK_ROWS, Run, cut, encode_chunk
 from spark_state_ext.store.shared import SharedEnvironment
@@ -79,6 +83,8 @@ class LocalStore:
         self._closed = False
         self._incoming = Incoming()
         self._environment = environment
+        # What of its runs is not here yet.
+        self.lazy = LazyRuns(environment, schema, self._chunks, self._incoming)
 
     @classmethod
     def at(
@@ -198,7 +204,15 @@ class LocalStore:
         """Remove what is left at a path from `incoming`: nothing where it was ingested."""
         self._incoming.end(path)
 
-    def ingest(self, path: Path, body_bytes: int, blocks: Sequence[int], rows: int, ref: CheckpointRef) -> Run:
+    def ingest(
+        self,
+        path: Path,
+        body_bytes: int,
+        blocks: Sequence[int],
+        rows: int,
+        ref: CheckpointRef,
+        index: SnapshotIndex | None = None,
+    ) -> Run:
         """Take a snapshot's file, at a path from `incoming`, as the run of a checkpoint that holds everything.
 
         Parameters
@@ -211,19 +225,14 @@ class LocalStore:
             Number of its rows.
         ref
             The checkpoint.
+        index
+            The file's index, checked: no row has to be looked at then.
 
         Raises
         ------
         CorruptFileError
             When it is no such file.
         """
-
-        def add(txn: Writing) -> Run:
-            existing = manifest.same(txn, run)
-            if existing is None:
-                manifest.put(txn, run)
-            return existing or run
-
         folder = self._environment.folder
         run = Run(uuid.uuid4().hex, ref, ref, None, True, rows, 0, (), body_bytes, tuple(blocks))
         try:
@@ -232,13 +241,13 @@ class LocalStore:
             raise StorageError(f"the local store {folder} was set aside while a snapshot came in: {error}") from error
         try:
             data = mapped(folder, run)
-            run = replace(run, chunks=chunks_in(data, body_bytes, self.schema.arrow, rows, f"the snapshot of {ref}"))
-            written = self._environment.write(add)
+            run = replace(run, chunks=chunks_in(data, run, self.schema.arrow, f"the snapshot of {ref}", index))
+            written = self._environment.write(lambda txn: manifest.put_new(txn, run))
         except BaseException:
-            file_of(folder, run.key).unlink(missing_ok=True)
+            remove_files(folder, run.key)
             raise
         if written is not run:
-            file_of(folder, run.key).unlink(missing_ok=True)
+            remove_files(folder, run.key)
         else:
             self._chunks.note_file(run, data)
         return written
@@ -261,7 +270,8 @@ class LocalStore:
             ends above it and begins below is made: the snapshot would then lie beside the way from the head down.
         """
         view = self.view(head)
-        runs = view.runs
+        # Of a run that is not whole nothing is merged.
+        runs = list(itertools.takewhile(lambda run: self.lazy.file(run) is None, view.runs))
         border = next((at for at, run in enumerate(runs) if run.newest == unconfirmed), 0) if self.outgrown(view) else 0
         chosen = choose_compaction([run.size_bytes for run in runs], self._compaction_bytes_max, border)
         if chosen is None:
@@ -303,9 +313,8 @@ class LocalStore:
         dropped = self._environment.write(work)
         for run in dropped:
             if run.file_bytes:
-                # Whoever has it mapped goes on reading it.
                 self._chunks.forget_file(run.key)
-                file_of(self._environment.folder, run.key).unlink(missing_ok=True)
+                remove_files(self._environment.folder, run.key)
         return len(dropped)
 
     def pin(self, view: View, seconds: float) -> str:
@@ -376,6 +385,11 @@ class LocalStore:
         self._chunks.close_files()
         self._environment.close()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def _stay_closed(self) -> None:
         if self._closed:
             self.close()
@@ -410,8 +424,9 @@ class LocalStore:
 
     def _remove_abandoned(self) -> None:
         def known() -> set[str] | None:
-            folder = self._environment.folder
-            return None if self.is_replaced() else {file_of(folder, run.key).name for run in self.runs()}
+            folder, runs = self._environment.folder, self.runs()
+            files = {path.name for run in runs for path in (file_of(folder, run.key), marks_of(folder, run.key))}
+            return None if self.is_replaced() else files
 
         try:
             remove_abandoned(self._environment.folder, known)

@@ -15,7 +15,7 @@ from spark_state_ext.store.checked import checked, opened
 from spark_state_ext.store.runs import Run
 from spark_state_ext.store.transaction import Reader, Writing
 
-__all__ = ["begin", "begun", "check_present", "drop", "end", "every", "is_begun", "put", "same"]
+__all__ = ["begin", "begun", "check_present", "drop", "end", "every", "is_begun", "put", "put_new", "same"]
 
 _TABLE = b"runs"
 _RUN, _NEW = b"run/", b"new/"
@@ -44,6 +44,14 @@ def check_present(txn: Reader, runs: Iterable[Run], doing: str) -> None:
 def put(txn: Writing, run: Run) -> None:
     """Add a run."""
     _put(txn, _RUN + run.key.encode(), run.encode())
+
+
+def put_new(txn: Writing, run: Run) -> Run:
+    """Add a run, unless there is one of the same checkpoints already; the one that is there then."""
+    existing = same(txn, run)
+    if existing is None:
+        put(txn, run)
+    return existing or run
 
 
 def drop(txn: Writing, run: Run) -> None:

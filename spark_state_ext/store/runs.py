@@ -253,7 +253,11 @@ def joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def find(
-    chunk: pa.RecordBatch, schema: RowSchema, hashes: HashArray, keys: Sequence[pa.Array]
+    chunk: pa.RecordBatch,
+    schema: RowSchema,
+    hashes: HashArray,
+    keys: Sequence[pa.Array],
+    at: IndexArray | None = None,
 ) -> tuple[IndexArray, pa.RecordBatch]:
     """Look up many keys in one chunk.
 
@@ -263,6 +267,8 @@ def find(
         The chunk's rows.
     hashes, keys
         The wanted keys, ascending by hash.
+    at
+        The first row of each whose hash is at least that of the key, where that is known.
 
     Returns
     -------
@@ -270,7 +276,8 @@ def find(
         Positions among the wanted keys that were found, int64, and the chunk's rows of them, copied.
     """
     chunk_hashes = hashes_of(chunk)
-    at = first_at_least(chunk_hashes, hashes)
+    if at is None:
+        at = first_at_least(chunk_hashes, hashes)
     wanted: IndexArray = np.arange(len(hashes), dtype=np.int64)
     found_wanted: list[IndexArray] = []
     found_rows: list[pa.RecordBatch] = []

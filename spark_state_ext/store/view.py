@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 
 from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.row import DELETED, TIMEOUT_MS, RowSchema
-from spark_state_ext.store.runs import Run, find, hashes_of, joined, newest_wins
+from spark_state_ext.store.lazy_file import FetchPieces
+from spark_state_ext.store.runs import Chunk, Run, find, hashes_of, joined, newest_wins
 
 if TYPE_CHECKING:
     from spark_state_ext.store.checksums import PartlyChecked
@@ -50,6 +51,8 @@ class View:
     def __init__(self, store: LocalStore, runs: Sequence[Run]) -> None:
         self._store = store
         self.runs = list(runs)
+        # Gets what lacks of a run that is restored lazily.
+        self.fetch: FetchPieces | None = None
 
     @property
     def rows_max(self) -> int:
@@ -85,9 +88,13 @@ class View:
         ascending = n < 2 or bool((hashes[1:] >= hashes[:-1]).all())
         pending: IndexArray = (np.arange(n) if ascending else np.argsort(hashes, kind="stable")).astype(np.int64)
         taken: list[pa.RecordBatch] = []
+        # Outside of a transaction, as it may take long.
+        known = self._store.lazy.places(self.runs, hashes, self.fetch)
+        first = pending
 
         def work(open_chunk: OpenChunk) -> None:
             nonlocal pending
+            pending = first
             taken.clear()
             count = 0
             for run in self.runs:
@@ -101,7 +108,8 @@ class View:
                     if lo == hi:
                         continue
                     ask = pending[lo:hi]
-                    wanted, rows = find(open_chunk(run, i), self._schema, wanted_hashes[lo:hi], _pick(keys, ask))
+                    at = known[run.key].rows(i, ask) if run.key in known else None
+                    wanted, rows = find(open_chunk(run, i), self._schema, wanted_hashes[lo:hi], _pick(keys, ask), at)
                     if not len(wanted):
                         continue
                     done[lo + wanted] = True
@@ -176,6 +184,7 @@ class View:
     def _copied(self, after: int, upto: int) -> list[pa.RecordBatch]:
         """Copies of all rows with a hash in (after, upto], newest run first."""
         pieces: list[pa.RecordBatch] = []
+        self._complete(lambda chunk: chunk.hash_max > after and chunk.hash_min <= upto)
 
         def work(open_chunk: OpenChunk) -> None:
             pieces.clear()
@@ -256,6 +265,10 @@ class View:
             Only rows with a hash in (after, upto].
         """
         candidates: list[pa.RecordBatch] = []
+        for run in self._store.lazy.among(self.runs):
+            its = [run.chunks[i] for i, _ in chunks(run)]
+            if any(chunk.hash_max > after and chunk.hash_min <= upto for chunk in its):
+                self._store.lazy.complete(run, self.fetch)
 
         def work(open_chunk: OpenChunk) -> None:
             candidates.clear()
@@ -289,6 +302,7 @@ class View:
     def earliest_timeout(self, now_ms: int) -> int | None:
         """Lower bound of the timeouts at or after `now_ms`; None when there are none. May be a row that is void."""
         found: list[int] = []
+        self._complete(lambda chunk: chunk.timeout_min < now_ms <= chunk.timeout_max)
 
         def work(open_chunk: OpenChunk) -> None:
             found.clear()
@@ -304,6 +318,12 @@ class View:
 
         self._store.read(work)
         return min(found) if found else None
+
+    def _complete(self, is_needed: Callable[[Chunk], bool]) -> None:
+        """Have all of the runs here that are restored lazily, and of which a chunk is to be looked through."""
+        for run in self._store.lazy.among(self.runs):
+            if any(is_needed(chunk) for chunk in run.chunks):
+                self._store.lazy.complete(run, self.fetch)
 
     @property
     def _schema(self) -> RowSchema:

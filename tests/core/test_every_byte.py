@@ -27,10 +27,11 @@ from core_support import WRITER
 from arrow_schemas import LineageEntry, LineageHeader, OperatorFile, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
 from arrow_schemas.pointer import InlineDelta, ReplicationStatus
-from spark_state_ext.errors import StateError
+from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.files import checkpoint
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header, verify_checkpoint, write_checkpoint
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed_body import announced_index
 from spark_state_ext.ownership.lease_record import LeaseRecord, RunIdentity
 from spark_state_ext.spark.shuffle import payload
 from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, run_of
@@ -72,10 +73,10 @@ def _bits(batches: Iterable[pa.RecordBatch]) -> list[object]:
 # -- checkpoint files -------------------------------------------------------------------------------
 
 
-def _checkpoint(kind: str, reader: Callable[[Folder, Any, str], object], on_disk: bool = False) -> Kind:
+def _checkpoint(kind: str, reader: Callable[[Folder, Any, str], object], on_disk: bool = False, form: int = 0) -> Kind:
     refs = Refs()
     parent, ref = refs.next(1), refs.next(2)
-    header = LineageHeader(kind, "counts", 3, ref, parent, (parent,), 0, WRITER, "0.1.0")
+    header = LineageHeader(kind, "counts", 3, ref, parent, (parent,), 0, WRITER, "0.1.0", form)
     rows = {KEYS[0]: Row(1, "one", 5), KEYS[7]: Row(2), KEYS[8]: Row(None, None, 7, False)}
     file = io.BytesIO()
     write_checkpoint(file, header, SCHEMA, [run_of({**rows, KEYS[9]: None} if kind == DELTA else rows)])
@@ -102,6 +103,19 @@ def _rows(files: Folder, ref: Any, kind: str) -> object:
 
 def _verified(files: Folder, ref: Any, kind: str) -> object:
     return verify_checkpoint(files, ref, kind, Path(tempfile.gettempdir()))
+
+
+def _in_parts(files: Folder, ref: Any, kind: str) -> object:
+    """As who fetches a part only: the index from the end, and from the front what it has checksums for."""
+    name = file_name(ref, kind)
+    where = files.where(name)
+    record, index = announced_index(lambda start, end: files.get_range(name, start, end), files.size(name), where)
+    if index is None:  # a file of an older format, for who looks at its end only
+        raise CorruptFileError(f"{where} has no index")
+    body = files.get_range(name, 0, record.length)
+    index.check(0, body, where)
+    chunks = [body[chunk.offset : chunk.offset + chunk.size_bytes] for chunk in index.chunks]
+    return _bits(pa.ipc.read_record_batch(pa.py_buffer(chunk), SCHEMA.arrow) for chunk in chunks)
 
 
 # -- small files ------------------------------------------------------------------------------------
@@ -217,6 +231,8 @@ _MAKERS: dict[str, Callable[[], Kind]] = {
     "delta-header": lambda: _checkpoint(DELTA, read_header),
     "snapshot": lambda: _checkpoint(SNAPSHOT, _rows),
     "snapshot-verified": lambda: _checkpoint(SNAPSHOT, _verified),
+    "snapshot-in-parts": lambda: _checkpoint(SNAPSHOT, _in_parts),
+    "snapshot-format-2": lambda: _checkpoint(SNAPSHOT, _rows, form=2),
     "operator-file": _operator,
     "pointer": _pointer,
     "lease": _lease,

@@ -242,8 +242,8 @@ def _signed(fields: object) -> dict[bytes, bytes]:
 
 def test_headers_of_newer_releases_and_senseless_ones() -> None:
     fields = json.loads(_header().encode()[HEADER_KEY])
-    with pytest.raises(VersionSkewError, match=r"format 3.*spark_state_ext 9\.0"):
-        LineageHeader.decode(_signed({**fields, "format": 3, "package_version": "9.0"}), "file")
+    with pytest.raises(VersionSkewError, match=r"format 4.*spark_state_ext 9\.0"):
+        LineageHeader.decode(_signed({**fields, "format": 4, "package_version": "9.0"}), "file")
     for change in (
         {"id": "short"},
         {"format": 0},

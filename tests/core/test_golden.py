@@ -15,7 +15,7 @@ from arrow_schemas import BucketMap, CheckpointRef, OperatorFile, PartitionAssig
 from arrow_schemas.bucket_map import BY_STREAM_AND_PARTITION
 from arrow_schemas.checksum import opened_document
 from arrow_schemas.erase import EraseDone, EraseMark
-from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
+from arrow_schemas.lineage import DELTA, FILE_FORMATS, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.partitions import StreamPartitions
 from arrow_schemas.pointer import POINTER_FORMAT
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
@@ -37,9 +37,11 @@ from spark_state_ext.store import LocalStore
 
 _GOLDEN = Path(__file__).parent.parent / "golden"
 _FORMATS = sorted(_GOLDEN.glob("format-*"))
+# The same with snapshots of other formats; those of pointers' formats have snapshots of format 1.
+_SNAPSHOTS = sorted(_GOLDEN.glob("snapshot-format-*"))
 
 
-@pytest.fixture(params=_FORMATS, ids=lambda path: path.name)
+@pytest.fixture(params=[*_FORMATS, *_SNAPSHOTS], ids=lambda path: path.name)
 def golden(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy, as nothing may ever change the files themselves."""
     copy = tmp_path / "golden"
@@ -65,14 +67,22 @@ def _same(found: object, expected: object) -> bool:
     return json.dumps(found) == json.dumps(expected)
 
 
+def _snapshot_format(golden: Path) -> int:
+    files = Folder(str(golden / "3"))
+    (found,) = (parsed for name in files.names() if (parsed := parse_file_name(name)) and parsed[1] == SNAPSHOT)
+    return read_header(files, *found).format
+
+
 def test_there_is_a_set_of_the_present_format() -> None:
     assert [path.name for path in _FORMATS] == [f"format-{number}" for number in range(1, 6)]
     written = [int.from_bytes((path / "pointer.bin").read_bytes()[4:6], "little") for path in _FORMATS]
     assert written == [1, 2, 3, 4, 5]
+    assert [_snapshot_format(path) for path in (*_FORMATS, *_SNAPSHOTS)] == [1, 1, 1, 1, 1, 2, 3]
+    assert _snapshot_format(_SNAPSHOTS[-1]) == FILE_FORMATS[SNAPSHOT]
     assert written[-1] == POINTER_FORMAT
     assert {
         read_header(Folder(str(path / "3")), *parsed).package_version
-        for path in _FORMATS
+        for path in (*_FORMATS, *_SNAPSHOTS)
         for name in Folder(str(path / "3")).names()
         if (parsed := parse_file_name(name))
     } == {"0.1.0"}

@@ -1,4 +1,4 @@
-"""Writes a folder such as `format-2/`: files that every later release has to read.
+"""Writes a folder such as `format-2/` or `snapshot-format-3/`: files that every later release has to read.
 
 They are made once, by the first release that has the format, and never again; run this only to add a format.
 """
@@ -115,7 +115,7 @@ def main(folder: Path) -> None:
             for kind, batches in kinds:
                 path = Path(scratch) / "file"
                 with path.open("wb") as file:
-                    write_checkpoint(file, replace(header, kind=kind), schema, batches)
+                    write_checkpoint(file, replace(header, kind=kind, format=0), schema, batches)
                 if i == 3:  # not sent yet when its pointer was made
                     inline = (InlineDelta(ref, path.read_bytes(), 1_700_000_000_000, writer.heartbeat),)
                 else:
@@ -169,4 +169,4 @@ def erase_files() -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "format-5"))
+    main(HERE / (sys.argv[1] if len(sys.argv) > 1 else "snapshot-format-3"))

@@ -29,6 +29,7 @@ from spark_state_ext.files.checkpoint import CheckpointFile, read_checkpoint
 from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Entry, Folder, Readable
 from spark_state_ext.files.retention import Decision, Headers
+from spark_state_ext.restore.lazy import LazySnapshot
 from spark_state_ext.restore.load_plan import Chain, Fetch
 from spark_state_ext.restore.loader import Loader
 from spark_state_ext.restore.trace import Failure
@@ -89,7 +90,8 @@ class _ByVersion(Loader):
                     return error
         return MissingCheckpointError(f"no {fetch.kind} of version {fetch.ref.version}")
 
-    def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile) -> None:
+    def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile | LazySnapshot) -> None:
+        assert isinstance(found, CheckpointFile), "the simulation restores nothing lazily"
         at = chain.refs.index(fetch.ref)
         parent = chain.refs[at - 1] if at else None
         self._store.restore(found.batches, fetch.ref, parent, snapshot=fetch.kind == SNAPSHOT)

@@ -37,6 +37,7 @@ from spark_state_ext.files.operator_catalog import newest_operator
 from spark_state_ext.files.partition_files import record_assignment, refuse_assignment
 from spark_state_ext.ownership.lease_record import Claim
 from spark_state_ext.rescale.origin import Origin, origin_beside, origin_in
+from spark_state_ext.restore.lazy import lazy_options
 from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.key_work import Times
@@ -299,6 +300,7 @@ def _context(shared: Shared, call: CallInfo, scratch: Path, leases: Leases) -> C
         batch_ms=call.times.processing_ms,
         # A run that has lost its state to another one need not read on.
         while_waiting=leases.hold,
+        lazy=lazy_options(shared.filling),
     )
 
 

@@ -1,0 +1,163 @@
+"""From an empty disk to the first lookup, with a snapshot in a store elsewhere: lazily, and fetched whole.
+
+The store is memory that takes as long as one elsewhere does: each request waits, and all of them together get so many
+bytes a second. Narrow rows gain nothing, as each piece has some that is wanted; wide ones, and many rows for each
+wanted key, do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, Writer, file_name, new_checkpoint_id
+from arrow_schemas.pointer import LineageEntry, Pointer
+from arrow_schemas.row import RowSchema
+from benchmarks.options import add_seed
+from benchmarks.report import BenchmarkError, Report
+from benchmarks.throttled import Throttled
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.files.checkpoint import write_checkpoint
+from spark_state_ext.store import LocalStore
+from spark_state_ext.store.lazy_file import LazyOptions
+from spark_state_ext.version import __version__
+from spark_state_ext.worker.background import Work
+
+__all__ = ["add_arguments", "run"]
+
+WIDE_AT_MOST = 0.5
+_PIECE_ROWS = 1 << 16
+_LOOKED_UP = 1_000
+_SCHEMA = RowSchema((pa.field("key", pa.int64()),), (pa.field("n", pa.int64()), pa.field("text", pa.string())))
+_WRITER = Writer("query", "run", 0, "benchmark")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command line."""
+    parser.add_argument("--rows", type=int, default=1_000_000, metavar="N", help="keys")
+    parser.add_argument("--text-bytes", type=int, nargs="+", default=[0, 100, 500], metavar="N", help="text of a row")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="measurements of each")
+    parser.add_argument("--latency-ms", type=float, default=30.0, metavar="MS", help="what a request waits")
+    parser.add_argument("--megabytes-per-s", type=float, default=50.0, metavar="MB", help="what the store gives")
+    add_seed(parser, "keys")
+
+
+def run(options: argparse.Namespace, work: Path) -> Report:
+    """Run it.
+
+    Raises
+    ------
+    BenchmarkError
+        When a looked up state is not the one that was written.
+    """
+    if options.rows < _LOOKED_UP or options.repeats < 1 or min(options.text_bytes) < 0:
+        raise BenchmarkError(f"--rows must be at least {_LOOKED_UP}, --repeats at least 1, and --text-bytes at least 0")
+    names = ("rows", "text_bytes", "repeats", "latency_ms", "megabytes_per_s", "seed")
+    report = Report("lazy_restore", {name: getattr(options, name) for name in names})
+    for text_bytes in options.text_bytes:
+        what = f"{options.rows:,} keys, {text_bytes} bytes of text each"
+        print(f"{what} …", file=sys.stderr, flush=True)
+        measured = _Measured(report, what, options, text_bytes, work)
+        lazily, whole = measured.first_lookups(lazily=True), measured.first_lookups(lazily=False)
+        ratio = report.ratio(f"{what}: lazily / whole", lazily / whole)
+        if text_bytes == max(options.text_bytes):
+            report.bar(f"{what}: lazily, over whole", ratio, "at most", WIDE_AT_MOST, "times")
+    return report
+
+
+class _Later:
+    """A runner that runs nothing: nothing is fetched beside the lookup."""
+
+    def submit(self, name: str, work: Work) -> bool:
+        return True
+
+    def busy(self, name: str) -> bool:
+        return False
+
+
+class _Measured:
+    """One snapshot in a store.
+
+    Parameters
+    ----------
+    report, what
+        Where times are noted, and as what.
+    options, text_bytes
+        From the command line.
+    work
+        Folder for scratch files.
+    """
+
+    def __init__(self, report: Report, what: str, options: argparse.Namespace, text_bytes: int, work: Path) -> None:
+        self._report, self._what, self._work, self._repeats = report, what, work, options.repeats
+        rng = np.random.default_rng(options.seed)
+        self._hashes = np.sort(rng.integers(0, 2**64, options.rows, dtype=np.uint64))
+        self._wanted = rng.choice(options.rows, _LOOKED_UP, replace=False)
+        self._folder = Throttled(
+            f"memory://lazy-restore-{text_bytes}/0", options.latency_ms / 1000, options.megabytes_per_s * 1e6
+        )
+        ref, parent = CheckpointRef(10, new_checkpoint_id()), CheckpointRef(9, new_checkpoint_id())
+        header = LineageHeader(SNAPSHOT, "restored", 0, ref, parent, (parent,), 0, _WRITER, __version__)
+        path = work / "made"
+        with path.open("wb") as file:
+            write_checkpoint(file, header, _SCHEMA, self._batches(text_bytes))
+        size = path.stat().st_size
+        self._folder.put_file(file_name(ref, SNAPSHOT), path)
+        path.unlink()
+        report.details[f"{what}: bytes"] = size
+        lineage = (LineageEntry(ref, size, 9),)
+        self._pointer = Pointer("restored", 0, 1, 0, 9, None, lineage=lineage, parent=parent, rows=options.rows)
+
+    def _batches(self, text_bytes: int) -> Iterator[pa.RecordBatch]:
+        for start in range(0, len(self._hashes), _PIECE_ROWS):
+            hashes = self._hashes[start : start + _PIECE_ROWS]
+            n = len(hashes)
+            text = pa.array(["x" * text_bytes]).take(pa.array(np.zeros(n, dtype=np.int32)))
+            columns = [
+                pa.array(hashes),
+                pa.array(_keys(hashes)),
+                pa.array(np.arange(start, start + n)),
+                text if text_bytes else pa.nulls(n, pa.string()),
+                pa.nulls(n, pa.int64()),
+                pa.array(np.ones(n, dtype=np.bool_)),
+                pa.array(np.zeros(n, dtype=np.bool_)),
+            ]
+            yield pa.RecordBatch.from_arrays(columns, schema=_SCHEMA.arrow)
+
+    def first_lookups(self, *, lazily: bool) -> float:
+        """Median seconds from an empty disk to the first lookup."""
+        how = "lazily" if lazily else "whole"
+        times: list[float] = []
+        hashes = self._hashes[self._wanted]
+        for _ in range(self._repeats):
+            self._folder.requests = self._folder.fetched_bytes = 0
+            lazy = LazyOptions(1, 1 << 40, _Later()) if lazily else None
+            context = CommitContext(self._work, lazy=lazy)
+            started_s = time.perf_counter()
+            store = LocalStore.at(self._work / "local", _SCHEMA)
+            bucket = Bucket(store, sole_replica(self._folder, self._work), self._pointer, _WRITER, context)
+            found = bucket.read(lambda view: view.lookup(hashes, [pa.array(_keys(hashes))]))
+            times.append(time.perf_counter() - started_s)
+            values = found.rows.column("state.n").to_numpy()[found.index]
+            same = bool((found.index >= 0).all() and (values == self._wanted).all())
+            self._report.check(f"{self._what}: {_LOOKED_UP:,} values, {how}, are those that were written", same)
+            store.close()
+            shutil.rmtree(self._work / "local")
+        self._report.details[f"{self._what}: bytes fetched, {how}"] = self._folder.fetched_bytes
+        self._report.details[f"{self._what}: requests, {how}"] = self._folder.requests
+        return self._report.timing(f"{self._what}: {how}", times)
+
+
+def _keys(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    keys: npt.NDArray[np.int64] = (hashes * np.uint64(0x9E3779B97F4A7C15)).view(np.int64)
+    return keys

@@ -1,0 +1,281 @@
+"""Lazy restore: a snapshot becomes a run of which only what a batch asks for is fetched, and the rest beside batches.
+
+Decided from both ends of the file. What is fetched later is asked of the bucket's backends in their order, each of
+which has to have the very same file. Where none has it any more, the run is lost, and the load is planned anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES
+from arrow_schemas.equality import IndexArray
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, file_name
+from arrow_schemas.snapshot_index import SnapshotIndex
+from spark_state_ext.errors import (
+    CorruptFileError,
+    LineageError,
+    MissingCheckpointError,
+    MissingRunError,
+    UsageError,
+)
+from spark_state_ext.files.readable import Readable
+from spark_state_ext.files.sealed_body import NOT_ARROW, PADDED_MAGIC, announced_index, check_form
+from spark_state_ext.store import LocalStore, View
+from spark_state_ext.store.lazy_file import LazyFile, LazyOptions
+from spark_state_ext.store.runs import Run
+from spark_state_ext.worker.background import Runner
+from spark_state_ext.worker.threads import side_by_side
+
+if TYPE_CHECKING:
+    from spark_state_ext.restore.sources import Sources
+
+__all__ = ["BYTES_MIN", "FILL_BYTES_PER_S_MAX", "LazyRestore", "LazySnapshot", "lazy_options"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+BYTES_MIN = 32 << 20
+FILL_BYTES_PER_S_MAX = 64_000_000
+_BYTES_MIN_NAME = "SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN"
+_FILL_NAME = "SPARK_STATE_EXT_LAZY_FILL_BYTES_PER_S_MAX"
+# A request costs about as much as so many pieces, of which it takes several at most.
+_GAP_PIECES = 4
+_REQUEST_PIECES = BLOCK_BYTES // PIECE_BYTES
+_REQUESTS_MAX = 32
+
+
+def lazy_options(runner: Runner, environ: Mapping[str, str] = os.environ) -> LazyOptions:
+    """What the environment says of lazy restore.
+
+    Parameters
+    ----------
+    runner
+        What fills files beside batches.
+    environ
+        The variables.
+
+    Raises
+    ------
+    UsageError
+        When one of them is no whole number above 0.
+    """
+    found = []
+    for name, default in ((_BYTES_MIN_NAME, BYTES_MIN), (_FILL_NAME, FILL_BYTES_PER_S_MAX)):
+        text = environ.get(name, str(default))
+        if not text.isascii() or not text.isdigit() or int(text) < 1:
+            raise UsageError(f"{name} is {text!r}: give a whole number of bytes above 0, or leave it out")
+        found.append(int(text))
+    return LazyOptions(found[0], found[1], runner)
+
+
+@dataclass(frozen=True)
+class LazySnapshot:
+    """A snapshot of which both ends were read.
+
+    Parameters
+    ----------
+    header
+        Its header.
+    index
+        Its index.
+    """
+
+    header: LineageHeader
+    index: SnapshotIndex
+
+
+class LazyRestore:
+    """That of one bucket, in one call.
+
+    Parameters
+    ----------
+    store
+        The bucket's local store.
+    sources
+        Where its files are.
+    options
+        None: nothing is restored lazily. What another call has begun so is gone on with.
+    """
+
+    def __init__(self, store: LocalStore, sources: Sources, options: LazyOptions | None) -> None:
+        self._store = store
+        self._sources = sources
+        self._options = options
+        self._lock = threading.Lock()
+        # Snapshots of which a part could not be had: they are loaded whole, which tells what is wrong.
+        self._lost: set[CheckpointRef] = set()
+        # By checkpoint: where its file is the one that the run is of.
+        self._same: dict[CheckpointRef, set[str]] = {}
+        # Bytes that were fetched after both ends.
+        self.fetched_bytes = 0
+
+    # -- beginning ----------------------------------------------------------------------------------
+
+    def begun(self, files: Readable, ref: CheckpointRef) -> LazySnapshot | None:
+        """Both ends of a snapshot, where it is to be restored lazily; None where it is to be loaded whole.
+
+        Parameters
+        ----------
+        files
+            Who has it.
+        ref
+            Its checkpoint.
+
+        Raises
+        ------
+        MissingCheckpointError, CorruptFileError, LineageError, StorageError
+            When it is gone, damaged, another one, or cannot be read.
+        """
+        options, name = self._options, file_name(ref, SNAPSHOT)
+        if options is None or ref in self._lost:
+            return None
+        size, where = files.size(name), files.where(name)
+        if size < options.bytes_min:
+            return None
+        local = files.open_local(name)
+        if local is not None:
+            local.close()
+            return None
+        record, index = announced_index(lambda start, end: files.get_range(name, start, end), size, where)
+        if index is None or not index.chunks:
+            return None
+        end = -(-index.chunks[0].offset // PIECE_BYTES) * PIECE_BYTES
+        front = files.get_range(name, 0, min(end, index.body_bytes))
+        index.check(0, front, where)
+        try:
+            if not front.startswith(PADDED_MAGIC):
+                raise CorruptFileError(f"{where} is no Arrow file")
+            schema = pa.ipc.read_schema(pa.py_buffer(front[len(PADDED_MAGIC) :]))
+        except NOT_ARROW as error:
+            raise CorruptFileError(f"the schema of {where} cannot be read: {error}") from error
+        header = LineageHeader.decode(schema.metadata, where)
+        if (header.ref, header.kind) != (ref, SNAPSHOT):
+            raise LineageError(f"{where} holds the {header.kind} of checkpoint {header.ref}")
+        check_form(header, record, index, where)
+        if not schema.equals(self._store.schema.arrow):
+            return None
+        with self._lock:
+            self._same[ref] = {where}
+        return LazySnapshot(header, index)
+
+    def ingest(self, found: LazySnapshot) -> None:
+        """Have the local store take a snapshot, with nothing of its rows."""
+        ref = found.header.ref
+        _LOGGER.info(
+            "checkpoint %s is restored lazily: %d rows, %d bytes", ref, found.index.rows, found.index.body_bytes
+        )
+        self._store.lazy.ingest(found.index, ref)
+
+    # -- going on -----------------------------------------------------------------------------------
+
+    def attach(self, view: View) -> None:
+        """Have a view's lookups fetch what lacks, and the rest fetched beside batches."""
+        view.fetch = self.fetch
+        if self._options is not None:
+            for run in self._store.lazy.among(view.runs):
+                # While it waits, it is not taken again.
+                if not self._options.runner.busy(self._name(run)):
+                    self._options.runner.submit(self._name(run), lambda run=run: self.fill(run))  # type: ignore[misc]
+
+    def _name(self, run: Run) -> str:
+        return f"filling {self._store.folder} {run.newest}"
+
+    def fetch(self, lazy: LazyFile, pieces: IndexArray) -> None:
+        """Fetch pieces of a file, and put them there.
+
+        Parameters
+        ----------
+        lazy
+            The file.
+        pieces
+            Numbers of those that lack, ascending.
+
+        Raises
+        ------
+        MissingRunError
+            When no backend has the file any more, or what it has is damaged: the run is dropped.
+        StorageError
+            When a backend that may have it cannot be reached.
+        """
+        ref = lazy.run.newest
+        try:
+            self._sources.read(ref, SNAPSHOT, lambda files: self._fetch_from(files, lazy, pieces))
+        except (MissingCheckpointError, CorruptFileError, LineageError) as error:
+            _LOGGER.warning("the rest of checkpoint %s, which is restored lazily, is gone: %s", ref, error)
+            self._lost.add(ref)
+            self._store.lazy.lose(lazy.run)
+            raise MissingRunError(f"run {ref} cannot be completed: {error}", ref) from error
+
+    def _fetch_from(self, files: Readable, lazy: LazyFile, pieces: IndexArray) -> None:
+        name = file_name(lazy.run.newest, SNAPSHOT)
+        where = files.where(name)
+        self._refuse_another(files, lazy, name, where)
+
+        def fetch(request: tuple[int, int]) -> int:
+            self._sources.raise_if_closed()
+            first, end = request
+            data = files.get_range(name, first * PIECE_BYTES, min(end * PIECE_BYTES, lazy.index.body_bytes))
+            lazy.put(first, data, where)
+            return len(data)
+
+        # Another backend may have given some of them.
+        requests = _requests(lazy.lacking(pieces))
+        fetched = sum(side_by_side("fetch", min(_REQUESTS_MAX, max(1, len(requests))), fetch, requests))
+        with self._lock:
+            self.fetched_bytes += fetched
+
+    def _refuse_another(self, files: Readable, lazy: LazyFile, name: str, where: str) -> None:
+        """See that a backend has the very file that the run is of: rows may be laid out otherwise in another one."""
+        with self._lock:
+            if where in self._same.get(lazy.run.newest, ()):
+                return
+        _, index = announced_index(lambda start, end: files.get_range(name, start, end), files.size(name), where)
+        if index is None or index.encode() != lazy.index.encode():
+            raise CorruptFileError(f"{where} is another file than the one that was begun with")
+        with self._lock:
+            self._same.setdefault(lazy.run.newest, set()).add(where)
+
+    # -- beside batches -----------------------------------------------------------------------------
+
+    def fill(self, run: Run) -> None:
+        """Fetch all that lacks of a run, in order and not too fast, until it is whole or nobody wants it any more."""
+        assert self._options is not None, "only who restores lazily fills"
+        try:
+            self._fill(run, self._options.fill_bytes_per_s_max)
+        finally:
+            if self._store.is_closed:
+                # It may have been opened again here.
+                self._store.close()
+
+    def _fill(self, run: Run, bytes_per_s_max: int) -> None:
+        while not (self._store.is_closed or self._sources.is_closed):
+            lazy = self._store.lazy.file(run)
+            if lazy is None:
+                return
+            absent = lazy.absent()
+            if not len(absent):
+                self._store.lazy.finish(lazy)
+                return
+            started_s = time.monotonic()
+            some = absent[absent < absent[0] + _REQUEST_PIECES]
+            self.fetch(lazy, some)
+            took_s = time.monotonic() - started_s
+            time.sleep(max(0.0, len(some) * PIECE_BYTES / bytes_per_s_max - took_s))
+
+
+def _requests(pieces: IndexArray) -> list[tuple[int, int]]:
+    """Pieces, ascending, as ranges of them: those near each other together, of bounded size."""
+    if not len(pieces):
+        return []
+    begins = np.flatnonzero(np.diff(pieces, prepend=pieces[0] - _GAP_PIECES - 2) > _GAP_PIECES + 1)
+    ends = np.append(begins[1:], len(pieces))
+    ranges = zip(pieces[begins].tolist(), (pieces[ends - 1] + 1).tolist(), strict=True)
+    return [(at, min(at + _REQUEST_PIECES, end)) for begin, end in ranges for at in range(begin, end, _REQUEST_PIECES)]

@@ -1,0 +1,160 @@
+"""Runs of a store that are restored lazily: taken in with nothing but their index, looked up, completed and lost."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from arrow_schemas.equality import HashArray
+from arrow_schemas.lineage import CheckpointRef
+from arrow_schemas.row import RowSchema
+from arrow_schemas.snapshot_index import SnapshotIndex
+from spark_state_ext.errors import StorageError
+from spark_state_ext.store import manifest
+from spark_state_ext.store.base_file import chunks_of, file_of
+from spark_state_ext.store.chunks import Chunks
+from spark_state_ext.store.incoming import Incoming
+from spark_state_ext.store.lazy_file import FetchPieces, LazyFile, marks_of
+from spark_state_ext.store.lazy_lookup import Places, ensured, places
+from spark_state_ext.store.runs import Run
+from spark_state_ext.store.shared import SharedEnvironment
+
+__all__ = ["LazyRuns", "remove_files"]
+
+
+class LazyRuns:
+    """Those of one store.
+
+    Parameters
+    ----------
+    environment
+        The store's.
+    schema
+        Row schema of its runs.
+    chunks
+        What the process knows of its chunks.
+    incoming
+        Files of this process that are on their way.
+    """
+
+    def __init__(self, environment: SharedEnvironment, schema: RowSchema, chunks: Chunks, incoming: Incoming) -> None:
+        self._environment = environment
+        self._schema = schema
+        self._chunks = chunks
+        self._incoming = incoming
+
+    def ingest(self, index: SnapshotIndex, ref: CheckpointRef) -> Run:
+        """Take a snapshot as the run of a checkpoint that holds everything, none of whose rows is here.
+
+        Parameters
+        ----------
+        index
+            The index of its file, checked. The file's rows are of this store's schema.
+        ref
+            The checkpoint.
+
+        Raises
+        ------
+        StorageError
+            When the files cannot be made.
+        """
+        folder = self._environment.folder
+        blocks, rows = tuple(index.blocks()), index.rows - index.tombstones
+        run = Run(
+            uuid.uuid4().hex, ref, ref, None, True, rows, index.tombstones, chunks_of(index), index.body_bytes, blocks
+        )
+        # Until it is in the manifest nobody takes the files for left over.
+        path = self._incoming.begin(folder)
+        written = None
+        try:
+            LazyFile.begin(folder, run.key, path, index)
+            try:
+                path.replace(file_of(folder, run.key))
+            except OSError as error:
+                raise StorageError(f"the local store {folder} was set aside while a run came in: {error}") from error
+            written = self._environment.write(lambda txn: manifest.put_new(txn, run))
+        finally:
+            self._incoming.end(path)
+            if written is not run:
+                remove_files(folder, run.key)
+        return written
+
+    def among(self, runs: Sequence[Run]) -> list[Run]:
+        """Those of some runs that are not whole."""
+        return [run for run in runs if self.file(run) is not None]
+
+    def file(self, run: Run) -> LazyFile | None:
+        """The file of a run that is not whole; None where it is, or has none."""
+        return self._chunks.lazy(self._environment.folder, run) if run.file_bytes else None
+
+    def places(self, runs: Sequence[Run], hashes: HashArray, fetch: FetchPieces | None) -> dict[str, Places]:
+        """Have here what a lookup looks at, and tell where it is: by the key of each run that is not whole.
+
+        Parameters
+        ----------
+        runs
+            Those of a view.
+        hashes
+            Of the keys, in any order.
+        fetch
+            Gets what lacks.
+
+        Raises
+        ------
+        MissingRunError
+            When nobody has what lacks.
+        """
+        found: dict[str, Places] = {}
+        for run in runs:
+            lazy = self.file(run)
+            if lazy is not None:
+                self._environment.check_process()
+                found[run.key] = places(lazy, self._schema, hashes, fetch)
+        return found
+
+    def complete(self, run: Run, fetch: FetchPieces | None) -> None:
+        """Have all of a run here; then it is as any other.
+
+        Parameters
+        ----------
+        run
+            The run.
+        fetch
+            Gets what lacks.
+        """
+        lazy = self.file(run)
+        if lazy is None:
+            return
+        self._environment.check_process()
+        ensured(lazy, np.arange(lazy.pieces), fetch)
+        self.finish(lazy)
+
+    def finish(self, lazy: LazyFile) -> bool:
+        """Whether a run is whole by now; then it is noted."""
+        whole = lazy.finish()
+        if whole:
+            self._chunks.note_whole(lazy.run)
+        return whole
+
+    def lose(self, run: Run) -> None:
+        """Drop a run of which nobody has what lacks here.
+
+        Parameters
+        ----------
+        run
+            The run.
+        """
+        self._environment.write(lambda txn: manifest.drop(txn, run))
+        self._chunks.forget_file(run.key)
+        remove_files(self._environment.folder, run.key)
+
+
+def remove_files(folder: Path, run_key: str) -> None:
+    """Remove the files of a run; whoever has them mapped goes on reading them."""
+    for path in (file_of(folder, run_key), marks_of(folder, run_key)):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()

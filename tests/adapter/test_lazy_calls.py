@@ -1,0 +1,69 @@
+"""Calls on empty disks, whose state is in a store elsewhere: the environment says that they restore lazily."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from started_query import GOLDEN, Query, rewritten, rows, unchanged
+from test_starts_elsewhere import _sqlite
+
+from arrow_schemas.row import RowSchema
+from spark_state_ext import Savepoint
+from spark_state_ext.errors import UsageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.manifest_file import read_manifest
+from spark_state_ext.spark.executor.opening import OpenBucket
+from spark_state_ext.store import View
+from spark_state_ext.store.runs import hashes_of
+
+BYTES_MIN = "SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN"
+
+
+def _all(opened: OpenBucket) -> pa.RecordBatch:
+    return pa.Table.from_batches(list(opened.bucket.scan())).combine_chunks().to_batches()[0]
+
+
+def _looked_up(view: View, known: pa.RecordBatch, schema: RowSchema) -> list[dict[str, object]]:
+    found = view.lookup(hashes_of(known), schema.key_columns(known))
+    by_row = found.rows.to_pylist()
+    return [by_row[at] for at in found.index.tolist()]
+
+
+@pytest.mark.parametrize("lazily", [True, False])
+def test_a_call_restores_what_its_keys_need(
+    lazily: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv(BYTES_MIN, "1" if lazily else "1000000000")
+    savepoint = tmp_path / "savepoint"
+    shutil.copytree(GOLDEN / "savepoint-1" / "canonical", savepoint)
+    operator = read_manifest(Folder(str(savepoint))).header.operators["golden"]
+    query = Query(tmp_path / "query", operator, Savepoint(str(savepoint)), backends=[_sqlite(tmp_path)])
+    known = query.call(1, None, _all)
+    assert "restored lazily" not in caplog.text, "what it starts from is fetched whole"
+    pointer = query.call(1, None, unchanged)
+    shutil.rmtree(savepoint)
+    assert "restored lazily" not in caplog.text
+
+    def look(opened: OpenBucket) -> list[dict[str, object]]:
+        return opened.bucket.read(lambda view: _looked_up(view, known, opened.schema))
+
+    assert query.call(1, pointer, look) == known.to_pylist()
+    assert ("restored lazily" in caplog.text) == lazily
+    # Rows over it, and a look at all of them.
+    later = query.call(1, pointer, rewritten)
+    found = query.call(1, later, rows)
+    assert json.loads(found) == json.loads(json.dumps(known.to_pylist(), default=str))
+
+
+def test_what_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BYTES_MIN, "plenty")
+    operator = read_manifest(Folder(str(GOLDEN / "savepoint-1" / "native"))).header.operators["golden"]
+    query = Query(tmp_path / "query", operator, Savepoint(str(GOLDEN / "savepoint-1" / "native")))
+    with pytest.raises(UsageError, match=f"{BYTES_MIN} is 'plenty'"):
+        query.call(1, None, rows)

@@ -1,0 +1,204 @@
+"""A bucket whose snapshot lies in a store elsewhere, with many chunks and cells of every kind, to be restored lazily."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+from core_support import WRITER
+
+from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, RowSchema
+from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
+from benchmarks.throttled import Throttled
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.errors import StateError
+from spark_state_ext.files import checkpoint
+from spark_state_ext.files.checkpoint import write_checkpoint
+from spark_state_ext.store import LocalStore, View
+from spark_state_ext.store.lazy_file import LazyFile, LazyOptions
+from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.worker.background import Work
+
+__all__ = [
+    "FIRST",
+    "LAST",
+    "SCHEMA",
+    "SNAPSHOT_NAME",
+    "Later",
+    "Remote",
+    "bucket_on",
+    "looked_up",
+    "rows_of",
+    "values_of",
+]
+
+SCHEMA = RowSchema(
+    (pa.field("k", pa.int64()),),
+    (
+        pa.field("n", pa.int64()),
+        pa.field("note", pa.string()),
+        pa.field("raw", pa.binary()),
+        pa.field("tags", pa.list_(pa.field("element", pa.int64()))),
+        pa.field("flag", pa.bool_()),
+    ),
+)
+FIRST, LAST = CheckpointRef(1, "1" * 32), CheckpointRef(2, "2" * 32)
+SNAPSHOT_NAME = file_name(LAST, SNAPSHOT)
+KeyArray = npt.NDArray[np.int64]
+HashArray = npt.NDArray[np.uint64]
+
+
+class Later:
+    """A runner that runs nothing until it is told to."""
+
+    def __init__(self) -> None:
+        self.work: dict[str, Work] = {}
+
+    def submit(self, name: str, work: Work) -> bool:
+        self.work[name] = work
+        return True
+
+    def busy(self, name: str) -> bool:
+        return name in self.work
+
+    def run(self) -> None:
+        """What waits; errors that may happen are those of nobody, as in the background."""
+        while self.work:
+            with contextlib.suppress(StateError):
+                self.work.popitem()[1]()
+
+
+def hashes_of(keys: KeyArray) -> HashArray:
+    """Four keys have one hash."""
+    spread: HashArray = (keys // 4).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return spread
+
+
+def clustered(keys: KeyArray) -> HashArray:
+    """Of a bad hash function: most hashes in a corner, a few far away."""
+    near: HashArray = (keys // 4).astype(np.uint64) + np.uint64(1) << np.where(keys % 1_000 < 4, 44, 3).astype(
+        np.uint64
+    )
+    return near
+
+
+def values_of(key: int) -> tuple[int, str | None, bytes, list[int], bool]:
+    """State of a key."""
+    note = None if key % 7 == 0 else f"{key:x}" * (50 if key % 11 else 3_000)
+    return key * 3, note, b"%d" % key, list(range(key % 4)), key % 2 == 0
+
+
+def rows_of(keys: Sequence[int] | KeyArray, hashed: HashArray, timeouts: bool = False) -> pa.RecordBatch:
+    """Rows in run order."""
+    columns = list(zip(*(values_of(int(key)) for key in keys), strict=True))
+    n = len(keys)
+    return sorted_run(
+        pa.RecordBatch.from_arrays(
+            [
+                pa.array(hashed),
+                pa.array(np.asarray(keys)),
+                *(pa.array(column, kind.type) for column, kind in zip(columns, SCHEMA.state, strict=True)),
+                pa.array(np.asarray(keys), mask=np.asarray(keys) % 10 != 0) if timeouts else pa.nulls(n, pa.int64()),
+                pa.array(np.ones(n, dtype=np.bool_)),
+                pa.array(np.zeros(n, dtype=np.bool_)),
+            ],
+            schema=SCHEMA.arrow,
+        )
+    )
+
+
+@dataclass
+class Remote:
+    """A bucket's folder elsewhere: the first delta, which is all rows, an empty second one, and a snapshot of that.
+
+    Parameters
+    ----------
+    folder
+        The folder.
+    hashed
+        Hashes of the keys.
+    keys
+        All keys.
+    """
+
+    folder: Throttled
+    hashed: HashArray
+    keys: KeyArray
+    snapshot: bytes = b""
+    pointer: Pointer = field(
+        default_factory=lambda: Pointer(
+            "counts", 3, 8, 0, 1, None, lineage=(LineageEntry(LAST, 1, 2),), parent=FIRST, rows=1
+        )
+    )
+
+    @staticmethod
+    def made(
+        scratch: Path, *, timeouts: bool = False, bad_hashes: bool = False, form: int = 0, chunk_rows: int = 3_001
+    ) -> Remote:
+        keys = np.arange(12_000, dtype=np.int64)
+        hashed = clustered(keys) if bad_hashes else hashes_of(keys)
+        remote = Remote(Throttled(f"memory://lazy-{uuid.uuid4().hex}/3"), hashed, keys)
+        everything = rows_of(keys, hashed, timeouts)
+        for ref, parent, kind, batches in (
+            (FIRST, None, DELTA, [everything]),
+            (LAST, FIRST, DELTA, []),
+            (LAST, FIRST, SNAPSHOT, [everything]),
+        ):
+            lineage = () if parent is None else (parent,)
+            header = LineageHeader(
+                kind, "counts", 3, ref, parent, lineage, 0, WRITER, "0.1.0", form if kind == SNAPSHOT else 0
+            )
+            path = scratch / "made"
+            with pytest.MonkeyPatch.context() as patch, path.open("wb") as file:
+                patch.setattr(checkpoint, "CHUNK_ROWS", chunk_rows)
+                write_checkpoint(file, header, SCHEMA, batches)
+            remote.folder.put_file(file_name(ref, kind), path)
+            if kind == SNAPSHOT:
+                remote.snapshot = path.read_bytes()
+            path.unlink()
+        return remote
+
+
+def bucket_on(
+    store: LocalStore,
+    remote: Remote,
+    scratch: Path,
+    *,
+    later: Later | None = None,
+    lazily: bool = True,
+    replicas: Sequence[Replica] | None = None,
+    pointer: Pointer | None = None,
+) -> Bucket:
+    """The bucket in a call."""
+    context = CommitContext(scratch, lazy=LazyOptions(1, 1 << 40, later or Later()) if lazily else None)
+    its = sole_replica(remote.folder, scratch) if replicas is None else replicas
+    return Bucket(store, its, pointer or remote.pointer, WRITER, context)
+
+
+def looked_up(view: View, keys: Sequence[int], remote: Remote) -> dict[int, tuple[object, ...]]:
+    """State of those of some keys that have one."""
+    wanted = np.array(keys, dtype=np.int64)
+    known = np.searchsorted(remote.keys, np.minimum(wanted, remote.keys[-1]))
+    hashed = np.where(wanted <= remote.keys[-1], remote.hashed[known], np.uint64(2**64 - 1) - wanted.astype(np.uint64))
+    found = view.lookup(hashed, [pa.array(wanted)])
+    rows = found.rows.to_pylist()
+    return {
+        key: tuple(rows[at][f"state.{it.name}"] for it in SCHEMA.state)
+        for key, at in zip(keys, found.index.tolist(), strict=True)
+        if at >= 0
+    }
+
+
+def lazy_files(store: LocalStore) -> list[LazyFile]:
+    """Files of runs that are not whole."""
+    return [lazy for run in store.runs() if (lazy := store.lazy.file(run)) is not None]

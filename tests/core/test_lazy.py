@@ -1,0 +1,509 @@
+"""Lazy restore: a lookup has of a snapshot elsewhere what it needs, and what comes of it is never other than the state."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from lazy_bucket import (
+    FIRST,
+    LAST,
+    SCHEMA,
+    SNAPSHOT_NAME,
+    Later,
+    Remote,
+    bucket_on,
+    lazy_files,
+    looked_up,
+    rows_of,
+    values_of,
+)
+
+from arrow_schemas import CheckpointRef
+from arrow_schemas.blocks import PIECE_BYTES
+from arrow_schemas.row import RowSchema
+from benchmarks.throttled import Throttled
+from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.engine.bucket import Sizes
+from spark_state_ext.errors import (
+    CorruptError,
+    CorruptStoreError,
+    MissingCheckpointError,
+    MissingRunError,
+    StorageError,
+    UsageError,
+)
+from spark_state_ext.restore.lazy import BYTES_MIN, FILL_BYTES_PER_S_MAX, _requests, lazy_options
+from spark_state_ext.store import LocalStore
+from spark_state_ext.store.lazy_file import LazyFile
+from spark_state_ext.worker.background import Inline
+from spark_state_ext.worker.spill import SpillBuffer
+from tests.helpers.waiting import WAIT_S
+
+KEYS = [0, 1, 2, 3, 4_000, 4_001, 11_998, 11_999, 12_000, 77]
+
+
+def expected(keys: list[int], remote: Remote) -> dict[int, tuple[object, ...]]:
+    return {key: values_of(key) for key in keys if key < len(remote.keys)}
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Remote:
+    return Remote.made(tmp_path)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore.at(tmp_path / "store", SCHEMA)
+
+
+def names(store: LocalStore) -> list[str]:
+    return sorted(path.suffix for path in store._environment.folder.glob("base-*"))
+
+
+def test_a_lookup_fetches_a_part(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    bucket, keys = bucket_on(store, remote, tmp_path), [5, 12_000]
+    assert bucket.read(lambda view: looked_up(view, keys, remote)) == expected(keys, remote)
+    assert 0 < remote.folder.fetched_bytes < len(remote.snapshot) / 2
+    assert names(store) == [".arrow", ".lazy"]
+    (lazy,) = lazy_files(store)
+    assert 0 < len(lazy.absent()) < lazy.pieces
+    # The same again costs nothing.
+    before = remote.folder.requests
+    assert bucket.read(lambda view: looked_up(view, keys, remote)) == expected(keys, remote)
+    assert remote.folder.requests == before
+    assert bucket.fetched_files == 1
+    assert bucket.read(Sizes.of).rows_max == len(remote.keys)
+
+
+@pytest.mark.parametrize("bad_hashes", [False, True], ids=["even", "clustered"])
+def test_any_keys_are_found_whatever_their_hashes(store: LocalStore, tmp_path: Path, bad_hashes: bool) -> None:
+    remote = Remote.made(tmp_path, bad_hashes=bad_hashes)
+    bucket, rng = bucket_on(store, remote, tmp_path), np.random.default_rng(7)
+    for count in (1, 3, 40, 2_000):
+        keys = rng.choice(13_000, count, replace=False).tolist()
+        assert bucket.read(partial(looked_up, keys=keys, remote=remote)) == expected(keys, remote)
+    assert lazy_files(store)
+    assert bucket.read(lambda view: looked_up(view, [], remote)) == {}
+    # All keys of one hash, on both sides of where a chunk ends too.
+    chunks = store.runs()[0].chunks
+    border = {int(chunk.hash_max) for chunk in chunks[:-1]} | {int(chunk.hash_min) for chunk in chunks[1:]}
+    keys = [int(key) for key, hashed in zip(remote.keys, remote.hashed, strict=True) if int(hashed) in border]
+    assert bucket.read(lambda view: looked_up(view, keys, remote)) == expected(keys, remote)
+
+
+def test_the_keys_of_one_hash_are_in_two_chunks(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    """So that the test above means something."""
+    bucket_on(store, remote, tmp_path).read(Sizes.of)
+    chunks = store.runs()[0].chunks
+    assert len(chunks) == 4
+    assert any(before.hash_max == after.hash_min for before, after in pairwise(chunks))
+
+
+def test_what_needs_all_rows_completes_the_run(store: LocalStore, tmp_path: Path) -> None:
+    remote = Remote.made(tmp_path, timeouts=True)
+    bucket = bucket_on(store, remote, tmp_path)
+    assert bucket.read(lambda view: looked_up(view, [5], remote)) == expected([5], remote)
+    # Timeouts before the first one, and behind the last one: the index tells.
+    assert bucket.read(lambda view: view.expired(0).num_rows) == 0
+    assert bucket.read(lambda view: view.earliest_timeout(0)) == 0
+    assert bucket.read(lambda view: view.earliest_timeout(10**9)) is None
+    assert names(store) == [".arrow", ".lazy"]
+    assert bucket.read(lambda view: view.expired(1_000).num_rows) == 100
+    assert names(store) == [".arrow"]
+    assert lazy_files(store) == []
+    (path,) = store._environment.folder.glob("base-*")
+    assert path.read_bytes() == remote.snapshot[: path.stat().st_size]
+    remote.folder.remove(SNAPSHOT_NAME)
+    assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
+    assert sum(batch.num_rows for batch in bucket.scan()) == len(remote.keys)
+
+
+@pytest.mark.parametrize("what", ["scan", "piece", "earliest_timeout", "stale"])
+def test_each_look_at_many_rows_is_right(store: LocalStore, tmp_path: Path, what: str) -> None:
+    remote = Remote.made(tmp_path, timeouts=True)
+    bucket = bucket_on(store, remote, tmp_path)
+    if what == "scan":
+        assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(remote.keys)
+    elif what == "piece":
+        assert sum(batch.num_rows for batch in bucket.scan()) == len(remote.keys)
+    elif what == "earliest_timeout":
+        assert bucket.read(lambda view: view.earliest_timeout(5)) == 10
+    else:
+        assert bucket.read(lambda view: view.stale("state.n", 30, -1, 2**64 - 1).num_rows) == 11
+    assert names(store) == [".arrow"]
+
+
+def test_the_rest_is_fetched_beside_batches(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    later = Later()
+    bucket = bucket_on(store, remote, tmp_path, later=later)
+    bucket.read(lambda view: looked_up(view, [5], remote))
+    assert len(later.work) == 1, "asked for once"
+    later.run()
+    assert names(store) == [".arrow"]
+    remote.folder.remove(SNAPSHOT_NAME)
+    assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
+    bucket.read(Sizes.of)
+    assert not later.work, "it is whole"
+
+
+def test_filling_keeps_to_its_limit_and_ends_with_the_store(
+    remote: Remote, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("spark_state_ext.restore.lazy.time.sleep", slept.append)
+    monkeypatch.setattr("spark_state_ext.restore.lazy._REQUEST_PIECES", 10)
+    bucket = bucket_on(store, remote, tmp_path)
+    bucket.read(Sizes.of)
+    (run,) = store.runs()
+    bucket._lazy._options = replace(bucket._lazy._options, fill_bytes_per_s_max=10 * PIECE_BYTES)  # type: ignore[type-var]
+    store._closed = True
+    bucket._lazy.fill(run)
+    assert not slept, "nobody fills the store of a call that is over"
+    store._closed = False
+    bucket._lazy.fill(run)
+    # Ten pieces a second.
+    seconds = -(-run.file_bytes // PIECE_BYTES) / 10
+    assert seconds * 0.5 < sum(slept) <= seconds
+    assert names(store) == [".arrow"]
+
+
+def test_another_call_goes_on_with_what_one_began(remote: Remote, tmp_path: Path) -> None:
+    """Also where it restores nothing lazily itself, in a process of its own or not."""
+    for lazily in (True, False):
+        store = LocalStore.at(tmp_path / "store", SCHEMA)
+        bucket = bucket_on(store, remote, tmp_path, lazily=lazily)
+        keys = [5, 6] if lazily else [5, 6_001]
+        assert bucket.read(partial(looked_up, keys=keys, remote=remote)) == expected(keys, remote)
+        assert names(store) == [".arrow", ".lazy"]
+        assert bucket.fetched_files == int(lazily)
+        store.close()
+
+
+@pytest.mark.parametrize("why", ["small", "format 2", "another schema", "local disk", "no options"])
+def test_what_is_restored_whole(tmp_path: Path, why: str) -> None:
+    remote = Remote.made(tmp_path, form=2 if why == "format 2" else 0)
+    schema = RowSchema(SCHEMA.keys, (*SCHEMA.state, pa.field("new", pa.int8()))) if why == "another schema" else SCHEMA
+    store = LocalStore.at(tmp_path / "store", schema)
+    replicas = None
+    if why == "local disk":
+        from spark_state_ext.files.folder import Folder
+
+        local = Folder(str(tmp_path / "root"))
+        for name in remote.folder.names():
+            local.put(name, remote.folder.get(name))
+        replicas = sole_replica(local, tmp_path)
+    bucket = bucket_on(store, remote, tmp_path, lazily=why != "no options", replicas=replicas)
+    if why == "small":
+        bucket._lazy._options = replace(bucket._lazy._options, bytes_min=len(remote.snapshot) + 1)  # type: ignore[type-var]
+    assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
+    assert lazy_files(store) == []
+
+
+# -- what goes wrong --------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_gone_is_made_up_for_by_others(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    bucket = bucket_on(store, remote, tmp_path)
+    bucket.read(lambda view: looked_up(view, [5], remote))
+    remote.folder.remove(SNAPSHOT_NAME)
+    assert bucket.read(lambda view: looked_up(view, [5], remote)) == expected([5], remote), "what is here is here"
+    assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
+    assert bucket.fetched_files == 3, "the two deltas, from the beginning"
+    assert names(store) == []
+    assert {run.newest for run in store.runs()} == {FIRST, LAST}
+
+
+def test_a_file_that_is_gone_and_nothing_in_its_place(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    bucket = bucket_on(store, remote, tmp_path)
+    bucket.read(lambda view: looked_up(view, [5], remote))
+    for name in remote.folder.names():
+        remote.folder.remove(name)
+    with pytest.raises(MissingCheckpointError, match=str(LAST)):
+        bucket.read(lambda view: looked_up(view, KEYS, remote))
+    assert store.runs() == []
+
+
+@pytest.mark.parametrize("harm", ["damage", "cut", "another"])
+def test_a_file_that_is_another_one_now(remote: Remote, store: LocalStore, tmp_path: Path, harm: str) -> None:
+    bucket = bucket_on(store, remote, tmp_path)
+    bucket.read(lambda view: looked_up(view, [5], remote))
+    if harm == "damage":
+        data = bytearray(remote.snapshot)
+        for at in range(PIECE_BYTES // 2, len(data) - (64 << 10), PIECE_BYTES):
+            data[at] ^= 1
+    elif harm == "cut":
+        data = bytearray(remote.snapshot[: len(remote.snapshot) // 2])
+    else:
+        data = bytearray(Remote.made(tmp_path, chunk_rows=2_000).snapshot)
+    remote.folder.put(SNAPSHOT_NAME, bytes(data))
+    # Another call, which does not know that it was the same file once.
+    for again in (bucket, bucket_on(store, remote, tmp_path)):
+        assert again.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
+    # Rows that are laid out otherwise are whole, and loaded so.
+    assert names(store) == ([".arrow"] if harm == "another" else [])
+
+
+@pytest.mark.parametrize("first", ["gone", "damaged", "another", "unreachable"])
+def test_the_next_backend_is_asked(remote: Remote, store: LocalStore, tmp_path: Path, first: str) -> None:
+    other = Throttled(f"memory://{tmp_path.name}-second-{first}")
+    for name in remote.folder.names():
+        other.put(name, remote.folder.get(name))
+    replicas = [*sole_replica(remote.folder, tmp_path), *sole_replica(other, tmp_path, "second")]
+    bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, [5], remote))
+    if first == "gone":
+        remote.folder.remove(SNAPSHOT_NAME)
+    elif first == "another":
+        remote.folder.put(SNAPSHOT_NAME, Remote.made(tmp_path, chunk_rows=2_000).snapshot)
+    elif first == "damaged":
+        data = bytearray(remote.snapshot)
+        for at in range(PIECE_BYTES // 2, len(data) - (64 << 10), PIECE_BYTES):
+            data[at] ^= 1
+        remote.folder.put(SNAPSHOT_NAME, bytes(data))
+    else:
+        remote.folder.fails_after, remote.folder.failure = 0, StorageError("it does not answer")
+    bucket = bucket_on(store, remote, tmp_path, replicas=replicas)
+    assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
+    assert names(store) == [".arrow", ".lazy"], "nothing was begun anew"
+    assert other.fetched_bytes
+
+
+def test_a_store_that_fails_loses_nothing(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, [5], remote))
+    remote.folder.failure = StorageError("it does not answer")
+    # The two that see whether it is the same file, and some of those for its pieces.
+    for requests in range(5):
+        remote.folder.fails_after = requests
+        with pytest.raises(StorageError, match="does not answer"):
+            bucket_on(store, remote, tmp_path).read(lambda view: sum(it.num_rows for it in view.scan()))
+        assert names(store) == [".arrow", ".lazy"]
+    remote.folder.fails_after = None
+    bucket = bucket_on(store, remote, tmp_path)
+    assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
+    assert bucket.fetched_files == 0
+
+
+def test_damage_on_the_local_disk_is_noticed_and_mended(remote: Remote, tmp_path: Path) -> None:
+    for what in ("data", "marks too many", "marks cut", "index", "removed"):
+        store = LocalStore.at(tmp_path / what, SCHEMA)
+        bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, KEYS, remote))
+        folder = store._environment.folder
+        (base,), (marks,) = folder.glob("base-*.arrow"), folder.glob("base-*.lazy")
+        (lazy,) = lazy_files(store)
+        store.close()
+        data, marked = bytearray(base.read_bytes()), bytearray(marks.read_bytes())
+        if what == "data":
+            here = np.setdiff1d(np.arange(lazy.pieces), lazy.absent())
+            for piece in here.tolist():
+                data[piece * PIECE_BYTES + 100] ^= 1
+        elif what == "marks too many":
+            marked[-lazy.pieces :] = b"\1" * lazy.pieces
+        elif what == "marks cut":
+            del marked[-lazy.pieces // 2 :]
+        elif what == "index":
+            marked[100] ^= 1
+        base.write_bytes(data)
+        marks.write_bytes(marked)
+        if what == "removed":
+            base.unlink()
+        store = LocalStore.at(tmp_path / what, SCHEMA)
+        bucket = bucket_on(store, remote, tmp_path)
+        assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote), what
+        assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(remote.keys), what
+        assert bucket.fetched_files == 1, what
+        store.close()
+
+
+def test_marks_without_their_data_are_not_believed(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    """As nothing but the machine's death could leave them, after which the store is not used anyway."""
+    bucket_on(store, remote, tmp_path).read(Sizes.of)
+    (lazy,) = lazy_files(store)
+    os.pwrite(lazy._marks.fileno(), b"\1" * lazy.pieces, lazy._marks_at)
+    with pytest.raises(CorruptStoreError, match="checksum"):
+        lazy.lacking(np.arange(lazy.pieces))
+    with pytest.raises(CorruptStoreError, match="outside"):
+        lazy.lacking(np.array([lazy.pieces]))
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lazy_bucket import Remote, SCHEMA, bucket_on, looked_up
+from spark_state_ext.store import LocalStore
+from spark_state_ext.store import lazy_file
+
+scratch, seed = Path(sys.argv[1]), int(sys.argv[2])
+remote = Remote.made(scratch)
+store = LocalStore.at(scratch / "store", SCHEMA)
+real, writes = lazy_file._write, 0
+
+def dying(file, data, at):
+    # In the middle of a write of data, before its marks, and in the middle of marks.
+    global writes
+    writes += 1
+    if writes == seed:
+        real(file, data[: len(data) // 2], at)
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(file, data, at)
+
+lazy_file._write = dying
+bucket_on(store, remote, scratch).read(lambda view: looked_up(view, [5, 9_000, 11_000], remote))
+print("done")
+"""
+
+
+@pytest.mark.parametrize("write", [1, 2, 5, 6])
+def test_a_process_that_is_killed_leaves_nothing_wrong(remote: Remote, tmp_path: Path, write: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(tmp_path), str(write)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == -9, done.stderr
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
+    bucket = bucket_on(store, remote, tmp_path)
+    assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
+    assert bucket.fetched_files == 0, "it goes on with what the other process has begun"
+    assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(remote.keys)
+    store.close()
+
+
+_SHARING = """
+import sys
+from pathlib import Path
+from lazy_bucket import Remote, SCHEMA, bucket_on, looked_up, values_of
+from spark_state_ext.store import LocalStore
+
+scratch, seed = Path(sys.argv[1]), int(sys.argv[2])
+(scratch / str(seed)).mkdir()
+remote = Remote.made(scratch / str(seed))
+store = LocalStore.at(scratch / "store", SCHEMA)
+bucket = bucket_on(store, remote, scratch)
+for at in range(seed, 12_000, 1_201):
+    keys = list(range(at, at + 3))
+    found = bucket.read(lambda view: looked_up(view, keys, remote))
+    assert found == {key: values_of(key) for key in keys if key < 12_000}, at
+assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == 12_000
+print(len(store.runs()), bucket.fetched_files)
+"""
+
+
+def test_processes_share_what_each_has_fetched(tmp_path: Path) -> None:
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", _SHARING, str(tmp_path), str(seed)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for seed in (1, 7, 100)
+    ]
+    told = [child.communicate(timeout=WAIT_S) for child in children]
+    assert [out.split()[:1] for out, _ in told] == [["1"]] * 3, told
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
+    assert names(store) == [".arrow"], "one run, and what other processes began is removed"
+    store.close()
+
+
+# -- with what else there is ------------------------------------------------------------------------
+
+
+def _rows(keys: list[int], tmp_path: Path, remote: Remote) -> SpillBuffer:
+    buffer = SpillBuffer(tmp_path, 1 << 30)
+    if keys:
+        buffer.append(rows_of(keys, remote.hashed[keys]))
+    return buffer
+
+
+def test_commits_lie_over_it_and_merging_leaves_it_alone(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    pointer = remote.pointer
+    for at in range(12):
+        bucket = bucket_on(store, remote, tmp_path, pointer=pointer)
+        pointer = replace(bucket.commit(_rows([at], tmp_path, remote)).pointer, batch=pointer.batch + 1)
+    bucket = bucket_on(store, remote, tmp_path, pointer=pointer)
+    assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
+    runs = store.view(pointer.ref).runs
+    assert 1 < len(runs) < 12, "deltas were merged"
+    assert store.lazy.file(runs[-1]) is not None
+    assert [store.lazy.file(run) for run in runs[:-1]] == [None] * (len(runs) - 1)
+
+
+def test_dropping_it_removes_both_files(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, [5], remote))
+    newer = CheckpointRef(3, "3" * 32)
+    store.restore([rows_of([1], remote.hashed[[1]])], newer, None, snapshot=True)
+    assert store.prune(newer) == 1
+    assert names(store) == []
+
+
+def test_what_a_dead_process_began_is_removed(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, [5], remote))
+    folder = store._environment.folder
+    (marks,) = folder.glob("base-*.lazy")
+    left = folder / f"base-{'0' * 32}.lazy"
+    left.write_bytes(marks.read_bytes())
+    store.close()
+    again = LocalStore.at(tmp_path / "store", SCHEMA)
+    assert not left.exists()
+    assert names(again) == [".arrow", ".lazy"]
+    again.close()
+
+
+def test_a_store_that_is_not_told_where_the_rest_is(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, [5], remote))
+    view = store.view(LAST)
+    assert looked_up(view, [5], remote) == expected([5], remote)
+    for look in (
+        lambda: looked_up(view, KEYS, remote),
+        lambda: list(view.scan()),
+        # As another process asks a running job.
+        lambda: view.row(int(remote.hashed[5]), lambda row: True),
+    ):
+        with pytest.raises(MissingRunError, match="lazily") as error:
+            look()
+        assert error.value.ref == LAST
+
+
+def test_pieces_near_each_other_are_one_request() -> None:
+    assert _requests(np.array([], dtype=np.int64)) == []
+    assert _requests(np.array([0, 1, 6, 12, 300])) == [(0, 7), (12, 13), (300, 301)]
+    assert _requests(np.arange(600)) == [(0, 256), (256, 512), (512, 600)]
+
+
+def test_what_the_environment_says() -> None:
+    runner = Inline()
+    found = lazy_options(runner, {})
+    assert (found.bytes_min, found.fill_bytes_per_s_max) == (BYTES_MIN, FILL_BYTES_PER_S_MAX) == (32 << 20, 64_000_000)
+    names = ("SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN", "SPARK_STATE_EXT_LAZY_FILL_BYTES_PER_S_MAX")
+    found = lazy_options(runner, dict(zip(names, ("7", "8"), strict=True)))
+    assert (found.bytes_min, found.fill_bytes_per_s_max) == (7, 8)
+    for name in names:
+        for text in ("", "0", "-1", "many", "1.5", "²"):
+            with pytest.raises(UsageError, match=name):
+                lazy_options(runner, {name: text})
+
+
+def test_a_file_whose_index_leads_nowhere(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    """Bytes with right checksums that are no record batch: an error of the store, and no crash."""
+    bucket = bucket_on(store, remote, tmp_path)
+    bucket.read(Sizes.of)
+    (run,) = store.runs()
+    wrong = replace(run, chunks=tuple(replace(chunk, offset=chunk.offset + 8) for chunk in run.chunks))
+    lazy = LazyFile.opened(store._environment.folder, wrong)
+    assert lazy is not None
+    from spark_state_ext.store.lazy_lookup import places
+
+    with pytest.raises(CorruptError):
+        places(lazy, SCHEMA, remote.hashed[:10], bucket._lazy.fetch)

@@ -1,0 +1,158 @@
+"""Any order of lookups, losses, failures and deaths over a bucket that is restored lazily, beside a plain dictionary."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from lazy_bucket import SCHEMA, SNAPSHOT_NAME, Later, Remote, bucket_on, lazy_files, looked_up, values_of
+
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.errors import StorageError
+from spark_state_ext.store import LocalStore, View, lazy_file
+from tests.helpers.soak import examples
+
+T = TypeVar("T")
+_KEYS = st.lists(st.integers(0, 12_400), min_size=1, max_size=40, unique=True)
+
+
+class _Died(BaseException):
+    """The process ends here."""
+
+
+class LazyMachine(RuleBasedStateMachine):
+    """One bucket, and one store object at a time."""
+
+    @initialize(bad_hashes=st.booleans())
+    def begin(self, bad_hashes: bool) -> None:
+        self.scratch = Path(tempfile.mkdtemp())
+        self.remote = Remote.made(self.scratch, timeouts=True, bad_hashes=bad_hashes)
+        self.later = Later()
+        self.is_there = True
+        self._open()
+
+    def _open(self) -> None:
+        self.store = LocalStore.at(self.scratch / "store", SCHEMA)
+        self.bucket: Bucket = bucket_on(self.store, self.remote, self.scratch, later=self.later)
+
+    def _read(self, work: Callable[[View], T]) -> T:
+        return self.bucket.read(work)
+
+    def _check(self, keys: list[int]) -> None:
+        found = self._read(lambda view: looked_up(view, keys, self.remote))
+        assert found == {key: values_of(key) for key in keys if key < 12_000}
+
+    @rule(keys=_KEYS)
+    def look_up(self, keys: list[int]) -> None:
+        self._check(keys)
+
+    @rule(first=st.integers(0, 11_900), count=st.integers(1, 100))
+    def look_up_neighbours(self, first: int, count: int) -> None:
+        self._check(list(range(first, first + count)))
+
+    @rule()
+    def fill(self) -> None:
+        self.later.run()
+
+    @rule(pieces=st.lists(st.integers(0, 10_000), max_size=20))
+    def lose_marks(self, pieces: list[int]) -> None:
+        """As a process leaves them that died before it set them."""
+        for lazy in lazy_files(self.store):
+            for piece in pieces:
+                os.pwrite(lazy._marks.fileno(), b"\0", lazy._marks_at + piece % lazy.pieces)
+
+    @rule(keys=_KEYS, write=st.integers(0, 6))
+    def die(self, keys: list[int], write: int) -> None:
+        """In one of the writes, with half of it done; another process goes on."""
+        real, left = lazy_file._write, [write]
+
+        def dying(file: Any, data: bytes, at: int) -> None:
+            if left[0] == 0:
+                real(file, data[: len(data) // 2], at)
+                raise _Died
+            left[0] -= 1
+            real(file, data, at)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lazy_file, "_write", dying)
+            with contextlib.suppress(_Died):
+                self._check(keys)
+        self.reopen()
+
+    @rule()
+    def reopen(self) -> None:
+        self.later.work.clear()
+        self.store.close()
+        self._open()
+
+    @rule(keys=_KEYS, requests=st.integers(0, 8))
+    def fail(self, keys: list[int], requests: int) -> None:
+        """The store gives so many answers, and no more: an error, or the right rows."""
+        self.remote.folder.failure = StorageError("it does not answer")
+        self.remote.folder.fails_after = requests
+        try:
+            self._check(keys)
+        except StorageError:
+            # A load that failed closes its sources: it takes another call.
+            self.bucket = bucket_on(self.store, self.remote, self.scratch, later=self.later)
+        finally:
+            self.remote.folder.fails_after = None
+
+    @precondition(lambda self: self.is_there)
+    @rule()
+    def clean_up(self) -> None:
+        """The snapshot goes; the deltas are the same state."""
+        self.remote.folder.remove(SNAPSHOT_NAME)
+        self.is_there = False
+
+    @precondition(lambda self: not self.is_there)
+    @rule()
+    def bring_back(self) -> None:
+        self.remote.folder.put(SNAPSHOT_NAME, self.remote.snapshot)
+        self.is_there = True
+
+    @rule()
+    def lose_the_store(self) -> None:
+        self.later.work.clear()
+        self.store.close()
+        shutil.rmtree(self.scratch / "store")
+        self._open()
+
+    @rule()
+    def scan(self) -> None:
+        assert self._read(lambda view: sum(batch.num_rows for batch in view.scan())) == 12_000
+        assert not lazy_files(self.store)
+
+    @rule(now_ms=st.sampled_from([-1, 0, 95, 10**6]))
+    def time_out(self, now_ms: int) -> None:
+        expected = len(range(0, min(now_ms, 12_000), 10)) if now_ms > 0 else 0
+        assert self._read(lambda view: view.expired(now_ms).num_rows) == expected
+
+    @invariant()
+    def what_is_marked_is_what_was_there(self) -> None:
+        """Of every piece that counts as present, the bytes are the snapshot's."""
+        if not hasattr(self, "store"):
+            return
+        for lazy in lazy_files(self.store):
+            here = np.setdiff1d(np.arange(lazy.pieces), lazy.absent())
+            for piece in here.tolist():
+                lazy.index.check(piece, lazy._bytes(piece), "the file")
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            shutil.rmtree(self.scratch)
+
+
+TestLazyMachine = LazyMachine.TestCase
+TestLazyMachine.settings = settings(max_examples=examples(15, 300), stateful_step_count=15, deadline=None)

@@ -1,0 +1,275 @@
+"""The index of snapshot files of format 3: what it says is what is there, and no part of a file is believed without it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import struct
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from core_support import WRITER
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_base_file import SCHEMA, rows_of
+
+from arrow_schemas import CheckpointRef, LineageHeader
+from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES, BlockDigest, PieceDigest, blocks_of_pieces
+from arrow_schemas.lineage import DELTA, SNAPSHOT, BodyRecord, file_name
+from arrow_schemas.snapshot_index import IndexedChunk, IndexRecord, SnapshotIndex
+from spark_state_ext.errors import CorruptFileError
+from spark_state_ext.files.checkpoint import read_checkpoint, verify_checkpoint, write_checkpoint
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed_body import announced_index
+from spark_state_ext.store import LocalStore
+from spark_state_ext.store.base_file import chunks_in, chunks_of
+from spark_state_ext.store.runs import Run
+
+REF = CheckpointRef(7, "7" * 32)
+HEADER = LineageHeader(SNAPSHOT, "counts", 3, REF, None, (), 0, WRITER, "0.1.0")
+NAME = file_name(REF, SNAPSHOT)
+
+
+def written(batches: list[pa.RecordBatch], header: LineageHeader = HEADER) -> bytes:
+    file = io.BytesIO()
+    write_checkpoint(file, header, SCHEMA, batches)
+    return file.getvalue()
+
+
+def large() -> bytes:
+    """Two chunks, several blocks."""
+    keys = np.arange(600_000)
+    return written([rows_of(keys, keys * 2)])
+
+
+def index_of(data: bytes) -> tuple[BodyRecord, SnapshotIndex]:
+    record, index = announced_index(lambda start, end: data[start:end], len(data), "file")
+    assert index is not None
+    return record, index
+
+
+@given(
+    length=st.sampled_from([0, PIECE_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES, BLOCK_BYTES + PIECE_BYTES]),
+    more=st.integers(-2, 2),
+    step=st.integers(1_000, 3 << 20),
+)
+@settings(max_examples=40, deadline=None)
+def test_checksums_of_blocks_follow_from_those_of_pieces(length: int, more: int, step: int) -> None:
+    data = np.random.default_rng(length).bytes(max(0, length + more))
+    pieces, blocks = PieceDigest(), BlockDigest()
+    for at in range(0, len(data), step):
+        pieces.update(data[at : at + step])
+        blocks.update(memoryview(data)[at : at + step])
+    expected = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+    assert blocks_of_pieces(pieces.pieces(), len(data)) == expected
+    assert pieces.hexdigest() == blocks.hexdigest()
+
+
+def test_the_index_says_what_a_look_at_all_rows_says() -> None:
+    data = large()
+    record, index = index_of(data)
+    run = Run("0" * 32, REF, REF, None, True, record.rows, 0, (), record.length)
+    found = chunks_in(pa.py_buffer(data), run, SCHEMA.arrow, "file")
+    assert chunks_of(index) == found
+    assert len(found) == 2
+    assert found[0].timeout_max > found[0].timeout_min == 0
+    body = data[: record.length]
+    assert index.blocks() == [zlib.crc32(body[at : at + BLOCK_BYTES]) for at in range(0, len(body), BLOCK_BYTES)]
+    for first in range(0, len(index.pieces), 100):
+        start, end = first * PIECE_BYTES, min((first + 3) * PIECE_BYTES, record.length)
+        index.check(first, data[start:end], "file")
+
+
+def test_any_arrow_reader_reads_such_a_file_and_a_stream() -> None:
+    data = large()
+    _, index = index_of(data)
+    with pa.ipc.open_file(pa.py_buffer(data)) as reader:
+        table = reader.read_all()
+        assert [reader.get_batch(at).num_rows for at in range(reader.num_record_batches)] == [
+            chunk.rows for chunk in index.chunks
+        ]
+    assert table.num_rows == 600_000
+    assert pa.ipc.open_stream(data[8:]).read_all() == table
+    # A chunk on its own, from where the index says.
+    last = index.chunks[-1]
+    part = pa.ipc.read_record_batch(pa.py_buffer(data[last.offset : last.offset + last.size_bytes]), SCHEMA.arrow)
+    assert pa.Table.from_batches([part]) == table.slice(600_000 - last.rows)
+
+
+def test_a_snapshot_without_rows_has_an_index_without_chunks() -> None:
+    record, index = index_of(written([]))
+    assert (index.rows, index.chunks, len(index.pieces)) == (0, (), 1)
+    assert index.body_bytes == record.length
+
+
+def test_both_ends_are_one_read_where_the_index_is_small() -> None:
+    data, reads = large(), []
+
+    def read(start: int, end: int) -> bytes:
+        reads.append((start, end))
+        return data[start:end]
+
+    announced_index(read, len(data), "file")
+    assert reads == [(len(data) - (64 << 10), len(data))]
+    assert len(data) - index_of(data)[0].length < len(data) / 1_000, "the index takes little room"
+
+
+@pytest.mark.parametrize("form", ["delta", "format 1", "format 2"])
+def test_other_files_have_none(form: str, tmp_path: Path) -> None:
+    header = replace(HEADER, kind=DELTA, format=1) if form == "delta" else replace(HEADER, format=int(form[-1]))
+    data = written([rows_of(np.arange(10), np.arange(10))], header)
+    assert announced_index(lambda start, end: data[start:end], len(data), "file")[1] is None
+    files = Folder(str(tmp_path / "root"))
+    files.put(file_name(REF, header.kind), data)
+    assert read_checkpoint(files, REF, header.kind, SCHEMA, tmp_path).header == header
+
+
+def _sealed(data: bytes, index: bytes) -> bytes:
+    """A file with other bytes in the place of its index, and the right record of them."""
+    record, old = index_of(data)
+    begin = record.length + 8
+    rest = data[begin + len(old.encode()) :]
+    return (
+        data[:begin]
+        + index
+        + rest.replace(IndexRecord.of(old.encode(), begin).encode(), IndexRecord.of(index, begin).encode())
+    )
+
+
+def _read(data: bytes, tmp_path: Path) -> list[pa.RecordBatch]:
+    files = Folder(str(tmp_path / "root"))
+    files.put(NAME, data)
+    with pytest.raises(CorruptFileError) as verified:
+        verify_checkpoint(files, REF, SNAPSHOT, tmp_path)
+    with pytest.raises(CorruptFileError) as read:
+        list(read_checkpoint(files, REF, SNAPSHOT, SCHEMA, tmp_path).batches)
+    assert str(read.value) == str(verified.value)
+    raise read.value
+
+
+def test_an_index_that_contradicts_itself_or_the_body_is_not_believed(tmp_path: Path) -> None:
+    data = written([rows_of(np.arange(100), np.arange(100))])
+    _, index = index_of(data)
+    (chunk,) = index.chunks
+    assert _sealed(data, index.encode()) == data
+    wrong: list[tuple[SnapshotIndex, str]] = [
+        (replace(index, pieces=index.pieces ^ np.uint32(1)), "another body"),
+        (replace(index, rows=99, chunks=(replace(chunk, rows=99),)), "another body"),
+        (replace(index, rows=99), "rows and tombstones"),
+        (replace(index, body_bytes=index.body_bytes - 8), "another body|not in order"),
+        (replace(index, body_bytes=PIECE_BYTES * 5), "pieces"),
+    ]
+    changes: list[dict[str, int]] = [
+        {"offset": 2**64 - 8},
+        {"offset": index.body_bytes},
+        {"size_bytes": 2**63},
+        {"size_bytes": 0},
+        {"hash_min": chunk.hash_max, "hash_max": chunk.hash_min},
+        {"tombstones": 101},
+    ]
+    wrong += [(replace(index, chunks=(replace(chunk, **change),)), "not in order") for change in changes]
+    twice = replace(index, rows=200, chunks=(chunk, chunk))
+    for made, why in [*wrong, (twice, "not in order")]:
+        with pytest.raises(CorruptFileError, match=why):
+            _read(_sealed(data, made.encode()), tmp_path)
+
+
+def test_senseless_bytes_in_the_place_of_an_index(tmp_path: Path) -> None:
+    data = written([rows_of(np.arange(100), np.arange(100))])
+    good = index_of(data)[1].encode()
+    for made in (b"", b"SSEX", good[:-8], good + bytes(8), b"XXXX" + good[4:], os.urandom(len(good))):
+        with pytest.raises(CorruptFileError, match=r"^the index of .* cannot be read"):
+            _read(_sealed(data, made), tmp_path)
+    many = good[:36] + struct.pack("<II", 2**32 - 1, 2**32 - 1) + good[44:]
+    with pytest.raises(CorruptFileError, match="cannot be read"):
+        _read(_sealed(data, many), tmp_path)
+
+
+def test_a_file_whose_record_of_the_index_is_lost_is_damaged(tmp_path: Path) -> None:
+    data = written([rows_of(np.arange(100), np.arange(100))])
+    at = data.rindex(b"index=")
+    with pytest.raises(CorruptFileError, match="is of format 3, and its footer is of another"):
+        _read(data[:at] + b"Index=" + data[at + 6 :], tmp_path)
+    record, index = index_of(data)
+    moved = IndexRecord(record.length, len(index.encode()), "0" * 32).encode()
+    with pytest.raises(CorruptFileError, match="does not lie between body and footer"):
+        _read(data[:at] + moved + data[at + len(moved) :], tmp_path)
+
+
+def test_a_part_that_is_damaged_or_cut_short_is_noticed() -> None:
+    data = large()
+    _, index = index_of(data)
+    part = bytearray(data[5 * PIECE_BYTES : 8 * PIECE_BYTES])
+    index.check(5, bytes(part), "file")
+    with pytest.raises(CorruptFileError, match="shorter"):
+        index.check(5, bytes(part[:-1]), "file")
+    part[PIECE_BYTES] ^= 1
+    with pytest.raises(CorruptFileError, match=f"byte {6 * PIECE_BYTES} ff"):
+        index.check(5, bytes(part), "file")
+    with pytest.raises(CorruptFileError, match="shorter"):
+        index.check(len(index.pieces), bytes(PIECE_BYTES), "file")
+
+
+def test_a_restored_file_takes_its_chunks_from_the_index(tmp_path: Path) -> None:
+    """The same run as where all rows are looked at, and nothing but messages' heads is read a second time."""
+    runs = []
+    for form in (2, 3):
+        keys = np.arange(600_000)
+        data = written([rows_of(keys, keys * 2)], replace(HEADER, format=form))
+        files = Folder(str(tmp_path / str(form)))
+        files.put(NAME, data)
+        store = LocalStore.at(tmp_path / f"store-{form}", SCHEMA)
+        keep = store.incoming()
+        found = read_checkpoint(files, REF, SNAPSHOT, SCHEMA, tmp_path, keep)
+        assert found.copy is not None
+        assert (found.copy.index is not None) == (form == 3)
+        copy = found.copy
+        runs.append(store.ingest(keep, copy.body_bytes, copy.blocks, copy.rows, REF, copy.index))
+        store.end_incoming(keep)
+        assert store.view(REF).expired(1_000).num_rows == 100
+        store.close()
+    with_lengths = [replace(run, key="", file_bytes=0, blocks=(), chunks=()) for run in runs]
+    assert with_lengths[0] == with_lengths[1]
+    # The header is longer, as it names the index.
+    moved = runs[1].chunks[0].offset - runs[0].chunks[0].offset
+    assert moved > 0
+    assert runs[1].chunks == tuple(replace(chunk, offset=chunk.offset + moved) for chunk in runs[0].chunks)
+
+
+def test_an_index_that_leads_elsewhere_is_no_way_in(tmp_path: Path) -> None:
+    keys = np.arange(600_000)
+    data = written([rows_of(keys, keys * 2)])
+    record, index = index_of(data)
+    store = LocalStore.at(tmp_path / "store", SCHEMA)
+    first, last = index.chunks
+    for wrong in (
+        (replace(first, offset=first.offset + 8), last),
+        (replace(first, rows=first.rows + 1), replace(last, rows=last.rows - 1)),
+    ):
+        keep = store.incoming()
+        keep.write_bytes(data)
+        with pytest.raises(CorruptFileError, match="its index announces"):
+            store.ingest(keep, record.length, index.blocks(), record.rows, REF, replace(index, chunks=wrong))
+        store.end_incoming(keep)
+        assert store.runs() == []
+    store.close()
+
+
+def test_the_bytes_of_an_index_are_those_of_the_page() -> None:
+    """Made by hand, as `docs/format.md` says."""
+    chunk = IndexedChunk(800, 160, 2, 1, 5, 2**64 - 1, -3, 9)
+    index = SnapshotIndex(960, 2, 1, (chunk,), np.array([zlib.crc32(bytes(960))], dtype=np.uint32))
+    head = struct.pack("<4sIQQQII", b"SSEX", 16_384, 960, 2, 1, 1, 1)
+    expected = (
+        head + struct.pack("<6Q2q", 800, 160, 2, 1, 5, 2**64 - 1, -3, 9) + struct.pack("<I4x", zlib.crc32(bytes(960)))
+    )
+    assert index.encode() == expected
+    digest = hashlib.blake2b(struct.pack("<I", zlib.crc32(bytes(960))), digest_size=16).hexdigest()
+    record = IndexRecord(968, len(expected), hashlib.blake2b(expected, digest_size=16).hexdigest())
+    decoded = SnapshotIndex.decode(expected, record, digest, "file")
+    assert (decoded.chunks, decoded.encode()) == ((chunk,), expected)
