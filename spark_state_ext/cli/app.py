@@ -17,7 +17,16 @@ from typer.main import get_command
 
 from spark_state_ext.cli.exits import BUG, REFUSED, WRONG_CALL
 
-__all__ = ["COMMANDS", "ERASE_COMMANDS", "GROUPS", "PROGRAM", "SAVEPOINT_COMMANDS", "application", "main"]
+__all__ = [
+    "COMMANDS",
+    "ERASE_COMMANDS",
+    "GROUPS",
+    "PROGRAM",
+    "SAVEPOINT_COMMANDS",
+    "STANDBY_COMMANDS",
+    "application",
+    "main",
+]
 
 PROGRAM = "spark-state-ext"
 _HERE = "spark_state_ext.cli.commands"
@@ -44,6 +53,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "savepoint": ("savepoint", "what is known of a savepoint, and what can be done with it"),
     "rescale": ("rescale", "write a savepoint anew with more or fewer buckets, without Spark"),
     "erase": ("erase", "erase keys that you name, and look for what holds them"),
+    "standby": ("standby", "keep copies of buckets' state on this host, and see how far copies are"),
     "import-native": ("import_native", "bring a stopped job on Spark's own operator to this package, with Spark"),
     "export-native": ("export_native", "write a savepoint's state for Spark's own transformWithState, with Spark"),
 }
@@ -63,8 +73,19 @@ ERASE_COMMANDS: Mapping[str, tuple[str, str]] = {
     "scan": ("erase_scan", "look for what holds keys, and say what could not be looked at"),
     "history": ("erase_history", "erase keys from all checkpoint files of a stopped query"),
 }
+STANDBY_COMMANDS: Mapping[str, tuple[str, str]] = {
+    "run": ("standby_run", "the service of this host, until it is told to stop (also `standby ROOT…`)"),
+    "status": ("standby_status", "which hosts live, how far their replicas are, and who can be taken away"),
+    "settings": ("standby_settings", "whether there are replicas, how many, and how often hosts tell of theirs"),
+}
 # Commands that are groups of others.
-GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {"savepoint": SAVEPOINT_COMMANDS, "erase": ERASE_COMMANDS}
+GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "savepoint": SAVEPOINT_COMMANDS,
+    "erase": ERASE_COMMANDS,
+    "standby": STANDBY_COMMANDS,
+}
+# What a group does with what is none of its commands.
+_DEFAULTS: Mapping[str, str] = {"standby": "run"}
 _TYPER: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
@@ -76,9 +97,15 @@ class _LazyGroup(TyperGroup):
     """A group whose commands are imported when they are asked for."""
 
     known: Mapping[str, tuple[str, str]] = COMMANDS
+    default: str | None = None
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.known)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if self.default is not None and args[0] not in self.known:
+            args = [self.default, *args]
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.known:
@@ -96,7 +123,7 @@ class _LazyGroup(TyperGroup):
 
 
 def _group(name: str) -> Any:
-    made = type(f"_{name.capitalize()}Group", (_LazyGroup,), {"known": GROUPS[name]})
+    made = type(f"_{name.capitalize()}Group", (_LazyGroup,), {"known": GROUPS[name], "default": _DEFAULTS.get(name)})
     app = typer.Typer(name=name, cls=made, add_completion=False, **_TYPER)
     app.callback(help=f"{COMMANDS[name][1].capitalize()}.")(lambda: None)
     return get_command(app)

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -123,6 +123,8 @@ class BucketFollower:
         self._loaded: CheckpointRef | None = None
         # Listed before, and loaded or known not to count.
         self._settled: frozenset[CheckpointRef] = frozenset()
+        # Of the copy: bytes and rows.
+        self._size = (0, 0)
         # The local store's file when the last step ended.
         self._seen: tuple[int, int, int] | None = None
         # The line has changed since runs were merged and pruned.
@@ -161,7 +163,7 @@ class BucketFollower:
         Followed
             How the copy stands. An error of a file or a store is in its `error`, and the next step tries again.
         """
-        found = Followed(self._key)
+        found, begun_s = Followed(self._key), self._clock()
         try:
             for _ in range(_LISTINGS_MAX):
                 found = self._stepped(found)
@@ -170,7 +172,7 @@ class BucketFollower:
                     break
         except StateError as error:
             found = replace(self._standing(found), error=error)
-        return found
+        return replace(found, spent_s=self._clock() - begun_s)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -195,6 +197,8 @@ class BucketFollower:
                 self._untidied = False
             except StateError as it:
                 error = error or it
+        if fresh:
+            self._measure()
         self._seen = self._written()
         self._note_change(None if error is not None else changed_ns)
         taken = listing.meter.taken
@@ -226,11 +230,18 @@ class BucketFollower:
 
     def _standing(self, found: Followed) -> Followed:
         """With what is known of the bucket."""
-        found = replace(found, newest=self._loaded)
+        found = replace(found, newest=self._loaded, size_bytes=self._size[0], rows=self._size[1])
         if self._line is None:
             return found
         writer = self._line.head.writer
         return replace(found, committed=self._line.committed, host=writer.host, batch=writer.batch)
+
+    def _measure(self) -> None:
+        """See how large the copy is; while a task prunes it that cannot be told, and is as before."""
+        if self._loaded is not None:
+            with suppress(MissingRunError, CorruptStoreError):
+                view = self._store().view(self._loaded)
+                self._size = (view.size_bytes, view.rows_max)
 
     def _follow(self, listing: Listing, candidates: Sequence[CheckpointRef]) -> dict[CheckpointRef, StateError]:
         """Load the newest files, in the order in which they were written; returns what went wrong with which."""

@@ -30,6 +30,7 @@ __all__ = [
     "RecordName",
     "Seen",
     "read_settings",
+    "record_numbers",
     "write_settings",
 ]
 
@@ -349,6 +350,23 @@ class Membership:
                 self._files.remove(text)
         return Members(tuple(records[host] for host in sorted(records)), tuple(problems), tuple(unread))
 
+    def recall(self) -> MemberRecord | None:
+        """What a service before this one told under this host's name; None: nothing that can be read.
+
+        Raises
+        ------
+        StorageError
+            When the store fails.
+        """
+        names = [it for it in map(RecordName.parse, self._files.names()) if it and it.host == self._host]
+        for name in sorted(names, key=lambda it: -it.heartbeat):
+            where = self._files.where(name.text)
+            try:
+                return MemberRecord.decode(self._files.get(name.text), where)
+            except (MissingCheckpointError, CorruptError, VersionSkewError) as error:
+                _LOGGER.warning("what this host had is not known: %s", error)
+        return None
+
     def leave(self) -> None:
         """Delete this host's record. Others take the host for alive for up to three heartbeats more.
 
@@ -389,6 +407,26 @@ def _doubled(host: str) -> str:
         f"two standby services run under the host name {host!r}, and each takes the other's replicas for its own: stop "
         "one, or give each host a SPARK_STATE_EXT_HOST of its own"
     )
+
+
+def record_numbers(root: Folder) -> dict[str, int]:
+    """By host, the number of its newest record.
+
+    Parameters
+    ----------
+    root
+        Where the state of all operators lies.
+
+    Raises
+    ------
+    StorageError
+        When the store fails.
+    """
+    numbers: dict[str, int] = {}
+    for name in map(RecordName.parse, root.child(STANDBY_FOLDER, MEMBERS_FOLDER).names()):
+        if name is not None:
+            numbers[name.host] = max(numbers.get(name.host, 0), name.heartbeat)
+    return numbers
 
 
 def read_settings(root: Folder) -> StandbySettings:

@@ -20,7 +20,7 @@ from spark_state_ext.standby.values import Followed, FollowedRoot
 from spark_state_ext.store.reclaim import reclaim
 from spark_state_ext.worker.threads import DaemonPool
 
-__all__ = ["Pace", "RootFollower", "next_wait_s"]
+__all__ = ["Pace", "RootFollower", "Work", "next_wait_s"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # A bucket is asked for so much of the time for which nobody has written it.
@@ -45,6 +45,28 @@ class Pace:
     poll_s: float = 1.0
     idle_s_max: float = 30.0
     failed_s_max: float = 60.0
+
+
+@dataclass
+class Work:
+    """What followers of a root have done since they began.
+
+    Parameters
+    ----------
+    read_files, read_bytes
+        What they read of checkpoint files.
+    step_s
+        How long steps took that read something, all threads together, seconds.
+    """
+
+    read_files: int = 0
+    read_bytes: int = 0
+    step_s: float = 0.0
+
+    @property
+    def bytes_s(self) -> float | None:
+        """Bytes that one thread has brought per second; None before it has brought any."""
+        return self.read_bytes / self.step_s if self.step_s > 0 else None
 
 
 def next_wait_s(pace: Pace, last_wait_s: float, failed: bool, idle_s: float) -> float:
@@ -116,6 +138,7 @@ class RootFollower:
             raise UsageError(f"threads_max must be 1 or more, not {threads_max!r}")
         if bandwidth_max_bytes_s is not None and not bandwidth_max_bytes_s > 0:
             raise UsageError(f"bandwidth_max_bytes_s must be a number of bytes above 0, not {bandwidth_max_bytes_s!r}")
+        self.work = Work()
         self._root = root
         self._clock = clock
         self._pace = pace or Pace()
@@ -141,6 +164,14 @@ class RootFollower:
         found = self._finder.find()
         self._operators = found.operators
         return found
+
+    def known(self) -> frozenset[BucketKey]:
+        """The buckets that `find` told last."""
+        return frozenset(self._operators)
+
+    def held(self) -> list[BucketKey]:
+        """The buckets that are followed, ascending."""
+        return sorted(self._held)
 
     def hold(self, keys: Collection[BucketKey]) -> None:
         """Follow these buckets, and no others. The copies of others stay until they are reclaimed.
@@ -217,6 +248,10 @@ class RootFollower:
         if found.is_new:
             held.written_s = now_s
         held.last = found
+        if found.files_read:
+            self.work.read_files += found.files_read
+            self.work.read_bytes += found.bytes_read
+            self.work.step_s += found.spent_s
         held.wait_s = next_wait_s(self._pace, held.wait_s, found.error is not None, now_s - held.written_s)
         held.due_s = now_s + held.wait_s
         told = "" if found.error is None else f"{type(found.error).__name__}: {found.error}"

@@ -95,6 +95,10 @@ class Followed:
         How far it is when it ended, as of the same listing.
     files_read, bytes_read
         What the step read.
+    spent_s
+        How long the step took, seconds.
+    size_bytes, rows
+        Of the copy: bytes of its runs, and the most rows that are live in them.
     is_new
         There were files that the step before had not seen.
     error
@@ -110,6 +114,9 @@ class Followed:
     lag: Lag = Lag()
     files_read: int = 0
     bytes_read: int = 0
+    spent_s: float = 0.0
+    size_bytes: int = 0
+    rows: int = 0
     is_new: bool = False
     error: StateError | None = None
 

@@ -56,6 +56,7 @@ class Job:
     query_id: str = "query"
     buckets: int = 4
     run_id: str = "run"
+    host: str = "host"
     told: bool = True
     retained: int = 2
     # Given to each call's context besides.
@@ -90,7 +91,7 @@ class Job:
         buffer = SpillBuffer(self.scratch, 1 << 20)
         if mine:
             buffer.append(run_of(mine, hashed))
-        writer = Writer(self.query_id if self.told else "", self.run_id if self.told else "", batch, "host")
+        writer = Writer(self.query_id if self.told else "", self.run_id if self.told else "", batch, self.host)
         if not self.told:
             # The number of calls before, which is another one in each bucket.
             writer = replace(writer, batch=pointer.batch + 1 + bucket)

@@ -1,0 +1,78 @@
+"""``standby run``: the standby service of this host."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from spark_state_ext.cli.output import say
+from spark_state_ext.cli.parameters import StorageOptions, options_of
+from spark_state_ext.cli.targets import as_given
+from spark_state_ext.standby.metrics import StandbyCollector
+from spark_state_ext.standby.roots import RootFollower
+from spark_state_ext.standby.service import RootService, StandbyService
+from spark_state_ext.standby.values import FollowedRoot
+from spark_state_ext.standby.web import Web
+from spark_state_ext.worker.host import host_name
+
+__all__ = ["command"]
+
+
+def command(
+    roots: Annotated[
+        list[str], typer.Argument(metavar="ROOT…", help="roots whose buckets are followed, as ArrowState has them")
+    ],
+    local_dir: Annotated[
+        Path | None, typer.Option("--local-dir", help="as jobs on this host have it; by default as they find it")
+    ] = None,
+    rack: Annotated[
+        str | None, typer.Option("--rack", help="where this host stands: replicas stand in other racks, if there are")
+    ] = None,
+    bandwidth_max: Annotated[
+        float | None,
+        typer.Option("--bandwidth-max", min=1.0, metavar="BYTES", help="bytes read in a second; by default no limit"),
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="buckets that are loaded at once")] = 2,
+    address: Annotated[str, typer.Option("--address", help="where /healthz and /metrics listen")] = "0.0.0.0",
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="of /healthz and /metrics; by default there are none")
+    ] = None,
+    storage_options: StorageOptions = "{}",
+) -> None:
+    """Keep copies of buckets' state on this host, until it is told to stop (SIGTERM or SIGINT).
+
+    Executors of this host find a copy as their own local store. They and this service must be of one user, and have the
+    same local_dir, the same root to the letter, and the same SPARK_STATE_EXT_HOST.
+    """
+    stop = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    options, host = options_of(storage_options), host_name()
+    where = None if local_dir is None else str(local_dir)
+
+    def follower(root: FollowedRoot) -> RootFollower:
+        return RootFollower(root, threads_max=threads, bandwidth_max_bytes_s=bandwidth_max)
+
+    followed = [FollowedRoot(as_given(root), options, where) for root in roots]
+    service = StandbyService([RootService(root, host, rack, follower(root)) for root in followed])
+    web = None if port is None else Web(address, port, service.ails, StandbyCollector(service))
+    say(f"standby of {', '.join(root.name for root in service.roots)} on {host}{'' if web is None else _told(web)}")
+    try:
+        service.run(stop)
+    finally:
+        if web is not None:
+            web.close()
+    say("stopped")
+
+
+def _told(web: Web) -> str:
+    return f"; port {web.port} has /healthz and /metrics"

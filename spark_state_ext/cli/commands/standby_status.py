@@ -1,0 +1,80 @@
+"""``standby status``: who lives, and how far replicas are."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import pyarrow as pa
+import typer
+
+from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.output import Output, say, write_table
+from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
+from spark_state_ext.cli.standby import HOSTS, REPLICAS, RootArgument, host_rows, replica_rows, root_at, shown
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.standby.finding import Finder
+from spark_state_ext.standby.status import StandbyStatus, survey
+
+__all__ = ["command"]
+
+
+def command(
+    root: RootArgument,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="until every bucket has its replicas, all in sync; live in a terminal")
+    ] = False,
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout", min=0.0, metavar="SECONDS", help="with --wait: at most so long")
+    ] = None,
+    replicas: Annotated[bool, typer.Option("--replicas", help="every replica, in place of every host")] = False,
+    remove: Annotated[
+        str | None, typer.Option("--safe-to-remove", metavar="HOST", help="exit with 1 where it is not")
+    ] = None,
+    storage_options: StorageOptions = "{}",
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Print hosts with a standby service, and what they have; exits with 1 while a bucket lacks a replica in sync.
+
+    It waits until each host has written another record, which takes up to one and a half heartbeats: so it is seen who
+    lives, and no clock is compared with another.
+    """
+    folder = root_at(root, options_of(storage_options))
+    status = _until_in_sync(folder, timeout_s) if wait else _status(folder)
+    rows, schema = (replica_rows(status), REPLICAS) if replicas else (host_rows(status), HOSTS)
+    write_table(pa.Table.from_pylist(rows, schema=schema), output)
+    for problem in status.problems:
+        say(problem)
+    lacking = status.lacking()
+    wanted = status.settings.replicas
+    say(f"buckets={len(status.buckets)} replicas_wanted={wanted} lacking={sum(lacking.values())}")
+    if remove is None:
+        raise typer.Exit(NO if lacking else DONE)
+    removal = status.removal(remove)
+    if remove not in status.records:
+        say(f"no standby service lives on {remove}")
+    if removal.safe:
+        say(f"{remove} can go: each bucket that is active there has a replica in sync elsewhere")
+    else:
+        first = removal.exposed[0]
+        say(
+            f"{remove} should stay: {len(removal.exposed)} buckets that are active there have no replica in sync "
+            f"elsewhere, such as {first}"
+        )
+    raise typer.Exit(DONE if removal.safe else NO)
+
+
+def _status(folder: Folder) -> StandbyStatus:
+    return survey(folder, Finder(folder).find().operators)
+
+
+def _until_in_sync(folder: Folder, timeout_s: float | None) -> StandbyStatus:
+    """Look again and again; in a terminal what is seen is shown on stderr meanwhile."""
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    with shown(sys.stderr) as show:
+        while True:
+            status = _status(folder)
+            show(status)
+            if not status.lacking() or (deadline_s is not None and time.monotonic() >= deadline_s):
+                return status

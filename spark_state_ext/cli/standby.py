@@ -1,0 +1,129 @@
+"""What commands about standby share: the root, and rows of hosts and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, TextIO
+
+import pyarrow as pa
+import typer
+
+from spark_state_ext.cli.roots import operators_below
+from spark_state_ext.cli.targets import as_given
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.standby.status import StandbyStatus
+
+__all__ = ["HOSTS", "REPLICAS", "RootArgument", "host_rows", "replica_rows", "root_at", "shown"]
+
+RootArgument = Annotated[str, typer.Argument(metavar="ROOT", help="the root, as ArrowState has it: a path or a URL")]
+HOSTS = pa.schema(
+    [
+        ("host", pa.string()),
+        ("rack", pa.string()),
+        ("alive", pa.bool_()),
+        ("active", pa.int64()),
+        ("replicas", pa.int64()),
+        ("in_sync", pa.int64()),
+        ("bytes", pa.int64()),
+        ("lag_versions", pa.int64()),
+        ("lag_bytes", pa.int64()),
+        ("lag_s", pa.float64()),
+        ("safe_to_remove", pa.bool_()),
+    ]
+)
+REPLICAS = pa.schema(
+    [
+        ("operator", pa.string()),
+        ("query_folder", pa.string()),
+        ("bucket", pa.int64()),
+        ("active", pa.string()),
+        ("host", pa.string()),
+        ("version", pa.int64()),
+        ("in_sync", pa.bool_()),
+        ("bytes", pa.int64()),
+        ("lag_versions", pa.int64()),
+        ("lag_bytes", pa.int64()),
+        ("lag_s", pa.float64()),
+    ]
+)
+
+
+def root_at(root: str, storage_options: Mapping[str, Any]) -> Folder:
+    """The root that a command was given.
+
+    Raises
+    ------
+    UsageError
+        When there is none.
+    StorageError
+        When it cannot be listed.
+    """
+    folder = Folder(as_given(root), storage_options)
+    operators_below(folder)
+    return folder
+
+
+def host_rows(status: StandbyStatus) -> list[dict[str, Any]]:
+    """A row for each host (`HOSTS`): those that live, those that have fallen silent, and those that only have tasks."""
+    active = [host for host in status.buckets.values() if host is not None]
+    rows = []
+    for host in sorted({*status.records, *status.silent, *active}):
+        record = status.records.get(host)
+        held = [] if record is None else [it for it in record.replicas if status.buckets.get(it.key) != host]
+        rows.append(
+            {
+                "host": host,
+                "rack": None if record is None else record.rack,
+                "alive": record is not None,
+                "active": active.count(host),
+                "replicas": len(held),
+                "in_sync": sum(it.in_sync for it in held),
+                "bytes": sum(it.bytes for it in held),
+                "lag_versions": max((it.lag_versions for it in held), default=0),
+                "lag_bytes": sum(it.lag_bytes for it in held),
+                "lag_s": max((it.lag_s for it in held), default=0.0),
+                "safe_to_remove": status.removal(host).safe,
+            }
+        )
+    return rows
+
+
+def replica_rows(status: StandbyStatus) -> list[dict[str, Any]]:
+    """A row for each replica (`REPLICAS`), and one without a host for each bucket that has none."""
+    rows: list[dict[str, Any]] = []
+    by_bucket: dict[Any, list[dict[str, Any]]] = {key: [] for key in status.buckets}
+    for host, record in status.records.items():
+        for it in record.replicas:
+            if it.key in by_bucket and status.buckets[it.key] != host:
+                told = {name: getattr(it, name) for name in REPLICAS.names[5:]}
+                by_bucket[it.key].append({"host": host, **told})
+    for key, found in by_bucket.items():
+        whose = {**key._asdict(), "active": status.buckets[key]}
+        rows += [{**whose, **it} for it in found or [dict.fromkeys(REPLICAS.names[4:])]]
+    return rows
+
+
+@contextmanager
+def shown(stream: TextIO) -> Iterator[Callable[[StandbyStatus], None]]:
+    """A table of hosts in a terminal that is drawn again with each status; elsewhere nothing."""
+    if not stream.isatty():
+        yield lambda status: None
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    with Live(console=Console(file=stream), auto_refresh=False, transient=True) as live:
+        yield lambda status: live.update(_table(status), refresh=True)
+
+
+def _table(status: StandbyStatus) -> Any:
+    from rich.table import Table
+
+    lacking = sum(status.lacking().values())
+    table = Table(box=None, pad_edge=False, title=f"{lacking} replicas are not in sync yet", title_justify="left")
+    for name in HOSTS.names:
+        table.add_column(name)
+    for row in host_rows(status):
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
+    return table

@@ -1,0 +1,280 @@
+"""The standby service of a host: it finds buckets, agrees with others on who follows which, and follows its own.
+
+A round is: list the buckets, see who lives, compute the assignment, follow what is to be held, and tell the others. It
+is made once in a heartbeat. What fails in one is told, and tried again in the next: nothing but `stop` ends the
+service.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
+from spark_state_ext.errors import StateError
+from spark_state_ext.reading.history import BucketFiles
+from spark_state_ext.standby.assignment import active_hosts, active_on, assign, shortfall, to_hold, unfollowed
+from spark_state_ext.standby.failovers import Failovers, Takeover, judge
+from spark_state_ext.standby.members import Members, Membership, read_settings
+from spark_state_ext.standby.roots import RootFollower
+from spark_state_ext.standby.values import Followed, FollowedRoot
+
+__all__ = ["RootService", "Round", "StandbyService"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# A replica is in sync for so long after it had all that there was: each batch makes it lag for a moment.
+_IN_SYNC_HEARTBEATS = 2
+# A service that has not made a round for so long is stuck.
+_STUCK_HEARTBEATS = 10
+_KEPT_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round found.
+
+    Parameters
+    ----------
+    settings
+        Of the root.
+    members
+        Who lives, and what they have.
+    buckets
+        All buckets of the root, with the hosts of their active tasks as far as is known.
+    assignment
+        Who is to have which.
+    replicas
+        What this host has told of its own.
+    problems
+        What is wrong, a sentence each.
+    """
+
+    settings: StandbySettings = field(default_factory=StandbySettings)
+    members: Members = field(default_factory=lambda: Members(()))
+    buckets: Mapping[BucketKey, str | None] = field(default_factory=dict)
+    assignment: Mapping[BucketKey, tuple[str, ...]] = field(default_factory=dict)
+    replicas: tuple[StandbyReplica, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+class RootService:
+    """A host's part in the standby of one root.
+
+    Parameters
+    ----------
+    root
+        The root, and where this host's local stores of it lie.
+    host, rack
+        The host's name, and where it stands.
+    follower
+        Follows the root's buckets.
+    clock_s
+        A clock that only goes forward.
+    """
+
+    def __init__(
+        self,
+        root: FollowedRoot,
+        host: str,
+        rack: str | None,
+        follower: RootFollower,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.failovers = Failovers()
+        self.last = Round()
+        self.follower = follower
+        self._root, self._host, self._rack, self._clock_s = root, host, rack, clock_s
+        self._membership: Membership | None = None
+        self._looks = 0
+        self._active: Mapping[BucketKey, int] = {}
+        # By bucket, when this host had all of it last.
+        self._synced_s: dict[BucketKey, float] = {}
+        # As of the round before.
+        self._seen: dict[BucketKey, Followed] = {}
+        self._alive: dict[str, MemberRecord] = {}
+
+    @property
+    def name(self) -> str:
+        """The root, for messages."""
+        return self._root.folder.root
+
+    def round(self) -> Round:
+        """Make a round.
+
+        Raises
+        ------
+        StateError
+            When the root cannot be listed, or the record cannot be written. What was followed goes on.
+        """
+        settings = read_settings(self._root.folder)
+        found = self.follower.find()
+        membership = self._as_member(settings)
+        members = membership.look()
+        self._looks += 1
+        followed = self.follower.followed()
+        mine = self._record(followed, settings)
+        records = [*(it for it in members.records if it.host != self._host), mine]
+        buckets = active_hosts(found.operators, records)
+        assignment = assign(buckets, records, settings)
+        # Who has just come has not been seen yet, and of a host of which nothing was read nobody knows what it has.
+        if not settings.enabled:
+            self.follower.hold(())
+        elif self._looks > 1 and not members.unread:
+            self.follower.hold(to_hold(self._host, assignment, records))
+        self._active = self._active_of(records)
+        self._count(followed, members)
+        written = membership.heartbeat(self._record(followed, settings))
+        short = shortfall(assignment, settings)
+        errors = [f"{name}: {error}" for name, error in found.errors.items()]
+        errors += [f"{key}: {it.error}" for key, it in followed.items() if it.error is not None]
+        problems = (*members.problems, *([] if short is None else [short]), *errors)
+        self.last = Round(settings, members, buckets, assignment, written.replicas, problems)
+        return self.last
+
+    def close(self) -> None:
+        """Stop following. The record stays, so that the service knows what it had when it is started again."""
+        self.follower.close()
+
+    def _as_member(self, settings: StandbySettings) -> Membership:
+        """This host among the others; a service that was started again goes on with what it had."""
+        if self._membership is None:
+            membership = Membership(self._root.folder, self._host, settings.heartbeat_s, self._clock_s)
+            before = membership.recall()
+            if before is not None and settings.enabled:
+                self.follower.hold({it.key for it in before.replicas} & self.follower.known())
+            membership.heartbeat(self._record({}, settings))
+            self._membership = membership
+        self._membership.watch.heartbeat_s = settings.heartbeat_s
+        return self._membership
+
+    def _record(self, followed: Mapping[BucketKey, Followed], settings: StandbySettings) -> MemberRecord:
+        """What there is to tell of this host."""
+        now_s = self._clock_s()
+        self._synced_s = {key: at_s for key, at_s in self._synced_s.items() if key in followed}
+        for key, it in followed.items():
+            if it.is_caught_up and it.newest is not None:
+                self._synced_s[key] = now_s
+        since_s = now_s - _IN_SYNC_HEARTBEATS * settings.heartbeat_s
+        replicas = [
+            _replica(followed.get(key, Followed(key)), self._synced_s.get(key, since_s) > since_s)
+            for key in self.follower.held()
+        ]
+        return MemberRecord(self._host, self._rack, replicas=tuple(replicas), active=self._active)
+
+    def _active_of(self, records: Sequence[MemberRecord]) -> dict[BucketKey, int]:
+        """Buckets whose newest file this host wrote. Where nobody follows one, this host looks itself."""
+        keys = self.follower.known()
+        active = active_on(self._host, keys, records)
+        for key in unfollowed(self._host, keys, records):
+            files = BucketFiles.listed(self._root.folder.child(key.operator, key.query_folder), key.bucket)
+            last = files.written_last()
+            if last is not None and files.header(last).writer.host != self._host:
+                del active[key]
+        return active
+
+    def _count(self, followed: Mapping[BucketKey, Followed], members: Members) -> None:
+        """Count takeovers and members lost since the round before."""
+        alive = {it.host: it for it in members.records}
+        # Who follows since then has not seen who was active before.
+        followers: dict[BucketKey, set[str]] = {}
+        for record in self._alive.values():
+            for replica in record.replicas:
+                followers.setdefault(replica.key, set()).add(record.host)
+        for key, now in followed.items():
+            before = self._seen.get(key)
+            if before is None or not before.host or not now.host or before.host == now.host:
+                continue
+            built_on = 0 if now.committed is None else now.committed.version
+            loaded = 0 if before.newest is None else before.newest.version
+            failover = judge(
+                Takeover(before.host, now.host, built_on, loaded), self._host, followers.get(key, set()), alive
+            )
+            if failover is not None:
+                self.failovers.add(failover)
+                _LOGGER.info("%s moved from %s to %s: %s", key, failover.before, failover.now, failover.outcome)
+        active = set(self.last.buckets.values())
+        for host, record in self._alive.items():
+            if host not in alive:
+                self.failovers.lost(host in active, bool(record.replicas))
+                _LOGGER.warning("the standby service of %s is not alive any more", host)
+        self._seen, self._alive = dict(followed), alive
+
+
+class StandbyService:
+    """The service: all roots, round after round, until it is told to stop.
+
+    Parameters
+    ----------
+    roots
+        One for each root.
+    clock_s
+        A clock that only goes forward.
+    """
+
+    def __init__(self, roots: Sequence[RootService], clock_s: Callable[[], float] = time.monotonic) -> None:
+        self.roots = tuple(roots)
+        # By name of the root, why its last round failed.
+        self.errors: dict[str, str] = {}
+        self._clock_s = clock_s
+        self._due_s = [clock_s()] * len(self.roots)
+        self._alive_s = clock_s()
+
+    def run(self, stop: threading.Event) -> None:
+        """Make rounds, and have followers step in between, until `stop` is set."""
+        try:
+            while not stop.is_set():
+                stop.wait(self.turn(stop))
+        finally:
+            for root in self.roots:
+                root.close()
+
+    def turn(self, stop: threading.Event) -> float:
+        """Make the rounds that are due, and begin the steps that are; seconds until something is due again."""
+        waits = []
+        for at, root in enumerate(self.roots):
+            if self._clock_s() >= self._due_s[at] and not stop.is_set():
+                self._due_s[at] = self._clock_s() + root.last.settings.heartbeat_s
+                self._round(root)
+                # Another heartbeat may have been set.
+                self._due_s[at] = min(self._due_s[at], self._clock_s() + root.last.settings.heartbeat_s)
+            waits += [root.follower.tick(), self._due_s[at] - self._clock_s()]
+        self._alive_s = self._clock_s()
+        return max(0.0, min(waits, default=1.0))
+
+    def ails(self) -> str:
+        """Why it should be started anew; empty: it works. A store that does not answer is no such reason."""
+        heartbeat_s = max((root.last.settings.heartbeat_s for root in self.roots), default=1.0)
+        stuck_s = self._clock_s() - self._alive_s
+        return f"it has stood still for {stuck_s:.0f} s" if stuck_s > _STUCK_HEARTBEATS * heartbeat_s else ""
+
+    def _round(self, root: RootService) -> None:
+        before = set(root.last.problems)
+        try:
+            found = root.round()
+            root.follower.reclaim(_KEPT_S)
+        except StateError as error:
+            if self.errors.get(root.name) != str(error):
+                _LOGGER.warning("standby of %s: %s; it is tried again", root.name, error)
+            self.errors[root.name] = str(error)
+            return
+        if self.errors.pop(root.name, None) is not None:
+            _LOGGER.info("standby of %s works again", root.name)
+        for problem in found.problems:
+            if problem not in before:
+                _LOGGER.warning("standby of %s: %s", root.name, problem)
+
+
+def _replica(followed: Followed, in_sync: bool) -> StandbyReplica:
+    return StandbyReplica(
+        followed.key,
+        version=0 if followed.newest is None else followed.newest.version,
+        bytes=followed.size_bytes,
+        in_sync=in_sync and followed.newest is not None,
+        active=followed.host or None,
+        lag_versions=followed.lag.versions,
+        lag_bytes=followed.lag.size_bytes,
+        lag_s=round(followed.lag.seconds, 3),
+    )

@@ -1,0 +1,156 @@
+"""How the standby of a root is: who lives, which replicas there are, how far they are, and who may be taken away.
+
+`StandbyStatus` is made of what hosts tell in their records; `survey` reads these, and waits until it is seen who lives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.standby.assignment import active_hosts
+from spark_state_ext.standby.members import Membership, read_settings, record_numbers
+
+__all__ = ["Removal", "StandbyStatus", "survey"]
+
+# How long a host is waited for: longer than any two heartbeats are apart, unless its store is slow.
+_PATIENCE_HEARTBEATS = 1.5
+_LOOK_S = 0.25
+_OBSERVER = "observer"
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What comes of taking a host away.
+
+    Parameters
+    ----------
+    host
+        The host.
+    safe
+        Every bucket that is active there has a replica in sync on another host that lives.
+    exposed
+        Buckets of which that is not so: their tasks would restore from the store.
+    replicas
+        Replicas that would be made anew elsewhere.
+    """
+
+    host: str
+    safe: bool
+    exposed: tuple[BucketKey, ...]
+    replicas: int
+
+
+@dataclass(frozen=True)
+class StandbyStatus:
+    """The standby of a root.
+
+    Parameters
+    ----------
+    settings
+        Of the root.
+    records
+        Of hosts whose services live, by host.
+    silent
+        Hosts that have a record, and whose services do not.
+    buckets
+        All buckets of the root, with the hosts of their active tasks as far as records tell.
+    problems
+        What is wrong, a sentence each.
+    """
+
+    settings: StandbySettings
+    records: Mapping[str, MemberRecord]
+    silent: tuple[str, ...]
+    buckets: Mapping[BucketKey, str | None]
+    problems: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(
+        settings: StandbySettings,
+        records: Collection[MemberRecord],
+        silent: Collection[str],
+        buckets: Collection[BucketKey],
+        problems: Collection[str] = (),
+    ) -> StandbyStatus:
+        """What records tell of buckets."""
+        active = active_hosts(buckets, records)
+        return StandbyStatus(settings, {it.host: it for it in records}, tuple(sorted(silent)), active, tuple(problems))
+
+    def replicas(self, key: BucketKey) -> dict[str, StandbyReplica]:
+        """The replicas of a bucket by host; what its active host follows is none."""
+        active = self.buckets[key]
+        return {
+            host: it
+            for host, record in self.records.items()
+            if host != active
+            for it in record.replicas
+            if it.key == key
+        }
+
+    def lacking(self) -> dict[BucketKey, int]:
+        """Buckets that have fewer replicas in sync than the settings want, and how many are missing."""
+        in_sync: dict[BucketKey, int] = dict.fromkeys(self.buckets, 0)
+        for host, record in self.records.items():
+            for it in record.replicas:
+                if it.in_sync and it.key in in_sync and self.buckets[it.key] != host:
+                    in_sync[it.key] += 1
+        wanted = self.settings.replicas
+        return {key: wanted - has for key, has in in_sync.items() if has < wanted}
+
+    def removal(self, host: str) -> Removal:
+        """What comes of taking a host away.
+
+        Parameters
+        ----------
+        host
+            Its name.
+        """
+        covered = {
+            it.key for other, record in self.records.items() if other != host for it in record.replicas if it.in_sync
+        }
+        exposed = tuple(key for key, active in self.buckets.items() if active == host and key not in covered)
+        record = self.records.get(host)
+        return Removal(host, not exposed, exposed, 0 if record is None else len(record.replicas))
+
+
+def survey(
+    root: Folder,
+    buckets: Collection[BucketKey],
+    clock_s: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> StandbyStatus:
+    """Read the records below a root, and wait until every host has written another one, or should have.
+
+    Parameters
+    ----------
+    root
+        The root.
+    buckets
+        All of its buckets.
+    clock_s, sleep
+        A clock that only goes forward, and waiting by it.
+
+    Raises
+    ------
+    StateError
+        When the root cannot be read.
+    """
+    settings = read_settings(root)
+    observer = Membership(root, _OBSERVER, settings.heartbeat_s, clock_s)
+    deadline_s = clock_s() + _PATIENCE_HEARTBEATS * settings.heartbeat_s
+    first = observer.look()
+    numbers = record_numbers(root)
+    while True:
+        changed = {host for host, number in record_numbers(root).items() if number != numbers.get(host)}
+        if changed >= numbers.keys() or clock_s() >= deadline_s:
+            break
+        sleep(min(_LOOK_S, settings.heartbeat_s / 4))
+    found = observer.look()
+    alive = [it for it in found.records if it.host in changed]
+    silent = numbers.keys() - changed
+    problems = dict.fromkeys((*first.problems, *found.problems))
+    return StandbyStatus.of(settings, alive, silent, buckets, problems)

@@ -1,0 +1,85 @@
+"""What a standby service answers over HTTP: ``/healthz`` for who restarts it, and ``/metrics`` for Prometheus."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from spark_state_ext.errors import StorageError, UsageError
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
+__all__ = ["Web"]
+
+_Start = Callable[[str, list[tuple[str, str]]], object]
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, *args: Any) -> None:
+        """Nobody reads a line for each look."""
+
+
+class Web:
+    """The server, in a thread of its own from the beginning to `close`.
+
+    Parameters
+    ----------
+    address, port
+        Where it listens; port 0: any that is free.
+    ails
+        What keeps the service from doing its work, in words; empty: nothing.
+    collector
+        The metrics.
+
+    Raises
+    ------
+    UsageError
+        When the port is taken, or ``prometheus_client`` is not installed.
+    """
+
+    def __init__(self, address: str, port: int, ails: Callable[[], str], collector: Collector) -> None:
+        try:
+            from prometheus_client import CollectorRegistry
+            from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
+        except ImportError as error:
+            raise UsageError(
+                "--port needs prometheus_client: pip install 'spark_state_ext[standby]', or leave --port out"
+            ) from error
+        registry = CollectorRegistry()
+        registry.register(collector)
+        self._metrics = make_wsgi_app(registry)
+        self._ails = ails
+        try:
+            self._server = make_server(address, port, self._answer, ThreadingWSGIServer, _Silent)
+        except OSError as error:
+            raise StorageError(
+                f"the standby service cannot listen on {address}:{port}: {error}. Give another --port."
+            ) from error
+        self.port = int(self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="spark_state_ext web", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _answer(self, environ: Mapping[str, Any], start: _Start) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if path == "/metrics":
+            answer: Iterable[bytes] = self._metrics(environ, start)
+            return answer
+        if path == "/healthz":
+            ails = self._ails()
+            return _text(start, "503 Service Unavailable" if ails else "200 OK", ails or "ok")
+        return _text(start, "404 Not Found", "there are /healthz and /metrics")
+
+
+def _text(start: _Start, status: str, text: str) -> Iterable[bytes]:
+    body = f"{text}\n".encode()
+    start(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))])
+    return [body]
