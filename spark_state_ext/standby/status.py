@@ -33,7 +33,7 @@ class Removal:
     safe
         Every bucket that is active there has a replica in sync on another host that lives.
     exposed
-        Buckets of which that is not so: their tasks would restore from the store.
+        Buckets of which that is not so, or not known: their tasks would restore from the store.
     replicas
         Replicas that would be made anew elsewhere.
     """
@@ -112,7 +112,8 @@ class StandbyStatus:
         covered = {
             it.key for other, record in self.records.items() if other != host for it in record.replicas if it.in_sync
         }
-        exposed = tuple(key for key, active in self.buckets.items() if active == host and key not in covered)
+        # Where nobody knows who is active, it may be that host.
+        exposed = tuple(key for key, active in self.buckets.items() if active in (host, None) and key not in covered)
         record = self.records.get(host)
         return Removal(host, not exposed, exposed, 0 if record is None else len(record.replicas))
 

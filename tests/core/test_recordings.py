@@ -69,6 +69,13 @@ _LINES: dict[str, list[str]] = {
         "recommend --keys 1000 --bytes-per-key 20 --batch-interval-s 0 --cores 16",
     ],
     "report": ["report metrics --out report.html", "report STATE", "report STATE --metrics checkpoint"],
+    "standby": [
+        "standby settings state --replicas 2",
+        "standby status state",
+        "standby status state --replicas -o jsonl",
+        "standby status state --safe-to-remove host",
+        "standby status checkpoint",
+    ],
     "erase": [
         "erase scan STATE ann 0 bob",
         "erase keys STATE nobody 1",

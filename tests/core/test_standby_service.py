@@ -296,7 +296,7 @@ def test_who_can_be_taken_away() -> None:
     assert status.lacking() == {keys[2]: 1}
     removal = status.removal("a")
     # Nobody knows who is active for the last one.
-    assert (removal.safe, removal.exposed, removal.replicas) == (True, (), 0)
+    assert (removal.safe, removal.exposed, removal.replicas) == (False, (keys[2],), 0)
     late = replace(has[2], in_sync=False)
     status = StandbyStatus.of(StandbySettings(), [*records, MemberRecord("e", replicas=(late,))], {"d"}, keys)
     assert status.removal("a").exposed == (keys[2],)

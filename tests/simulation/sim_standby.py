@@ -199,7 +199,7 @@ class StandbyWorld:
             files = self.root.child("_standby", "members")
             files.put(name, files.get(name)[:-7] + b"damaged")
 
-    def wait(self, heartbeats: int = 1) -> None:
+    def pass_heartbeats(self, heartbeats: int = 1) -> None:
         """Time passes, and services whose turn it is do what they do."""
         until_s = self.now_s + heartbeats * HEARTBEAT_S
         while due := [it for it in self.running.values() if it.due_s <= until_s]:
@@ -322,12 +322,12 @@ class StandbyWorld:
             service.frozen = service.slow = False
             # By their own clocks, but nobody is late.
             service.due_s = min(service.due_s, self.now_s + HEARTBEAT_S)
-        self.wait(AGREED_HEARTBEATS)
+        self.pass_heartbeats(AGREED_HEARTBEATS)
         for service in self.running.values():
             seen = [it.host for it in service.members.records]
             _must(seen == sorted(self.running), service.host, "sees", seen, "of", sorted(self.running))
             _must(not service.members.problems, service.members.problems)
-        self.wait(SETTLED_HEARTBEATS)
+        self.pass_heartbeats(SETTLED_HEARTBEATS)
         assigned = [service.assigned for service in self.running.values()]
         _must(all(it == assigned[0] for it in assigned), "not all decide the same")
         moves = self.moves
@@ -337,7 +337,7 @@ class StandbyWorld:
             wanted = min(self.settings.replicas, len(self.running.keys() - {active}))
             _must(having == synced == set(assigned[0][key]), key, "is on", having, "in sync on", synced)
             _must(len(having) == wanted and active not in having, key, "is on", having, "of", wanted)
-        self.wait(2)
+        self.pass_heartbeats(2)
         _must(self.moves == moves, "it does not come to rest")
 
 

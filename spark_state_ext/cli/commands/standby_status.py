@@ -46,6 +46,9 @@ def command(
     write_table(pa.Table.from_pylist(rows, schema=schema), output)
     for problem in status.problems:
         say(problem)
+    if not status.buckets:
+        say(f"there are no buckets below {folder.root} yet: nothing can be followed before a batch has written a file")
+        raise typer.Exit(NO)
     lacking = status.lacking()
     wanted = status.settings.replicas
     say(f"buckets={len(status.buckets)} replicas_wanted={wanted} lacking={sum(lacking.values())}")
@@ -59,8 +62,8 @@ def command(
     else:
         first = removal.exposed[0]
         say(
-            f"{remove} should stay: {len(removal.exposed)} buckets that are active there have no replica in sync "
-            f"elsewhere, such as {first}"
+            f"{remove} should stay: {len(removal.exposed)} buckets that are active there, or may be, have no replica in "
+            f"sync elsewhere, such as {first}"
         )
     raise typer.Exit(DONE if removal.safe else NO)
 
@@ -76,5 +79,5 @@ def _until_in_sync(folder: Folder, timeout_s: float | None) -> StandbyStatus:
         while True:
             status = _status(folder)
             show(status)
-            if not status.lacking() or (deadline_s is not None and time.monotonic() >= deadline_s):
+            if (status.buckets and not status.lacking()) or (deadline_s is not None and time.monotonic() >= deadline_s):
                 return status
