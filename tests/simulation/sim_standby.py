@@ -37,9 +37,9 @@ KEYS = tuple(BucketKey("counts", "q", at) for at in range(BUCKETS))
 AGREED_HEARTBEATS, SETTLED_HEARTBEATS = 5, 5
 
 STANDBY_STEPS = (
-    "wait",  # a heartbeat passes
-    "wait",
-    "wait",
+    "pass_heartbeats",  # a heartbeat passes
+    "pass_heartbeats",
+    "pass_heartbeats",
     "host",  # one more comes
     "die",  # a service ends, and its disk stays
     "restart",  # it begins again, on its disk
