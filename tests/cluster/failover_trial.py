@@ -27,6 +27,7 @@ _EVENTS = 2_000
 _WARM_UP_FILES = 3
 _TAIL = 2500
 _SETTLED_S = 3.0
+_HEARTBEAT_S = 2.0
 _SETUP_S_MAX, _HEAL_S_MAX = 1200.0, 900.0
 
 
@@ -156,6 +157,7 @@ class FailoverTrial:
             self._wait_for(self.feed(), _SETUP_S_MAX)
         self.settle()
         if self.mode == STANDBY:
+            self._standby("settings", "--replicas", str(self.size.replicas), "--heartbeat", str(_HEARTBEAT_S))
             for worker in self.cluster.workers:
                 self.start_service(worker)
             self.wait_for_replicas()
@@ -239,11 +241,16 @@ class FailoverTrial:
 
     def wait_for_replicas(self) -> None:
         """Wait until every bucket has its replicas, and all have caught up."""
-        options = ["--storage-options", json.dumps(self.store.options), "--wait", "--timeout", str(int(_HEAL_S_MAX))]
-        command = [str(self.cluster.python), "-m", "spark_state_ext", "standby", "status", *options, self.root]
+        self._standby("status", "--wait", "--timeout", str(int(_HEAL_S_MAX)))
+
+    def _standby(self, name: str, *arguments: str) -> None:
+        options = ["--storage-options", json.dumps(self.store.options), *arguments]
+        command = [str(self.cluster.python), "-m", "spark_state_ext", "standby", name, self.root, *options]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=self.folder)
         if done.returncode != 0:
-            raise RuntimeError(f"replicas do not catch up: {done.stdout[-_TAIL:]}{done.stderr[-_TAIL:]}")
+            raise RuntimeError(
+                f"standby {name} ends with {done.returncode}: {done.stdout[-_TAIL:]}{done.stderr[-_TAIL:]}"
+            )
 
     def _kill(self) -> _Kill:
         worker = self.active()
