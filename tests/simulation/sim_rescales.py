@@ -742,6 +742,11 @@ class RescaleWorld(World):
         """All of the state that is committed."""
         return whole(self.models[held.pointer.encode()] for held in self.spark.at(self.batch).values())
 
+    @property
+    def files_left_max(self) -> int:
+        # Clean-up begins late, and takes its turns over more buckets; each batch leaves a delta and perhaps a snapshot.
+        return super().files_left_max + 4 * 2 * len(self.configured)
+
     def calm(self) -> None:
         super().calm()
         for held in self.spark.at(self.batch).values():

@@ -790,11 +790,16 @@ class World:
         for held, name in itertools.product(self.spark.at(self.batch).values(), self.configured):
             self._check_little_is_left(held.pointer, self._files(name, held.pointer))
 
+    @property
+    def files_left_max(self) -> int:
+        """The most files of a bucket that may be left in a backend after that."""
+        return 6 * self.config.retained + 30
+
     def _check_little_is_left(self, pointer: Pointer, files: Folder) -> None:
         names = files.names()
         # A header that cannot be read stops clean-up, for somebody to look at.
         stopped = bool(self.damaged & {files.where(name) for name in names})
-        if not stopped and len(names) > 6 * self.config.retained + 30:
+        if not stopped and len(names) > self.files_left_max:
             raise WrongStateError(f"{len(names)} files are left in {files.root}: {names}")
         runs = self._store(self.executors[0].machine, pointer).runs()
         if len(runs) > 12:
