@@ -29,7 +29,8 @@ _LOGGER = logging.getLogger("spark_state_ext")
 _IN_SYNC_HEARTBEATS = 2
 # A service that has not made a round for so long is stuck.
 _STUCK_HEARTBEATS = 10
-_KEPT_S = 86_400.0
+# How often it is looked for local stores that nobody uses.
+_RECLAIM_EVERY_S = 3_600.0
 
 
 @dataclass(frozen=True)
@@ -210,12 +211,18 @@ class StandbyService:
     ----------
     roots
         One for each root.
+    keep_s
+        How long local stores stay that no task and no follower uses, seconds.
     clock_s
         A clock that only goes forward.
     """
 
-    def __init__(self, roots: Sequence[RootService], clock_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, roots: Sequence[RootService], keep_s: float, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self.roots = tuple(roots)
+        self._keep_s = keep_s
+        self._reclaimed_s = clock_s()
         # By name of the root, why its last round failed.
         self.errors: dict[str, str] = {}
         self._clock_s = clock_s
@@ -241,6 +248,10 @@ class StandbyService:
                 # Another heartbeat may have been set.
                 self._due_s[at] = min(self._due_s[at], self._clock_s() + root.last.settings.heartbeat_s)
             waits += [root.follower.tick(), self._due_s[at] - self._clock_s()]
+        if self._clock_s() - self._reclaimed_s >= _RECLAIM_EVERY_S:
+            self._reclaimed_s = self._clock_s()
+            for root in self.roots:
+                root.follower.reclaim(self._keep_s)
         self._alive_s = self._clock_s()
         return max(0.0, min(waits, default=1.0))
 
@@ -254,7 +265,6 @@ class StandbyService:
         before = set(root.last.problems)
         try:
             found = root.round()
-            root.follower.reclaim(_KEPT_S)
         except StateError as error:
             if self.errors.get(root.name) != str(error):
                 _LOGGER.warning("standby of %s: %s; it is tried again", root.name, error)

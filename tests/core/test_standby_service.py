@@ -55,7 +55,7 @@ class Host:
         self.root = FollowedRoot(str(base / "root"), options or {}, str(base / name))
         follower = RootFollower(self.root, clock=clock)
         self.part = RootService(self.root, name, None, follower, clock)
-        self.service = StandbyService([self.part], clock)
+        self.service = StandbyService([self.part], 86_400.0, clock)
         self.stop = threading.Event()
 
     def turn(self) -> None:

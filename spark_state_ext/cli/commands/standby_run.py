@@ -27,9 +27,7 @@ def command(
     roots: Annotated[
         list[str], typer.Argument(metavar="ROOT…", help="roots whose buckets are followed, as ArrowState has them")
     ],
-    local_dir: Annotated[
-        Path | None, typer.Option("--local-dir", help="as jobs on this host have it; by default as they find it")
-    ] = None,
+    local_dir: Annotated[Path, typer.Option("--local-dir", help="the local_dir of the jobs on this host")],
     rack: Annotated[
         str | None, typer.Option("--rack", help="where this host stands: replicas stand in other racks, if there are")
     ] = None,
@@ -38,6 +36,12 @@ def command(
         typer.Option("--bandwidth-max", min=1.0, metavar="BYTES", help="bytes read in a second; by default no limit"),
     ] = None,
     threads: Annotated[int, typer.Option("--threads", min=1, help="buckets that are loaded at once")] = 2,
+    keep_s: Annotated[
+        float,
+        typer.Option(
+            "--keep", min=0.0, metavar="SECONDS", help="local stores that nobody used for so long are removed"
+        ),
+    ] = 86_400.0,
     address: Annotated[str, typer.Option("--address", help="where /healthz and /metrics listen")] = "0.0.0.0",
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="of /healthz and /metrics; by default there are none")
@@ -57,13 +61,12 @@ def command(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     options, host = options_of(storage_options), host_name()
-    where = None if local_dir is None else str(local_dir)
 
     def follower(root: FollowedRoot) -> RootFollower:
         return RootFollower(root, threads_max=threads, bandwidth_max_bytes_s=bandwidth_max)
 
-    followed = [FollowedRoot(as_given(root), options, where) for root in roots]
-    service = StandbyService([RootService(root, host, rack, follower(root)) for root in followed])
+    followed = [FollowedRoot(as_given(root), options, str(local_dir)) for root in roots]
+    service = StandbyService([RootService(root, host, rack, follower(root)) for root in followed], keep_s)
     web = None if port is None else Web(address, port, service.ails, StandbyCollector(service))
     say(f"standby of {', '.join(root.name for root in service.roots)} on {host}{'' if web is None else _told(web)}")
     try:

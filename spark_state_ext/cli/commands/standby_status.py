@@ -62,8 +62,8 @@ def command(
     else:
         first = removal.exposed[0]
         say(
-            f"{remove} should stay: {len(removal.exposed)} buckets that are active there, or may be, have no replica in "
-            f"sync elsewhere, such as {first}"
+            f"{remove} should stay: {len(removal.exposed)} buckets that are active there, or may be, have no replica "
+            f"in sync elsewhere, such as {first}"
         )
     raise typer.Exit(DONE if removal.safe else NO)
 
