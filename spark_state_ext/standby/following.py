@@ -41,6 +41,7 @@ from spark_state_ext.restore.loader import Loader
 from spark_state_ext.standby.line import Line, judged
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
+from spark_state_ext.standby.telling import tell_committed
 from spark_state_ext.standby.values import Followed, FollowedRoot
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.local_disk import DATA_FILE
@@ -199,6 +200,8 @@ class BucketFollower:
                 error = error or it
         if fresh:
             self._measure()
+            if self._line is not None and self._loaded == self._line.head.ref:
+                tell_committed(self._store_folder, self._operator, self._line, int(time.time() * 1000))
         self._seen = self._written()
         self._note_change(None if error is not None else changed_ns)
         taken = listing.meter.taken

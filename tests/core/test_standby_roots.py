@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from core_support import WRITER
-from reading_support import Job, operator_file
+from reading_support import Job, as_model, operator_file
 from rescaled_query import bucket_in
 from standby_support import FAULTY, Faults
 from test_rescale import old_job, rescaled
@@ -21,6 +21,7 @@ from arrow_schemas import BucketMap
 from arrow_schemas.lineage import DELTA, file_name
 from arrow_schemas.operator import operator_file_name
 from arrow_schemas.standby import BucketKey
+from spark_state_ext import open_live
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
@@ -31,6 +32,7 @@ from spark_state_ext.standby.following import BucketFollower
 from spark_state_ext.standby.roots import Pace, RootFollower, next_wait_s
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
+from spark_state_ext.store.committed import CommittedRecord, read_committed, write_committed
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scanned
 from tests.helpers.clock import VirtualClock
 from tests.helpers.waiting import WAIT_S
@@ -93,6 +95,55 @@ def test_all_buckets_of_a_job(tmp_path: Path, job: Job) -> None:
         followed = host.follower.followed()
         assert {key.bucket for key in followed} == {0, 1, 2, 3}
         assert all(it.is_caught_up and it.batch == number and it.host == "host" for it in followed.values())
+    host.follower.close()
+
+
+def test_a_replica_answers_readers_of_its_host(tmp_path: Path, job: Job) -> None:
+    for number in range(6):
+        job.batch(changes(number))
+        # LMDB opens no store twice in a process, so the follower ends before the reader begins.
+        host = Host(tmp_path)
+        host.hold_all()
+        host.pass_time(1.0)
+        host.follower.close()
+        # That the last batch is committed, the next one proves.
+        if number:
+            with open_live(str(tmp_path / "b"), "counts", root=str(tmp_path / "root")) as live:
+                found = {}
+                for part in live.scan():
+                    assert part.batch == number - 1
+                    assert part.age_ms < 60_000
+                    found |= as_model(part.rows)
+                assert found == job.models[number - 1]
+                name, x = KEYS[0]
+                assert live.get((name, x)).rows.to_pylist()[0]["count"] == number - 1
+
+
+def test_a_task_on_the_host_knows_more_than_its_follower(tmp_path: Path, job: Job) -> None:
+    host = Host(tmp_path)
+    for number in range(2):
+        job.batch(changes(number))
+    host.hold_all()
+    host.pass_time(1.0)
+    key = BucketKey(job.operator, job.folder.name, 0)
+    folder = host.root.store_folder(key, 0)
+    told = read_committed(folder)
+    assert told is not None
+    assert told.batch == 0
+    mine = CommittedRecord(told.ref, 7, told.called_ms + 3_600_000, "plan", told.namespace)
+    operator = operator_file(job.operator, job.query_id, job.buckets)
+    write_committed(folder, mine, operator)
+    job.batch(changes(2))
+    host.pass_time(1.0)
+    assert read_committed(folder) == mine
+    # From before the follower saw the newest file: the bucket has moved away since.
+    old = replace(mine, called_ms=told.called_ms)
+    write_committed(folder, old, operator)
+    job.batch(changes(3))
+    host.pass_time(1.0)
+    now = read_committed(folder)
+    assert now is not None
+    assert (now.batch, now.ref) == (2, job.pointers[-2][0].ref)
     host.follower.close()
 
 
