@@ -110,8 +110,6 @@ class LazyRestore:
         self._sources = sources
         self._options = options
         self._lock = threading.Lock()
-        # Snapshots of which a part could not be had: they are loaded whole, which tells what is wrong.
-        self._lost: set[CheckpointRef] = set()
         # By checkpoint: where its file is the one that the run is of.
         self._same: dict[CheckpointRef, set[str]] = {}
         # Bytes that were fetched after both ends.
@@ -135,7 +133,8 @@ class LazyRestore:
             When it is gone, damaged, another one, or cannot be read.
         """
         options, name = self._options, file_name(ref, SNAPSHOT)
-        if options is None or ref in self._lost:
+        # One of which a part could not be had is loaded whole, which tells what is wrong.
+        if options is None or ref in self._store.lazy.lost:
             return None
         size, where = files.size(name), files.where(name)
         if size < options.bytes_min:
@@ -210,7 +209,6 @@ class LazyRestore:
             self._sources.read(ref, SNAPSHOT, lambda files: self._fetch_from(files, lazy, pieces))
         except (MissingCheckpointError, CorruptFileError, LineageError) as error:
             _LOGGER.warning("the rest of checkpoint %s, which is restored lazily, is gone: %s", ref, error)
-            self._lost.add(ref)
             self._store.lazy.lose(lazy.run)
             raise MissingRunError(f"run {ref} cannot be completed: {error}", ref) from error
 
@@ -222,7 +220,11 @@ class LazyRestore:
         def fetch(request: tuple[int, int]) -> int:
             self._sources.raise_if_closed()
             first, end = request
-            data = files.get_range(name, first * PIECE_BYTES, min(end * PIECE_BYTES, lazy.index.body_bytes))
+            start, stop = first * PIECE_BYTES, min(end * PIECE_BYTES, lazy.index.body_bytes)
+            data = files.get_range(name, start, stop)
+            if len(data) != stop - start:
+                # Else whole pieces would pass, and no piece at all too.
+                raise CorruptFileError(f"{where} has {len(data)} bytes from byte {start} to {stop}: it was cut short")
             lazy.put(first, data, where)
             return len(data)
 

@@ -44,7 +44,7 @@ from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.telling import tell_committed
 from spark_state_ext.standby.values import Followed, FollowedRoot
 from spark_state_ext.store import LocalStore
-from spark_state_ext.store.local_disk import DATA_FILE
+from spark_state_ext.store.local_disk import DATA_FILE, storage_error
 from spark_state_ext.store.reclaim import note_use
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.memory import give_back
@@ -203,7 +203,9 @@ class BucketFollower:
             if self._line is not None and self._loaded == self._line.head.ref:
                 tell_committed(self._store_folder, self._operator, self._line, int(time.time() * 1000))
         self._seen = self._written()
-        self._note_change(None if error is not None else changed_ns)
+        # Tidying may have found the copy damaged, and begun anew: then there are files, and nothing of them.
+        lacks_all = self._loaded is None and bool(listing.refs)
+        self._note_change(None if error is not None or lacks_all else changed_ns)
         taken = listing.meter.taken
         return self._standing(
             replace(
@@ -380,13 +382,22 @@ class BucketFollower:
             found = (self.store_folder / boot_id() / DATA_FILE).stat()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise storage_error(self.store_folder, error) from error
         return found.st_dev, found.st_ino, found.st_mtime_ns
+
+    def _note_use(self) -> bool:
+        """As `note_use`; what the disk says is an error of the step, and does not end the service."""
+        try:
+            return note_use(self.store_folder)
+        except OSError as error:
+            raise storage_error(self.store_folder, error) from error
 
     def _notice_new_store(self) -> None:
         """Begin anew where the copy was taken for unused and removed, or for damaged and set aside by a task."""
         if self._loaded is None:
             return
-        if note_use(self.store_folder):
+        if self._note_use():
             # Mostly nobody else has written it. A new file may have the number of the old one.
             written = self._written()
             if written is not None and (written == self._seen or self._store().has(self._loaded)):

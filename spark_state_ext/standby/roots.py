@@ -233,6 +233,21 @@ class RootFollower:
         """What became of the last step of each bucket that is held; one that has had none yet is missing."""
         return {key: held.last for key, held in self._held.items() if held.last is not None}
 
+    def overdue(self, longer_than_s: float) -> frozenset[BucketKey]:
+        """Buckets whose step was due so long ago and has not ended: what `followed` tells of them may be old.
+
+        Parameters
+        ----------
+        longer_than_s
+            Seconds.
+        """
+        since_s = self._clock() - longer_than_s
+        return frozenset(
+            key
+            for key, held in self._held.items()
+            if held.step is not None and not held.step.done() and held.due_s < since_s
+        )
+
     def reclaim(self, keep_s: float) -> list[Path]:
         """Remove local stores that no task and no follower of this host has used for so long, as tasks do."""
         return reclaim(self._root.stores, self._root.scratch, keep_s)

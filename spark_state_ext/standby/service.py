@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
-from spark_state_ext.errors import StateError
+from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, VersionSkewError
 from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.standby.assignment import active_hosts, active_on, assign, shortfall, to_hold, unfollowed
 from spark_state_ext.standby.failovers import Failovers, Takeover, judge
@@ -125,13 +125,13 @@ class RootService:
             self.follower.hold(())
         elif self._looks > 1 and not members.unread:
             self.follower.hold(to_hold(self._host, assignment, records))
-        self._active = self._active_of(records)
+        self._active, unread = self._active_of(records)
         self._count(followed, members)
         written = membership.heartbeat(self._record(followed, settings))
         short = shortfall(assignment, settings)
         errors = [f"{name}: {error}" for name, error in found.errors.items()]
         errors += [f"{key}: {it.error}" for key, it in followed.items() if it.error is not None]
-        problems = (*members.problems, *([] if short is None else [short]), *errors)
+        problems = (*members.problems, *([] if short is None else [short]), *unread, *errors)
         self.last = Round(settings, members, buckets, assignment, written.replicas, problems)
         return self.last
 
@@ -155,26 +155,37 @@ class RootService:
         """What there is to tell of this host."""
         now_s = self._clock_s()
         self._synced_s = {key: at_s for key, at_s in self._synced_s.items() if key in followed}
+        in_sync_s = _IN_SYNC_HEARTBEATS * settings.heartbeat_s
+        # A store that does not answer, or too much to fetch: nobody knows what there is by now.
+        overdue = self.follower.overdue(in_sync_s)
         for key, it in followed.items():
-            if it.is_caught_up and it.newest is not None:
+            if it.is_caught_up and it.newest is not None and key not in overdue:
                 self._synced_s[key] = now_s
-        since_s = now_s - _IN_SYNC_HEARTBEATS * settings.heartbeat_s
+        since_s = now_s - in_sync_s
         replicas = [
             _replica(followed.get(key, Followed(key)), self._synced_s.get(key, since_s) > since_s)
             for key in self.follower.held()
         ]
         return MemberRecord(self._host, self._rack, replicas=tuple(replicas), active=self._active)
 
-    def _active_of(self, records: Sequence[MemberRecord]) -> dict[BucketKey, int]:
-        """Buckets whose newest file this host wrote. Where nobody follows one, this host looks itself."""
+    def _active_of(self, records: Sequence[MemberRecord]) -> tuple[dict[BucketKey, int], list[str]]:
+        """Buckets whose newest file this host wrote. Where nobody follows one, this host looks itself.
+
+        A file that cannot be read leaves what is known of its bucket as it was, and is told: without its record the
+        host would be taken for dead, with all that it has.
+        """
         keys = self.follower.known()
         active = active_on(self._host, keys, records)
-        for key in unfollowed(self._host, keys, records):
+        unread = []
+        for key in sorted(unfollowed(self._host, keys, records)):
             files = BucketFiles.listed(self._root.folder.child(key.operator, key.query_folder), key.bucket)
             last = files.written_last()
-            if last is not None and files.header(last).writer.host != self._host:
-                del active[key]
-        return active
+            try:
+                if last is not None and files.header(last).writer.host != self._host:
+                    del active[key]
+            except (CorruptError, MissingCheckpointError, VersionSkewError) as error:
+                unread.append(f"{key}: {error}")
+        return active, unread
 
     def _count(self, followed: Mapping[BucketKey, Followed], members: Members) -> None:
         """Count takeovers and members lost since the round before."""
@@ -251,7 +262,10 @@ class StandbyService:
         if self._clock_s() - self._reclaimed_s >= _RECLAIM_EVERY_S:
             self._reclaimed_s = self._clock_s()
             for root in self.roots:
-                root.follower.reclaim(self._keep_s)
+                try:
+                    root.follower.reclaim(self._keep_s)
+                except OSError as error:
+                    _LOGGER.warning("standby of %s: local stores that nobody uses stay: %s", root.name, error)
         self._alive_s = self._clock_s()
         return max(0.0, min(waits, default=1.0))
 

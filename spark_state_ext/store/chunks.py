@@ -23,6 +23,13 @@ _CHECKED_MAX = 100_000
 _PARTLY_MAX = 1_000
 
 
+class _Unknown:
+    """Nobody has looked yet, whether the file of a run is whole."""
+
+
+_UNKNOWN = _Unknown()
+
+
 class Chunks:
     """What a process knows of the chunks of a store.
 
@@ -105,9 +112,11 @@ class Chunks:
         """The file of a run that is restored lazily; None when it is whole, or the run has none."""
         if not run.file_bytes:
             return None
-        if run.key not in self._lazy:
-            self._lazy[run.key] = LazyFile.opened(folder, run)
-        found = self._lazy[run.key]
+        # Once each: another thread may forget the run, or all of them, between any two looks.
+        known = self._lazy.get(run.key, _UNKNOWN)
+        found = LazyFile.opened(folder, run) if isinstance(known, _Unknown) else known
+        if found is not known:
+            self._lazy[run.key] = found
         if found is not None and found.is_finished():
             # Another process has completed it.
             found = self._lazy[run.key] = None

@@ -133,7 +133,9 @@ class LazyFile:
             raise storage_error(folder, error) from error
         head = os.pread(marks.fileno(), _HEAD.size, 0)
         magic, crc, size = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0)
-        stored = os.pread(marks.fileno(), size, _HEAD.size) if magic == _MAGIC else b""
+        # No more than there is, whatever a damaged head says.
+        size_max = os.fstat(marks.fileno()).st_size
+        stored = os.pread(marks.fileno(), min(size, size_max), _HEAD.size) if magic == _MAGIC else b""
         where = f"the file of run {run.newest} in the local store"
         try:
             if len(stored) != size or zlib.crc32(stored) != crc:
@@ -225,10 +227,19 @@ class LazyFile:
         return not marks_of(self._folder, self.run.key).exists()
 
     def finish(self) -> bool:
-        """Whether every piece is here; then the marks are removed, and the run is as any other."""
+        """Whether every piece is here; then the marks are removed, and the run is as any other.
+
+        Raises
+        ------
+        StorageError
+            When they cannot be removed.
+        """
         if len(self.absent()):
             return False
-        marks_of(self._folder, self.run.key).unlink(missing_ok=True)
+        try:
+            marks_of(self._folder, self.run.key).unlink(missing_ok=True)
+        except OSError as error:
+            raise storage_error(self._folder, error) from error
         return True
 
     def _bytes(self, piece: int) -> memoryview:

@@ -46,6 +46,8 @@ class LazyRuns:
         self._schema = schema
         self._chunks = chunks
         self._incoming = incoming
+        # Checkpoints whose runs this process has lost: begun anew, they would be lost anew.
+        self.lost: set[CheckpointRef] = set()
 
     def ingest(self, index: SnapshotIndex, ref: CheckpointRef) -> Run:
         """Take a snapshot as the run of a checkpoint that holds everything, none of whose rows is here.
@@ -63,9 +65,17 @@ class LazyRuns:
             When the files cannot be made.
         """
         folder = self._environment.folder
-        blocks, rows = tuple(index.blocks()), index.rows - index.tombstones
         run = Run(
-            uuid.uuid4().hex, ref, ref, None, True, rows, index.tombstones, chunks_of(index), index.body_bytes, blocks
+            key=uuid.uuid4().hex,
+            newest=ref,
+            oldest=ref,
+            parent=None,
+            base=True,
+            rows=index.rows,
+            tombstones=index.tombstones,
+            chunks=chunks_of(index),
+            file_bytes=index.body_bytes,
+            blocks=tuple(index.blocks()),
         )
         # Until it is in the manifest nobody takes the files for left over.
         path = self._incoming.begin(folder)
@@ -148,6 +158,7 @@ class LazyRuns:
         run
             The run.
         """
+        self.lost.add(run.newest)
         self._environment.write(lambda txn: manifest.drop(txn, run))
         self._chunks.forget_file(run.key)
         remove_files(self._environment.folder, run.key)

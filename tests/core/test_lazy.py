@@ -292,7 +292,7 @@ def test_a_store_that_fails_loses_nothing(remote: Remote, store: LocalStore, tmp
 
 
 def test_damage_on_the_local_disk_is_noticed_and_mended(remote: Remote, tmp_path: Path) -> None:
-    for what in ("data", "marks too many", "marks cut", "index", "removed"):
+    for what in ("data", "marks too many", "marks cut", "index", "size of the index", "removed"):
         store = LocalStore.at(tmp_path / what, SCHEMA)
         bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, KEYS, remote))
         folder = store._environment.folder
@@ -310,6 +310,8 @@ def test_damage_on_the_local_disk_is_noticed_and_mended(remote: Remote, tmp_path
             del marked[-lazy.pieces // 2 :]
         elif what == "index":
             marked[100] ^= 1
+        elif what == "size of the index":
+            marked[8:16] = b"\xff" * 8
         base.write_bytes(data)
         marks.write_bytes(marked)
         if what == "removed":
@@ -320,6 +322,80 @@ def test_damage_on_the_local_disk_is_noticed_and_mended(remote: Remote, tmp_path
         assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(remote.keys), what
         assert bucket.fetched_files == 1, what
         store.close()
+
+
+def test_filling_ends_at_a_file_that_was_cut_between_pieces(
+    remote: Remote, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies beyond a file's end reads as nothing, of which every byte is right."""
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        assert len(slept) < 100, "it would go on for ever"
+
+    monkeypatch.setattr("spark_state_ext.restore.lazy.time.sleep", sleep)
+    bucket = bucket_on(store, remote, tmp_path)
+    bucket.read(lambda view: looked_up(view, [5], remote))
+    (run,) = store.runs()
+    remote.folder.put(SNAPSHOT_NAME, remote.snapshot[: 3 * PIECE_BYTES])
+    with pytest.raises(MissingRunError, match="cut short"):
+        bucket._lazy.fill(run)
+    assert names(store) == []
+
+
+def test_a_file_that_was_cut_between_pieces_costs_its_run_only(
+    remote: Remote, store: LocalStore, tmp_path: Path
+) -> None:
+    bucket = bucket_on(store, remote, tmp_path)
+    bucket.read(lambda view: looked_up(view, [5], remote))
+    other = store.restore([rows_of([1], remote.hashed[[1]])], CheckpointRef(9, "9" * 32), None, snapshot=True)
+    remote.folder.put(SNAPSHOT_NAME, remote.snapshot[: 3 * PIECE_BYTES])
+    assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
+    assert {run.newest for run in store.runs()} == {FIRST, LAST, other.newest}, "the store was not built anew"
+
+
+def test_what_was_lost_while_it_was_filled_is_not_begun_again(
+    remote: Remote, store: LocalStore, tmp_path: Path
+) -> None:
+    """No batch may ask for the damaged part, so each would fetch all that lies before it, beside it."""
+    data, (bucket, keys) = bytearray(remote.snapshot), (bucket_on(store, remote, tmp_path), [5])
+    bucket.read(Sizes.of)
+    (run,) = store.runs()
+    data[run.file_bytes - 100] ^= 1
+    remote.folder.put(SNAPSHOT_NAME, bytes(data))
+    assert bucket.read(lambda view: looked_up(view, keys, remote)) == expected(keys, remote)
+    with pytest.raises(MissingRunError, match="checksum"):
+        bucket._lazy.fill(run)
+    later = Later()
+    bucket = bucket_on(store, remote, tmp_path, later=later)
+    assert bucket.read(lambda view: looked_up(view, keys, remote)) == expected(keys, remote)
+    assert not later.work
+    assert {run.newest for run in store.runs()} == {FIRST, LAST}, "the deltas, from the beginning"
+
+
+class _Forgetful(dict[str, LazyFile | None]):
+    """As another thread that forgets each run at once makes it look."""
+
+    def __setitem__(self, key: str, value: LazyFile | None) -> None:
+        pass
+
+
+def test_runs_are_forgotten_while_another_thread_looks(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    store._chunks._lazy = _Forgetful()
+    bucket = bucket_on(store, remote, tmp_path)
+    assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
+    assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(remote.keys)
+
+
+def test_tombstones_are_rows(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    """As in any other run: none of a snapshot is one, but the index could say so."""
+    bucket_on(store, remote, tmp_path).read(Sizes.of)
+    (lazy,) = lazy_files(store)
+    ref = CheckpointRef(3, "3" * 32)
+    run = store.lazy.ingest(replace(lazy.index, tombstones=10), ref)
+    assert (run.rows, run.tombstones) == (len(remote.keys), 10)
+    assert store.view(ref).rows_max == len(remote.keys) - 10
 
 
 def test_marks_without_their_data_are_not_believed(remote: Remote, store: LocalStore, tmp_path: Path) -> None:

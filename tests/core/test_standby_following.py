@@ -22,6 +22,7 @@ from arrow_schemas.operator import operator_file_name
 from spark_state_ext.commit import cadence
 from spark_state_ext.errors import (
     CorruptFileError,
+    CorruptStoreError,
     InterruptedRestoreError,
     MissingCheckpointError,
     StateError,
@@ -34,9 +35,10 @@ from spark_state_ext.standby.line import Line, judged
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.values import Lag
-from spark_state_ext.store import compaction
+from spark_state_ext.store import LocalStore, compaction
 from spark_state_ext.store.compaction import outgrown
 from spark_state_ext.testing.model import KEYS, Changes, Key, Row
+from spark_state_ext.worker.boot import boot_id
 from tests.helpers.clock import VirtualClock
 from tests.helpers.soak import examples
 from tests.helpers.waiting import WAIT_S
@@ -85,6 +87,20 @@ def test_a_follower_has_each_batch_and_a_task_there_fetches_nothing(world: World
     assert len(runs) <= 7
     assert covering(world.task()) <= world.committed
     assert any(name.endswith(f".{SNAPSHOT}.arrow") for name in world.names())
+
+
+def test_a_local_disk_that_fails_is_an_error_of_the_step(world: World) -> None:
+    world.batch(changes(0))
+    assert world.follower.step().is_caught_up
+    used = world.follower.store_folder / boot_id() / "used"
+    used.unlink(missing_ok=True)
+    # It leads to itself.
+    used.symlink_to("used")
+    world.batch(changes(1))
+    assert isinstance(world.follower.step().error, StorageError)
+    used.unlink()
+    assert world.follower.step().is_caught_up
+    assert world.adopted() == 0
 
 
 def test_a_task_fetches_only_what_the_copy_lacks(world: World) -> None:
@@ -504,6 +520,26 @@ def test_a_folder_that_did_not_change_is_not_listed_again(world: World, monkeypa
         assert world.follower.step().error is not None
         clock.sleep(1.0)
     assert listings[9:] == [30, 31, 32, 33, 34]
+
+
+def test_a_copy_that_tidying_found_damaged_is_filled_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+    world.follower = BucketFollower(world.at, world.key, world.operator, world.stores, clock=clock)
+    world.batch(changes(0))
+    world.batch(changes(1))
+
+    def damaged(*args: object) -> None:
+        raise CorruptStoreError("a chunk differs from its checksum")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "compact", damaged)
+        assert world.follower.step().newest is None
+    assert world.task().runs() == []
+    # However late the next look is, and though nobody writes.
+    clock.sleep(60.0)
+    found = world.follower.step()
+    assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
+    assert world.adopted() == 0
 
 
 def test_bandwidth_bounds_bytes_by_the_second(world: World) -> None:

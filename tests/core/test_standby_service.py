@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,12 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.failovers import BEHIND, NO_REPLICA, NO_SERVICE, REPLICA, Takeover, judge
-from spark_state_ext.standby.members import write_settings
+from spark_state_ext.standby.members import record_numbers, write_settings
 from spark_state_ext.standby.metrics import StandbyCollector
 from spark_state_ext.standby.roots import RootFollower
 from spark_state_ext.standby.service import RootService, StandbyService
 from spark_state_ext.standby.status import StandbyStatus, survey
-from spark_state_ext.standby.values import FollowedRoot
+from spark_state_ext.standby.values import Followed, FollowedRoot
 from spark_state_ext.standby.web import Web
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scanned
@@ -227,6 +229,62 @@ def test_a_store_that_fails_ends_nothing(tmp_path: Path, job: Job, caplog: pytes
     told = [it.getMessage() for it in caplog.records]
     assert sum("it is tried again" in it for it in told) == 1
     assert sum("works again" in it for it in told) == 1
+
+
+def test_a_damaged_file_that_nobody_follows_keeps_no_host_from_telling(tmp_path: Path, job: Job) -> None:
+    job.batch(changes(0))
+    hosts = Hosts(tmp_path, "a")
+    hosts.pass_heartbeats(5)
+    assert hosts.running["a"].held() == set()
+    for path in (Path(job.folder.root) / "0").iterdir():
+        path.write_bytes(b"damaged")
+    before = record_numbers(Folder(str(tmp_path / "root")))["a"]
+    hosts.pass_heartbeats(3)
+    a = hosts.running["a"]
+    assert record_numbers(Folder(str(tmp_path / "root")))["a"] >= before + 3
+    assert a.service.errors == {}
+    assert a.held() == set()
+    assert sum("no Arrow file" in it for it in a.part.last.problems) == 1
+
+
+def test_stores_that_cannot_be_removed_end_nothing(
+    tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.batch(changes(0))
+    hosts = Hosts(tmp_path, "b")
+
+    def failing(keep_s: float) -> list[Path]:
+        raise OSError(errno.EIO, "the disk fails")
+
+    monkeypatch.setattr(hosts.running["b"].part.follower, "reclaim", failing)
+    hosts.clock.sleep(3_600.0)
+    hosts.pass_heartbeats(3)
+    assert hosts.running["b"].held() == set(range(BUCKETS))
+    assert sum("the disk fails" in it.getMessage() for it in caplog.records) == 1
+
+
+def test_a_replica_of_which_a_look_does_not_end_is_not_in_sync(tmp_path: Path, job: Job) -> None:
+    job.batch(changes(0))
+    hosts = Hosts(tmp_path, "b")
+    hosts.pass_heartbeats(5)
+    b = hosts.running["b"]
+
+    def in_sync(turns: int) -> list[bool]:
+        for _ in range(turns):
+            hosts.clock.sleep(10.0)
+            b.service.turn(b.stop)
+            others = [it.step for it in b.part.follower._held.values() if it.step not in (None, hanging)]
+            assert not wait(others, WAIT_S).not_done
+        return [it.in_sync for it in b.part.last.replicas]
+
+    hanging: Future[Followed] = Future()
+    assert in_sync(1) == [True] * BUCKETS
+    held = b.part.follower._held[keys_of(job)[0]]
+    held.step = hanging
+    assert in_sync(6) == [False, *[True] * (BUCKETS - 1)]
+    assert held.last is not None
+    hanging.set_result(held.last)
+    assert in_sync(2) == [True] * BUCKETS
 
 
 def test_a_service_that_stands_still_ails(tmp_path: Path, job: Job) -> None:
