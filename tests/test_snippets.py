@@ -318,7 +318,7 @@ def checked_module(words: list[str]) -> None:
     if module in ("benchmarks", "spark_state_ext") and given and not given[0].startswith("-"):
         named = [given.pop(0)]
         assert re.search(rf"^ +{named[0]}\b|`{named[0]}`", told, re.MULTILINE), named[0]
-        if module == "spark_state_ext" and named[0] in ("savepoint", "erase") and given:
+        if module == "spark_state_ext" and named[0] in ("savepoint", "erase", "standby") and given:
             named.append(given.pop(0))
             assert re.search(rf"^ +{named[1]}\b", help_of(module, named[0]), re.MULTILINE), named[1]
         told = help_of(module, *named) if any(word.startswith("--") for word in given) else told

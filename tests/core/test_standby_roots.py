@@ -109,7 +109,7 @@ def test_a_replica_answers_readers_of_its_host(tmp_path: Path, job: Job) -> None
         # That the last batch is committed, the next one proves.
         if number:
             with open_live(str(tmp_path / "b"), "counts", root=str(tmp_path / "root")) as live:
-                found = {}
+                found: Model = {}
                 for part in live.scan():
                     assert part.batch == number - 1
                     assert part.age_ms < 60_000

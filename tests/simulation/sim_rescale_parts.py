@@ -146,10 +146,14 @@ class MovingFiles(StateFiles):
     def overwrite(self, batch: int, made: Made) -> None:
         if batch < 0 or _folders(self.at(batch)) != _folders(made.partition):
             return
-        # Files of partitions whose tasks did not succeed again stay.
-        there = self.at(batch)
-        kept = {bucket: there[bucket] for bucket in there.keys() - made.called - made.partition.keys() - made.removed}
-        super().overwrite(batch, replace(made, partition={**kept, **made.partition}, called=made.called | kept.keys()))
+        # Files of partitions whose tasks did not succeed again stay, with what they say is no more.
+        there, written = self.at(batch), made.called | made.partition.keys() | made.removed
+        kept = {bucket: there[bucket] for bucket in there.keys() - written}
+        ended = {bucket for bucket, held in self._files.get(batch, {}).items() if held is None} - written
+        partition = {**kept, **made.partition}
+        super().overwrite(
+            batch, replace(made, partition=partition, called=made.called | kept.keys(), removed=made.removed | ended)
+        )
 
 
 def _folders(partition: Partition) -> set[tuple[str, int]]:
