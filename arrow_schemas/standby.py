@@ -351,7 +351,7 @@ def _is_count(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_key(value: tuple[object, object, object]) -> bool:

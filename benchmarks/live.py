@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from benchmarks.beside import Beside
 from benchmarks.options import add_buckets, add_quick, add_seed, add_spark
 from benchmarks.report import BenchmarkError, Report
 
@@ -91,7 +91,8 @@ def _measured(
         step = -(-keys // _FILES)
         rows = [table.slice(at, step) for at in range(0, keys, step)]
         stream.process(rows)
-        with _Asker(work, keys, options.asks_per_s, options.seed) as asker:
+        arguments = [str(it) for it in (work, keys, options.asks_per_s, options.seed)]
+        with Beside(work, "benchmarks.live", arguments, _ALONE) as asker:
             for number, turn in enumerate(turns):
                 asker.turn(turn)
                 stream.process(rows)
@@ -136,39 +137,6 @@ def _judge(report: Report, named: str, took: dict[str, list[float]], told: dict[
     throughput = medians[_ALONE] / medians[_ASKED]
     report.bar(f"{named}: throughput, asked / left alone", throughput, "at least", THROUGHPUT_AT_LEAST, "times")
     print(f"{named}: get, p50 {p50:.3f} ms, p99 {p99:.3f} ms", file=sys.stderr)
-
-
-class _Asker:
-    """The other process: does what a file tells it."""
-
-    def __init__(self, work: Path, keys: int, asks_per_s: int, seed: int) -> None:
-        self._turn, self._end = work / "turn", work / "end"
-        self.turn(_ALONE)
-        command = [sys.executable, "-m", "benchmarks.live", str(work), str(keys), str(asks_per_s), str(seed)]
-        root = Path(__file__).resolve().parent.parent
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
-
-    def __enter__(self) -> _Asker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def turn(self, how: str) -> None:
-        """Have it ask, pause, or wake for nothing."""
-        written = self._turn.with_suffix(".new")
-        written.write_text(how)
-        written.replace(self._turn)
-
-    def over(self) -> dict[str, Any]:
-        """End it; returns what it found."""
-        self._end.touch()
-        out, _ = self._process.communicate(timeout=600)
-        if self._process.returncode:
-            raise BenchmarkError(f"the process that asks ended with {self._process.returncode}")
-        found: dict[str, Any] = json.loads(out)
-        return found
 
 
 def asking(work: Path, keys: int, asks_per_s: int, seed: int) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -25,6 +24,7 @@ from arrow_schemas.operator import OperatorFile, operator_file_name
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import DEFINED, DELETED, KEY_HASH, TIMEOUT_MS
 from arrow_schemas.standby import BucketKey
+from benchmarks.beside import Beside
 from benchmarks.options import add_quick, add_seed
 from benchmarks.report import BenchmarkError, Report
 from spark_state_ext.backends.files import sole_replica
@@ -172,41 +172,18 @@ class _Active:
         )
 
 
-class _Other:
+class _Other(Beside):
     """The other process: follows while a file says so."""
 
     def __init__(self, work: Path) -> None:
-        self._turn, self._end = work / "turn", work / "end"
-        self.turn(_ALONE)
-        command = [sys.executable, "-m", "benchmarks.standby_following", str(work)]
-        root = Path(__file__).resolve().parent.parent
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
+        super().__init__(work, "benchmarks.standby_following", [str(work)], _ALONE)
         self._ready = work / "ready"
 
     def __enter__(self) -> _Other:
         # What it missed before it began it would load from a snapshot.
-        while not self._ready.exists() and self._process.poll() is None:
+        while not self._ready.exists() and self.is_running():
             time.sleep(_STEP_S)
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def turn(self, how: str) -> None:
-        """Have it follow, or pause."""
-        written = self._turn.with_suffix(".new")
-        written.write_text(how)
-        written.replace(self._turn)
-
-    def over(self) -> dict[str, Any]:
-        """Have it load the rest and end; returns what that took."""
-        self._end.touch()
-        out, _ = self._process.communicate(timeout=_WAIT_S)
-        if self._process.returncode:
-            raise BenchmarkError(f"the process that follows ended with {self._process.returncode}")
-        found: dict[str, Any] = json.loads(out)
-        return found
 
 
 def following(work: Path) -> dict[str, Any]:

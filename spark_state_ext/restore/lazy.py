@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -182,7 +183,7 @@ class LazyRestore:
             for run in self._store.lazy.among(view.runs):
                 # While it waits, it is not taken again.
                 if not self._options.runner.busy(self._name(run)):
-                    self._options.runner.submit(self._name(run), lambda run=run: self.fill(run))  # type: ignore[misc]
+                    self._options.runner.submit(self._name(run), partial(self.fill, run))
 
     def _name(self, run: Run) -> str:
         return f"filling {self._store.folder} {run.newest}"

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from arrow_schemas.standby import MemberRecord, StandbySettings
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, UsageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.readable import document_in
 
 __all__ = [
     "MEMBERS_FOLDER",
@@ -446,12 +447,7 @@ def read_settings(root: Folder) -> StandbySettings:
     StorageError
         When the store fails.
     """
-    files = root.child(STANDBY_FOLDER)
-    try:
-        data = files.get(_SETTINGS_NAME)
-    except MissingCheckpointError:
-        return StandbySettings()
-    return StandbySettings.decode(data, files.where(_SETTINGS_NAME))
+    return document_in(root.child(STANDBY_FOLDER), _SETTINGS_NAME, StandbySettings.decode) or StandbySettings()
 
 
 def write_settings(root: Folder, settings: StandbySettings) -> None:

@@ -37,7 +37,9 @@ class Web:
     Raises
     ------
     UsageError
-        When the port is taken, or ``prometheus_client`` is not installed.
+        When ``prometheus_client`` is not installed.
+    StorageError
+        When the port is taken.
     """
 
     def __init__(self, address: str, port: int, ails: Callable[[], str], collector: Collector) -> None:
