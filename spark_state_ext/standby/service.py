@@ -131,6 +131,8 @@ class RootService:
         short = shortfall(assignment, settings)
         errors = [f"{name}: {error}" for name, error in found.errors.items()]
         errors += [f"{key}: {it.error}" for key, it in followed.items() if it.error is not None]
+        if not found.operators:
+            errors.append("there is nothing to follow yet: give the root as ArrowState has it, to the letter")
         problems = (*members.problems, *([] if short is None else [short]), *unread, *errors)
         self.last = Round(settings, members, buckets, assignment, written.replicas, problems)
         return self.last

@@ -287,6 +287,14 @@ def test_a_replica_of_which_a_look_does_not_end_is_not_in_sync(tmp_path: Path, j
     assert in_sync(2) == [True] * BUCKETS
 
 
+def test_a_root_without_state_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hosts = Hosts(tmp_path, "b")
+    hosts.pass_heartbeats(3)
+    told = [it.getMessage() for it in caplog.records if "nothing to follow yet" in it.getMessage()]
+    assert len(told) == 1
+    assert str(tmp_path / "root") in told[0]
+
+
 def test_a_service_that_stands_still_ails(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "b")
