@@ -43,15 +43,14 @@ class Listing:
     def candidates(self, fresh: Collection[CheckpointRef]) -> list[CheckpointRef]:
         """Of files that were not seen before, those whose headers are worth a look, in the order of their writing.
 
-        All, where they are few. Of many, those of the highest version, and of the version that was written last, as a
-        query that went back writes lower ones: the others are reached by the lineages of these.
+        All, where they are few. Of many, those of the highest version and those that were written last, as a query
+        that went back writes lower ones, and a zombie of it still lower ones after that: the others are reached by the
+        lineages of these.
         """
-        chosen = set(fresh)
-        if len(chosen) > _CANDIDATES_MAX:
-            last = max(chosen, key=self._written)
-            versions = {max(ref.version for ref in chosen), last.version}
-            chosen = {ref for ref in chosen if ref.version in versions}
-        return sorted(chosen, key=self._written)
+        written = sorted(fresh, key=self._written)
+        highest = max((ref.version for ref in written), default=0)
+        last = set(written[-_CANDIDATES_MAX:])
+        return [ref for ref in written if ref in last or ref.version == highest]
 
     def _written(self, ref: CheckpointRef) -> tuple[float, int]:
         return self.files.modified_s(ref), ref.version

@@ -251,6 +251,18 @@ def test_a_copy_that_begins_anew_knows_which_run_is_the_last(world: World) -> No
     assert world.follower.step().newest == world.pointer.ref
 
 
+def test_zombies_that_wrote_last_hide_nothing_from_a_copy_that_begins_anew(world: World) -> None:
+    """Neither the highest version nor the one written last is the query's, and there are too many files to see all."""
+    for number in range(16):
+        world.batch(changes(number))
+    world.go_back(3, "run 2")
+    world.batch(changes(20))
+    for at in (0, 1, 0):
+        world.attempt(changes(99), at=at)
+    assert world.follower.step().is_caught_up
+    assert world.adopted() == 0
+
+
 def header_of(version: int, parent: int | None, run: str, which: str = "a", since: int | None = None) -> LineageHeader:
     def ref(number: int, name: str = "a") -> CheckpointRef:
         return CheckpointRef(number, name * 32)
