@@ -26,10 +26,26 @@ from spark_state_ext.savepoints.copying import copied
 from spark_state_ext.savepoints.starting import Beginning, Begun, Starts
 from spark_state_ext.savepoints.taking import save_bucket
 
-__all__ = ["RESCALE", "Division", "DividingStarts", "begun_pointer", "combined_pointer", "divided_pointer"]
+__all__ = [
+    "RESCALE",
+    "Division",
+    "DividingStarts",
+    "begun_pointer",
+    "combined_pointer",
+    "divided_pointer",
+    "may_be_divided",
+]
 
 # Kind of the record of a query's start, where it was rescaled in place.
 RESCALE = "rescale"
+
+
+def may_be_divided(stored: BucketMap, asked: BucketMap) -> bool:
+    """Whether buckets of one map are to be divided into those of another, and can be.
+
+    By source partition nothing can be divided: calls are refused as without a rescaling.
+    """
+    return stored != asked and stored.by_hash and asked.by_hash
 
 
 def combined_pointer(operator: str, bucket_map: BucketMap, bucket: int, parents: Sequence[Parent]) -> Pointer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["first_folder", "rescaled_folder"]
+__all__ = ["first_folder", "is_rescaled_by", "rescaled_folder"]
 
 _RESCALED = re.compile(r"(.+)\.r[0-9a-f]{12}")
 
@@ -20,6 +20,11 @@ def rescaled_folder(query_folder: str, plan_id: str) -> str:
         Id of the plan: 32 hexadecimal digits.
     """
     return f"{first_folder(query_folder)}.r{plan_id[:12]}"
+
+
+def is_rescaled_by(query_folder: str, plan_id: str) -> bool:
+    """Whether a query folder is one that a query goes on in which that plan has rescaled."""
+    return query_folder == rescaled_folder(query_folder, plan_id)
 
 
 def first_folder(query_folder: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from reading_support import Job as OldJob
 from rescaled_query import job_from
@@ -18,7 +19,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from spark_state_ext.ownership.holds import HOLDS_FOLDER, Hold
 from spark_state_ext.savepoints.captured import Captured, captured_name
-from spark_state_ext.spark.executor import rescaling
+from spark_state_ext.spark.executor import rescaling, saving
 from spark_state_ext.spark.executor.rescaling import Rescales
 from spark_state_ext.testing.model import KEYS, Row
 from spark_state_ext.worker.background import Background
@@ -55,8 +56,8 @@ def test_a_query_at_another_location_does_not_take_the_state(tmp_path: Path, buc
         assert rescales.of(job, bucket, pointers[bucket]) is not None
     with pytest.raises(LineageError, match="bucket 0 of operator 'counts' has no state at this checkpointLocation"):
         rescales.of(job, 0, None)
-    # Buckets that are new, or are no more, have none rightly.
-    assert rescales.of(job, 4 if buckets == 5 else 2, None) is not None
+    # Buckets that are new have none rightly.
+    assert buckets == 2 or rescales.of(job, 4, None) is not None
     gone_on = replace(pointers[0], query_folder=f"{pointers[0].query_folder}.r{PLAN[:12]}", buckets=buckets)
     assert rescales.of(job, 0, gone_on) is None
 
@@ -64,9 +65,33 @@ def test_a_query_at_another_location_does_not_take_the_state(tmp_path: Path, buc
 @pytest.mark.parametrize("buckets", [3, 4])
 def test_what_is_not_rescaled_is_not_held(tmp_path: Path, buckets: int) -> None:
     job, pointers = planned(tmp_path, buckets)
-    move = Rescales().of(job, 0, pointers[0])
-    held = Folder(str(tmp_path)).child("counts", pointers[0].query_folder, HOLDS_FOLDER).names()
-    assert (move is not None) == bool(held) == (buckets != 3)
+    told = {
+        "options": job.options.to_plain(),
+        "package_version": job.package_version,
+        "operator": job.operator,
+        "query_folder": pointers[0].query_folder,
+        "holder": "the plan",
+        "rescales": True,
+    }
+    held = Folder(str(tmp_path)).child("counts", pointers[0].query_folder, HOLDS_FOLDER)
+    before = held.names()
+    answered = pa.Table.from_batches(saving.begin(told, ()))["answer"].to_pylist()
+    assert (answered == ['{"stays": true}']) == (buckets == 3)
+    assert (held.names() == before) == (buckets == 3)
+
+
+@pytest.mark.parametrize("buckets", [2, 5])
+def test_a_worker_that_comes_late_needs_nothing_of_what_the_query_was(tmp_path: Path, buckets: int) -> None:
+    """What it was rescaled from goes while the plan is still in force, and then a worker dies and another one comes."""
+    job, pointers = planned(tmp_path, buckets)
+    operator = Folder(str(tmp_path)).child("counts")
+    operator.remove_tree(pointers[0].query_folder)
+    operator.remove_tree(STARTING_FOLDER)
+    gone_on = replace(pointers[0], query_folder=f"{pointers[0].query_folder}.r{PLAN[:12]}", buckets=buckets)
+    assert Rescales().of(job, 0, gone_on) is None
+    # Under that plan Spark calls labels of old buckets for ever.
+    assert [Rescales.is_no_more(job, it, None) for it in range(3)] == [it >= buckets for it in range(3)]
+    assert not Rescales.is_no_more(job, 2, pointers[2])
 
 
 @pytest.mark.parametrize("at_once", [False, True])

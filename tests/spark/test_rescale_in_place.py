@@ -13,14 +13,16 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from jobs import TIMED, Job, event_rows, reads_state
+from jobs import TIMED, Job, configured, event_rows, reads_state
 from processes import kill_tree
 from pyspark.errors import StreamingQueryException
 from pyspark.sql.streaming.state import GroupStateTimeout
-from savepoint_job import AFTER_ITS_TASKS, IN_A_TASK, Query, batch_computation, file_of
+from savepoint_job import AFTER_ITS_TASKS, IN_A_TASK, OPERATOR, Query, batch_computation, file_of
+from streams import finish
 
 from arrow_schemas import BucketMap
 from spark_state_ext import RetainedCheckpoint, Savepoint, open_committed, open_state, take_savepoint
+from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from tests.helpers.soak import SOAK
 from tests.helpers.waiting import eventually
 
@@ -105,6 +107,23 @@ def test_in_place(spark: Any, tmp_path: Path) -> None:
     new.feed([at + 3])
     new.run(spark)
     assert state_of(new, spark) == expected(range(at + 4))
+
+
+def test_a_worker_that_comes_late_needs_nothing_of_what_the_query_was(spark: Any, tmp_path: Path) -> None:
+    """What it was rescaled from goes while its plan is in force, and then its tasks get new workers."""
+    it = fed(query(tmp_path / "job", 5), 0, 2, spark)
+    old = it.query_folder
+    it = in_place(it, 3)
+    planned = it.planned(spark)
+    for at, traceback in ((2, "true"), (4, "false")):
+        it.feed(range(at, at + 2))
+        # Spark keeps workers by the environment that it gives them, and this is in it.
+        with configured(spark, {"spark.sql.execution.pyspark.udf.simplifiedTraceback.enabled": traceback}):
+            writer = planned.writeStream.outputMode("update").format("noop")
+            finish(writer.option("checkpointLocation", str(it.checkpoint)).trigger(availableNow=True).start())
+        assert state_of(it, spark) == expected(range(at + 2))
+        shutil.rmtree(old.root, ignore_errors=True)
+        shutil.rmtree(Path(it.root) / OPERATOR / STARTING_FOLDER, ignore_errors=True)
 
 
 def test_one_heavy_bucket_is_split_alone(spark: Any, tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ def _rescaled(spark: SparkSession, job: Job, reader: StateReader) -> Job:
             f"its state would be in {begun['nothing_in']}, which has none: give rescale the checkpointLocation of this "
             "query, and root and operator as they were"
         )
+    if "stays" in begun:
+        return job
     told |= begun
     try:
         committed = reader.batch()

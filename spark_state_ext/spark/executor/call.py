@@ -192,6 +192,8 @@ class _BucketCall:
     # -- the call ----------------------------------------------------------------------------------
 
     def run(self, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
+        if Rescales.is_no_more(self._job, self._info.bucket, self._info.stored):
+            return
         started_s = time.perf_counter()
         folders = CallFolders.of(self._job)
         sorter = HashSorter(folders.scratch, HASH_COLUMN, self._job.options.memory_bytes_max)
@@ -298,8 +300,6 @@ class _BucketCall:
         """Read the rows, and see how the bucket of a query that is rescaled goes on; whether it does not."""
         tried = partial(retried, timeout_s=self._job.options.commit.commit_timeout_ms / 1000)
         if move.stored is None:
-            if move.ends:
-                return True
             # Called for the first time, so with a heartbeat.
             self._begin_moved(move, tried)
         self._fill(sorter, frames, folders.operator)

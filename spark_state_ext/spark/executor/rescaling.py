@@ -29,9 +29,8 @@ from spark_state_ext.errors import ChangedJobError, CorruptFileError, LineageErr
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
-from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.rescale.dividing import RESCALE, Division, begun_pointer, divided_pointer
-from spark_state_ext.rescale.folders import rescaled_folder
+from spark_state_ext.rescale.folders import is_rescaled_by, rescaled_folder
 from spark_state_ext.rescale.origin import origin_in
 from spark_state_ext.rescale.parents import Parent, note_parent, parent_files, parent_of
 from spark_state_ext.savepoints.captured import Captured
@@ -65,6 +64,19 @@ class Rescales:
     def __init__(self) -> None:
         self._plans: OrderedDict[str, _Plan] = OrderedDict()
 
+    @staticmethod
+    def is_no_more(job: Job, bucket: int, stored: Pointer | None) -> bool:
+        """Whether a label stands for a bucket that the query had before it was rescaled, and has no more.
+
+        Spark goes on calling it under that plan, also when nothing is left of what the plan has written down.
+
+        Parameters
+        ----------
+        job, bucket, stored
+            As for `of`.
+        """
+        return stored is None and job.options.buckets <= bucket < job.rescaled_buckets
+
     def of(self, job: Job, bucket: int, stored: Pointer | None) -> Move | None:
         """What a call is to do; None: its bucket is not to be rescaled, or was before.
 
@@ -86,14 +98,13 @@ class Rescales:
         """
         if job.rescaled_from is None:
             return None
-        plan = self._plans.get(job.rescaled_from) or self._read(job, job.rescaled_from)
-        stored_map, asked = plan.operator_file.bucket_map, job.options.bucket_map
-        if stored_map == asked or not (stored_map.by_hash and asked.by_hash):
-            # By source partition nothing can be divided: the call is refused as without a rescaling.
+        if stored is not None and is_rescaled_by(stored.query_folder, job.plan_id):
+            # What it came from may be removed by now.
             return None
+        plan = self._plans.get(job.rescaled_from) or self._read(job, job.rescaled_from)
         if stored is not None and not plan.is_old(stored):
             return None
-        if stored is None and bucket < min(stored_map.buckets, asked.buckets):
+        if stored is None and bucket < min(plan.operator_file.buckets, job.options.buckets):
             # Of the query that was read each of these has one, before and after.
             raise LineageError(
                 f"bucket {bucket} of operator {job.operator!r} has no state at this checkpointLocation, and has some "
@@ -117,9 +128,6 @@ class Rescales:
                 f"{notes.where(file)} has {len(captured.pointers)} of {operator_file.buckets} buckets. Plan the query "
                 "again."
             )
-        if operator_file.bucket_map == job.options.bucket_map:
-            # Nobody copies from there. Else a query that starts often would never be cleaned up.
-            Hold(old, captured.hold_id).release()
         plan = self._plans[file] = _Plan(captured, operator_file, old, notes, file)
         while len(self._plans) > self._MAX:
             self._plans.popitem(last=False)

@@ -32,6 +32,7 @@ from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Found
+from spark_state_ext.rescale.dividing import may_be_divided
 from spark_state_ext.rescale.origin import origin_beside
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.copying import refuse_incomplete
@@ -57,15 +58,20 @@ def _query_folder(plain: dict[str, Any]) -> tuple[StateOptions, Folder]:
 def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Hold the query folder; before that, see that the savepoint's folder is free.
 
-    Answers with the id of the hold, and the number of the lease's newest record. Where the query is to be rescaled and
-    has no state here, nothing is held, and the answer is the folder.
+    Answers with the id of the hold, and the number of the lease's newest record. Nothing is held where the query is to
+    be rescaled and has no state here (the answer is the folder), or has the buckets already that are asked for.
     """
     for _ in batches:
         pass
-    _, files = _query_folder(plain)
-    if plain.get("rescales") and newest_operator(files) is None:
-        yield answer({"nothing_in": files.root})
-        return
+    options, files = _query_folder(plain)
+    if plain.get("rescales"):
+        operator = newest_operator(files)
+        if operator is None:
+            yield answer({"nothing_in": files.root})
+            return
+        if not may_be_divided(operator.bucket_map, options.bucket_map):
+            yield answer({"stays": True})
+            return
     if plain.get("savepoint"):
         refuse_existing(_savepoint(plain))
     found = LeaseLog(files).newest(first=True)
