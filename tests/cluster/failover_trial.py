@@ -18,10 +18,10 @@ from cluster import Cluster, WorkerNode
 from processes import wait_until
 from slow_s3 import SlowS3
 
-__all__ = ["CONTROL", "STANDBY", "Failover", "FailoverTrial", "Size"]
+__all__ = ["CONTROL", "LAZY", "STANDBY", "Failover", "FailoverTrial", "Size"]
 
 # How a task comes to its state where its host is new.
-CONTROL, STANDBY = "control", "standby"
+CONTROL, LAZY, STANDBY = "control", "lazy", "standby"
 _ROW_BYTES = 100
 _EVENTS = 2_000
 _WARM_UP_FILES = 3
@@ -114,7 +114,7 @@ class FailoverTrial:
     folder
         For input, checkpoint, output and logs; must not exist.
     mode
-        `CONTROL` or `STANDBY`.
+        `CONTROL`, `LAZY` or `STANDBY`.
     size
         Of the state.
     seed
@@ -304,6 +304,9 @@ class FailoverTrial:
             "spark.task.maxFailures": "20",
             "spark.stage.maxConsecutiveAttempts": "20",
         }
+        if self.mode == CONTROL:
+            # No file is so large.
+            conf["spark.executorEnv.SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN"] = str(1 << 62)
         return {
             "folder": str(self.folder),
             "root": self.root,
