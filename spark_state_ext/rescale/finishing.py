@@ -23,7 +23,7 @@ from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.rescale.folders import first_folder
 from spark_state_ext.rescale.notes import FREE, ParentsNote, note_free, note_needed, notes_among
-from spark_state_ext.rescale.parents import PARENTS_FOLDER
+from spark_state_ext.rescale.parents import PARENTS_FOLDER, has_parents
 from spark_state_ext.worker.background import Background
 
 __all__ = ["Finishing", "may_remove"]
@@ -104,7 +104,9 @@ class Finishing:
             return made
         # A late task of a run that is over must not tell the run that went back that it needs none.
         still_ours()
-        note_free(query_folder, committed.bucket, committed.heartbeats)
+        # The query may have gone back to such a pointer when all parents are gone: nobody would remove the note.
+        if has_parents(query_folder):
+            note_free(query_folder, committed.bucket, committed.heartbeats)
         return replace(made, parents=None)
 
     def in_turn(

@@ -364,6 +364,10 @@ def test_a_bucket_keeps_its_parents_when_the_backend_that_had_it_has_lost_it(tmp
     assert not [name for name in notes.names() if ".free-" in name]
     assert finishing.noted(query.folder, whole, whole, ours).parents is None
     assert notes.exists(f"0.free-{begun.heartbeats}")
+    # The query goes back once all is removed: there is nothing to note, and nobody would remove it.
+    query.folder.remove_tree(PARENTS_FOLDER)
+    assert finishing.noted(query.folder, whole, whole, ours).parents is None
+    assert notes.names() == []
 
 
 def test_what_cannot_keep_its_promise_is_refused(tmp_path: Path, old: OldJob) -> None:
