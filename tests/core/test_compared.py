@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_base_file import KEYS, POINTER, REF, ROWS, SCHEMA, bucket_on, values_at, with_snapshot
 
@@ -168,7 +168,7 @@ def opened(folder: Path, run: Run) -> ComparedBlocks:
 
 _STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("note"), st.sets(st.integers(0, _BLOCKS - 1))),
+        st.tuples(st.just("note"), st.sets(st.integers(0, _BLOCKS - 1), min_size=1)),
         st.tuples(st.just("flip"), st.integers(0, 8 * _BLOCKS - 1)),
         st.tuples(st.just("cut"), st.integers(0, 8 * _BLOCKS)),
         st.tuples(st.just("pad"), st.integers(1, 20)),
@@ -180,6 +180,10 @@ _STEPS = st.lists(
 
 @settings(max_examples=examples(40), deadline=None)
 @given(_STEPS)
+@example([("note", {0, 1, 4}), ("write", None)])
+@example([("note", {0, 1, 4}), ("replace", None), ("process", None), ("note", {2})])
+@example([("write", None), ("note", {3}), ("process", None), ("note", {3, 5}), ("boot", None)])
+@example([("note", {0, 1, 2}), ("flip", 9), ("cut", 20), ("pad", 20), ("gone", None), ("note", {5})])
 def test_nothing_is_known_that_nobody_compared(steps: list[tuple[str, object]]) -> None:
     """Against a set: of blocks that were compared while the file was as it is, with whatever happens to the marks."""
     with tempfile.TemporaryDirectory() as base, pytest.MonkeyPatch.context() as patched:
