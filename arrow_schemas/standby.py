@@ -26,7 +26,7 @@ __all__ = [
     "StandbySettings",
 ]
 
-STANDBY_SETTINGS_FORMAT, MEMBER_FORMAT = 1, 1
+STANDBY_SETTINGS_FORMAT, MEMBER_FORMAT = 1, 2
 _SETTINGS_MEND = "Write the settings again"
 _MEMBER_MEND = "Its host writes the next one soon; remove it when that host has no standby service"
 
@@ -196,6 +196,8 @@ class MemberRecord:
     active
         Buckets of which this host wrote the newest file that anybody has told of, with that file's version. So that is
         known too where nobody follows them.
+    restore_bytes_per_s, restore_rows_per_s
+        What it has restored in a second, while it did; None where it has not measured that, and in records of format 1.
 
     Raises
     ------
@@ -209,6 +211,8 @@ class MemberRecord:
     replicas: tuple[StandbyReplica, ...] = ()
     addresses: Mapping[str, str] = field(default_factory=dict)
     active: Mapping[BucketKey, int] = field(default_factory=dict)
+    restore_bytes_per_s: float | None = None
+    restore_rows_per_s: float | None = None
 
     def __post_init__(self) -> None:
         if not _is_name(self.host) or not (self.rack is None or _is_name(self.rack)) or not _is_count(self.generation):
@@ -222,6 +226,9 @@ class MemberRecord:
             raise UsageError(f"{self.host} has {twice} twice in its record")
         if not all(_is_key(key) and _is_count(version) for key, version in self.active.items()):
             raise UsageError(f"{self.host} is active for what is no bucket at a version: {dict(self.active)!r}")
+        rates = (self.restore_bytes_per_s, self.restore_rows_per_s)
+        if not all(it is None or (_is_number(it) and it >= 0) for it in rates):
+            raise UsageError(f"rates of {self.host} must be numbers from 0 on, or None, not {rates!r}")
         object.__setattr__(self, "replicas", ordered)
         object.__setattr__(self, "active", dict(sorted(self.active.items())))
         object.__setattr__(self, "addresses", dict(sorted(self.addresses.items())))
@@ -230,8 +237,8 @@ class MemberRecord:
     def decided_by(self) -> tuple[Any, ...]:
         """What others decide by: records that are equal in this have one generation.
 
-        Versions, bytes and lags are not in it: they change with every batch, and then each host would read the record
-        of each other one at every heartbeat.
+        Versions, bytes, lags and rates are not in it: they change with every batch, and then each host would read the
+        record of each other one at every heartbeat.
         """
         held = tuple((it.key, it.in_sync, it.active) for it in self.replicas)
         return self.rack, held, tuple(self.active), tuple(self.addresses.items())
@@ -249,6 +256,8 @@ class MemberRecord:
                 "rack": self.rack,
                 "generation": self.generation,
                 "addresses": dict(self.addresses),
+                "restore_bytes_per_s": self.restore_bytes_per_s,
+                "restore_rows_per_s": self.restore_rows_per_s,
                 "active": [
                     _active_columns(folder, {key: self.active[key] for key in keys}) for folder, keys in running
                 ],
@@ -282,8 +291,17 @@ class MemberRecord:
             active = [row for columns in fields["active"] for row in _active_rows(columns)]
             if len(dict(active)) < len(active):
                 raise ValueError("a bucket that it is active for is there twice")
-            addresses = fields["addresses"]
-            return MemberRecord(fields["host"], fields["rack"], fields["generation"], replicas, addresses, dict(active))
+            # Format 1 does not tell them.
+            names = ("restore_bytes_per_s", "restore_rows_per_s") if fields["format"] > 1 else ()
+            return MemberRecord(
+                fields["host"],
+                fields["rack"],
+                fields["generation"],
+                replicas,
+                fields["addresses"],
+                dict(active),
+                **{name: fields[name] for name in names},
+            )
         raise AssertionError("unreachable: readable raises what it catches")
 
 

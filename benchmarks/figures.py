@@ -22,6 +22,7 @@ DOCUMENTS = (
     _ROOT / "README.md",
     _ROOT / "docs" / "benchmarks.md",
     _ROOT / "docs" / "operating" / "choosing-settings.md",
+    _ROOT / "docs" / "design" / "009-standby.md",
 )
 _PLACE = re.compile(r"(<!-- figures (\w+): begin -->\n).*?(<!-- figures \2: end -->)", re.DOTALL)
 
@@ -221,6 +222,24 @@ _SLOW = "1 KB a batch: slow store / local root"
 _SLOW_LARGE = "40 MB a batch: slow store / local root"
 _SYNCHRONOUS_LARGE = "40 MB a batch: slow store, synchronous / local root"
 _SYNCHRONOUS = "1 KB a batch: slow store, synchronous / local root"
+
+
+def _locality() -> str:
+    """Where buckets ran again, from the command that its file names, which is none of the benchmarks."""
+    result = _result("locality")
+    heads = ("setting", "partitions", "stayed, median batch", "worst batch", "hosts of a bucket", "on the fullest host")
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for it in result["settings"]:
+        conf = ", ".join(f"`{name}={value}`" for name, value in it["conf"].items())
+        name = f"{it['name']}: {conf}" if conf else it["name"]
+        figures = [it["partitions"], *(f"{it[share]:.0%}" for share in ("stayed", "stayed_min"))]
+        cells = [name, *map(str, figures), f"{it['hosts_per_bucket']:g}", f"{it['largest_share']:.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    place = f"{result['hosts']} hosts, {result['cores']} cores, {result['buckets']} buckets"
+    told = f"`{result['command']}`: {place}, PySpark {result['versions']['pyspark']}."
+    return "\n".join([*lines, "", told, ""])
+
+
 _MAKERS: dict[str, Callable[[], str]] = {
     "readme": _readme,
     "keyed_count": lambda: _table("keyed_count"),
@@ -240,6 +259,7 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "buckets": _buckets,
     "bucket_curves": _bucket_curves,
     "peers": _peers,
+    "locality": _locality,
 }
 
 

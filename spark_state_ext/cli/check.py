@@ -23,7 +23,7 @@ from spark_state_ext.errors import StateError
 from spark_state_ext.store import LocalStore
 from spark_state_ext.version import __version__
 from spark_state_ext.worker import descriptors
-from spark_state_ext.worker.boot import boot_id
+from spark_state_ext.worker.boot import UNKNOWN_BOOT, boot_id
 
 __all__ = ["Finding", "findings", "main"]
 
@@ -116,7 +116,7 @@ def _files() -> Finding:
 
 def _boot() -> Finding:
     boot = boot_id()
-    if boot != "unknown-boot":
+    if boot != UNKNOWN_BOOT:
         return Finding("boot id", boot)
     return Finding("boot id", "not told by this system; after a crash of the machine, remove local stores by hand")
 

@@ -12,9 +12,12 @@ import typer
 from spark_state_ext.cli.roots import operators_below
 from spark_state_ext.cli.targets import as_given
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.standby.recovery import recover_host_s, recover_s
 from spark_state_ext.standby.status import StandbyStatus
 
-__all__ = ["HOSTS", "REPLICAS", "RootArgument", "host_rows", "replica_rows", "root_at", "shown"]
+__all__ = ["HOSTS", "REPLICAS", "RootArgument", "host_rows", "in_words", "recovery", "replica_rows", "root_at", "shown"]
+
+_UNKNOWN = "unknown"
 
 RootArgument = Annotated[str, typer.Argument(metavar="ROOT", help="the root, as ArrowState has it: a path or a URL")]
 HOSTS = pa.schema(
@@ -29,6 +32,9 @@ HOSTS = pa.schema(
         ("lag_versions", pa.int64()),
         ("lag_bytes", pa.int64()),
         ("lag_s", pa.float64()),
+        ("restore_bytes_per_s", pa.float64()),
+        ("restore_rows_per_s", pa.float64()),
+        ("recover_s", pa.float64()),
         ("safe_to_remove", pa.bool_()),
     ]
 )
@@ -45,6 +51,7 @@ REPLICAS = pa.schema(
         ("lag_versions", pa.int64()),
         ("lag_bytes", pa.int64()),
         ("lag_s", pa.float64()),
+        ("recover_s", pa.float64()),
     ]
 )
 
@@ -70,7 +77,8 @@ def host_rows(status: StandbyStatus) -> list[dict[str, Any]]:
     rows = []
     for host in sorted({*status.records, *status.silent, *active}):
         record = status.records.get(host)
-        held = [] if record is None else [it for it in record.replicas if status.buckets.get(it.key) != host]
+        held = status.held(host)
+        rate = None if record is None else record.restore_bytes_per_s
         rows.append(
             {
                 "host": host,
@@ -83,6 +91,9 @@ def host_rows(status: StandbyStatus) -> list[dict[str, Any]]:
                 "lag_versions": max((it.lag_versions for it in held), default=0),
                 "lag_bytes": sum(it.lag_bytes for it in held),
                 "lag_s": max((it.lag_s for it in held), default=0.0),
+                "restore_bytes_per_s": rate,
+                "restore_rows_per_s": None if record is None else record.restore_rows_per_s,
+                "recover_s": None if record is None else _rounded(recover_host_s(held, rate)),
                 "safe_to_remove": status.removal(host).safe,
             }
         )
@@ -94,14 +105,44 @@ def replica_rows(status: StandbyStatus) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     by_bucket: dict[Any, list[dict[str, Any]]] = {key: [] for key in status.buckets}
     for host, record in status.records.items():
-        for it in record.replicas:
-            if it.key in by_bucket and status.buckets[it.key] != host:
-                told = {name: getattr(it, name) for name in REPLICAS.names[5:]}
-                by_bucket[it.key].append({"host": host, **told})
+        for it in status.held(host):
+            told = {name: getattr(it, name) for name in REPLICAS.names[5:-1]}
+            each_s = _rounded(recover_s(it, record.restore_bytes_per_s))
+            by_bucket[it.key].append({"host": host, **told, "recover_s": each_s})
     for key, found in by_bucket.items():
         whose = {**key._asdict(), "active": status.buckets[key]}
         rows += [{**whose, **it} for it in found or [dict.fromkeys(REPLICAS.names[4:])]]
     return rows
+
+
+def in_words(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Rows of hosts or replicas for people: an estimate that nobody can make yet is ``unknown``, not NULL.
+
+    Parameters
+    ----------
+    rows, schema
+        As `host_rows` or `replica_rows` made them.
+    """
+    at = schema.get_field_index("recover_s")
+    told = [{**row, "recover_s": _told(row)} for row in rows]
+    return pa.Table.from_pylist(told, schema=schema.set(at, pa.field("recover_s", pa.string())))
+
+
+def recovery(status: StandbyStatus) -> str:
+    """How long until all replicas have caught up, in seconds, or ``unknown``."""
+    found = _rounded(status.recover_s())
+    return _UNKNOWN if found is None else str(found)
+
+
+def _told(row: Mapping[str, Any]) -> str | None:
+    # Of a host without a service, or a bucket without a replica, there is nothing to estimate.
+    if row.get("alive") is False or row["host"] is None:
+        return None
+    return _UNKNOWN if row["recover_s"] is None else str(row["recover_s"])
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)
 
 
 @contextmanager
@@ -121,9 +162,11 @@ def _table(status: StandbyStatus) -> Any:
     from rich.table import Table
 
     lacking = sum(status.lacking().values())
-    table = Table(box=None, pad_edge=False, title=f"{lacking} replicas are not in sync yet", title_justify="left")
+    title = f"{lacking} replicas are not in sync yet; estimated seconds until they are: {recovery(status)}"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     for name in HOSTS.names:
         table.add_column(name)
     for row in host_rows(status):
-        table.add_row(*("" if value is None else str(value) for value in row.values()))
+        told = {**row, "recover_s": _told(row)}
+        table.add_row(*("" if value is None else str(value) for value in told.values()))
     return table

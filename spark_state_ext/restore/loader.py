@@ -15,6 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
+import pyarrow as pa
+
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
 from spark_state_ext.errors import (
     CorruptFileError,
@@ -88,6 +90,7 @@ class Loader:
         self._bucket = bucket
         self._scratch = scratch
         self.fetched_files = 0
+        self.fetched_rows = 0
         self._while_waiting = while_waiting
         self._lazy = lazy
 
@@ -199,10 +202,17 @@ class Loader:
             assert self._lazy is not None, "it has decided so"
             self._lazy.ingest(found)
         elif found.copy is None:
-            self._store.restore(found.batches, fetch.ref, header.parent, snapshot=fetch.kind == SNAPSHOT)
+            batches = self._counted(found.batches)
+            self._store.restore(batches, fetch.ref, header.parent, snapshot=fetch.kind == SNAPSHOT)
         else:
             self._ingest(found.copy, fetch.ref)
+            self.fetched_rows += found.copy.rows
         self.fetched_files += 1
+
+    def _counted(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            self.fetched_rows += batch.num_rows
+            yield batch
 
     def _ingest(self, copy: LocalCopy, ref: CheckpointRef) -> None:
         self._store.ingest(copy.path, copy.body_bytes, copy.blocks, copy.rows, ref, copy.index)

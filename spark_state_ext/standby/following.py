@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -41,8 +41,9 @@ from spark_state_ext.restore.loader import Loader
 from spark_state_ext.standby.line import Line, judged
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
+from spark_state_ext.standby.recovery import Reading
 from spark_state_ext.standby.telling import tell_committed
-from spark_state_ext.standby.values import Followed, FollowedRoot
+from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.local_disk import DATA_FILE, storage_error
 from spark_state_ext.store.reclaim import note_use
@@ -78,6 +79,15 @@ class FollowedStores:
         """Close them all."""
         with self._lock:
             self._stores.close()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What a step that is under way reads: since when, of which listing, and how far the copy was behind then."""
+
+    begun_s: float
+    listing: Listing
+    lag: Lag
 
 
 class BucketFollower:
@@ -135,6 +145,9 @@ class BucketFollower:
         # As of which change of the folder all is loaded, and since when that is so by our clock.
         self._unchanged: tuple[int, float] | None = None
         self._clock = clock
+        # What a step that is under way reads; another thread looks at it.
+        self._reading: _Reading | None = None
+        self._rows_read = 0
 
     @property
     def key(self) -> BucketKey:
@@ -145,6 +158,15 @@ class BucketFollower:
     def store_folder(self) -> Path:
         """Where the copy lies."""
         return self._store_folder
+
+    def under_way(self) -> tuple[Reading, Lag] | None:
+        """What the step that is under way has read by now, and what it still lacks; None: none has begun to read."""
+        reading = self._reading
+        if reading is None:
+            return None
+        size_bytes = reading.listing.meter.taken.size_bytes
+        left = replace(reading.lag, size_bytes=max(0, reading.lag.size_bytes - size_bytes))
+        return Reading(reading.begun_s, self._clock(), size_bytes, 0), left
 
     def use(self, operator: OperatorFile) -> None:
         """Go on under a newer operator file; an older one changes nothing.
@@ -173,7 +195,10 @@ class BucketFollower:
                     break
         except StateError as error:
             found = replace(self._standing(found), error=error)
-        return replace(found, spent_s=self._clock() - begun_s)
+        finally:
+            self._reading = None
+        rows, self._rows_read = self._rows_read, 0
+        return replace(found, rows_read=rows, begun_s=begun_s, spent_s=self._clock() - begun_s)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -185,7 +210,9 @@ class BucketFollower:
         listing = Listing(self._folder, self._key.bucket, self._folder.entries(), self._bandwidth)
         fresh = listing.refs - self._settled
         candidates = listing.candidates(fresh)
-        behind = max(before.behind, listing.lag(self._loaded, candidates), key=lambda it: it.versions)
+        lag = listing.lag(self._loaded, candidates)
+        self._reading = _Reading(self._clock(), listing, lag)
+        behind = max(before.behind, lag, key=lambda it: it.versions)
         schema_id = self._operator.schema_id
         errors = self._follow(listing, candidates)
         if schema_id == self._operator.schema_id:
@@ -299,7 +326,10 @@ class BucketFollower:
             before = store.runs()
             chain = listing.chain(header, {run.newest for run in before})
             with self._loader(store, listing, header, chain) as loader:
-                loader.load(chain)
+                try:
+                    loader.load(chain)
+                finally:
+                    self._rows_read += loader.fetched_rows
             try:
                 store.view(header.ref)
             except MissingRunError:
@@ -370,6 +400,7 @@ class BucketFollower:
             with self._loader(store, listing, line.head, chain) as loader:
                 if not loader.replace_runs(chain, snapshot):
                     self._refused = snapshot
+                self._rows_read += loader.fetched_rows
 
     # -- the local store ---------------------------------------------------------------------------
 

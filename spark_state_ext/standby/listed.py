@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, file_name
 from spark_state_ext.files.folder import Entry, Folder
@@ -70,10 +70,19 @@ class Listing:
         newest = max(lacking, key=lambda ref: (ref.version, self.files.modified_s(ref)))
         version = 0 if loaded is None else loaded.version
         between = {ref for ref in self.files.kinds if version < ref.version <= newest.version} | set(lacking)
-        size_bytes = sum(self.sizes.get(file_name(ref, DELTA), 0) for ref in between)
+        size_bytes = self._deltas_bytes(between)
+        snapshots = [ref for ref in between if SNAPSHOT in self.files.kinds[ref]]
+        if loaded is None and snapshots:
+            # What a load begins with.
+            base = max(snapshots, key=lambda ref: ref.version)
+            above = self._deltas_bytes(ref for ref in between if ref.version > base.version)
+            size_bytes = self.sizes[file_name(base, SNAPSHOT)] + above
         since_s = 0.0 if loaded is None else self.files.modified_s(loaded)
         seconds = max(0.0, self.files.modified_s(newest) - since_s) if since_s else 0.0
         return Lag(max(1, newest.version - version), size_bytes, seconds)
+
+    def _deltas_bytes(self, refs: Iterable[CheckpointRef]) -> int:
+        return sum(self.sizes.get(file_name(ref, DELTA), 0) for ref in refs)
 
     def newest_snapshot(self, lineage: Sequence[CheckpointRef]) -> CheckpointRef | None:
         """The newest checkpoint of a lineage that has a snapshot; None: none has."""

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from spark_state_ext.standby.failovers import OUTCOMES
+from spark_state_ext.standby.recovery import recover_host_s
 from spark_state_ext.standby.service import RootService, StandbyService
-from spark_state_ext.standby.values import Followed
+from spark_state_ext.standby.values import Followed, Lag
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -71,8 +72,11 @@ class StandbyCollector:
             name: GaugeMetricFamily(f"{_PREFIX}_{name}", says, labels=list(_EACH)) for name, says in GAUGES.items()
         }
         for root in roots:
+            lags = root.follower.lags()
             for operator, followed in _by_operator(root):
-                for name, value in _gauges(followed).items():
+                for name, value in _gauges(
+                    followed, [lag for key, lag in lags.items() if key.operator == operator]
+                ).items():
                     gauges[name].add_metric([root.name, operator], value)
         yield from gauges.values()
         for name, (of, says) in _COUNTERS.items():
@@ -80,6 +84,7 @@ class StandbyCollector:
             for root in roots:
                 family.add_metric([root.name], getattr(root.follower.work, of))
             yield family
+        yield from _recovery(roots, GaugeMetricFamily)
         yield from _takeovers(roots, CounterMetricFamily)
 
 
@@ -90,17 +95,34 @@ def _by_operator(root: RootService) -> Iterator[tuple[str, list[Followed]]]:
     yield from sorted(found.items())
 
 
-def _gauges(followed: list[Followed]) -> dict[str, float]:
+def _gauges(followed: list[Followed], lags: list[Lag]) -> dict[str, float]:
     return {
         "replicas": len(followed),
         "replicas_in_sync": sum(it.is_caught_up for it in followed),
         "replica_bytes": sum(it.size_bytes for it in followed),
         "replica_rows": sum(it.rows for it in followed),
-        "lag_versions_max": max((it.lag.versions for it in followed), default=0),
-        "lag_bytes": sum(it.lag.size_bytes for it in followed),
-        "lag_seconds_max": max((it.lag.seconds for it in followed), default=0.0),
+        "lag_versions_max": max((it.versions for it in lags), default=0),
+        "lag_bytes": sum(it.size_bytes for it in lags),
+        "lag_seconds_max": max((it.seconds for it in lags), default=0.0),
         "replicas_failing": sum(it.error is not None for it in followed),
     }
+
+
+def _recovery(roots: Iterable[RootService], family: Any) -> Iterator[Metric]:
+    """What is not known yet has no sample."""
+    says = {
+        "restore_bytes_per_s": "Bytes of checkpoint files that this host restores in a second, while it does.",
+        "restore_rows_per_s": "Rows of these that it loads in a second, while it does.",
+        "recover_s": "Estimated seconds until all that this host follows has caught up, at that rate.",
+    }
+    families = {name: family(f"{_PREFIX}_{name}", it, labels=["root"]) for name, it in says.items()}
+    for root in roots:
+        rate = root.follower.restore_rate()
+        found = (rate.bytes_per_s, rate.rows_per_s, recover_host_s(root.last.replicas, rate.bytes_per_s))
+        for name, value in zip(families, found, strict=True):
+            if value is not None:
+                families[name].add_metric([root.name], value)
+    yield from families.values()
 
 
 def _takeovers(roots: Iterable[RootService], family: Any) -> Iterator[Metric]:

@@ -16,7 +16,8 @@ from spark_state_ext.errors import UsageError
 from spark_state_ext.standby.finding import Finder, FoundBuckets
 from spark_state_ext.standby.following import BucketFollower, FollowedStores
 from spark_state_ext.standby.metered import Bandwidth
-from spark_state_ext.standby.values import Followed, FollowedRoot
+from spark_state_ext.standby.recovery import Reading, Readings, RestoreRate
+from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 from spark_state_ext.store.reclaim import reclaim
 from spark_state_ext.worker.threads import DaemonPool
 
@@ -139,6 +140,7 @@ class RootFollower:
         if bandwidth_max_bytes_s is not None and not bandwidth_max_bytes_s > 0:
             raise UsageError(f"bandwidth_max_bytes_s must be a number of bytes above 0, not {bandwidth_max_bytes_s!r}")
         self.work = Work()
+        self._readings = Readings()
         self._root = root
         self._clock = clock
         self._pace = pace or Pace()
@@ -233,6 +235,20 @@ class RootFollower:
         """What became of the last step of each bucket that is held; one that has had none yet is missing."""
         return {key: held.last for key, held in self._held.items() if held.last is not None}
 
+    def lags(self) -> dict[BucketKey, Lag]:
+        """What each bucket that is held lacks by now, as of its last listing; one that was not listed is missing."""
+        found = {key: it.lag for key, it in self.followed().items()}
+        found.update((key, lag) for key, (_, lag) in self._under_way().items() if lag != Lag())
+        return found
+
+    def restore_rate(self) -> RestoreRate:
+        """What was restored in a second lately, while anything was; with the steps that are under way."""
+        return self._readings.rate([reading for reading, _ in self._under_way().values()])
+
+    def _under_way(self) -> dict[BucketKey, tuple[Reading, Lag]]:
+        found = {key: held.follower.under_way() for key, held in self._held.items()}
+        return {key: it for key, it in found.items() if it is not None}
+
     def overdue(self, longer_than_s: float) -> frozenset[BucketKey]:
         """Buckets whose step was due so long ago and has not ended: what `followed` tells of them may be old.
 
@@ -267,6 +283,8 @@ class RootFollower:
             self.work.read_files += found.files_read
             self.work.read_bytes += found.bytes_read
             self.work.step_s += found.spent_s
+            ended_s = found.begun_s + found.spent_s
+            self._readings.add(Reading(found.begun_s, ended_s, found.bytes_read, found.rows_read))
         held.wait_s = next_wait_s(self._pace, held.wait_s, found.error is not None, now_s - held.written_s)
         held.due_s = now_s + held.wait_s
         told = "" if found.error is None else f"{type(found.error).__name__}: {found.error}"

@@ -20,7 +20,7 @@ from spark_state_ext.standby.assignment import active_hosts, active_on, assign, 
 from spark_state_ext.standby.failovers import Failovers, Takeover, judge
 from spark_state_ext.standby.members import Members, Membership, read_settings
 from spark_state_ext.standby.roots import RootFollower
-from spark_state_ext.standby.values import Followed, FollowedRoot
+from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 
 __all__ = ["RootService", "Round", "StandbyService"]
 
@@ -164,11 +164,19 @@ class RootService:
             if it.is_caught_up and it.newest is not None and key not in overdue:
                 self._synced_s[key] = now_s
         since_s = now_s - in_sync_s
+        lags, rate = self.follower.lags(), self.follower.restore_rate()
         replicas = [
-            _replica(followed.get(key, Followed(key)), self._synced_s.get(key, since_s) > since_s)
+            _replica(followed.get(key, Followed(key)), lags.get(key, Lag()), self._synced_s.get(key, since_s) > since_s)
             for key in self.follower.held()
         ]
-        return MemberRecord(self._host, self._rack, replicas=tuple(replicas), active=self._active)
+        return MemberRecord(
+            self._host,
+            self._rack,
+            replicas=tuple(replicas),
+            active=self._active,
+            restore_bytes_per_s=_rounded(rate.bytes_per_s),
+            restore_rows_per_s=_rounded(rate.rows_per_s),
+        )
 
     def _active_of(self, records: Sequence[MemberRecord]) -> tuple[dict[BucketKey, int], list[str]]:
         """Buckets whose newest file this host wrote. Where nobody follows one, this host looks itself.
@@ -293,14 +301,18 @@ class StandbyService:
                 _LOGGER.warning("standby of %s: %s", root.name, problem)
 
 
-def _replica(followed: Followed, in_sync: bool) -> StandbyReplica:
+def _rounded(rate: float | None) -> float | None:
+    return None if rate is None else round(rate, 1)
+
+
+def _replica(followed: Followed, lag: Lag, in_sync: bool) -> StandbyReplica:
     return StandbyReplica(
         followed.key,
         version=0 if followed.newest is None else followed.newest.version,
         bytes=followed.size_bytes,
         in_sync=in_sync and followed.newest is not None,
         active=followed.host or None,
-        lag_versions=followed.lag.versions,
-        lag_bytes=followed.lag.size_bytes,
-        lag_s=round(followed.lag.seconds, 3),
+        lag_versions=lag.versions,
+        lag_bytes=lag.size_bytes,
+        lag_s=round(lag.seconds, 3),
     )

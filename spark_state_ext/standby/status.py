@@ -13,6 +13,7 @@ from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, Stand
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.assignment import active_hosts
 from spark_state_ext.standby.members import Membership, read_settings, record_numbers
+from spark_state_ext.standby.recovery import recover_all_s
 
 __all__ = ["Removal", "StandbyStatus", "survey"]
 
@@ -100,6 +101,16 @@ class StandbyStatus:
                     in_sync[it.key] += 1
         wanted = self.settings.replicas
         return {key: wanted - has for key, has in in_sync.items() if has < wanted}
+
+    def held(self, host: str) -> list[StandbyReplica]:
+        """The replicas that a host has; what it follows of its own active buckets is none, nor what is no bucket."""
+        record = self.records.get(host)
+        replicas = () if record is None else record.replicas
+        return [it for it in replicas if it.key in self.buckets and self.buckets[it.key] != host]
+
+    def recover_s(self) -> float | None:
+        """Estimated seconds until every replica that is held has caught up; None where that is unknown."""
+        return recover_all_s((record, self.held(host)) for host, record in self.records.items())
 
     def removal(self, host: str) -> Removal:
         """What comes of taking a host away.

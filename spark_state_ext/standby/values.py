@@ -95,8 +95,10 @@ class Followed:
         How far it is when it ended, as of the same listing.
     files_read, bytes_read
         What the step read.
-    spent_s
-        How long the step took, seconds.
+    rows_read
+        Rows of what it has loaded.
+    begun_s, spent_s
+        When the step began, by its follower's clock, and how long it took, seconds.
     size_bytes, rows
         Of the copy: bytes of its runs, and the most rows that are live in them.
     is_new
@@ -114,6 +116,8 @@ class Followed:
     lag: Lag = Lag()
     files_read: int = 0
     bytes_read: int = 0
+    rows_read: int = 0
+    begun_s: float = 0.0
     spent_s: float = 0.0
     size_bytes: int = 0
     rows: int = 0

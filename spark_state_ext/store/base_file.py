@@ -56,8 +56,13 @@ def mapped(folder: Path, run: Run) -> pa.Buffer:
         raise storage_error(folder, error) from error
 
 
-def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str, int]]) -> None:
+def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str, int]]) -> list[int]:
     """Compare the blocks that a chunk lies in with their checksums, those that were not compared before.
+
+    Returns
+    -------
+    list of int
+        The blocks that were compared just now, ascending.
 
     Raises
     ------
@@ -66,6 +71,7 @@ def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str
     """
     if data.size < run.file_bytes:
         raise CorruptStoreError("a file of the local store is shorter than it was")
+    compared = []
     for block in range(chunk.offset // BLOCK_BYTES, (chunk.offset + chunk.size_bytes - 1) // BLOCK_BYTES + 1):
         # As chunks of runs inside the environment are noted by their number.
         if (run.key, block) in checked:
@@ -74,6 +80,8 @@ def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str
         if zlib.crc32(memoryview(data)[start : min(start + BLOCK_BYTES, run.file_bytes)]) != run.blocks[block]:
             raise CorruptStoreError("a file of the local store differs from its checksum")
         checked.add((run.key, block))
+        compared.append(block)
+    return compared
 
 
 def chunks_in(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import MissingRunError
-from spark_state_ext.store.base_file import check_blocks, mapped
+from spark_state_ext.store.base_file import check_blocks, file_of, mapped
 from spark_state_ext.store.checksums import Compared, PartlyChecked, check_all, opened_crcs
+from spark_state_ext.store.compared import ComparedBlocks, FileState
 from spark_state_ext.store.lazy_file import LazyFile
 from spark_state_ext.store.pending import chunk_key, crcs_key
-from spark_state_ext.store.runs import Run, aligned
+from spark_state_ext.store.runs import Chunk, Run, aligned
 from spark_state_ext.store.transaction import Reader
 
 __all__ = ["Chunks"]
@@ -37,14 +38,19 @@ class Chunks:
     ----------
     schema
         Row schema of the runs.
+    notes
+        Other processes are told which blocks of files it has compared.
     """
 
-    def __init__(self, schema: RowSchema) -> None:
+    def __init__(self, schema: RowSchema, notes: bool) -> None:
         self._schema = schema.arrow
         # By the run's key and the number of the chunk, or of the block where the run has a file.
         self._checked: set[tuple[str, int]] = set()
         self._partly: dict[tuple[str, int], Compared] = {}
         self._maps: dict[str, pa.Buffer] = {}
+        # Of maps; those of which nothing can be told have none.
+        self._compared: dict[str, ComparedBlocks] = {}
+        self._notes = notes
         # By the run's key; None: its file is whole.
         self._lazy: dict[str, LazyFile | None] = {}
 
@@ -78,8 +84,7 @@ class Chunks:
             if lazy is not None:
                 # What is looked at was compared before.
                 return lazy.chunk(index, self._schema)
-            data = self._file(folder, run)
-            check_blocks(data, run, chunk, self._checked)
+            data = self._checked_file(folder, run, chunk)
             return pa.ipc.read_record_batch(data.slice(chunk.offset, chunk.size_bytes), self._schema)
         data = _data(txn, run, index)
         if (run.key, index) not in self._checked:
@@ -94,8 +99,7 @@ class Chunks:
             if self.lazy(folder, run) is not None:
                 raise MissingRunError(f"run {run.newest} is restored lazily, and not whole yet", run.newest)
             # Few files come in, and each is compared in blocks of megabytes, once.
-            data = self._file(folder, run)
-            check_blocks(data, run, chunk, self._checked)
+            data = self._checked_file(folder, run, chunk)
             data, compared = data.slice(chunk.offset, chunk.size_bytes), Compared.everything(chunk.size_bytes)
         else:
             data = _data(txn, run, index)
@@ -126,10 +130,13 @@ class Chunks:
         """All of a run's file is here."""
         self._lazy[run.key] = None
 
-    def note_file(self, run: Run, data: pa.Buffer) -> None:
-        """A run's file was compared while it came in."""
+    def note_file(self, folder: Path, run: Run, data: pa.Buffer) -> None:
+        """A run's file, which is mapped, was read and compared after it was written; nobody else has known it since."""
         self._maps[run.key], self._lazy[run.key] = data, None
-        self._checked.update((run.key, block) for block in range(len(run.blocks)))
+        blocks, path = range(len(run.blocks)), file_of(folder, run.key)
+        self._checked.update((run.key, block) for block in blocks)
+        self._may_note(ComparedBlocks.of(folder, run, path, FileState.of(path)), run)
+        self._note(folder, run, blocks)
 
     def note_written(self, run: Run) -> None:
         """What this process wrote it need not check again at the first read."""
@@ -140,18 +147,22 @@ class Chunks:
         # Of copies: the background reads from this store too.
         self._checked = {it for it in self._checked.copy() if it[0] in run_keys}
         self._partly = {key: it for key, it in self._partly.copy().items() if key[0] in run_keys}
-        self._maps = {key: data for key, data in self._maps.copy().items() if key in run_keys}
-        self._lazy = {key: lazy for key, lazy in self._lazy.copy().items() if key in run_keys}
+        self._keep_maps(run_keys)
 
     def keep_files(self, run_keys: Collection[str]) -> None:
         """Let go of the files of all other runs."""
         if any(key not in run_keys for key in self._maps.copy() | self._lazy.copy()):
-            self._maps = {key: data for key, data in self._maps.copy().items() if key in run_keys}
-            self._lazy = {key: lazy for key, lazy in self._lazy.copy().items() if key in run_keys}
+            self._keep_maps(run_keys)
+
+    def _keep_maps(self, run_keys: Collection[str]) -> None:
+        self._maps = {key: data for key, data in self._maps.copy().items() if key in run_keys}
+        self._lazy = {key: lazy for key, lazy in self._lazy.copy().items() if key in run_keys}
+        self._compared = {key: compared for key, compared in self._compared.copy().items() if key in run_keys}
 
     def forget_file(self, run_key: str) -> None:
         """A run was dropped, and its file goes."""
         self._maps.pop(run_key, None)
+        self._compared.pop(run_key, None)
         self._lazy.pop(run_key, None)
 
     def forget_some(self) -> None:
@@ -170,13 +181,36 @@ class Chunks:
     def close_files(self) -> None:
         """Let go of the runs' files; who is at one has it open as long as that takes."""
         self._maps.clear()
+        self._compared.clear()
         self._lazy.clear()
+
+    def _checked_file(self, folder: Path, run: Run, chunk: Chunk) -> pa.Buffer:
+        """The file of a run, of which a chunk's blocks were compared."""
+        data = self._file(folder, run)
+        self._note(folder, run, check_blocks(data, run, chunk, self._checked))
+        return data
 
     def _file(self, folder: Path, run: Run) -> pa.Buffer:
         data = self._maps.get(run.key)
         if data is None:
+            path = file_of(folder, run.key)
+            before = FileState.of(path)
             data = self._maps[run.key] = mapped(folder, run)
+            compared = ComparedBlocks.of(folder, run, path, before)
+            self._may_note(compared, run)
+            if compared is not None:
+                self._checked.update((run.key, block) for block in compared.known())
         return data
+
+    def _may_note(self, compared: ComparedBlocks | None, run: Run) -> None:
+        self._compared.pop(run.key, None)
+        if compared is not None:
+            self._compared[run.key] = compared
+
+    def _note(self, folder: Path, run: Run, blocks: Sequence[int]) -> None:
+        compared = self._compared.get(run.key)
+        if compared is not None and self._notes:
+            compared.note(file_of(folder, run.key), blocks)
 
 
 def _data(txn: Reader, run: Run, index: int) -> pa.Buffer:

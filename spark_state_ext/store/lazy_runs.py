@@ -17,13 +17,14 @@ from spark_state_ext.errors import StorageError
 from spark_state_ext.store import manifest
 from spark_state_ext.store.base_file import chunks_of, file_of
 from spark_state_ext.store.chunks import Chunks
+from spark_state_ext.store.compared import compared_of
 from spark_state_ext.store.incoming import Incoming
 from spark_state_ext.store.lazy_file import FetchPieces, LazyFile, marks_of
 from spark_state_ext.store.lazy_lookup import Places, ensured, places
 from spark_state_ext.store.runs import Run
 from spark_state_ext.store.shared import SharedEnvironment
 
-__all__ = ["LazyRuns", "remove_files"]
+__all__ = ["LazyRuns", "files_of", "remove_files"]
 
 
 class LazyRuns:
@@ -164,8 +165,13 @@ class LazyRuns:
         remove_files(self._environment.folder, run.key)
 
 
+def files_of(folder: Path, run_key: str) -> tuple[Path, ...]:
+    """The files that a run may have."""
+    return file_of(folder, run_key), marks_of(folder, run_key), compared_of(folder, run_key)
+
+
 def remove_files(folder: Path, run_key: str) -> None:
     """Remove the files of a run; whoever has them mapped goes on reading them."""
-    for path in (file_of(folder, run_key), marks_of(folder, run_key)):
+    for path in files_of(folder, run_key):
         with contextlib.suppress(FileNotFoundError):
             path.unlink()

@@ -30,8 +30,7 @@ from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_compac
 from spark_state_ext.store.environment import MAP_BYTES_MIN
 from spark_state_ext.store.identity import check_identity
 from spark_state_ext.store.incoming import Incoming, remove_abandoned
-from spark_state_ext.store.lazy_file import marks_of
-from spark_state_ext.store.lazy_runs import LazyRuns, remove_files
+from spark_state_ext.store.lazy_runs import LazyRuns, files_of, remove_files
 from spark_state_ext.store.pending import Pending
 from spark_state_ext.store.runs import CHUNK_ROWS, Run, cut, encode_chunk
 from spark_state_ext.store.shared import SharedEnvironment
@@ -79,7 +78,7 @@ class LocalStore:
         self.schema = schema
         self._chunk_rows = chunk_rows
         self._compaction_bytes_max = compaction_bytes_max
-        self._chunks = Chunks(schema)
+        self._chunks = Chunks(schema, notes=environment.writes)
         self._closed = False
         self._incoming = Incoming()
         self._environment = environment
@@ -249,7 +248,7 @@ class LocalStore:
         if written is not run:
             remove_files(folder, run.key)
         else:
-            self._chunks.note_file(run, data)
+            self._chunks.note_file(folder, run, data)
         return written
 
     def outgrown(self, view: View) -> bool:
@@ -425,7 +424,7 @@ class LocalStore:
     def _remove_abandoned(self) -> None:
         def known() -> set[str] | None:
             folder, runs = self._environment.folder, self.runs()
-            files = {path.name for run in runs for path in (file_of(folder, run.key), marks_of(folder, run.key))}
+            files = {path.name for run in runs for path in files_of(folder, run.key)}
             return None if self.is_replaced() else files
 
         try:

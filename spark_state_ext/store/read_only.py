@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import lmdb
 
@@ -47,6 +47,8 @@ class ReadOnlyEnvironment(SharedEnvironment):
     file
         Its data file, open.
     """
+
+    writes: ClassVar[bool] = False
 
     def __init__(self, folder: Path, env: Any, file: int) -> None:
         self._folder = folder

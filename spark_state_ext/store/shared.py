@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from spark_state_ext.errors import ClosedEnvironmentError
 from spark_state_ext.store.environment import Environment
@@ -32,6 +32,8 @@ class SharedEnvironment:
     opened
         The environment as it was opened first.
     """
+
+    writes: ClassVar[bool] = True
 
     def __init__(self, bucket_folder: Path, map_bytes: int, opened: Environment) -> None:
         self._bucket_folder = bucket_folder

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from spark_state_ext.worker import descriptors
 
-__all__ = ["boot_id"]
+__all__ = ["UNKNOWN_BOOT", "boot_id"]
+
+UNKNOWN_BOOT = "unknown-boot"
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
@@ -20,7 +22,7 @@ def boot_id() -> str:
         # Another name would have the store of this boot taken for one of an earlier boot, and removed.
         if descriptors.used_up(error):
             raise descriptors.too_many(f"{_BOOT_ID_FILE} cannot be read") from error
-        return "unknown-boot"
+        return UNKNOWN_BOOT
 
 
 @functools.lru_cache(maxsize=1)

@@ -59,7 +59,11 @@ def rows_of(keys: np.ndarray, values: np.ndarray, gone: bool = False) -> pa.Reco
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     """A bucket's folder with one snapshot."""
     root = str(tmp_path / "root") if request.param == "disk" else f"memory://{tmp_path.name}-{id(request)}"
-    folder = Folder(root).child("3")
+    return with_snapshot(Folder(root).child("3"), tmp_path)
+
+
+def with_snapshot(folder: Folder, tmp_path: Path) -> Folder:
+    """A bucket's folder, given one snapshot."""
     keys = np.arange(ROWS)
     header = LineageHeader(SNAPSHOT, "counts", 3, REF, PARENT, (PARENT,), 0, WRITER, "0.1.0")
     path = tmp_path / "made"
@@ -82,7 +86,9 @@ def values_at(view: View, keys: np.ndarray) -> list[int | None]:
 
 
 def files_beside(store: LocalStore) -> list[str]:
-    return sorted(path.name.split("-")[0] for path in store._environment.folder.glob("*-*"))
+    beside = store._environment.folder.glob("*-*")
+    # Marks of what was compared are told of in `test_compared`.
+    return sorted(path.name.split("-")[0] for path in beside if path.suffix != ".compared")
 
 
 KEYS = np.array([0, 5, 10, ROWS - 1, ROWS + 5])
@@ -103,7 +109,7 @@ def test_a_large_snapshot_is_copied_and_read_where_it_lies(files: Folder, tmp_pa
     assert again.read(lambda view: view.rows_max) == ROWS
     assert again.fetched_files == 0
     store.close()
-    # A process that comes later maps and checks it anew.
+    # A process that comes later maps it anew.
     later = LocalStore.at(tmp_path / "store", SCHEMA)
     assert bucket_on(later, files, POINTER, tmp_path).read(lambda view: values_at(view, KEYS))[1] == 10
     later.close()
@@ -138,7 +144,7 @@ def test_commits_lie_over_it_and_pruning_removes_it(files: Folder, tmp_path: Pat
 def test_damage_on_the_local_disk_is_noticed_and_mended(files: Folder, tmp_path: Path, harm: str) -> None:
     store = LocalStore.at(tmp_path / "store", SCHEMA)
     assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max) == ROWS
-    path = next(store._environment.folder.glob("base-*"))
+    path = next(store._environment.folder.glob("base-*.arrow"))
     store.close()
     data = bytearray(path.read_bytes())
     if harm == "damage":

@@ -25,7 +25,7 @@ def test_files_of_runs_that_another_process_dropped_are_let_go(tmp_path: Path) -
     store = LocalStore.at(tmp_path, SCHEMA)
     store.apply([run_of({KEYS[0]: Row(1)})], REF, None)
     dropped = a_run("ab" * 16)
-    store._chunks.note_file(dropped, _mapped(tmp_path, dropped))
+    store._chunks.note_file(tmp_path, dropped, _mapped(tmp_path, dropped))
     assert list(store._chunks._maps) == [dropped.key]
     store.view(REF)
     assert store._chunks._maps == {}
@@ -33,10 +33,10 @@ def test_files_of_runs_that_another_process_dropped_are_let_go(tmp_path: Path) -
 
 
 def test_other_files_are_kept(tmp_path: Path) -> None:
-    chunks = Chunks(RowSchema((), ()))
+    chunks = Chunks(RowSchema((), ()), notes=True)
     one, other = a_run("ab" * 16), a_run("cd" * 16)
     for run in (one, other):
-        chunks.note_file(run, _mapped(tmp_path, run))
+        chunks.note_file(tmp_path, run, _mapped(tmp_path, run))
     chunks.keep_files({one.key, other.key})
     assert set(chunks._maps) == {one.key, other.key}
     chunks.keep_files({other.key})

@@ -228,10 +228,13 @@ def test_settings_of_standby_and_the_record_of_a_member() -> None:
     data = (_GOLDEN / "standby-settings-format-1.json").read_bytes()
     assert StandbySettings.decode(data, "settings.json") == StandbySettings(True, 2, 5.0)
     assert StandbySettings.decode(data, "settings.json").encode() == data
-    record = (_GOLDEN / "member-format-1.json").read_bytes()
+    record = (_GOLDEN / "member-format-2.json").read_bytes()
     found = MemberRecord.decode(record, "it")
     assert found.encode() == record
-    assert found == MemberRecord(
+    assert (found.restore_bytes_per_s, found.restore_rows_per_s) == (52_000_000.5, None)
+    before = MemberRecord.decode((_GOLDEN / "member-format-1.json").read_bytes(), "it")
+    assert before == replace(found, restore_bytes_per_s=None)
+    assert before == MemberRecord(
         "host-1.example",
         "rack-a",
         7,

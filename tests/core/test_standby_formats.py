@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -44,10 +45,12 @@ _RECORDS = st.builds(
     st.lists(_REPLICAS, max_size=12, unique_by=lambda it: it.key).map(tuple),
     st.dictionaries(_NAMES, _NAMES, max_size=2),
     st.dictionaries(_KEYS, _COUNTS, max_size=5),
+    st.none() | st.floats(0, 1e12),
+    st.none() | st.floats(0, 1e12) | _COUNTS,
 )
 _KEY = BucketKey("counts", "q", 3)
 _RECORD = MemberRecord(
-    "h", "r", 7, (StandbyReplica(_KEY, 41, 900, True, "other", 1, 20, 0.5),), {"flight": "h:1"}, {_KEY: 7}
+    "h", "r", 7, (StandbyReplica(_KEY, 41, 900, True, "other", 1, 20, 0.5),), {"flight": "h:1"}, {_KEY: 7}, 5e7, 1e6
 )
 _SETTINGS = StandbySettings(True, 2, 5)
 
@@ -90,6 +93,8 @@ def test_what_changes_with_every_batch_does_not_decide() -> None:
         MemberRecord("h", "rack"),
         MemberRecord("h", active={_KEY: 1}),
     ]
+    rates = MemberRecord("h", restore_bytes_per_s=1.0, restore_rows_per_s=2.0)
+    assert rates.decided_by == MemberRecord("h").decided_by
     assert len({it.decided_by for it in same}) == 1
     assert len({it.decided_by for it in (*same, *others)}) == 6
 
@@ -131,6 +136,9 @@ def test_records_stay_small() -> None:
         (lambda: MemberRecord("h", replicas=(StandbyReplica(_KEY), StandbyReplica(_KEY, 1))), "twice"),
         (lambda: MemberRecord("h", addresses={"flight": ""}), "addresses of h"),
         (lambda: MemberRecord("h", active={_KEY: -1}), "no bucket at a version"),
+        (lambda: MemberRecord("h", restore_bytes_per_s=-1.0), "rates of h"),
+        (lambda: MemberRecord("h", restore_rows_per_s=float("inf")), "rates of h"),
+        (lambda: MemberRecord("h", restore_rows_per_s=cast(Any, "1")), "rates of h"),
         (lambda: MemberRecord("h", active={BucketKey("o", "", 1): 1}), "no bucket at a version"),
     ],
 )
@@ -185,6 +193,9 @@ def _signed(fields: dict[str, Any]) -> bytes:
         {"versions": [None]},
         {"lag_s": ["x"]},
         {"operator": 5},
+        {"restore_bytes_per_s": "5"},
+        {"restore_rows_per_s": -5},
+        {"restore_rows_per_s": True},
     ],
     ids=str,
 )
@@ -201,12 +212,20 @@ def test_senseless_records_with_a_right_checksum_are_refused(change: dict[str, A
         MemberRecord.decode(_signed(fields), "it")
 
 
+def test_a_record_of_format_1_tells_no_rates() -> None:
+    fields = json.loads(_RECORD.encode())
+    old = {name: it for name, it in fields.items() if not name.startswith("restore_")} | {"format": 1}
+    found = MemberRecord.decode(_signed(old), "it")
+    assert found == replace(_RECORD, restore_bytes_per_s=None, restore_rows_per_s=None)
+
+
 @pytest.mark.parametrize("it", [_RECORD, _SETTINGS], ids=["record", "settings"])
 def test_every_field_is_needed_and_newer_formats_are_refused(it: MemberRecord | StandbySettings) -> None:
     fields = json.loads(it.encode())
     for name in fields.keys() - {"checksum"}:
         with pytest.raises(StateError, match=r"^it "):
             type(it).decode(_signed({key: value for key, value in fields.items() if key != name}), "it")
-    assert MEMBER_FORMAT == STANDBY_SETTINGS_FORMAT == 1
-    with pytest.raises(VersionSkewError, match="format 2"):
-        type(it).decode(_signed({**fields, "format": 2}), "it")
+    assert (MEMBER_FORMAT, STANDBY_SETTINGS_FORMAT) == (2, 1)
+    newer = fields["format"] + 1
+    with pytest.raises(VersionSkewError, match=f"format {newer}"):
+        type(it).decode(_signed({**fields, "format": newer}), "it")

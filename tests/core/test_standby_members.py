@@ -304,7 +304,7 @@ def test_a_damaged_record_is_told_and_its_host_counts_without_replicas(root: Cou
     _, damaged, skewed = _files(root).names()
     whole = _files(root).get(damaged)
     _files(root).put(damaged, whole.replace(b"rack", b"rick"))
-    _files(root).put(skewed, _files(root).get(skewed).replace(b'"format": 1', b'"format": 2'))
+    _files(root).put(skewed, _files(root).get(skewed).replace(b'"format": 2', b'"format": 3'))
     _files(root).put("notes.txt", b"who is who")
     look = me.look()
     assert [(it.host, len(it.replicas)) for it in look.records] == [("a", 1), ("b", 0), ("c", 0)]
@@ -312,7 +312,7 @@ def test_a_damaged_record_is_told_and_its_host_counts_without_replicas(root: Cou
     assert "notes.txt is no record of a member" in strange
     assert damaged in b
     assert "fails its checksum" in b
-    assert "format 2" in c
+    assert "format 3" in c
     # The next one is right again.
     _files(root).put(damaged, whole)
     assert [(it.host, len(it.replicas)) for it in me.look().records][:2] == [("a", 1), ("b", 1)]

@@ -321,6 +321,7 @@ def test_metrics_and_health(tmp_path: Path, job: Job) -> None:
         assert f'spark_state_ext_standby_takeovers_total{{failed="true",outcome="replica",{where}}} 0.0' in lines
         (read,) = [it for it in lines if it.startswith("spark_state_ext_standby_read_files_total")]
         assert float(read.split()[1]) >= BUCKETS
+        assert f"spark_state_ext_standby_recover_s{{{where}}} 0.0" in lines
         with urllib.request.urlopen(f"http://127.0.0.1:{web.port}/healthz") as answer:
             assert answer.read() == b"ok\n"
         ails[0] = "it has stood still"

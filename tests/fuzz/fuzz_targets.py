@@ -368,8 +368,8 @@ TARGETS: dict[str, Target] = {
     "operator-file-map": Target(_operator_signed, lambda: _golden_beside("operator-format-3*.json"), changed_json),
     "partitions": Target(_partitions, lambda: _golden_beside("partitions-format-1.json"), changed_json),
     "partitions-signed": Target(_partitions_signed, lambda: _golden_beside("partitions-format-1.json"), changed_json),
-    "member": Target(_member, lambda: _golden_beside("member-format-1.json"), changed_json),
-    "member-signed": Target(_member_signed, lambda: _golden_beside("member-format-1.json"), changed_json),
+    "member": Target(_member, lambda: _golden_beside("member-format-2.json"), changed_json),
+    "member-signed": Target(_member_signed, lambda: _golden_beside("member-format-2.json"), changed_json),
     "standby-settings-signed": Target(
         _standby_settings_signed, lambda: _golden_beside("standby-settings-format-1.json"), changed_json
     ),

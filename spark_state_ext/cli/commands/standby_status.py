@@ -12,7 +12,17 @@ import typer
 from spark_state_ext.cli.exits import DONE, NO
 from spark_state_ext.cli.output import Output, say, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
-from spark_state_ext.cli.standby import HOSTS, REPLICAS, RootArgument, host_rows, replica_rows, root_at, shown
+from spark_state_ext.cli.standby import (
+    HOSTS,
+    REPLICAS,
+    RootArgument,
+    host_rows,
+    in_words,
+    recovery,
+    replica_rows,
+    root_at,
+    shown,
+)
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.finding import Finder
 from spark_state_ext.standby.status import StandbyStatus, survey
@@ -43,7 +53,8 @@ def command(
     folder = root_at(root, options_of(storage_options))
     status = _until_in_sync(folder, timeout_s) if wait else _status(folder)
     rows, schema = (replica_rows(status), REPLICAS) if replicas else (host_rows(status), HOSTS)
-    write_table(pa.Table.from_pylist(rows, schema=schema), output)
+    is_table = output is Output.TABLE
+    write_table(in_words(rows, schema) if is_table else pa.Table.from_pylist(rows, schema=schema), output)
     for problem in status.problems:
         say(problem)
     if not status.buckets:
@@ -51,7 +62,8 @@ def command(
         raise typer.Exit(NO)
     lacking = status.lacking()
     wanted = status.settings.replicas
-    say(f"buckets={len(status.buckets)} replicas_wanted={wanted} lacking={sum(lacking.values())}")
+    counts = f"buckets={len(status.buckets)} replicas_wanted={wanted} lacking={sum(lacking.values())}"
+    say(f"{counts} recover_s={recovery(status)}")
     if remove is None:
         raise typer.Exit(NO if lacking else DONE)
     removal = status.removal(remove)

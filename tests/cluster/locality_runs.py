@@ -1,0 +1,295 @@
+"""Where Spark runs a bucket's task again: ``python tests/cluster/locality_runs.py --batches 20``.
+
+A standalone cluster of three workers, each with a host name, a boot, process numbers and a disk of its own, and one executor on
+each. A query with a small state runs over and over, each time under other public settings of Spark that may steer tasks. The
+package's metrics tell on which worker each bucket's call was. A line of JSON for each setting:
+
+* ``stayed``: share of the buckets whose task ran where it had run in the batch before; of the median batch, and of the worst;
+* ``hosts_per_bucket``: on how many hosts a bucket's tasks ran in all, of the mean bucket;
+* ``largest_share``: share of the buckets on the host that had most of them, of the median batch;
+* ``first_worker_share``: share of the buckets that the first worker had, in the first batch that counts. Where an executor is
+  lost, it is that worker's: if no other bucket moves, at least all but these stayed, in the worst batch too.
+
+By chance ``stayed`` would be a third. ``--out FILE`` keeps all lines with the versions that they are of, together with those of other
+settings that the file has already, where they are of the same state, batches and versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pyspark
+from cluster import Cluster, unusable
+from processes import kill_tree, wait_until
+
+from spark_state_ext.version import __version__
+
+__all__ = ["SETTINGS", "Placement", "Setting", "kept", "placement"]
+
+_HOSTS, _CORES, _BUCKETS = 3, 2, 16
+_ROW_BYTES, _EVENTS = 100, 2_000
+# Stores are restored, and Python starts.
+_WARM_UP_BATCHES = 3
+_RUN_S_MAX = 600.0
+_TAIL = 2_500
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is tried.
+
+    Parameters
+    ----------
+    name
+        In words.
+    conf
+        Settings of Spark.
+    partitions
+        Shuffle partitions.
+    loses
+        In the middle a worker's executor is killed; the worker starts another one.
+    """
+
+    name: str
+    conf: Mapping[str, str] = field(default_factory=dict)
+    partitions: int = _HOSTS * _CORES
+    loses: bool = False
+
+
+_WAIT, _REDUCE = "spark.locality.wait", "spark.shuffle.reduceLocality.enabled"
+SETTINGS = (
+    Setting("defaults"),
+    Setting("wait 0", {_WAIT: "0s"}),
+    Setting("wait 10 s", {_WAIT: "10s"}),
+    Setting("reduce locality off", {_REDUCE: "false"}),
+    Setting("reduce locality off, wait 10 s", {_REDUCE: "false", _WAIT: "10s"}),
+    Setting("reduce locality off, wait 0", {_REDUCE: "false", _WAIT: "0s"}),
+    Setting("a partition a host", {}, _HOSTS),
+    Setting("a partition a host, reduce locality off", {_REDUCE: "false"}, _HOSTS),
+    Setting("a task a host", {_REDUCE: "false", "spark.task.cpus": str(_CORES)}, _HOSTS),
+    Setting("two partitions a core", {_REDUCE: "false"}, 2 * _HOSTS * _CORES),
+    Setting("two partitions a core, wait 0", {_REDUCE: "false", _WAIT: "0s"}, 2 * _HOSTS * _CORES),
+    Setting("wait starts anew with each task", {_REDUCE: "false", f"{_WAIT}.legacyResetOnTaskLaunch": "true"}),
+    Setting("fair scheduler", {_REDUCE: "false", "spark.scheduler.mode": "FAIR"}),
+    Setting("an executor is lost", {}, loses=True),
+    Setting("an executor is lost, reduce locality off", {_REDUCE: "false"}, loses=True),
+)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the tasks of buckets ran.
+
+    Parameters
+    ----------
+    batches
+        Batches that were compared with the one before.
+    stayed, stayed_min
+        Share of the buckets that ran where they had run before: of the median batch, and of the worst.
+    hosts_per_bucket
+        Hosts on which a bucket ran in all, of the mean bucket.
+    largest_share
+        Share of the buckets on the host with most of them, of the median batch.
+    first_worker_share
+        Share of the buckets on the first worker, of the first batch.
+    """
+
+    batches: int
+    stayed: float
+    stayed_min: float
+    hosts_per_bucket: float
+    largest_share: float
+    first_worker_share: float
+
+
+def placement(calls: pa.Table, warm_up: int, first: str) -> Placement:
+    """What metrics of calls tell.
+
+    Parameters
+    ----------
+    calls
+        Of one query; `batch`, `bucket`, `ended_ms` and `worker`. Of several attempts the last one counts.
+    warm_up
+        Batches at the beginning that do not count.
+    first
+        Name of the first worker.
+
+    Raises
+    ------
+    ValueError
+        When there are not two batches that count, or a bucket is missing in one.
+    """
+    last = calls.filter(pc.greater_equal(calls["batch"], warm_up)).sort_by("ended_ms")
+    where: dict[int, dict[int, str]] = {}
+    for batch, bucket, worker in zip(*(last[name].to_pylist() for name in ("batch", "bucket", "worker")), strict=True):
+        where.setdefault(batch, {})[bucket] = worker
+    batches = [where[batch] for batch in sorted(where)]
+    buckets = set().union(*batches)
+    if len(batches) < 2 or any(it.keys() != buckets for it in batches):
+        raise ValueError(f"batches {sorted(where)} do not each have all of {len(buckets)} buckets, or are too few")
+    stayed = [
+        sum(before[bucket] == now[bucket] for bucket in buckets) / len(buckets) for before, now in pairwise(batches)
+    ]
+    workers = [list(it.values()) for it in batches]
+    return Placement(
+        batches=len(stayed),
+        stayed=round(statistics.median(stayed), 3),
+        stayed_min=round(min(stayed), 3),
+        hosts_per_bucket=round(statistics.mean(len({it[bucket] for it in batches}) for bucket in buckets), 2),
+        first_worker_share=round(workers[0].count(first) / len(buckets), 3),
+        largest_share=round(statistics.median(max(map(each.count, set(each))) / len(buckets) for each in workers), 3),
+    )
+
+
+def run(cluster: Cluster, folder: Path, setting: Setting, gb: float, batches: int) -> Placement:
+    """Run the query once, over as many files as batches, and see where its tasks ran.
+
+    Raises
+    ------
+    RuntimeError
+        When the driver ended.
+    TimeoutError
+        When a batch does not come.
+    """
+    rows = int(gb * 1e9 / _ROW_BYTES)
+    for name in ("in", "out"):
+        (folder / name).mkdir(parents=True)
+    random = np.random.default_rng(1)
+    for number in range(batches):
+        keys = random.choice(rows, min(_EVENTS, rows), replace=False)
+        events = pa.table({"key": keys, "amount": random.integers(1000, size=len(keys))})
+        pq.write_table(events, folder / "in" / f"{number:06}.parquet")
+    settings = folder / "settings.json"
+    settings.write_text(json.dumps(_job(cluster, folder, setting, rows)))
+    log = folder / "driver.log"
+    driver = cluster.driver(Path(__file__).with_name("failover_job.py"), [str(settings)], log)
+    last = folder / "checkpoint" / "commits" / str(batches - 1)
+
+    def ended() -> bool:
+        if driver.poll() is not None:
+            raise RuntimeError(f"the driver ended: {log}\n{log.read_text(errors='replace')[-_TAIL:]}")
+        return last.exists()
+
+    def calls() -> pa.Table:
+        query = json.loads((folder / "checkpoint" / "metadata").read_text())["id"]
+        found = cluster.calls()
+        return found.filter(pc.equal(found["query_id"], query))
+
+    try:
+        if setting.loses:
+            half = last.with_name(str((_WARM_UP_BATCHES + batches) // 2))
+            wait_until(lambda: ended() or half.exists(), f"{half} is there; see {log}", wait_s=_RUN_S_MAX)
+            if not cluster.kill_executors(cluster.workers[0]):
+                raise RuntimeError("there was no executor to be killed")
+        wait_until(ended, f"batch {batches - 1} is committed; see {log}", wait_s=_RUN_S_MAX)
+        (folder / "stop").touch()
+        # Metrics are written by and by, and at the latest when an executor's Python ends.
+        wait_until(lambda: len(calls()) >= batches * _BUCKETS, "executors write their metrics")
+        wait_until(lambda: driver.poll() is not None, "the driver ends")
+    finally:
+        if driver.poll() is None:
+            kill_tree(driver.pid)
+            driver.wait()
+    wait_until(lambda: not any(worker.executors() for worker in cluster.workers), "executors end with their driver")
+    return placement(calls(), _WARM_UP_BATCHES, cluster.workers[0].name)
+
+
+def _job(cluster: Cluster, folder: Path, setting: Setting, rows: int) -> dict[str, Any]:
+    conf = {
+        **cluster.conf,
+        "spark.log.level": "WARN",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.shuffle.partitions": str(setting.partitions),
+        **setting.conf,
+    }
+    return {
+        "folder": str(folder),
+        "root": str(folder / "root"),
+        "savepoint": str(folder / "savepoint"),
+        "storage_options": {},
+        "local_dir": cluster.local_dir,
+        "rows": rows,
+        "buckets": _BUCKETS,
+        "options": {},
+        "conf": conf,
+    }
+
+
+def kept(gb: float, batches: int, lines: Sequence[Mapping[str, Any]], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes into the file of results: these lines, and those of other settings that it has and that are like them.
+
+    Parameters
+    ----------
+    gb, batches
+        State in all, and batches of each setting.
+    lines
+        One for each setting.
+    before
+        The file as it was; empty where there was none.
+    """
+    of = {
+        "command": f"python tests/cluster/locality_runs.py --gb {gb:g} --batches {batches}",
+        "versions": {"pyspark": pyspark.__version__, "spark_state_ext": __version__},
+        "hosts": _HOSTS,
+        "cores": _HOSTS * _CORES,
+        "buckets": _BUCKETS,
+    }
+    alike = all(before.get(name) == value for name, value in of.items())
+    found = {it["name"]: it for it in before["settings"]} if alike else {}
+    found |= {it["name"]: it for it in lines}
+    return {**of, "settings": [found[it.name] for it in SETTINGS if it.name in found]}
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [it.name for it in SETTINGS]
+    parser.add_argument("--settings", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--gb", type=float, default=0.01, metavar="N", help="state in all")
+    parser.add_argument("--batches", type=int, default=20, metavar="N")
+    parser.add_argument("--out", type=Path, help="a file for all lines")
+    parser.add_argument("--folder", type=Path, help="keeps logs and state; made if absent")
+    given = parser.parse_args()
+    reason = unusable()
+    if reason is not None:
+        print(f"no cluster can run here: {reason}", file=sys.stderr)
+        return 2
+    # What ends this process ends the cluster too.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    lines: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="locality-", ignore_cleanup_errors=True) as temporary:
+        parent = given.folder or Path(temporary)
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=parent)).resolve()
+        with Cluster(folder / "cluster", workers=_HOSTS, cores=_CORES) as cluster:
+            if not cluster.isolated:
+                print("hosts cannot be told apart here: namespaces are not allowed", file=sys.stderr)
+                return 2
+            for at, setting in enumerate(it for it in SETTINGS if it.name in given.settings):
+                found = run(cluster, folder / f"query-{at}", setting, given.gb, given.batches)
+                lines.append({**asdict(setting), **asdict(found)})
+                print(json.dumps(lines[-1]), flush=True)
+                if given.out is not None:
+                    before = json.loads(given.out.read_text()) if given.out.exists() else {}
+                    told = kept(given.gb, given.batches, lines, before)
+                    given.out.write_text(json.dumps(told, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
