@@ -196,6 +196,15 @@ class MemberRecord:
     active
         Buckets of which this host wrote the newest file that anybody has told of, with that file's version. So that is
         known too where nobody follows them.
+    counted
+        By bucket the version up to which its takeovers are counted, by whatever host, as far as this one knows.
+    searched
+        By bucket the version up to which this host knows of no takeover that is still to be counted.
+    takeovers
+        How many takeovers this host has counted since its first record: by outcome, and by whether the host before had
+        failed.
+    members_lost
+        How many services of other hosts it has seen to die, by what these had.
 
     Raises
     ------
@@ -209,6 +218,10 @@ class MemberRecord:
     replicas: tuple[StandbyReplica, ...] = ()
     addresses: Mapping[str, str] = field(default_factory=dict)
     active: Mapping[BucketKey, int] = field(default_factory=dict)
+    counted: Mapping[BucketKey, int] = field(default_factory=dict)
+    searched: Mapping[BucketKey, int] = field(default_factory=dict)
+    takeovers: Mapping[tuple[str, bool], int] = field(default_factory=dict)
+    members_lost: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not _is_name(self.host) or not (self.rack is None or _is_name(self.rack)) or not _is_count(self.generation):
@@ -222,8 +235,17 @@ class MemberRecord:
             raise UsageError(f"{self.host} has {twice} twice in its record")
         if not all(_is_key(key) and _is_count(version) for key, version in self.active.items()):
             raise UsageError(f"{self.host} is active for what is no bucket at a version: {dict(self.active)!r}")
+        for what, versions in (("counted", self.counted), ("searched", self.searched)):
+            if not all(_is_key(key) and _is_count(version) for key, version in versions.items()):
+                raise UsageError(f"{self.host} has {what} what is no bucket up to a version: {dict(versions)!r}")
+        outcomes = all(_is_name(outcome) and type(failed) is bool for outcome, failed in self.takeovers)
+        counts = (*self.takeovers.values(), *self.members_lost.values())
+        if not outcomes or not all(map(_is_name, self.members_lost)) or not all(map(_is_count, counts)):
+            told = (dict(self.takeovers), dict(self.members_lost))
+            raise UsageError(f"{self.host} counts by outcome and by role, from 0 on, not {told}")
         object.__setattr__(self, "replicas", ordered)
-        object.__setattr__(self, "active", dict(sorted(self.active.items())))
+        for name in ("active", "counted", "searched", "takeovers", "members_lost"):
+            object.__setattr__(self, name, dict(sorted(getattr(self, name).items())))
         object.__setattr__(self, "addresses", dict(sorted(self.addresses.items())))
 
     @property
@@ -234,14 +256,20 @@ class MemberRecord:
         of each other one at every heartbeat.
         """
         held = tuple((it.key, it.in_sync, it.active) for it in self.replicas)
-        return self.rack, held, tuple(self.active), tuple(self.addresses.items())
+        return self.rack, held, tuple(self.active), tuple(self.addresses.items()), tuple(self.counted.items())
 
     def encode(self) -> bytes:
         """The file's bytes; equal contents give equal bytes."""
         active = sorted({it.active for it in self.replicas if it.active is not None})
         index: dict[str | None, int] = {host: at for at, host in enumerate(active)}
         grouped = groupby(self.replicas, key=lambda it: (it.key.operator, it.key.query_folder))
-        running = groupby(self.active, key=lambda it: (it.operator, it.query_folder))
+        # What there is nothing of is left out: releases before this one had none of it.
+        counted: dict[str, Any] = {
+            "counted": _version_columns(self.counted),
+            "searched": _version_columns(self.searched),
+            "takeovers": [[outcome, failed, n] for (outcome, failed), n in self.takeovers.items()],
+            "members_lost": dict(self.members_lost),
+        }
         return sealed_document(
             {
                 "format": MEMBER_FORMAT,
@@ -249,11 +277,10 @@ class MemberRecord:
                 "rack": self.rack,
                 "generation": self.generation,
                 "addresses": dict(self.addresses),
-                "active": [
-                    _active_columns(folder, {key: self.active[key] for key in keys}) for folder, keys in running
-                ],
+                "active": _version_columns(self.active),
                 "active_hosts": active,
                 "replicas": [_columns(folder, list(replicas), index) for folder, replicas in grouped],
+                **{name: told for name, told in counted.items() if told},
             }
         )
 
@@ -279,11 +306,19 @@ class MemberRecord:
             fields = opened_document(data, where, MEMBER_FORMAT, _MEMBER_MEND)
             hosts = [*fields["active_hosts"], None]
             replicas = tuple(replica for columns in fields["replicas"] for replica in _rows(columns, hosts))
-            active = [row for columns in fields["active"] for row in _active_rows(columns)]
-            if len(dict(active)) < len(active):
-                raise ValueError("a bucket that it is active for is there twice")
-            addresses = fields["addresses"]
-            return MemberRecord(fields["host"], fields["rack"], fields["generation"], replicas, addresses, dict(active))
+            takeovers = fields.get("takeovers", [])
+            return MemberRecord(
+                fields["host"],
+                fields["rack"],
+                fields["generation"],
+                replicas,
+                fields["addresses"],
+                _version_rows(fields["active"], "a bucket that it is active for"),
+                _version_rows(fields.get("counted", []), "a bucket whose takeovers are counted"),
+                _version_rows(fields.get("searched", []), "a bucket that was searched"),
+                {(outcome, failed): n for outcome, failed, n in takeovers},
+                fields.get("members_lost", {}),
+            )
         raise AssertionError("unreachable: readable raises what it catches")
 
 
@@ -325,16 +360,30 @@ def _rows(columns: Mapping[str, Any], active: list[str | None]) -> Iterable[Stan
         )
 
 
-def _active_columns(folder: tuple[str, str], active: Mapping[BucketKey, int]) -> dict[str, Any]:
-    """Buckets of one query folder that a host is active for."""
-    buckets = [key.bucket for key in active]
-    return {"operator": folder[0], "query_folder": folder[1], "buckets": buckets, "versions": list(active.values())}
+def _version_columns(versions: Mapping[BucketKey, int]) -> list[dict[str, Any]]:
+    """Versions of buckets, which are in order, by query folder."""
+    return [
+        {
+            "operator": operator,
+            "query_folder": query_folder,
+            "buckets": [key.bucket for key, _ in rows],
+            "versions": [version for _, version in rows],
+        }
+        for (operator, query_folder), grouped in groupby(versions.items(), key=lambda it: it[0][:2])
+        for rows in [list(grouped)]
+    ]
 
 
-def _active_rows(columns: Mapping[str, Any]) -> Iterable[tuple[BucketKey, int]]:
-    """Inverse of `_active_columns`."""
-    for bucket, version in zip(columns["buckets"], columns["versions"], strict=True):
-        yield BucketKey(columns["operator"], columns["query_folder"], bucket), version
+def _version_rows(folders: Iterable[Mapping[str, Any]], what: str) -> dict[BucketKey, int]:
+    """Inverse of `_version_columns`."""
+    rows = [
+        (BucketKey(columns["operator"], columns["query_folder"], bucket), version)
+        for columns in folders
+        for bucket, version in zip(columns["buckets"], columns["versions"], strict=True)
+    ]
+    if len(dict(rows)) < len(rows):
+        raise ValueError(f"{what} is there twice")
+    return dict(rows)
 
 
 @contextmanager

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, unusable
-from failover_trial import CONTROL, STANDBY, Failover, FailoverTrial, Size
+from failover_query import Size
+from failover_trial import CONTROL, STANDBY, Failover, FailoverTrial
 from slow_s3 import slow_s3
 
 Found = Mapping[tuple[str, float], Sequence[Failover]]

@@ -44,6 +44,10 @@ _RECORDS = st.builds(
     st.lists(_REPLICAS, max_size=12, unique_by=lambda it: it.key).map(tuple),
     st.dictionaries(_NAMES, _NAMES, max_size=2),
     st.dictionaries(_KEYS, _COUNTS, max_size=5),
+    st.dictionaries(_KEYS, _COUNTS, max_size=5),
+    st.dictionaries(_KEYS, _COUNTS, max_size=5),
+    st.dictionaries(st.tuples(_NAMES, st.booleans()), _COUNTS, max_size=3),
+    st.dictionaries(_NAMES, _COUNTS, max_size=2),
 )
 _KEY = BucketKey("counts", "q", 3)
 _RECORD = MemberRecord(
@@ -89,9 +93,12 @@ def test_what_changes_with_every_batch_does_not_decide() -> None:
         MemberRecord("h"),
         MemberRecord("h", "rack"),
         MemberRecord("h", active={_KEY: 1}),
+        MemberRecord("h", counted={_KEY: 1}),
     ]
+    counts = [MemberRecord("h", searched={_KEY: 1}), MemberRecord("h", takeovers={("a", True): 1}), MemberRecord("h")]
     assert len({it.decided_by for it in same}) == 1
-    assert len({it.decided_by for it in (*same, *others)}) == 6
+    assert len({it.decided_by for it in counts}) == 1
+    assert len({it.decided_by for it in (*same, *others)}) == 7
 
 
 def test_records_stay_small() -> None:
@@ -131,6 +138,11 @@ def test_records_stay_small() -> None:
         (lambda: MemberRecord("h", replicas=(StandbyReplica(_KEY), StandbyReplica(_KEY, 1))), "twice"),
         (lambda: MemberRecord("h", addresses={"flight": ""}), "addresses of h"),
         (lambda: MemberRecord("h", active={_KEY: -1}), "no bucket at a version"),
+        (lambda: MemberRecord("h", counted={_KEY: -1}), "counted what is no bucket"),
+        (lambda: MemberRecord("h", searched={_KEY: -1}), "searched what is no bucket"),
+        (lambda: MemberRecord("h", takeovers={("", True): 1}), "counts by outcome"),
+        (lambda: MemberRecord("h", takeovers={("replica", True): -1}), "counts by outcome"),
+        (lambda: MemberRecord("h", members_lost={"active": -1}), "counts by outcome"),
         (lambda: MemberRecord("h", active={BucketKey("o", "", 1): 1}), "no bucket at a version"),
     ],
 )
