@@ -241,8 +241,10 @@ class MemberRecord:
         outcomes = all(_is_name(outcome) and type(failed) is bool for outcome, failed in self.takeovers)
         counts = (*self.takeovers.values(), *self.members_lost.values())
         if not outcomes or not all(map(_is_name, self.members_lost)) or not all(map(_is_count, counts)):
-            told = (dict(self.takeovers), dict(self.members_lost))
-            raise UsageError(f"{self.host} counts by outcome and by role, from 0 on, not {told}")
+            raise UsageError(
+                f"{self.host} counts by outcome and by role, from 0 on, not {dict(self.takeovers)}, "
+                f"{dict(self.members_lost)}"
+            )
         object.__setattr__(self, "replicas", ordered)
         for name in ("active", "counted", "searched", "takeovers", "members_lost"):
             object.__setattr__(self, name, dict(sorted(getattr(self, name).items())))

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Move", "Watch", "moves_of", "told_in"]
+import pyarrow as pa
+
+__all__ = ["Move", "Watch", "by_outcome", "moves_of", "told_in"]
 
 _PREFIX = "spark_state_ext_standby_"
 _LINE = re.compile(rf"{_PREFIX}(takeovers|members_lost)_total\{{(.*)\}} (\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-_MOVED = re.compile(r"\('(?:[^']*)', '(?:[^']*)', (\d+)\)|bucket=(\d+)")
+_MOVED = re.compile(r"bucket (\d+) of \S+ moved from (\S+) to (\S+) in batch (\d+): (\w+)")
 _EVERY_S, _ANSWER_S_MAX = 0.3, 2.0
 
 # Takeovers by outcome and whether the host before had failed; members lost by role.
@@ -69,7 +70,7 @@ def counts_in(text: str) -> Counts:
         if found is not None:
             labels = dict(_LABEL.findall(found[2]))
             kind = (labels["outcome"], labels["failed"]) if found[1] == "takeovers" else (labels["role"],)
-            counts[found[1], *kind] += int(float(found[3]))
+            counts[(found[1], *kind)] += int(float(found[3]))
     return counts
 
 
@@ -132,8 +133,29 @@ class Watch:
                 self.shrunk.append(f"{worker}: {fewer[0]} {before[fewer[0]]} -> {found[fewer[0]]}")
 
 
-def told_in(log: Path) -> list[tuple[float, str]]:
-    """Moves as a service's log tells them: when, and what."""
-    if not log.exists():
-        return []
-    return [(0.0, line) for line in log.read_text(errors="replace").splitlines() if " moved from " in line]
+def told_in(log: Path) -> list[tuple[Move, str]]:
+    """Moves that a worker's services have counted, and what they say that tasks found there, from their log."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return [(Move(int(it[1]), int(it[4]), it[2], it[3]), it[5]) for it in _MOVED.finditer(text)]
+
+
+def by_outcome(told: Iterable[tuple[Move, str]], calls: pa.Table) -> dict[str, dict[str, int]]:
+    """By what services say: how many moves, and of these how many whose tasks fetched nothing from the store.
+
+    Parameters
+    ----------
+    told
+        From `told_in`.
+    calls
+        The package's metrics of all hosts; of some that were killed the last ones are missing.
+    """
+    columns = ("batch", "bucket", "host", "restored_files")
+    fetched = {tuple(it[:3]): it[3] for it in zip(*(calls.column(name).to_pylist() for name in columns), strict=True)}
+    found: dict[str, dict[str, int]] = {}
+    for move, outcome in told:
+        files = fetched.get((move.batch, move.bucket, move.now))
+        counts = found.setdefault(outcome, {"moves": 0, "fetched_nothing": 0, "fetched": 0})
+        counts["moves"] += 1
+        if files is not None:
+            counts["fetched" if files else "fetched_nothing"] += 1
+    return dict(sorted(found.items()))

@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import signal
 import socket
@@ -33,17 +34,19 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import os
-
+import pyarrow as pa
 from cluster import Cluster, WorkerNode, unusable
 from failover_query import HEAL_S_MAX, SETUP_S_MAX, FailoverQuery, Size
-from failover_watch import Watch, moves_of
+from failover_watch import Watch, by_outcome, moves_of, told_in
 from processes import WAIT_S, command_of, descendants, kill_tree, wait_until
-from slow_s3 import SlowS3, slow_s3
+from slow_s3 import slow_s3
+
+from spark_state_ext.worker import metrics
 
 # How often each is drawn.
 KINDS = {
@@ -229,7 +232,9 @@ class RandomFailover:
             return False
         service_down = self._down.pop(f"service {worker.name}", None)
         self.cluster.kill_worker(worker, lose_disk=lose_disk)
-        self.query.services.pop(worker.name).wait()
+        service = self.query.services.pop(worker.name, None)
+        if service is not None:
+            service.wait()
 
         def revive() -> None:
             self.cluster.restart_worker(worker)
@@ -366,10 +371,17 @@ class RandomFailover:
             wait_until(lambda: self.watch.takeovers().total() >= len(moves), "all moves are counted", wait_s=60)
         time.sleep(5)
         counted = self.watch.takeovers()
+        told = [it for worker in self.cluster.workers for it in told_in(self.query.service_log(worker))]
         wrong = self.done.wrong
         if counted.total() != len(moves):
-            wrong.append(f"{len(moves)} buckets moved, and the metrics have {counted.total()}")
+            times = Counter(move for move, _ in told)
+            missed, twice = sorted(set(moves) - set(times)), sorted(move for move, n in times.items() if n > 1)
+            wrong.append(
+                f"{len(moves)} buckets moved, and the metrics have {counted.total()}; by the logs missed: {missed}, "
+                f"more than once: {twice}, never moved: {sorted(set(times) - set(moves))}"
+            )
         wrong += self.watch.shrunk
+        calls = pa.concat_tables([metrics.read(worker.folder) for worker in self.cluster.workers])
         self.query.end()
         try:
             self.query.compare()
@@ -380,7 +392,6 @@ class RandomFailover:
         except RuntimeError as error:
             wrong.append(str(error))
             verified = ""
-        (self.query.folder / "moves.json").write_text(json.dumps([vars(it) for it in moves]))
         gaps_s = self._gaps_s(first)
         usual_s = median(gaps_s)
         return {
@@ -390,6 +401,7 @@ class RandomFailover:
             "moves": len(moves),
             "batches_with_moves": len({it.batch for it in moves}),
             "failovers": {f"{outcome}{', failed' * (failed == 'true')}": n for (outcome, failed), n in counted.items()},
+            "what_tasks_fetched": by_outcome(told, calls),
             "services_seen_lost": self.done.services_lost,
             "driver_restarts": self.done.driver_restarts,
             "batch_s_median": round(usual_s, 2),
@@ -401,8 +413,10 @@ class RandomFailover:
 
     def _gaps_s(self, first: int) -> list[float]:
         """Between commits, as far as Spark keeps them: their files are removed with the batches."""
-        times_s = sorted(it.stat().st_mtime for it in (self.query.folder / "out").glob("*.json") if int(it.stem) >= first)
-        return [after - before for before, after in zip(times_s, times_s[1:], strict=False)]
+        times_s = sorted(
+            it.stat().st_mtime for it in (self.query.folder / "out").glob("*.json") if int(it.stem) >= first
+        )
+        return [after - before for before, after in pairwise(times_s)]
 
 
 def _run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
