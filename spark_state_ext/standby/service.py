@@ -106,6 +106,11 @@ class RootService:
         """The root, for messages."""
         return self._root.folder.root
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has read what a service before it has counted."""
+        return self._membership is not None
+
     def round(self) -> Round:
         """Make a round.
 

@@ -87,7 +87,8 @@ class Watch:
         self._ports = dict(ports)
         # By worker, what was told last.
         self._last: dict[str, Counts] = {worker: Counter() for worker in ports}
-        self.looks, self.shrunk = 0, list[str]()
+        # Counters that went back.
+        self.shrunk: list[str] = []
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=self._look, args=(worker,), daemon=True) for worker in ports]
         for thread in self._threads:
@@ -125,9 +126,9 @@ class Watch:
                     found = counts_in(answer.read().decode())
             except (OSError, urllib.error.URLError):
                 continue  # it is dead, or stands still
-            self.looks += 1
+            if not found:
+                continue  # it has just come, and has not read yet what the one before had counted
             before, self._last[worker] = self._last[worker], found
-            # A service that has just come has not read yet what the one before had counted.
             fewer = [kind for kind, n in before.items() if found[kind] < n]
             if fewer:
                 self.shrunk.append(f"{worker}: {fewer[0]} {before[fewer[0]]} -> {found[fewer[0]]}")

@@ -62,6 +62,7 @@ _WARM_UP_FILES, _FILES_AHEAD, _LAST_FILES = 3, 2, 3
 _PAUSE_S, _DOWN_S, _STORE_DOWN_S = (2.0, 10.0), (1.0, 15.0), (1.0, 8.0)
 # Another service must have seen within this that one is dead, whatever happens meanwhile.
 _LOST_S_MAX = WAIT_S
+_TWICE_S = 30.0
 _CONF = {
     # Two executors on three hosts: buckets of one go on beside those of the other.
     "spark.cores.max": "2",
@@ -182,8 +183,8 @@ class RandomFailover:
         for worker in self.cluster.workers:
             self._start_service(worker)
         query.wait_for_replicas()
-        # What was moved before nobody has followed.
-        first = query.fed
+        # What moved before the last batch nobody has followed; that one is not known to be committed yet.
+        first = query.fed - 1
         self._watch = Watch(self._ports)
         try:
             self._all_kinds(minutes)
@@ -227,7 +228,7 @@ class RandomFailover:
         return list((self.query.folder / "checkpoint" / "offsets").iterdir())
 
     def _worker(self, worker: WorkerNode, lose_disk: bool = False) -> bool:
-        # One that has an executor stays.
+        # One of the three stays.
         if self._is_down(worker) or sum(self._is_down(it) for it in self.cluster.workers) > 1:
             return False
         service_down = self._down.pop(f"service {worker.name}", None)
@@ -368,8 +369,9 @@ class RandomFailover:
     def _judged(self, first: int) -> dict[str, Any]:
         moves = [it for it in moves_of(self.query.folder / "hosts") if it.batch >= first]
         with contextlib.suppress(TimeoutError):
-            wait_until(lambda: self.watch.takeovers().total() >= len(moves), "all moves are counted", wait_s=60)
-        time.sleep(5)
+            wait_until(lambda: self.watch.takeovers().total() >= len(moves), "all moves are counted")
+        # Whoever counts one twice does it by then.
+        time.sleep(_TWICE_S)
         counted = self.watch.takeovers()
         told = [it for worker in self.cluster.workers for it in told_in(self.query.service_log(worker))]
         wrong = self.done.wrong
@@ -412,7 +414,7 @@ class RandomFailover:
         }
 
     def _gaps_s(self, first: int) -> list[float]:
-        """Between commits, as far as Spark keeps them: their files are removed with the batches."""
+        """Between the outputs of two batches."""
         times_s = sorted(
             it.stat().st_mtime for it in (self.query.folder / "out").glob("*.json") if int(it.stem) >= first
         )
