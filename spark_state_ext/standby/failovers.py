@@ -96,8 +96,8 @@ def sighted(key: BucketKey, takeover: Takeover, records: Iterable[MemberRecord],
     """
     followers = {record.host: it.in_sync for record in records for it in record.replicas if it.key == key}
     order = sorted(followers, key=lambda host: (host != takeover.now, host))
-    beats = {host: alive[host] for host in (takeover.before, takeover.now) if host in alive}
-    return Sighting(takeover, tuple(order), followers.get(takeover.now), beats)
+    heartbeats = {host: alive[host] for host in (takeover.before, takeover.now) if host in alive}
+    return Sighting(takeover, tuple(order), followers.get(takeover.now), heartbeats)
 
 
 def judge(seen: Sighting, me: str, alive: Mapping[str, int], came_back: bool) -> Failover | None:

@@ -116,6 +116,17 @@ def free_port() -> int:
         return port
 
 
+def _go_on(*pids: int) -> None:
+    """Have processes that may stand still go on.
+
+    What puts a service on its machine (``nsenter``) stands still with it. A machine whose service has no parent that takes
+    note of its death does not end.
+    """
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
 class Feeder(threading.Thread):
     """Gives the query one file after the other, a few ahead of what it has committed.
 
@@ -232,8 +243,10 @@ class RandomFailover:
         if self._is_down(worker) or sum(self._is_down(it) for it in self.cluster.workers) > 1:
             return False
         service_down = self._down.pop(f"service {worker.name}", None)
-        self.cluster.kill_worker(worker, lose_disk=lose_disk)
         service = self.query.services.pop(worker.name, None)
+        if service is not None:
+            _go_on(service.pid)
+        self.cluster.kill_worker(worker, lose_disk=lose_disk)
         if service is not None:
             service.wait()
 
@@ -276,7 +289,8 @@ class RandomFailover:
             return False
         pid = self._pid_of(worker, self.query.services[worker.name].pid)
         os.kill(pid, signal.SIGSTOP)
-        self._put_down(f"service {worker.name}", lambda: os.kill(pid, signal.SIGCONT), _DOWN_S)
+        outside = self.query.services[worker.name].pid
+        self._put_down(f"service {worker.name}", lambda: _go_on(outside, pid), _DOWN_S)
         return True
 
     def _store(self, worker: WorkerNode) -> bool:

@@ -463,6 +463,19 @@ def test_nobody_counts_before_it_is_clear_who_lives() -> None:
     assert judge(sighting, "c", {"a": 2, "b": 1, "c": 2}, came_back=False) is None
 
 
+def test_no_counter_is_told_before_what_was_counted_is_known(tmp_path: Path, job: Job) -> None:
+    """A counter that goes back to 0 and up again counts twice for who watches it."""
+
+    def told(host: Host) -> set[str]:
+        return {it.name.rpartition("standby_")[2] for it in StandbyCollector(host.service).collect() if it.samples}
+
+    job.batch(changes(0))
+    hosts = Hosts(tmp_path, "b")
+    assert told(hosts.running["b"]) & {"takeovers", "members_lost"} == set()
+    hosts.pass_heartbeats(1)
+    assert told(hosts.running["b"]) >= {"takeovers", "members_lost"}
+
+
 def test_who_can_be_taken_away() -> None:
     keys = [BucketKey("counts", "query", at) for at in range(3)]
     has = [StandbyReplica(key, 7, in_sync=True, active="a") for key in keys]
