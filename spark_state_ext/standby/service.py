@@ -27,6 +27,8 @@ __all__ = ["RootService", "Round", "StandbyService"]
 _LOGGER = logging.getLogger("spark_state_ext")
 # A replica is in sync for so long after it had all that there was: each batch makes it lag for a moment.
 _IN_SYNC_HEARTBEATS = 2
+# Of a round that takes longer the others have seen nothing new for about as long as the dead are taken to live.
+_LATE_HEARTBEATS = 2
 # A service that has not made a round for so long is stuck.
 _STUCK_HEARTBEATS = 10
 # How often it is looked for local stores that nobody uses.
@@ -93,8 +95,9 @@ class RootService:
         self._active: Mapping[BucketKey, int] = {}
         # By bucket, when this host had all of it last.
         self._synced_s: dict[BucketKey, float] = {}
-        # What the service before this one followed, and up to which version takeovers are known.
-        self._came_back: frozenset[BucketKey] = frozenset()
+        # What the service before this one followed, until it is known what moved meanwhile, and all of it is counted.
+        self._came_back: set[BucketKey] = set()
+        # Up to which version takeovers are known.
         self._searched: dict[BucketKey, int] = {}
         # Takeovers that nobody has counted yet, by bucket and version.
         self._sightings: dict[tuple[BucketKey, int], Sighting] = {}
@@ -122,6 +125,7 @@ class RootService:
         settings = read_settings(self._root.folder)
         found = self.follower.find()
         membership = self._as_member(settings)
+        looked_s = self._clock_s()
         members = membership.look()
         self._looks += 1
         followed = self.follower.followed()
@@ -142,7 +146,9 @@ class RootService:
             mine_still = to_hold(self._host, assignment, records) | self._taken_over(followed)
             self.follower.hold(mine_still, self._since(members.records))
         self._active, unread = self._active_of(records)
-        said = self._count(failovers, members)
+        # Whoever stood still since then may be taken for dead, and others count for it.
+        is_late = self._clock_s() - looked_s > _LATE_HEARTBEATS * settings.heartbeat_s
+        said = self._count(failovers, members, is_late)
         written = membership.heartbeat(failovers.told_in(self._record(followed, settings)))
         # Not before: what no record tells would be lost with this service, and others would count it again.
         self.failovers, self._alive = failovers, {it.host: it for it in members.records}
@@ -170,7 +176,7 @@ class RootService:
             if before is not None:
                 # What it wrote last as an active host it knew.
                 self._searched = {**before.active, **before.searched}
-                self._came_back = frozenset(it.key for it in before.replicas)
+                self._came_back = {it.key for it in before.replicas}
             if settings.enabled:
                 self.follower.hold(self._came_back & self.follower.known(), self._searched)
             membership.heartbeat(self.failovers.told_in(self._record({}, settings)))
@@ -248,14 +254,16 @@ class RootService:
                 self._sightings[key, takeover.version] = replace(seen, looks=seen.looks + 1)
             if it.searched:
                 self._searched[key] = min([it.searched, *(takeover.version - 1 for takeover in uncounted)])
+                if not uncounted:
+                    self._came_back.discard(key)
 
-    def _count(self, failovers: Failovers, members: Members) -> list[tuple[int, str]]:
+    def _count(self, failovers: Failovers, members: Members, is_late: bool) -> list[tuple[int, str]]:
         """Count takeovers where it is this host's turn, and members lost since the round before; what to say of it."""
         said: list[tuple[int, str]] = []
         alive = {self._host: 0, **members.heartbeats}
         waiting: set[BucketKey] = set()
         for (key, _), seen in sorted(self._sightings.items(), key=lambda it: it[0]):
-            found = None if key in waiting else judge(seen, self._host, alive, key in self._came_back)
+            found = None if is_late or key in waiting else judge(seen, self._host, alive, key in self._came_back)
             if found is None:
                 # One after the other: whatever comes before the last that is counted is taken for counted.
                 waiting.add(key)
