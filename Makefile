@@ -31,7 +31,7 @@ test: ## lint, types and the whole test suite (TESTS="..." hands arguments to py
 	@$(IN_VENV) python -m mypy
 	@$(IN_VENV) python -m pytest -n 2 --dist loadgroup -m "not parity" $(TESTS)
 
-soak: ## the long forms, for a day or two: every test whole, 20,000 histories of each kind (buckets, leases, claims, savepoints, erase requests, rescaling), two drivers on each store, savepoints in every way, and under kills, sampling under kills, a cluster, fuzzing, the matrix
+soak: ## the long forms, for a day or two: every test whole, 20,000 histories of each kind (buckets, leases, claims, savepoints, erase requests, rescaling), two drivers on each store, savepoints in every way, and under kills, sampling under kills, a cluster, random failover on it, fuzzing, the matrix
 	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) SPARK_STATE_EXT_SOAK=1 python -m pytest -n 2 --dist loadgroup
 	@$(IN_VENV) python tests/simulation/run.py --histories 20000 --seed $(SEED)
@@ -39,6 +39,7 @@ soak: ## the long forms, for a day or two: every test whole, 20,000 histories of
 	@$(IN_VENV) PYTHONPATH=.:tests/spark python tests/chaos/savepoints_under_kills.py --seconds 120
 	@$(IN_VENV) PYTHONPATH=. python tests/cluster/cluster_runs.py --runs 20
 	@$(IN_VENV) PYTHONPATH=. python tests/cluster/cluster_runs.py --runs 10 --long --cores 2
+	@$(IN_VENV) PYTHONPATH=. python tests/cluster/random_failover.py --minutes 15 --seed $(SEED)
 	@$(IN_VENV) PYTHONPATH=. python tests/spark/sample_job.py .soak --timeouts processing --format 1 --restarts 500 --kills 100
 	@$(IN_VENV) PYTHONPATH=.:tests/core:tests/cluster python tests/spark/savepoint_runs.py
 	@$(IN_VENV) python tests/fuzz/fuzz.py all --seconds $(FUZZ_SECONDS)

@@ -198,6 +198,15 @@ class MemberRecord:
         known too where nobody follows them.
     restore_bytes_per_s, restore_rows_per_s
         What it has restored in a second, while it did; None where it has not measured that, and in records of format 1.
+    counted
+        By bucket the version up to which its takeovers are counted, by whatever host, as far as this one knows.
+    searched
+        By bucket the version up to which this host knows of no takeover that is still to be counted.
+    takeovers
+        How many takeovers this host has counted since its first record: by outcome, and by whether the host before had
+        failed.
+    members_lost
+        How many services of other hosts it has seen to die, by what these had.
 
     Raises
     ------
@@ -213,6 +222,10 @@ class MemberRecord:
     active: Mapping[BucketKey, int] = field(default_factory=dict)
     restore_bytes_per_s: float | None = None
     restore_rows_per_s: float | None = None
+    counted: Mapping[BucketKey, int] = field(default_factory=dict)
+    searched: Mapping[BucketKey, int] = field(default_factory=dict)
+    takeovers: Mapping[tuple[str, bool], int] = field(default_factory=dict)
+    members_lost: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not _is_name(self.host) or not (self.rack is None or _is_name(self.rack)) or not _is_count(self.generation):
@@ -229,8 +242,19 @@ class MemberRecord:
         rates = (self.restore_bytes_per_s, self.restore_rows_per_s)
         if not all(it is None or (_is_number(it) and it >= 0) for it in rates):
             raise UsageError(f"rates of {self.host} must be numbers from 0 on, or None, not {rates!r}")
+        for what, versions in (("counted", self.counted), ("searched", self.searched)):
+            if not all(_is_key(key) and _is_count(version) for key, version in versions.items()):
+                raise UsageError(f"{self.host} has {what} what is no bucket up to a version: {dict(versions)!r}")
+        outcomes = all(_is_name(outcome) and type(failed) is bool for outcome, failed in self.takeovers)
+        counts = (*self.takeovers.values(), *self.members_lost.values())
+        if not outcomes or not all(map(_is_name, self.members_lost)) or not all(map(_is_count, counts)):
+            raise UsageError(
+                f"{self.host} counts by outcome and by role, from 0 on, not {dict(self.takeovers)}, "
+                f"{dict(self.members_lost)}"
+            )
         object.__setattr__(self, "replicas", ordered)
-        object.__setattr__(self, "active", dict(sorted(self.active.items())))
+        for name in ("active", "counted", "searched", "takeovers", "members_lost"):
+            object.__setattr__(self, name, dict(sorted(getattr(self, name).items())))
         object.__setattr__(self, "addresses", dict(sorted(self.addresses.items())))
 
     @property
@@ -241,14 +265,20 @@ class MemberRecord:
         record of each other one at every heartbeat.
         """
         held = tuple((it.key, it.in_sync, it.active) for it in self.replicas)
-        return self.rack, held, tuple(self.active), tuple(self.addresses.items())
+        return self.rack, held, tuple(self.active), tuple(self.addresses.items()), tuple(self.counted.items())
 
     def encode(self) -> bytes:
         """The file's bytes; equal contents give equal bytes."""
         active = sorted({it.active for it in self.replicas if it.active is not None})
         index: dict[str | None, int] = {host: at for at, host in enumerate(active)}
         grouped = groupby(self.replicas, key=lambda it: (it.key.operator, it.key.query_folder))
-        running = groupby(self.active, key=lambda it: (it.operator, it.query_folder))
+        # What there is nothing of is left out: releases before this one had none of it.
+        counted: dict[str, Any] = {
+            "counted": _version_columns(self.counted),
+            "searched": _version_columns(self.searched),
+            "takeovers": [[outcome, failed, n] for (outcome, failed), n in self.takeovers.items()],
+            "members_lost": dict(self.members_lost),
+        }
         return sealed_document(
             {
                 "format": MEMBER_FORMAT,
@@ -258,11 +288,10 @@ class MemberRecord:
                 "addresses": dict(self.addresses),
                 "restore_bytes_per_s": self.restore_bytes_per_s,
                 "restore_rows_per_s": self.restore_rows_per_s,
-                "active": [
-                    _active_columns(folder, {key: self.active[key] for key in keys}) for folder, keys in running
-                ],
+                "active": _version_columns(self.active),
                 "active_hosts": active,
                 "replicas": [_columns(folder, list(replicas), index) for folder, replicas in grouped],
+                **{name: told for name, told in counted.items() if told},
             }
         )
 
@@ -288,18 +317,20 @@ class MemberRecord:
             fields = opened_document(data, where, MEMBER_FORMAT, _MEMBER_MEND)
             hosts = [*fields["active_hosts"], None]
             replicas = tuple(replica for columns in fields["replicas"] for replica in _rows(columns, hosts))
-            active = [row for columns in fields["active"] for row in _active_rows(columns)]
-            if len(dict(active)) < len(active):
-                raise ValueError("a bucket that it is active for is there twice")
             # Format 1 does not tell them.
             names = ("restore_bytes_per_s", "restore_rows_per_s") if fields["format"] > 1 else ()
+            takeovers = fields.get("takeovers", [])
             return MemberRecord(
                 fields["host"],
                 fields["rack"],
                 fields["generation"],
                 replicas,
                 fields["addresses"],
-                dict(active),
+                _version_rows(fields["active"], "a bucket that it is active for"),
+                counted=_version_rows(fields.get("counted", []), "a bucket whose takeovers are counted"),
+                searched=_version_rows(fields.get("searched", []), "a bucket that was searched"),
+                takeovers={(outcome, failed): n for outcome, failed, n in takeovers},
+                members_lost=fields.get("members_lost", {}),
                 **{name: fields[name] for name in names},
             )
         raise AssertionError("unreachable: readable raises what it catches")
@@ -343,16 +374,30 @@ def _rows(columns: Mapping[str, Any], active: list[str | None]) -> Iterable[Stan
         )
 
 
-def _active_columns(folder: tuple[str, str], active: Mapping[BucketKey, int]) -> dict[str, Any]:
-    """Buckets of one query folder that a host is active for."""
-    buckets = [key.bucket for key in active]
-    return {"operator": folder[0], "query_folder": folder[1], "buckets": buckets, "versions": list(active.values())}
+def _version_columns(versions: Mapping[BucketKey, int]) -> list[dict[str, Any]]:
+    """Versions of buckets, which are in order, by query folder."""
+    return [
+        {
+            "operator": operator,
+            "query_folder": query_folder,
+            "buckets": [key.bucket for key, _ in rows],
+            "versions": [version for _, version in rows],
+        }
+        for (operator, query_folder), grouped in groupby(versions.items(), key=lambda it: it[0][:2])
+        for rows in [list(grouped)]
+    ]
 
 
-def _active_rows(columns: Mapping[str, Any]) -> Iterable[tuple[BucketKey, int]]:
-    """Inverse of `_active_columns`."""
-    for bucket, version in zip(columns["buckets"], columns["versions"], strict=True):
-        yield BucketKey(columns["operator"], columns["query_folder"], bucket), version
+def _version_rows(folders: Iterable[Mapping[str, Any]], what: str) -> dict[BucketKey, int]:
+    """Inverse of `_version_columns`."""
+    rows = [
+        (BucketKey(columns["operator"], columns["query_folder"], bucket), version)
+        for columns in folders
+        for bucket, version in zip(columns["buckets"], columns["versions"], strict=True)
+    ]
+    if len(dict(rows)) < len(rows):
+        raise ValueError(f"{what} is there twice")
+    return dict(rows)
 
 
 @contextmanager

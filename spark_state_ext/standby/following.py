@@ -42,6 +42,7 @@ from spark_state_ext.standby.line import Line, judged
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.recovery import Reading
+from spark_state_ext.standby.succession import Succession
 from spark_state_ext.standby.telling import tell_committed
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 from spark_state_ext.store import LocalStore
@@ -109,6 +110,8 @@ class BucketFollower:
         When it is set, a step ends soon.
     clock
         Monotonic, seconds.
+    since
+        Takeovers after this version are told; None: those from the first step on.
     """
 
     def __init__(
@@ -120,7 +123,9 @@ class BucketFollower:
         bandwidth: Bandwidth | None = None,
         stop: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
+        since: int | None = None,
     ) -> None:
+        self._succession = Succession(since)
         self._root = root
         self._key = key
         self._operator = operator
@@ -219,6 +224,11 @@ class BucketFollower:
             # What nobody looked at is superseded. What failed is looked at again.
             self._settled = listing.refs - errors.keys()
         error = next(iter(errors.values()), None)
+        try:
+            committed = None if self._line is None else self._line.committed
+            self._succession.extend(committed, listing.files.header)
+        except StateError as it:
+            error = error or it
         if self._untidied and self._line is not None and self._loaded == self._line.head.ref:
             try:
                 self._tidy(listing, self._line)
@@ -265,8 +275,16 @@ class BucketFollower:
         found = replace(found, newest=self._loaded, size_bytes=self._size[0], rows=self._size[1])
         if self._line is None:
             return found
-        writer = self._line.head.writer
-        return replace(found, committed=self._line.committed, host=writer.host, batch=writer.batch)
+        writer, succession = self._line.head.writer, self._succession
+        return replace(
+            found,
+            committed=self._line.committed,
+            host=writer.host,
+            batch=writer.batch,
+            takeovers=succession.takeovers,
+            searched=succession.version,
+            committed_host=succession.host,
+        )
 
     def _measure(self) -> None:
         """See how large the copy is; while a task prunes it that cannot be told, and is as before."""
@@ -280,6 +298,10 @@ class BucketFollower:
         errors: dict[CheckpointRef, StateError] = {}
         read = (self._tried(ref, errors, partial(listing.files.header, ref)) for ref in candidates)
         headers = [header for header in read if header is not None]
+        # Before the first step nobody knows how new the copy was.
+        loaded = None if self._line is None else 0 if self._loaded is None else self._loaded.version
+        for header in headers:
+            self._succession.saw(header, loaded)
         # What another one is built upon comes with that.
         covered = {ref for header in headers for ref in header.lineage}
         tops = [header for header in headers if header.ref not in covered]

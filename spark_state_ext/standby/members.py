@@ -13,8 +13,8 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from arrow_schemas.standby import MemberRecord, StandbySettings
@@ -222,11 +222,14 @@ class Members:
         What is wrong, a sentence each.
     unread
         Hosts that live and of which nothing has been read yet, as they wrote a new record just then.
+    heartbeats
+        By host that lives the number of its newest record.
     """
 
     records: tuple[MemberRecord, ...]
     problems: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    heartbeats: Mapping[str, int] = field(default_factory=dict)
 
 
 class Membership:
@@ -349,7 +352,8 @@ class Membership:
             if text not in self._mine:
                 _LOGGER.warning("%s was not renewed for long: it is removed", self._files.where(text))
                 self._files.remove(text)
-        return Members(tuple(records[host] for host in sorted(records)), tuple(problems), tuple(unread))
+        heartbeats = {host: name.heartbeat for host, name in seen.alive.items()}
+        return Members(tuple(records[host] for host in sorted(records)), tuple(problems), tuple(unread), heartbeats)
 
     def recall(self) -> MemberRecord | None:
         """What a service before this one told under this host's name; None: nothing that can be read.

@@ -139,7 +139,9 @@ def _takeovers(roots: Iterable[RootService], family: Any) -> Iterator[Metric]:
         "so take the largest.",
         labels=["root", "role"],
     )
-    for root in roots:
+    # What the service before this one has counted is known from the first round on: a 0 until then would look as if the
+    # counter had begun anew.
+    for root in (it for it in roots if it.has_begun):
         counts = root.failovers.takeovers
         for outcome in OUTCOMES:
             for failed in (False, True):

@@ -175,13 +175,15 @@ class RootFollower:
         """The buckets that are followed, ascending."""
         return sorted(self._held)
 
-    def hold(self, keys: Collection[BucketKey]) -> None:
+    def hold(self, keys: Collection[BucketKey], since: Mapping[BucketKey, int] | None = None) -> None:
         """Follow these buckets, and no others. The copies of others stay until they are reclaimed.
 
         Parameters
         ----------
         keys
             Some of those that `find` told last, or that are held already.
+        since
+            By bucket the version after which takeovers are told; of others those from now on.
 
         Raises
         ------
@@ -197,7 +199,14 @@ class RootFollower:
             if key not in self._operators:
                 raise UsageError(f"{key} is not known under {self._root.root}: look for buckets first")
             follower = BucketFollower(
-                self._root, key, self._operators[key], self._stores, self._bandwidth, self._stop, self._clock
+                self._root,
+                key,
+                self._operators[key],
+                self._stores,
+                self._bandwidth,
+                self._stop,
+                self._clock,
+                (since or {}).get(key),
             )
             self._held[key] = _Held(follower, self._clock())
 

@@ -12,6 +12,7 @@ from arrow_schemas.standby import BucketKey
 from spark_state_ext.engine.folders import scratch_folder, store_folder, stores_folder
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.standby.succession import Takeover
 
 __all__ = ["Followed", "FollowedRoot", "Lag"]
 
@@ -105,6 +106,12 @@ class Followed:
         There were files that the step before had not seen.
     error
         Why the copy is not as it should be; None: it is.
+    takeovers
+        Where the bucket's tasks have gone on elsewhere, the newest of them, ascending by version.
+    searched
+        Up to which version these are known.
+    committed_host
+        Which host wrote the checkpoint of that version. Empty: none is known.
     """
 
     key: BucketKey
@@ -123,6 +130,9 @@ class Followed:
     rows: int = 0
     is_new: bool = False
     error: StateError | None = None
+    takeovers: tuple[Takeover, ...] = ()
+    searched: int = 0
+    committed_host: str = ""
 
     @property
     def is_caught_up(self) -> bool:

@@ -276,8 +276,15 @@ class Cluster:
             os.kill(daemon, signal.SIGCONT)
         return len(doomed)
 
-    def kill_worker(self, worker: WorkerNode) -> float:
-        """Kill a worker with its executors, their Python processes and all else on it, and take its disk away.
+    def kill_worker(self, worker: WorkerNode, *, lose_disk: bool = True) -> float:
+        """Kill a worker with its executors, their Python processes and all else on it.
+
+        Parameters
+        ----------
+        worker
+            Which.
+        lose_disk
+            Its disk is taken away. Otherwise the machine only boots anew.
 
         Returns
         -------
@@ -287,12 +294,13 @@ class Cluster:
         dead_s = time.time()
         kill_tree(worker.process.pid)
         worker.process.wait()
-        worker.disks_lost += 1
-        worker.disk.rename(worker.folder / f"disk-lost-{worker.disks_lost}")
+        if lose_disk:
+            worker.disks_lost += 1
+            worker.disk.rename(worker.folder / f"disk-lost-{worker.disks_lost}")
         return dead_s
 
     def restart_worker(self, worker: WorkerNode) -> None:
-        """Start a worker that was killed again, with an empty disk, and wait until the master knows it."""
+        """Start a worker that was killed again, with an empty disk if it lost its own, and wait until the master knows it."""
         log = self.folder / "master.log"
         before = log.read_text(errors="replace").count("Registering worker ")
         self._launch_worker(worker)
@@ -393,9 +401,9 @@ class Cluster:
         self.workers.append(worker)
 
     def _launch_worker(self, worker: WorkerNode) -> None:
-        """Start the machine that a worker is, with an empty disk, and the worker on it."""
+        """Start the machine that a worker is, with an empty disk if it has none, and the worker on it."""
         folder, command = worker.folder, self._commands[worker.name]
-        worker.disk.mkdir()
+        worker.disk.mkdir(exist_ok=True)
         if self.isolated:
             local_dir, boot_file = Path(self.local_dir), folder / "boot_id"
             local_dir.mkdir(exist_ok=True)

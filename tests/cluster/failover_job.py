@@ -7,6 +7,7 @@ the other, until a file named ``stop`` is there.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -20,7 +21,8 @@ from pyspark.sql import functions as F
 
 from spark_state_ext import ArrowState, Savepoint, write_savepoint
 
-_INPUT, _OUTPUT = "key bigint, amount bigint", "key bigint, n bigint, total bigint"
+_INPUT = "key bigint, amount bigint"
+_OUTPUT = "key bigint, n bigint, total bigint, bucket int, host string"
 _STATE = "n bigint, total bigint, pad binary"
 _OPERATOR = "totals"
 # With the other columns, a row of a snapshot has about 100 bytes, and none of these can be compressed.
@@ -33,7 +35,9 @@ def add_up(batch: Any) -> pa.Table:
     n = pc.add(pc.fill_null(batch.state["n"], 0), new["count_all"])
     total = pc.add(pc.fill_null(batch.state["total"], 0), new["amount_sum"])
     batch.update({"n": n, "total": total, "pad": batch.state["pad"]})
-    return batch.keys.append_column("n", n).append_column("total", total)
+    found = batch.keys.append_column("n", n).append_column("total", total)
+    found = found.append_column("bucket", pa.repeat(pa.scalar(batch.bucket, pa.int32()), found.num_rows))
+    return found.append_column("host", pa.repeat(os.environ["CLUSTER_WORKER"], found.num_rows))
 
 
 def make_savepoint(spark: SparkSession, path: str, rows: int, settings: Mapping[str, Any]) -> None:
@@ -54,10 +58,13 @@ def make_savepoint(spark: SparkSession, path: str, rows: int, settings: Mapping[
 
 
 def writer(out: Path) -> Any:
-    """The sink: one file a batch. A batch that runs again has to give the same rows."""
+    """The sink: one file a batch. A batch that runs again has to give the same rows; where, is told beside it."""
 
     def write(df: Any, batch: int) -> None:
-        rows = sorted([list(row) for row in df.collect()])
+        found = df.collect()
+        rows = sorted([list(row[:3]) for row in found])
+        hosts = {row["bucket"]: row["host"] for row in found}
+        (out.with_name("hosts") / f"{batch:06}.json").write_text(json.dumps(hosts))
         path = out / f"{batch:06}.json"
         if path.exists() and json.loads(path.read_text()) != rows:
             (out / f"differs-{batch}").write_text(json.dumps(rows))

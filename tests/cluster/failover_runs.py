@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, unusable
-from failover_trial import CONTROL, LAZY, STANDBY, Failover, FailoverTrial, Size
+from failover_query import Size
+from failover_trial import CONTROL, LAZY, STANDBY, Failover, FailoverTrial
 from slow_s3 import slow_s3
 
 from benchmarks.report import Report

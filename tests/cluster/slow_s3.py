@@ -18,6 +18,28 @@ from tests.helpers.object_store import S3, s3_server
 __all__ = ["SlowS3", "slow_s3"]
 
 
+class _Line:
+    """The process that is the line; it can be killed, and started again on its port."""
+
+    def __init__(self, to: str, settings: Path) -> None:
+        self._command = [sys.executable, str(Path(__file__).with_name("throttle.py")), "--to", to]
+        self._command += ["--settings", str(settings)]
+        self._process: subprocess.Popen[str] | None = None
+        self.port = 0
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            [*self._command, "--listen", str(self.port)], stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+
+
 @dataclass(frozen=True)
 class SlowS3(S3):
     """The server, at the near end of its line.
@@ -26,9 +48,12 @@ class SlowS3(S3):
     ----------
     settings
         The file with the settings of the line.
+    process
+        The line.
     """
 
     settings: Path = Path()
+    process: _Line | None = None
 
     def line(self, bytes_s: float | None = None, request_s: float = 0.0, away: bool = False) -> None:
         """Make the line of some kind; by default nothing holds anything up."""
@@ -40,6 +65,20 @@ class SlowS3(S3):
         found: dict[str, int] = json.loads(passed_file(self.settings).read_text())
         return found
 
+    def kill(self) -> None:
+        """Kill what listens where clients know the store: connections are reset, and new ones refused.
+
+        The server behind it holds its objects in memory, so it stays; clients cannot tell one from the other. A request
+        that was under way may have done its work.
+        """
+        assert self.process is not None
+        self.process.kill()
+
+    def revive(self) -> None:
+        """Have it listen there again."""
+        assert self.process is not None
+        self.process.start()
+
 
 @contextlib.contextmanager
 def slow_s3(folder: Path) -> Iterator[SlowS3]:
@@ -47,14 +86,10 @@ def slow_s3(folder: Path) -> Iterator[SlowS3]:
     settings = folder / "line.json"
     write_json(settings, {})
     with s3_server() as server:
-        port = server.endpoint.rpartition(":")[2]
-        command = [sys.executable, str(Path(__file__).with_name("throttle.py")), "--to", port]
-        line = subprocess.Popen([*command, "--settings", str(settings)], stdout=subprocess.PIPE, text=True)
+        line = _Line(server.endpoint.rpartition(":")[2], settings)
         try:
-            assert line.stdout is not None
-            near = int(line.stdout.readline())
+            line.start()
             wait_until(passed_file(settings).exists, "the line is open")
-            yield SlowS3(f"http://127.0.0.1:{near}", settings)
+            yield SlowS3(f"http://127.0.0.1:{line.port}", settings, line)
         finally:
             line.kill()
-            line.wait()

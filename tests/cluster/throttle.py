@@ -99,8 +99,8 @@ class _Proxy:
         self._open: set[asyncio.StreamWriter] = set()
         self._requests = 0
 
-    async def serve(self) -> None:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=_PIECE_BYTES, backlog=256)
+    async def serve(self, listen: int) -> None:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", listen, limit=_PIECE_BYTES, backlog=256)
         print(server.sockets[0].getsockname()[1], flush=True)
         told = None
         while True:
@@ -163,10 +163,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--to", type=int, required=True, metavar="PORT", help="of the server, on 127.0.0.1")
     parser.add_argument("--settings", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--listen", type=int, default=0, metavar="PORT", help="where; by default on a free one")
     given = parser.parse_args()
     settings = Settings(given.settings)
     settings.refresh()
-    asyncio.run(_Proxy(given.to, settings).serve())
+    asyncio.run(_Proxy(given.to, settings).serve(given.listen))
     return 0
 
 

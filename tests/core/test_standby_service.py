@@ -30,12 +30,13 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.standby.failovers import BEHIND, NO_REPLICA, NO_SERVICE, REPLICA, Takeover, judge
+from spark_state_ext.standby.failovers import BEHIND, NO_REPLICA, NO_SERVICE, REPLICA, Sighting, judge
 from spark_state_ext.standby.members import record_numbers, write_settings
 from spark_state_ext.standby.metrics import StandbyCollector
 from spark_state_ext.standby.roots import RootFollower
 from spark_state_ext.standby.service import RootService, StandbyService
 from spark_state_ext.standby.status import StandbyStatus, survey
+from spark_state_ext.standby.succession import Takeover
 from spark_state_ext.standby.values import Followed, FollowedRoot
 from spark_state_ext.standby.web import Web
 from spark_state_ext.store import LocalStore
@@ -172,23 +173,112 @@ def test_a_host_dies_and_its_replicas_are_made_elsewhere(tmp_path: Path, job: Jo
     assert len(c.held()) == BUCKETS // 2
 
 
+def counts_of(hosts: Hosts) -> dict[str, dict[tuple[str, bool], int]]:
+    """What each service tells that it has counted."""
+    return {name: dict(host.part.failovers.takeovers) for name, host in hosts.running.items()}
+
+
+def moved(job: Job, host: str, number: int) -> None:
+    """The tasks of all buckets run on another host: a batch, and one more, which proves it committed."""
+    job.host = host
+    job.batch(changes(number))
+    job.batch(changes(number + 1))
+
+
 def test_who_takes_over_is_counted_once(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "a", "b", "c")
     hosts.pass_heartbeats(5)
+    job.batch(changes(1))
+    hosts.pass_heartbeats(1)
     held = hosts.running["b"].held()
     # The task of every bucket runs on one host now.
     job.host = "b"
-    job.batch(changes(1))
-    hosts.pass_heartbeats(2)
-    counts = {name: host.part.failovers.takeovers for name, host in hosts.running.items()}
-    assert counts["a"] == {}
-    assert counts["b"] == {(REPLICA, False): len(held)}
-    assert counts["c"] == {(NO_REPLICA, False): BUCKETS - len(held)}
+    job.batch(changes(2))
+    hosts.pass_heartbeats(4)
+    # It follows them until others know how new its copy was.
+    assert hosts.running["b"].held() >= held
+    assert counts_of(hosts) == {"a": {}, "b": {}, "c": {}}
+    job.batch(changes(3))
+    hosts.pass_heartbeats(3)
+    counts = counts_of(hosts)
+    assert counts["b"][REPLICA, False] == len(held)
+    assert sum(it.get((NO_REPLICA, False), 0) for it in counts.values()) == BUCKETS - len(held)
+    assert sum(n for it in counts.values() for n in it.values()) == BUCKETS
     # What it has become active for, it follows no more, once others have it.
     hosts.pass_heartbeats(6)
     assert hosts.running["b"].held() == set()
     assert hosts.running["a"].held() | hosts.running["c"].held() == set(range(BUCKETS))
+    assert counts_of(hosts) == counts
+
+
+def test_counts_outlive_the_service(tmp_path: Path, job: Job) -> None:
+    write_settings(Folder(str(tmp_path / "root")), StandbySettings(standby_replicas=2))
+    job.batch(changes(0))
+    hosts = Hosts(tmp_path, "a", "b", "c")
+    hosts.pass_heartbeats(5)
+    job.batch(changes(1))
+    hosts.pass_heartbeats(1)
+    moved(job, "b", 2)
+    hosts.pass_heartbeats(4)
+    assert counts_of(hosts) == {"a": {}, "b": {(REPLICA, False): BUCKETS}, "c": {}}
+    hosts.end("b")
+    # While it is away the buckets move on, and back to it.
+    moved(job, "c", 4)
+    hosts.pass_heartbeats(8)
+    assert counts_of(hosts) == {"a": {}, "c": {(REPLICA, True): BUCKETS}}
+    moved(job, "b", 6)
+    hosts.pass_heartbeats(8)
+    assert counts_of(hosts) == {"a": {(NO_SERVICE, False): BUCKETS}, "c": {(REPLICA, True): BUCKETS}}
+    hosts.start("b")
+    hosts.pass_heartbeats(8)
+    everything = {
+        "a": {(NO_SERVICE, False): BUCKETS},
+        "b": {(REPLICA, False): BUCKETS},
+        "c": {(REPLICA, True): BUCKETS},
+    }
+    assert counts_of(hosts) == everything
+    # Whoever comes again has counted what its record says.
+    for name in "abc":
+        hosts.end(name)
+        hosts.start(name)
+    hosts.pass_heartbeats(8)
+    assert counts_of(hosts) == everything
+
+
+def test_what_moved_while_no_service_lived_is_counted_later(tmp_path: Path, job: Job) -> None:
+    write_settings(Folder(str(tmp_path / "root")), StandbySettings(standby_replicas=2))
+    job.batch(changes(0))
+    hosts = Hosts(tmp_path, "a", "b", "c")
+    hosts.pass_heartbeats(5)
+    job.batch(changes(1))
+    hosts.pass_heartbeats(2)
+    for name in "abc":
+        hosts.end(name)
+    moved(job, "b", 2)
+    for name in "bca":
+        hosts.start(name)
+    hosts.pass_heartbeats(15)
+    assert counts_of(hosts) == {"a": {}, "b": {(NO_SERVICE, False): BUCKETS}, "c": {}}
+
+
+def test_the_next_one_counts_where_the_new_host_dies(tmp_path: Path, job: Job) -> None:
+    write_settings(Folder(str(tmp_path / "root")), StandbySettings(standby_replicas=2))
+    job.batch(changes(0))
+    hosts = Hosts(tmp_path, "a", "b", "c")
+    hosts.pass_heartbeats(5)
+    job.batch(changes(1))
+    hosts.pass_heartbeats(2)
+    job.host = "b"
+    job.batch(changes(2))
+    hosts.pass_heartbeats(1)
+    hosts.end("b")
+    job.batch(changes(3))
+    hosts.pass_heartbeats(12)
+    assert counts_of(hosts) == {"a": {(REPLICA, False): BUCKETS}, "c": {}}
+    hosts.start("b")
+    hosts.pass_heartbeats(12)
+    assert counts_of(hosts) == {"a": {(REPLICA, False): BUCKETS}, "b": {}, "c": {}}
 
 
 def test_standby_can_be_turned_off_and_on(tmp_path: Path, job: Job) -> None:
@@ -335,24 +425,56 @@ def test_metrics_and_health(tmp_path: Path, job: Job) -> None:
         web.close()
 
 
+def seen(before: str, now: str, order: str, *, lag: int | None = 0, replica: bool | None = None, looks: int = 2) -> Any:
+    """A takeover, as records told of it when everybody had the first heartbeat."""
+    return Sighting(Takeover(before, now, 7, 6, lag), tuple(order), replica, {before: 1, now: 1}, looks)
+
+
 @pytest.mark.parametrize(
-    ("seen", "me", "followers", "alive", "outcome"),
+    ("sighting", "me", "alive", "outcome"),
     [
-        (Takeover("a", "b", 7, 7), "b", {"b", "c"}, {"a", "b", "c"}, (REPLICA, 0, False)),
-        (Takeover("a", "b", 7, 9), "b", {"b", "c"}, {"b", "c"}, (REPLICA, 0, True)),
-        (Takeover("a", "b", 7, 5), "b", {"b"}, {"b"}, (BEHIND, 2, True)),
-        (Takeover("a", "b", 7, 7), "c", {"b", "c"}, {"b", "c"}, None),
-        (Takeover("a", "d", 7, 7), "c", {"c", "e"}, {"c", "d", "e"}, (NO_REPLICA, 0, True)),
-        (Takeover("a", "d", 7, 7), "e", {"c", "e"}, {"c", "d", "e"}, None),
-        (Takeover("a", "d", 7, 7), "e", {"c", "e"}, {"d", "e"}, (NO_REPLICA, 0, True)),
-        (Takeover("a", "d", 7, 7), "c", {"c"}, {"a", "c"}, (NO_SERVICE, 0, False)),
+        (seen("a", "b", "bc"), "b", "abc", (REPLICA, False)),
+        (seen("a", "b", "bc"), "b", "bc", (REPLICA, True)),
+        (seen("a", "b", "b", lag=2), "b", "b", (BEHIND, True)),
+        (seen("a", "b", "b", lag=None), "b", "b", (NO_REPLICA, True)),
+        # It is the new host's turn, for some time.
+        (seen("a", "b", "bc"), "c", "abc", None),
+        (seen("a", "b", "bc", replica=True, looks=11), "c", "abc", (REPLICA, False)),
+        (seen("a", "b", "bc", replica=True), "c", "ac", (REPLICA, False)),
+        (seen("a", "b", "bc", replica=False), "c", "c", (BEHIND, True)),
+        (seen("a", "d", "ce"), "c", "cde", (NO_REPLICA, True)),
+        (seen("a", "d", "ce"), "e", "cde", None),
+        (seen("a", "d", "ce"), "e", "de", (NO_REPLICA, True)),
+        (seen("a", "d", "c"), "c", "ac", (NO_SERVICE, False)),
+        # Who had not told of itself yet comes after the others.
+        (seen("a", "d", "c"), "e", "ce", None),
+        (seen("a", "d", "c"), "e", "e", (NO_SERVICE, True)),
     ],
 )
-def test_one_host_counts_a_takeover(
-    seen: Takeover, me: str, followers: set[str], alive: set[str], outcome: Any
-) -> None:
-    found = judge(seen, me, followers, alive)
-    assert (None if found is None else (found.outcome, found.lag_versions, found.died)) == outcome
+def test_one_host_counts_a_takeover(sighting: Sighting, me: str, alive: str, outcome: Any) -> None:
+    found = judge(sighting, me, dict.fromkeys(alive, 2), came_back=False)
+    assert (None if found is None else (found.outcome, found.died)) == outcome
+
+
+def test_nobody_counts_before_it_is_clear_who_lives() -> None:
+    sighting = seen("a", "b", "bc")
+    assert judge(sighting, "b", {"a": 1, "b": 2}, came_back=False) is None
+    assert judge(sighting, "b", {"a": 2, "b": 2}, came_back=False) is not None
+    assert judge(sighting, "b", {"b": 2}, came_back=False) is not None
+    assert judge(sighting, "c", {"a": 2, "b": 1, "c": 2}, came_back=False) is None
+
+
+def test_no_counter_is_told_before_what_was_counted_is_known(tmp_path: Path, job: Job) -> None:
+    """A counter that goes back to 0 and up again counts twice for who watches it."""
+
+    def told(host: Host) -> set[str]:
+        return {it.name.rpartition("standby_")[2] for it in StandbyCollector(host.service).collect() if it.samples}
+
+    job.batch(changes(0))
+    hosts = Hosts(tmp_path, "b")
+    assert told(hosts.running["b"]) & {"takeovers", "members_lost"} == set()
+    hosts.pass_heartbeats(1)
+    assert told(hosts.running["b"]) >= {"takeovers", "members_lost"}
 
 
 def test_who_can_be_taken_away() -> None:
