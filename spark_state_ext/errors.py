@@ -64,6 +64,7 @@ __all__ = [
     "OperatorChangedError",
     "OwnershipError",
     "PartitionsChangedError",
+    "PeerError",
     "ResultTypeError",
     "SchemaChangedError",
     "StateElsewhereError",
@@ -188,6 +189,10 @@ class CleanUpFailedError(StorageError):
 
 class CommitTimeoutError(StorageError, TimeoutError):
     """A backend did not confirm a commit within ``commit_timeout_ms``."""
+
+
+class PeerError(StorageError):
+    """Another host's standby service does not give what it is asked for; the store has it too."""
 
 
 class InterruptedRestoreError(StateError, InterruptedError):

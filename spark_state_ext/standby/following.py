@@ -245,7 +245,7 @@ class BucketFollower:
         """See how large the copy is; while a task prunes it that cannot be told, and is as before."""
         if self._loaded is not None:
             with suppress(MissingRunError, CorruptStoreError):
-                view = self._store().view(self._loaded)
+                view = self.store().view(self._loaded)
                 self._size = (view.size_bytes, view.rows_max)
 
     def _follow(self, listing: Listing, candidates: Sequence[CheckpointRef]) -> dict[CheckpointRef, StateError]:
@@ -287,7 +287,7 @@ class BucketFollower:
 
     def _load(self, listing: Listing, header: LineageHeader) -> None:
         """Fetch what the local store lacks of a checkpoint."""
-        store = self._store()
+        store = self.store()
         try:
             self._load_into(store, listing, header)
         except CorruptStoreError as error:
@@ -342,7 +342,7 @@ class BucketFollower:
 
     def _tidy(self, listing: Listing, line: Line) -> None:
         """Merge and prune up to the committed checkpoint, as a task does with its input."""
-        store = self._store()
+        store = self.store()
         try:
             try:
                 unconfirmed = line.head.lineage[0] if line.head.lineage else None
@@ -373,7 +373,8 @@ class BucketFollower:
 
     # -- the local store ---------------------------------------------------------------------------
 
-    def _store(self) -> LocalStore:
+    def store(self) -> LocalStore:
+        """The local store that the copy is in. Several threads may ask."""
         return self._stores.at(self.store_folder, self._operator.row_schema())
 
     def _written(self) -> tuple[int, int, int] | None:
@@ -400,7 +401,7 @@ class BucketFollower:
         if self._note_use():
             # Mostly nobody else has written it. A new file may have the number of the old one.
             written = self._written()
-            if written is not None and (written == self._seen or self._store().has(self._loaded)):
+            if written is not None and (written == self._seen or self.store().has(self._loaded)):
                 self._seen = written
                 return
         _LOGGER.info("the local store %s was replaced or removed; it is filled again", self.store_folder)

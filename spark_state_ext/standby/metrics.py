@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from spark_state_ext.peers.serving import PeerWork
 from spark_state_ext.standby.failovers import OUTCOMES
 from spark_state_ext.standby.service import RootService, StandbyService
 from spark_state_ext.standby.values import Followed
@@ -41,10 +42,13 @@ class StandbyCollector:
     ----------
     service
         The service.
+    peers
+        What it has given to peers; None: it gives nothing.
     """
 
-    def __init__(self, service: StandbyService) -> None:
+    def __init__(self, service: StandbyService, peers: PeerWork | None = None) -> None:
         self._service = service
+        self._peers = peers
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: names are not looked at before the service has found something."""
@@ -81,6 +85,15 @@ class StandbyCollector:
                 family.add_metric([root.name], getattr(root.follower.work, of))
             yield family
         yield from _takeovers(roots, CounterMetricFamily)
+        if self._peers is not None:
+            questions = CounterMetricFamily(
+                f"{_PREFIX}_peer_questions", "Questions of peers, by what became of them.", labels=["outcome"]
+            )
+            for outcome, count in self._peers.questions.items():
+                questions.add_metric([outcome], count)
+            given = CounterMetricFamily(f"{_PREFIX}_peer_bytes", "Bytes of snapshots given to peers.")
+            given.add_metric([], self._peers.given_bytes)
+            yield from (questions, given)
 
 
 def _by_operator(root: RootService) -> Iterator[tuple[str, list[Followed]]]:

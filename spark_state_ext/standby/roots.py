@@ -17,6 +17,7 @@ from spark_state_ext.standby.finding import Finder, FoundBuckets
 from spark_state_ext.standby.following import BucketFollower, FollowedStores
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.values import Followed, FollowedRoot
+from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import reclaim
 from spark_state_ext.worker.threads import DaemonPool
 
@@ -172,6 +173,17 @@ class RootFollower:
     def held(self) -> list[BucketKey]:
         """The buckets that are followed, ascending."""
         return sorted(self._held)
+
+    def store(self, key: BucketKey) -> LocalStore | None:
+        """The local store of a bucket that is followed; None: it is not. Several threads may ask.
+
+        Raises
+        ------
+        StorageError
+            When it cannot be opened.
+        """
+        held = self._held.get(key)
+        return None if held is None or self._stop.is_set() else held.follower.store()
 
     def hold(self, keys: Collection[BucketKey]) -> None:
         """Follow these buckets, and no others. The copies of others stay until they are reclaimed.

@@ -74,6 +74,8 @@ class RootService:
         Follows the root's buckets.
     clock_s
         A clock that only goes forward.
+    addresses
+        Where others reach this host, as its record tells them.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class RootService:
         rack: str | None,
         follower: RootFollower,
         clock_s: Callable[[], float] = time.monotonic,
+        addresses: Mapping[str, str] | None = None,
     ) -> None:
+        self._addresses = dict(addresses or {})
         self.failovers = Failovers()
         self.last = Round()
         self.follower = follower
@@ -168,7 +172,9 @@ class RootService:
             _replica(followed.get(key, Followed(key)), self._synced_s.get(key, since_s) > since_s)
             for key in self.follower.held()
         ]
-        return MemberRecord(self._host, self._rack, replicas=tuple(replicas), active=self._active)
+        return MemberRecord(
+            self._host, self._rack, replicas=tuple(replicas), addresses=self._addresses, active=self._active
+        )
 
     def _active_of(self, records: Sequence[MemberRecord]) -> tuple[dict[BucketKey, int], list[str]]:
         """Buckets whose newest file this host wrote. Where nobody follows one, this host looks itself.

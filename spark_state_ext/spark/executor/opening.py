@@ -300,7 +300,7 @@ def _context(shared: Shared, call: CallInfo, scratch: Path, leases: Leases) -> C
         batch_ms=call.times.processing_ms,
         # A run that has lost its state to another one need not read on.
         while_waiting=leases.hold,
-        lazy=lazy_options(shared.filling),
+        lazy=lazy_options(shared.filling, peers=shared.peers.of(job.options.root, job.options.storage_options)),
     )
 
 

@@ -1,0 +1,130 @@
+"""Giving pieces to who asks over Arrow Flight. Imports `pyarrow.flight`: only who serves imports this module."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import flight
+
+from arrow_schemas.blocks import PIECE_BYTES
+from arrow_schemas.peers import (
+    BUSY,
+    GIVEN,
+    GONE,
+    PIECES_ACTION,
+    QUESTION_BYTES_MAX,
+    PeerAnswer,
+    PeerQuestion,
+    PeerSecret,
+)
+from spark_state_ext.errors import StateError, StorageError
+from spark_state_ext.peers.serving import PeerWork, Shelf, Tls
+
+__all__ = ["PeerServer"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+# Questions that are answered at once. Each has a thread, and an answer in memory.
+_SLOTS = 8
+
+
+class PeerServer:
+    """The server, in threads of Arrow Flight from the beginning to `close`.
+
+    Parameters
+    ----------
+    host, port
+        Where it listens; port 0: any that is free.
+    secret
+        Who does not have it gets nothing.
+    shelf
+        What there is to give.
+    tls
+        None: bytes go over the line as they are.
+
+    Raises
+    ------
+    StorageError
+        When it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int, secret: PeerSecret, shelf: Shelf, tls: Tls | None = None) -> None:
+        self.work = PeerWork()
+        self.scheme = "grpc" if tls is None else "grpc+tls"
+        given = {} if tls is None else {"tls_certificates": [(tls.certificate, tls.key)]}
+        try:
+            self._server = _Server(f"{self.scheme}://{host}:{port}", secret, shelf, self.work, **given)
+        except (pa.ArrowException, OSError) as error:
+            raise StorageError(
+                f"peers cannot be answered on {host}:{port}: {str(error).splitlines()[0]}. Give another --peer-listen, "
+                "or look at the certificate and its key."
+            ) from error
+        self.port = int(self._server.port)
+
+    def close(self) -> None:
+        """Stop listening, and wait for the answers that are under way."""
+        self._server.shutdown()
+
+
+class _Server(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no types
+    """Answers one kind of action, and refuses all else."""
+
+    def __init__(self, location: str, secret: PeerSecret, shelf: Shelf, work: PeerWork, **given: Any) -> None:
+        self._secret, self._shelf, self._work = secret, shelf, work
+        self._slots = threading.BoundedSemaphore(_SLOTS)
+        super().__init__(location, **given)
+
+    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+        """The answers to a question."""
+        try:
+            if action.type != PIECES_ACTION or action.body.size > QUESTION_BYTES_MAX:
+                raise StorageError("a peer is asked for pieces")
+            question = PeerQuestion.decode(action.body.to_pybytes(), self._secret)
+        except StateError as error:
+            self._work.count("refused")
+            _LOGGER.debug("a question from %s is refused: %s", context.peer(), error)
+            # Why is nobody's business who does not have the secret.
+            raise flight.FlightUnauthenticatedError("refused: this needs the secret of its peers") from None
+        return self._answers(question)
+
+    def _answers(self, question: PeerQuestion) -> Iterator[bytes]:
+        if not self._slots.acquire(blocking=False):
+            self._work.count("busy")
+            yield PeerAnswer(BUSY).encode(self._secret, question.nonce, 0)
+            return
+        number, outcome = 0, "failed"
+        try:
+            for data in self._pieces(question):
+                self._work.give(len(data))
+                yield PeerAnswer(GIVEN, data).encode(self._secret, question.nonce, number)
+                number += 1
+            outcome = "given"
+        except GeneratorExit:
+            outcome = "left"
+            raise
+        except (StateError, OSError) as error:
+            if isinstance(error, FileNotFoundError):
+                outcome = "gone"
+            else:
+                _LOGGER.warning("a peer is not given %s of %s: %s", question.ref, question.key, error)
+            yield PeerAnswer(GONE).encode(self._secret, question.nonce, number)
+        finally:
+            self._work.count(outcome)
+            self._slots.release()
+
+    def _pieces(self, question: PeerQuestion) -> Iterator[bytes]:
+        """The bytes of each range. Once the file is open, nobody takes it away: it may be dropped meanwhile."""
+        found = self._shelf.find(question.key, question.ref, question.body_digest)
+        if found is None:
+            raise FileNotFoundError("it is not here")
+        with found.path.open("rb") as file:
+            for first, end in question.ranges:
+                start, stop = first * PIECE_BYTES, min(end * PIECE_BYTES, found.body_bytes)
+                file.seek(start)
+                data = file.read(max(0, stop - start))
+                if len(data) != stop - start:
+                    raise FileNotFoundError("that many pieces are not here")
+                yield data
