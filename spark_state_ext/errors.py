@@ -65,6 +65,7 @@ __all__ = [
     "OwnershipError",
     "PartitionsChangedError",
     "PeerError",
+    "PeerGoneError",
     "ResultTypeError",
     "SchemaChangedError",
     "StateElsewhereError",
@@ -193,6 +194,10 @@ class CommitTimeoutError(StorageError, TimeoutError):
 
 class PeerError(StorageError):
     """Another host's standby service does not give what it is asked for; the store has it too."""
+
+
+class PeerGoneError(PeerError):
+    """It does not have that any more, or not yet, or has too much to do."""
 
 
 class InterruptedRestoreError(StateError, InterruptedError):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from arrow_schemas.blocks import PIECE_BYTES, digest_of
 from arrow_schemas.peers import BUSY, GONE, PeerAnswer, PeerQuestion, in_questions
 from arrow_schemas.standby import BucketKey
-from spark_state_ext.errors import CorruptFileError, PeerError, StateError
+from spark_state_ext.errors import CorruptFileError, PeerError, PeerGoneError, StateError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.peers.choice import Choice
 from spark_state_ext.peers.finding import peers_below
@@ -39,10 +39,6 @@ _KNOWN_S = 30.0
 # Peers that one fetch asks, one after the other.
 _ASKED_MAX = 2
 _LEFT_ALONE_MAX = 1_000
-
-
-class _GoneError(PeerError):
-    """The peer does not have that snapshot, or has too much to do."""
 
 
 class Peers:
@@ -135,7 +131,7 @@ class Peers:
             client = self._client(address)
             for some in in_questions(ranges):
                 given_bytes += self._ask(client, PeerQuestion(key, lazy.run.newest, digest, some), lazy)
-        except _GoneError as error:
+        except PeerGoneError as error:
             _LOGGER.debug("%s", error)
             self._leave_alone(address, digest, _GONE_S)
             return False
@@ -161,7 +157,7 @@ class Peers:
                 answer = PeerAnswer.decode(data, secret, question.nonce, number - 1)
                 if answer.status in (GONE, BUSY):
                     why = "does not have" if answer.status == GONE else "is too busy to give"
-                    raise _GoneError(f"the peer {client.address} {why} {question.ref} of {question.key}")
+                    raise PeerGoneError(f"the peer {client.address} {why} {question.ref} of {question.key}")
                 first, end = question.ranges[number - 1]
                 if len(answer.data) != min(end * PIECE_BYTES, lazy.index.body_bytes) - first * PIECE_BYTES:
                     raise CorruptFileError(f"{where} is not what it was asked for")

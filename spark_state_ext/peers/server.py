@@ -123,8 +123,10 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no t
         with found.path.open("rb") as file:
             for first, end in question.ranges:
                 start, stop = first * PIECE_BYTES, min(end * PIECE_BYTES, found.body_bytes)
-                file.seek(start)
-                data = file.read(max(0, stop - start))
+                data = b""
+                if start < stop:
+                    file.seek(start)
+                    data = file.read(stop - start)
                 if len(data) != stop - start:
                     raise FileNotFoundError("that many pieces are not here")
                 yield data
