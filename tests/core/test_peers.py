@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -457,15 +457,24 @@ def test_a_peer_that_hangs(world: PeerWorld, service: subprocess.Popen[str]) -> 
     assert lazy_files(world.store) == []
 
 
-def test_a_peer_that_is_killed_while_it_is_asked(world: PeerWorld, service: subprocess.Popen[str]) -> None:
+def test_a_peer_that_is_killed_while_it_is_asked(
+    world: PeerWorld, service: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked_it = PeerClient.ask, threading.Event()
+
+    def ask(client: PeerClient, question: bytes, timeout_s: float) -> Generator[memoryview, None, None]:
+        asked_it.set()
+        return real(client, question, timeout_s)
+
     bucket = world.task()
     assert world.look_up(bucket, KEYS) <= ENDS
     # It has been asked, and does not answer: then it dies.
     os.kill(service.pid, signal.SIGSTOP)
+    monkeypatch.setattr(PeerClient, "ask", ask)
     done: list[int] = []
     thread = threading.Thread(target=lambda: done.append(world.look_up(bucket, OTHERS)))
     thread.start()
-    thread.join(0.3)
+    assert asked_it.wait(WAIT_S)
     service.kill()
     thread.join(WAIT_S)
     assert done
