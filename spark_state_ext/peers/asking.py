@@ -163,8 +163,8 @@ class Peers:
                     raise CorruptFileError(f"{where} is not what it was asked for")
                 lazy.put(first, answer.data, where)
                 given_bytes += len(answer.data)
-        with self._lock:
-            self.given_bytes += given_bytes
+                with self._lock:
+                    self.given_bytes += len(answer.data)
         if number != len(question.ranges):
             raise PeerError(f"the peer {client.address} gave {number} of {len(question.ranges)} ranges")
         return given_bytes

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import weakref
 from collections.abc import Generator
+from functools import partial
+from typing import Any
 
 import pyarrow as pa
 from pyarrow import flight
@@ -49,6 +54,7 @@ class PeerClient:
             self._client = flight.FlightClient(address, generic_options=_OPTIONS, **given)
         except (pa.ArrowException, OSError) as error:
             raise self._failed(error) from error
+        os.register_at_fork(after_in_child=partial(_never_free, weakref.ref(self._client)))
 
     def ask(self, question: bytes, timeout_s: float) -> Generator[memoryview, None, None]:
         """The answers to a question, one after the other.
@@ -80,3 +86,13 @@ class PeerClient:
         # Of a server's Python only the first line is of use.
         why = (str(error).splitlines() or [repr(error)])[0]
         return PeerError(f"the peer {self.address} does not give: {why}")
+
+
+def _never_free(client: weakref.ref[Any]) -> None:
+    """Leave a connection to the parent of this process, which was forked.
+
+    gRPC's threads did not come along, and it waits for them where a connection is freed: the child would never end.
+    """
+    found = client()
+    if found is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))

@@ -482,6 +482,31 @@ def test_a_peer_that_is_killed_while_it_is_asked(
     world.look_up(bucket, MORE)
 
 
+def test_a_forked_child_ends_though_its_parent_has_asked(world: PeerWorld) -> None:
+    server = world.serves()
+    world.look_up(world.task(), KEYS)
+    (lazy,) = lazy_files(world.store)
+    question = PeerQuestion(KEY, LAST, digest_of(lazy.run.blocks), ((0, 2),)).encode(SECRET)
+    script = f"""
+import os, sys
+from spark_state_ext.peers.client import PeerClient
+client = PeerClient("grpc://127.0.0.1:{server.port}", None)
+for end in (sys.exit, os._exit):
+    assert len(list(client.ask({question!r}, 60.0))) == 1
+    pid = os.fork()
+    if not pid:
+        del client
+        end(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+assert len(list(client.ask({question!r}, 60.0))) == 1
+client.close()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr
+
+
 def test_nothing_imports_flight_that_does_not_need_it() -> None:
     script = """
 import sys
