@@ -83,7 +83,8 @@ def serve_peers(
         from spark_state_ext.peers.server import PeerServer
     except ImportError as error:
         raise UsageError(f"--peer-listen needs a PyArrow with Flight: {error}") from error
-    return PeerServer(match["host"], int(match["port"]), secret, ReplicaShelf(followers), tls)
+    shelf = ReplicaShelf(followers)
+    return PeerServer(match["host"], int(match["port"]), secret, shelf, tls, shelf.take)
 
 
 def address_of(server: PeerServer | None, options: PeerOptions) -> dict[str, str]:

@@ -14,7 +14,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from arrow_schemas.blocks import PIECE_BYTES, digest_of
-from arrow_schemas.peers import BUSY, GONE, PeerAnswer, PeerQuestion, in_questions
+from arrow_schemas.peers import BUSY, DELTA_ACTION, GIVEN, GONE, PeerAnswer, PeerDelta, PeerQuestion, in_questions
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import CorruptFileError, PeerError, PeerGoneError, StateError
 from spark_state_ext.files.folder import Folder
@@ -38,6 +38,8 @@ _FAILED_S, _DAMAGED_S, _GONE_S = 60.0, 600.0, 10.0
 _KNOWN_S = 30.0
 # Peers that one fetch asks, one after the other.
 _ASKED_MAX = 2
+# Peers that a delta is sent to.
+_SENT_MAX = 4
 _LEFT_ALONE_MAX = 1_000
 
 
@@ -92,10 +94,39 @@ class Peers:
         if not self._choice.asks_peers(beside):
             return
         digest = digest_of(lazy.run.blocks)
-        for address in self._having(key, digest, beside):
+        for address in self._having(key, digest, beside)[:_ASKED_MAX]:
             lacking = [it for it in ranges if len(lazy.absent(it[0], it[1] - it[0]))]
             if not lacking or self._given(address, key, lazy, digest, lacking, beside):
                 return
+
+    def send(self, delta: PeerDelta) -> int:
+        """Send a delta to all peers that have replicas of its bucket, and wait for none of them for long.
+
+        Parameters
+        ----------
+        delta
+            The delta.
+
+        Returns
+        -------
+        int
+            How many have taken it.
+        """
+        taken, about = 0, f"delta {delta.key}"
+        for address in self._having(delta.key, about, beside=True)[:_SENT_MAX]:
+            try:
+                client, secret = self._client(address), self._settings.secret
+                timeout_s = _ANSWER_S + len(delta.data) / _BYTES_PER_S_MIN
+                with closing(client.ask(delta.encode(secret), timeout_s, DELTA_ACTION)) as answers:
+                    found = [PeerAnswer.decode(it, secret, delta.nonce, 0).status for it in answers]
+                taken += found == [GIVEN]
+                if found != [GIVEN]:
+                    self._leave_alone(address, about, _KNOWN_S)
+            except PeerError as error:
+                self._tell(address, _FAILED_S, error)
+            except CorruptFileError as error:
+                self._tell(address, _DAMAGED_S, error)
+        return taken
 
     def note_store(self, requests: int, size_bytes: int, took_s: float) -> None:
         """The store has given bytes, and nobody waited for them.
@@ -194,7 +225,7 @@ class Peers:
         with self._lock:
             left_alone = {it for it, until_s in self._left_alone_s.items() if until_s > now_s}
         its = (it for it in self._known.get(key, ()) if not left_alone & {(it, ""), (it, digest)})
-        return list(its)[:_ASKED_MAX]
+        return list(its)
 
     def _looked(self) -> Mapping[BucketKey, tuple[str, ...]]:
         try:

@@ -56,15 +56,17 @@ class PeerClient:
             raise self._failed(error) from error
         os.register_at_fork(after_in_child=partial(_never_free, weakref.ref(self._client)))
 
-    def ask(self, question: bytes, timeout_s: float) -> Generator[memoryview, None, None]:
+    def ask(self, question: bytes, timeout_s: float, action: str = PIECES_ACTION) -> Generator[memoryview, None, None]:
         """The answers to a question, one after the other.
 
         Parameters
         ----------
         question
-            As `PeerQuestion.encode` made it.
+            As `PeerQuestion.encode` made it, or `PeerDelta.encode`.
         timeout_s
             How long all of them may take.
+        action
+            Of which kind it is.
 
         Raises
         ------
@@ -73,7 +75,7 @@ class PeerClient:
         """
         options = flight.FlightCallOptions(timeout=timeout_s)
         try:
-            for result in self._client.do_action(flight.Action(PIECES_ACTION, question), options):
+            for result in self._client.do_action(flight.Action(action, question), options):
                 yield memoryview(result.body)
         except (pa.ArrowException, OSError, KeyError) as error:
             raise self._failed(error) from error

@@ -13,20 +13,24 @@ from pyarrow import flight
 from arrow_schemas.blocks import PIECE_BYTES
 from arrow_schemas.peers import (
     BUSY,
+    DELTA_ACTION,
+    DELTA_BYTES_MAX,
     GIVEN,
     GONE,
     PIECES_ACTION,
     QUESTION_BYTES_MAX,
     PeerAnswer,
+    PeerDelta,
     PeerQuestion,
     PeerSecret,
 )
-from spark_state_ext.errors import StateError, StorageError
-from spark_state_ext.peers.serving import PeerWork, Shelf, Tls
+from spark_state_ext.errors import StateError, StorageError, UsageError
+from spark_state_ext.peers.serving import PeerWork, Shelf, TakeDelta, Tls
 
 __all__ = ["PeerServer"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
+_SIZES_MAX = {PIECES_ACTION: QUESTION_BYTES_MAX, DELTA_ACTION: DELTA_BYTES_MAX + QUESTION_BYTES_MAX}
 # Questions that are answered at once. Each has a thread, and an answer in memory.
 _SLOTS = 8
 
@@ -44,6 +48,8 @@ class PeerServer:
         What there is to give.
     tls
         None: bytes go over the line as they are.
+    take
+        What becomes of deltas that tasks send; by default nothing.
 
     Raises
     ------
@@ -51,12 +57,20 @@ class PeerServer:
         When it cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, secret: PeerSecret, shelf: Shelf, tls: Tls | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: PeerSecret,
+        shelf: Shelf,
+        tls: Tls | None = None,
+        take: TakeDelta = lambda _: False,
+    ) -> None:
         self.work = PeerWork()
         self.scheme = "grpc" if tls is None else "grpc+tls"
         given = {} if tls is None else {"tls_certificates": [(tls.certificate, tls.key)]}
         try:
-            self._server = _Server(f"{self.scheme}://{host}:{port}", secret, shelf, self.work, **given)
+            self._server = _Server(f"{self.scheme}://{host}:{port}", secret, shelf, self.work, take, **given)
         except (pa.ArrowException, OSError) as error:
             raise StorageError(
                 f"peers cannot be answered on {host}:{port}: {str(error).splitlines()[0]}. Give another --peer-listen, "
@@ -70,25 +84,35 @@ class PeerServer:
 
 
 class _Server(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no types
-    """Answers one kind of action, and refuses all else."""
+    """Answers two kinds of action, and refuses all else."""
 
-    def __init__(self, location: str, secret: PeerSecret, shelf: Shelf, work: PeerWork, **given: Any) -> None:
-        self._secret, self._shelf, self._work = secret, shelf, work
+    def __init__(
+        self, location: str, secret: PeerSecret, shelf: Shelf, work: PeerWork, take: TakeDelta, **given: Any
+    ) -> None:
+        self._secret, self._shelf, self._work, self._take = secret, shelf, work, take
         self._slots = threading.BoundedSemaphore(_SLOTS)
         super().__init__(location, **given)
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
-        """The answers to a question."""
+        """The answers to a question, or to a delta."""
         try:
-            if action.type != PIECES_ACTION or action.body.size > QUESTION_BYTES_MAX:
-                raise StorageError("a peer is asked for pieces")
-            question = PeerQuestion.decode(action.body.to_pybytes(), self._secret)
+            if action.body.size > _SIZES_MAX.get(action.type, -1):
+                raise UsageError(f"{action.body.size} bytes of {action.type[:40]!r} are nothing that a peer is asked")
+            data = action.body.to_pybytes()
+            if action.type == DELTA_ACTION:
+                return self._taken(PeerDelta.decode(data, self._secret))
+            return self._answers(PeerQuestion.decode(data, self._secret))
         except StateError as error:
             self._work.count("refused")
             _LOGGER.debug("a question from %s is refused: %s", context.peer(), error)
             # Why is nobody's business who does not have the secret.
             raise flight.FlightUnauthenticatedError("refused: this needs the secret of its peers") from None
-        return self._answers(question)
+
+    def _taken(self, delta: PeerDelta) -> Iterator[bytes]:
+        taken = self._take(delta)
+        if taken:
+            self._work.take(len(delta.data))
+        return iter([PeerAnswer(GIVEN if taken else GONE).encode(self._secret, delta.nonce, 0)])
 
     def _answers(self, question: PeerQuestion) -> Iterator[bytes]:
         if not self._slots.acquire(blocking=False):

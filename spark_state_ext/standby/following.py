@@ -41,6 +41,7 @@ from spark_state_ext.restore.loader import Loader
 from spark_state_ext.standby.line import Line, judged
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
+from spark_state_ext.standby.tapped import Tapped
 from spark_state_ext.standby.telling import tell_committed
 from spark_state_ext.standby.values import Followed, FollowedRoot
 from spark_state_ext.store import LocalStore
@@ -99,6 +100,8 @@ class BucketFollower:
         When it is set, a step ends soon.
     clock
         Monotonic, seconds.
+    tapped
+        Deltas that tasks have sent.
     """
 
     def __init__(
@@ -110,7 +113,9 @@ class BucketFollower:
         bandwidth: Bandwidth | None = None,
         stop: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tapped: Tapped | None = None,
     ) -> None:
+        self._tapped = tapped or Tapped()
         self._root = root
         self._key = key
         self._operator = operator
@@ -182,7 +187,9 @@ class BucketFollower:
         changed_ns = self._folder.changed_ns()
         if self._is_unchanged(changed_ns):
             return self._standing(before)
-        listing = Listing(self._folder, self._key.bucket, self._folder.entries(), self._bandwidth)
+        listing = Listing(
+            self._folder, self._key.bucket, self._folder.entries(), self._bandwidth, self._tapped.of(self._key)
+        )
         fresh = listing.refs - self._settled
         candidates = listing.candidates(fresh)
         behind = max(before.behind, listing.lag(self._loaded, candidates), key=lambda it: it.versions)
@@ -191,6 +198,8 @@ class BucketFollower:
         if schema_id == self._operator.schema_id:
             # What nobody looked at is superseded. What failed is looked at again.
             self._settled = listing.refs - errors.keys()
+        # Whatever is wrong: the next step reads from the store.
+        self._tapped.drop(self._key, self._tapped.of(self._key) if errors else listing.sizes)
         error = next(iter(errors.values()), None)
         if self._untidied and self._line is not None and self._loaded == self._line.head.ref:
             try:

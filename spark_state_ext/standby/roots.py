@@ -16,6 +16,7 @@ from spark_state_ext.errors import UsageError
 from spark_state_ext.standby.finding import Finder, FoundBuckets
 from spark_state_ext.standby.following import BucketFollower, FollowedStores
 from spark_state_ext.standby.metered import Bandwidth
+from spark_state_ext.standby.tapped import Tapped
 from spark_state_ext.standby.values import Followed, FollowedRoot
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import reclaim
@@ -148,6 +149,7 @@ class RootFollower:
         self._stores = FollowedStores()
         self._pool = DaemonPool("standby")
         self._pool.threads_max = threads_max
+        self._tapped = Tapped(clock_s=clock)
         self._finder = Finder(root.folder)
         self._operators: Mapping[BucketKey, OperatorFile] = {}
         self._held: dict[BucketKey, _Held] = {}
@@ -185,6 +187,18 @@ class RootFollower:
         held = self._held.get(key)
         return None if held is None or self._stop.is_set() else held.follower.store()
 
+    def take(self, key: BucketKey, name: str, data: bytes) -> bool:
+        """Keep a delta that a task has sent, and look at its bucket soon; False where that is not followed.
+
+        Several threads may call it. The delta counts once the store shows it.
+        """
+        held = self._held.get(key)
+        if held is None or self._stop.is_set():
+            return False
+        self._tapped.put(key, name, data)
+        held.due_s = min(held.due_s, self._clock())
+        return True
+
     def hold(self, keys: Collection[BucketKey]) -> None:
         """Follow these buckets, and no others. The copies of others stay until they are reclaimed.
 
@@ -207,7 +221,14 @@ class RootFollower:
             if key not in self._operators:
                 raise UsageError(f"{key} is not known under {self._root.root}: look for buckets first")
             follower = BucketFollower(
-                self._root, key, self._operators[key], self._stores, self._bandwidth, self._stop, self._clock
+                self._root,
+                key,
+                self._operators[key],
+                self._stores,
+                self._bandwidth,
+                self._stop,
+                self._clock,
+                self._tapped,
             )
             self._held[key] = _Held(follower, self._clock())
 
@@ -280,6 +301,9 @@ class RootFollower:
             self.work.read_bytes += found.bytes_read
             self.work.step_s += found.spent_s
         held.wait_s = next_wait_s(self._pace, held.wait_s, found.error is not None, now_s - held.written_s)
+        if found.error is None and self._tapped.of(found.key):
+            # The store does not show it yet.
+            held.wait_s = min(held.wait_s, self._pace.poll_s)
         held.due_s = now_s + held.wait_s
         told = "" if found.error is None else f"{type(found.error).__name__}: {found.error}"
         if told and told != held.told:
