@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,7 @@ def test_deltas_go_from_a_task_to_a_replica(world: Tapping) -> None:
         world.tap = tap_to(world, server)
         for number in range(1, 5):
             world.batch(changes(number))
-            eventually(lambda sent=number: server.work.taken_deltas == sent)
+            eventually(partial(has_taken, server, number))
             # Nobody would have looked for seconds.
             settled(follower)
             assert follower.followed()[world.key].newest == world.pointer.ref
@@ -152,6 +153,10 @@ def test_deltas_go_from_a_task_to_a_replica(world: Tapping) -> None:
     finally:
         follower.close()
         server.close()
+
+
+def has_taken(server: PeerServer, deltas: int) -> bool:
+    return server.work.taken_deltas == deltas
 
 
 def settled(follower: RootFollower) -> None:
