@@ -1,8 +1,8 @@
-"""From an empty disk to the first lookup, with a snapshot in a store elsewhere: lazily, and fetched whole.
+"""From an empty disk to the first lookup, with a snapshot in a store elsewhere: lazily, from a peer, and fetched whole.
 
 The store is memory that takes as long as one elsewhere does: each request waits, and all of them together get so many
-bytes a second. Narrow rows gain nothing, as each piece has some that is wanted; wide ones, and many rows for each
-wanted key, do.
+bytes a second. The peer answers over Arrow Flight in this process, and who has what is looked up anew each time. Narrow
+rows gain nothing, as each piece has some that is wanted; wide ones, and many rows for each wanted key, do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +21,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, Writer, file_name, new_checkpoint_id
+from arrow_schemas.peers import PeerSecret
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import RowSchema
+from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica
 from benchmarks.options import add_seed
 from benchmarks.report import BenchmarkError, Report
 from benchmarks.throttled import Throttled
@@ -28,6 +32,14 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.checkpoint import write_checkpoint
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed_body import announced_index
+from spark_state_ext.peers.asking import Peers
+from spark_state_ext.peers.finding import ADDRESS_KIND
+from spark_state_ext.peers.server import PeerServer
+from spark_state_ext.peers.serving import Found
+from spark_state_ext.peers.settings import PeerSettings
+from spark_state_ext.standby.members import Membership
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.lazy_file import LazyOptions
 from spark_state_ext.version import __version__
@@ -70,6 +82,8 @@ def run(options: argparse.Namespace, work: Path) -> Report:
         measured = _Measured(report, what, options, text_bytes, work)
         lazily, whole = measured.first_lookups(lazily=True), measured.first_lookups(lazily=False)
         ratio = report.ratio(f"{what}: lazily / whole", lazily / whole)
+        with measured.peer() as peers:
+            report.ratio(f"{what}: from a peer / lazily", measured.first_lookups(lazily=True, peers=peers) / lazily)
         if text_bytes == max(options.text_bytes):
             report.bar(f"{what}: lazily, over whole", ratio, "at most", WIDE_AT_MOST, "times")
     return report
@@ -83,6 +97,28 @@ class _Later:
 
     def busy(self, name: str) -> bool:
         return False
+
+
+class _Root(Throttled):
+    """The root, where hosts tell what they have: as slow as the store."""
+
+    def child(self, *names: str) -> Folder:
+        return _Root("/".join((self.root, *names)), self._latency_s, self._bytes_per_s)
+
+    def names(self) -> list[str]:
+        self._asked(0)
+        return super().names()
+
+
+@dataclass(frozen=True)
+class _Shelf:
+    """One snapshot, which is asked for whatever the name."""
+
+    path: Path
+    body_bytes: int
+
+    def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
+        return Found(self.path, self.body_bytes)
 
 
 class _Measured:
@@ -113,10 +149,13 @@ class _Measured:
             write_checkpoint(file, header, _SCHEMA, self._batches(text_bytes))
         size = path.stat().st_size
         self._folder.put_file(file_name(ref, SNAPSHOT), path)
-        path.unlink()
+        self._snapshot = path
         report.details[f"{what}: bytes"] = size
         lineage = (LineageEntry(ref, size, 9),)
-        self._pointer = Pointer("restored", 0, 1, 0, 9, None, lineage=lineage, parent=parent, rows=options.rows)
+        self._pointer = Pointer(
+            "restored", 0, 1, 0, 9, None, lineage=lineage, parent=parent, query_folder="query", rows=options.rows
+        )
+        self._root = _Root(f"memory://lazy-restore-root-{text_bytes}", self._folder._latency_s)
 
     def _batches(self, text_bytes: int) -> Iterator[pa.RecordBatch]:
         for start in range(0, len(self._hashes), _PIECE_ROWS):
@@ -134,14 +173,33 @@ class _Measured:
             ]
             yield pa.RecordBatch.from_arrays(columns, schema=_SCHEMA.arrow)
 
-    def first_lookups(self, *, lazily: bool) -> float:
+    @contextmanager
+    def peer(self) -> Iterator[Callable[[], Peers]]:
+        """A host with the snapshot; what makes a process that asks it."""
+        secret = PeerSecret.of("the secret of a benchmark")
+        data = self._snapshot.read_bytes()
+        _, index = announced_index(lambda start, end: data[start:end], len(data), str(self._snapshot))
+        assert index is not None, "a snapshot of this release has one"
+        server = PeerServer("127.0.0.1", 0, secret, _Shelf(self._snapshot, index.body_bytes))
+        key = BucketKey("restored", "query", 0)
+        address = {ADDRESS_KIND: f"grpc://127.0.0.1:{server.port}"}
+        Membership(self._root, "peer", 10.0).heartbeat(
+            MemberRecord("peer", replicas=(StandbyReplica(key, 10),), addresses=address)
+        )
+        try:
+            yield lambda: Peers(self._root, PeerSettings(secret), "benchmark")
+        finally:
+            server.close()
+
+    def first_lookups(self, *, lazily: bool, peers: Callable[[], Peers] | None = None) -> float:
         """Median seconds from an empty disk to the first lookup."""
-        how = "lazily" if lazily else "whole"
+        how = "from a peer" if peers is not None else "lazily" if lazily else "whole"
         times: list[float] = []
         hashes = self._hashes[self._wanted]
         for _ in range(self._repeats):
             self._folder.requests = self._folder.fetched_bytes = 0
-            lazy = LazyOptions(1, 1 << 40, _Later()) if lazily else None
+            asked = None if peers is None else peers()
+            lazy = LazyOptions(1, 1 << 40, _Later(), asked) if lazily else None
             context = CommitContext(self._work, lazy=lazy)
             started_s = time.perf_counter()
             store = LocalStore.at(self._work / "local", _SCHEMA)
@@ -152,6 +210,9 @@ class _Measured:
             same = bool((found.index >= 0).all() and (values == self._wanted).all())
             self._report.check(f"{self._what}: {_LOOKED_UP:,} values, {how}, are those that were written", same)
             store.close()
+            if asked is not None:
+                self._report.check(f"{self._what}: the peer gives", asked.given_bytes > 0)
+                asked.close()
             shutil.rmtree(self._work / "local")
         self._report.details[f"{self._what}: bytes fetched, {how}"] = self._folder.fetched_bytes
         self._report.details[f"{self._what}: requests, {how}"] = self._folder.requests

@@ -64,6 +64,8 @@ __all__ = [
     "OperatorChangedError",
     "OwnershipError",
     "PartitionsChangedError",
+    "PeerError",
+    "PeerGoneError",
     "ResultTypeError",
     "SchemaChangedError",
     "StateElsewhereError",
@@ -188,6 +190,14 @@ class CleanUpFailedError(StorageError):
 
 class CommitTimeoutError(StorageError, TimeoutError):
     """A backend did not confirm a commit within ``commit_timeout_ms``."""
+
+
+class PeerError(StorageError):
+    """Another host's standby service does not give what it is asked for; the store has it too."""
+
+
+class PeerGoneError(PeerError):
+    """It does not have that any more, or not yet, or has too much to do."""
 
 
 class InterruptedRestoreError(StateError, InterruptedError):

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import DELTA, CheckpointRef, LineageHeader, Writer, new_checkpoint_id
 from arrow_schemas.pointer import LineageEntry, Pointer
+from arrow_schemas.standby import BucketKey
 from spark_state_ext.backends.replication import Replica, Restorable, taken_over
 from spark_state_ext.commit.cadence import begins_with_parents, snapshot_due
 from spark_state_ext.commit.committer import Committer
@@ -140,7 +141,8 @@ class Bucket:
         kept_ms = pointer.ages.window_ms if pointer.ages is not None else None
         operators = [pointer.operator, *pointer.origins]
         # Other sources are at hand in this call only.
-        self._lazy = LazyRestore(store, self._sources, None if sources else context.lazy)
+        key = BucketKey(pointer.operator, pointer.query_folder, pointer.bucket)
+        self._lazy = LazyRestore(store, self._sources, key, None if sources else context.lazy)
         self._loader = Loader(
             store, self._sources, operators, pointer.bucket, context.scratch, kept_ms, context.while_waiting, self._lazy
         )

@@ -11,6 +11,8 @@ from spark_state_ext.engine.stores import Stores
 from spark_state_ext.files.operator_catalog import OperatorCatalog
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.ownership.lease import LeaseRegistry
+from spark_state_ext.peers.asking import PeersByRoot
+from spark_state_ext.peers.tap import Taps
 from spark_state_ext.worker.background import Background
 from spark_state_ext.worker.memory import Calls
 from spark_state_ext.worker.metrics import MetricsLogs
@@ -26,6 +28,8 @@ class Shared:
     ----------
     background, uploads, filling
         What runs beside batches; what is restored lazily is fetched in a thread of its own.
+    peers, taps
+        Who is asked before the store for what is restored lazily; and is sent deltas.
     stores, memory
         Local stores, and the bytes that calls changed.
     leases, catalog, first_query_folders, holds
@@ -42,6 +46,8 @@ class Shared:
         self.background = Background()
         self.filling = Background()
         self.uploads = WorkerUploads()
+        self.peers = PeersByRoot()
+        self.taps = Taps()
         self.stores = Stores()
         self.memory = Calls()
         self.leases = LeaseRegistry()
@@ -76,3 +82,5 @@ class Shared:
         self.housekeeping.probes.beside.close()
         self.background.close()
         self.filling.close()
+        self.taps.close()
+        self.peers.close()

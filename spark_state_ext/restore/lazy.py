@@ -22,6 +22,7 @@ from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES
 from arrow_schemas.equality import IndexArray
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, file_name
 from arrow_schemas.snapshot_index import SnapshotIndex
+from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import (
     CorruptFileError,
     LineageError,
@@ -32,7 +33,7 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.readable import Readable
 from spark_state_ext.files.sealed_body import NOT_ARROW, PADDED_MAGIC, announced_index, check_form
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.store.lazy_file import LazyFile, LazyOptions
+from spark_state_ext.store.lazy_file import LazyFile, LazyOptions, PieceGiver
 from spark_state_ext.store.runs import Run
 from spark_state_ext.worker.background import Runner
 from spark_state_ext.worker.threads import side_by_side
@@ -53,7 +54,9 @@ _REQUEST_PIECES = BLOCK_BYTES // PIECE_BYTES
 _REQUESTS_MAX = 32
 
 
-def lazy_options(runner: Runner, environ: Mapping[str, str] = os.environ) -> LazyOptions:
+def lazy_options(
+    runner: Runner, environ: Mapping[str, str] = os.environ, peers: PieceGiver | None = None
+) -> LazyOptions:
     """What the environment says of lazy restore.
 
     Parameters
@@ -62,6 +65,8 @@ def lazy_options(runner: Runner, environ: Mapping[str, str] = os.environ) -> Laz
         What fills files beside batches.
     environ
         The variables.
+    peers
+        Who is asked before the store.
 
     Raises
     ------
@@ -74,7 +79,7 @@ def lazy_options(runner: Runner, environ: Mapping[str, str] = os.environ) -> Laz
         if not text.isascii() or not text.isdigit() or int(text) < 1:
             raise UsageError(f"{name} is {text!r}: give a whole number of bytes above 0, or leave it out")
         found.append(int(text))
-    return LazyOptions(found[0], found[1], runner)
+    return LazyOptions(found[0], found[1], runner, peers)
 
 
 @dataclass(frozen=True)
@@ -102,18 +107,21 @@ class LazyRestore:
         The bucket's local store.
     sources
         Where its files are.
+    key
+        The bucket, as peers know it.
     options
         None: nothing is restored lazily. What another call has begun so is gone on with.
     """
 
-    def __init__(self, store: LocalStore, sources: Sources, options: LazyOptions | None) -> None:
+    def __init__(self, store: LocalStore, sources: Sources, key: BucketKey, options: LazyOptions | None) -> None:
         self._store = store
+        self._key = key
         self._sources = sources
         self._options = options
         self._lock = threading.Lock()
         # By checkpoint: where its file is the one that the run is of.
         self._same: dict[CheckpointRef, set[str]] = {}
-        # Bytes that were fetched after both ends.
+        # Bytes that were fetched from backends after both ends.
         self.fetched_bytes = 0
 
     # -- beginning ----------------------------------------------------------------------------------
@@ -189,7 +197,7 @@ class LazyRestore:
         return f"filling {self._store.folder} {run.newest}"
 
     def fetch(self, lazy: LazyFile, pieces: IndexArray) -> None:
-        """Fetch pieces of a file, and put them there.
+        """Fetch pieces of a file, and put them there: from peers as far as these have them, the rest from backends.
 
         Parameters
         ----------
@@ -205,6 +213,22 @@ class LazyRestore:
         StorageError
             When a backend that may have it cannot be reached.
         """
+        self._fetch(lazy, pieces, beside=False)
+
+    def _fetch(self, lazy: LazyFile, pieces: IndexArray, beside: bool) -> None:
+        peers = None if self._options is None else self._options.peers
+        if peers is not None:
+            self._sources.raise_if_closed()
+            peers.give(self._key, lazy, _requests(lazy.lacking(pieces)), beside)
+            pieces = lazy.lacking(pieces)
+            if not len(pieces):
+                return
+        started_s = time.monotonic()
+        self._fetch_from_backends(lazy, pieces)
+        if peers is not None and beside:
+            peers.note_store(len(_requests(pieces)), len(pieces) * PIECE_BYTES, time.monotonic() - started_s)
+
+    def _fetch_from_backends(self, lazy: LazyFile, pieces: IndexArray) -> None:
         ref = lazy.run.newest
         try:
             self._sources.read(ref, SNAPSHOT, lambda files: self._fetch_from(files, lazy, pieces))
@@ -269,7 +293,7 @@ class LazyRestore:
                 return
             started_s = time.monotonic()
             some = absent[absent < absent[0] + _REQUEST_PIECES]
-            self.fetch(lazy, some)
+            self._fetch(lazy, some, beside=True)
             took_s = time.monotonic() - started_s
             time.sleep(max(0.0, len(some) * PIECE_BYTES / bytes_per_s_max - took_s))
 

@@ -43,6 +43,7 @@ from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.recovery import Reading
 from spark_state_ext.standby.succession import Succession
+from spark_state_ext.standby.tapped import Tapped
 from spark_state_ext.standby.telling import tell_committed
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 from spark_state_ext.store import LocalStore
@@ -110,8 +111,8 @@ class BucketFollower:
         When it is set, a step ends soon.
     clock
         Monotonic, seconds.
-    since
-        Takeovers after this version are told; None: those from the first step on.
+    tapped
+        Deltas that tasks have sent.
     """
 
     def __init__(
@@ -123,9 +124,11 @@ class BucketFollower:
         bandwidth: Bandwidth | None = None,
         stop: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
-        since: int | None = None,
+        tapped: Tapped | None = None,
     ) -> None:
-        self._succession = Succession(since)
+        self._tapped = tapped or Tapped()
+        # Takeovers of before the first step are of no interest, unless somebody says so.
+        self._succession = Succession(None)
         self._root = root
         self._key = key
         self._operator = operator
@@ -183,6 +186,10 @@ class BucketFollower:
             self._store_folder = self._root.store_folder(self._key, operator.schema_id)
             self._forget()
 
+    def tell_takeovers(self, after: int) -> None:
+        """Tell takeovers after that version; to be called before the first step."""
+        self._succession = Succession(after)
+
     def step(self) -> Followed:
         """Load what is new.
 
@@ -212,7 +219,9 @@ class BucketFollower:
         changed_ns = self._folder.changed_ns()
         if self._is_unchanged(changed_ns):
             return self._standing(before)
-        listing = Listing(self._folder, self._key.bucket, self._folder.entries(), self._bandwidth)
+        listing = Listing(
+            self._folder, self._key.bucket, self._folder.entries(), self._bandwidth, self._tapped.of(self._key)
+        )
         fresh = listing.refs - self._settled
         candidates = listing.candidates(fresh)
         lag = listing.lag(self._loaded, candidates)
@@ -223,6 +232,8 @@ class BucketFollower:
         if schema_id == self._operator.schema_id:
             # What nobody looked at is superseded. What failed is looked at again.
             self._settled = listing.refs - errors.keys()
+        # Whatever is wrong: the next step reads from the store.
+        self._tapped.drop(self._key, self._tapped.of(self._key) if errors else listing.sizes)
         error = next(iter(errors.values()), None)
         try:
             committed = None if self._line is None else self._line.committed
@@ -290,7 +301,7 @@ class BucketFollower:
         """See how large the copy is; while a task prunes it that cannot be told, and is as before."""
         if self._loaded is not None:
             with suppress(MissingRunError, CorruptStoreError):
-                view = self._store().view(self._loaded)
+                view = self.store().view(self._loaded)
                 self._size = (view.size_bytes, view.rows_max)
 
     def _follow(self, listing: Listing, candidates: Sequence[CheckpointRef]) -> dict[CheckpointRef, StateError]:
@@ -336,7 +347,7 @@ class BucketFollower:
 
     def _load(self, listing: Listing, header: LineageHeader) -> None:
         """Fetch what the local store lacks of a checkpoint."""
-        store = self._store()
+        store = self.store()
         try:
             self._load_into(store, listing, header)
         except CorruptStoreError as error:
@@ -394,7 +405,7 @@ class BucketFollower:
 
     def _tidy(self, listing: Listing, line: Line) -> None:
         """Merge and prune up to the committed checkpoint, as a task does with its input."""
-        store = self._store()
+        store = self.store()
         try:
             try:
                 unconfirmed = line.head.lineage[0] if line.head.lineage else None
@@ -426,7 +437,8 @@ class BucketFollower:
 
     # -- the local store ---------------------------------------------------------------------------
 
-    def _store(self) -> LocalStore:
+    def store(self) -> LocalStore:
+        """The local store that the copy is in. Several threads may ask."""
         return self._stores.at(self.store_folder, self._operator.row_schema())
 
     def _written(self) -> tuple[int, int, int] | None:
@@ -453,7 +465,7 @@ class BucketFollower:
         if self._note_use():
             # Mostly nobody else has written it. A new file may have the number of the old one.
             written = self._written()
-            if written is not None and (written == self._seen or self._store().has(self._loaded)):
+            if written is not None and (written == self._seen or self.store().has(self._loaded)):
                 self._seen = written
                 return
         _LOGGER.info("the local store %s was replaced or removed; it is filled again", self.store_folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, file_name
 from spark_state_ext.files.folder import Entry, Folder
@@ -28,11 +28,20 @@ class Listing:
         The listing.
     bandwidth
         How fast its files may be read.
+    tapped
+        As for `MeteredFiles`.
     """
 
-    def __init__(self, folder: Folder, bucket: int, entries: Sequence[Entry], bandwidth: Bandwidth) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        bucket: int,
+        entries: Sequence[Entry],
+        bandwidth: Bandwidth,
+        tapped: Mapping[str, bytes] | None = None,
+    ) -> None:
         self.sizes = {entry.name: entry.size_bytes for entry in entries}
-        self.meter = MeteredFiles(folder, self.sizes, bandwidth)
+        self.meter = MeteredFiles(folder, self.sizes, bandwidth, tapped)
         self.files = BucketFiles(folder, bucket, entries, self.meter)
 
     @property

@@ -9,17 +9,16 @@ no two clocks are compared.
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from arrow_schemas.standby import MemberRecord, StandbySettings
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, UsageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.members import MEMBERS_FOLDER, STANDBY_FOLDER, RecordName
 from spark_state_ext.files.readable import document_in
 
 __all__ = [
@@ -36,75 +35,12 @@ __all__ = [
 ]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-STANDBY_FOLDER = "_standby"
-MEMBERS_FOLDER = "members"
 _SETTINGS_NAME = "settings.json"
 # How many heartbeats a host is taken to live without a new record, and after how many such a record is removed.
 _ALIVE_HEARTBEATS = 3
 _REMOVED_HEARTBEATS = 100
-_NAME = re.compile(r"([A-Za-z0-9_=-][A-Za-z0-9._=-]*)\.(0|[1-9][0-9]{0,17})\.(0|[1-9][0-9]{0,17})\.json")
-_SAFE = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789.-_")
-_ESCAPE = re.compile(r"=([0-9A-F]{2})")
-# File systems allow 255 bytes, and a temporary name is longer by 38.
-_HOST_MAX = 150
 # Two services under one name: this many of the last looks must show two new records of it.
 _LOOKS, _DOUBLED_LOOKS = 4, 2
-
-
-class RecordName(NamedTuple):
-    """Name of a record's file.
-
-    Parameters
-    ----------
-    host
-        Whose record.
-    heartbeat
-        Its number: each record has one more than the one before.
-    generation
-        Records of one generation say the same, but for what does not matter to others.
-    """
-
-    host: str
-    heartbeat: int
-    generation: int
-
-    @property
-    def text(self) -> str:
-        """The name.
-
-        Raises
-        ------
-        UsageError
-            When the host's name is empty, or too long for a file.
-
-        Examples
-        --------
-        >>> RecordName("a.example/1", 7, 3).text
-        'a.example=2F1.7.3.json'
-        """
-        data = self.host.encode("utf-8", "surrogatepass")
-        told = "".join(
-            chr(byte) if byte in _SAFE and (at or byte != ord(".")) else f"={byte:02X}" for at, byte in enumerate(data)
-        )
-        if not 0 < len(told) <= _HOST_MAX:
-            raise UsageError(
-                f"a host's name has 1 to {_HOST_MAX} bytes, not {self.host[:40]!r}: set SPARK_STATE_EXT_HOST, for its "
-                "executors and its standby service alike"
-            )
-        return f"{told}.{self.heartbeat}.{self.generation}.json"
-
-    @staticmethod
-    def parse(text: str) -> RecordName | None:
-        """Inverse of `text`; None for any other name."""
-        match = _NAME.fullmatch(text)
-        if match is None:
-            return None
-        escaped = _ESCAPE.sub(lambda it: chr(int(it[1], 16)), match[1]).encode("latin-1")
-        try:
-            found = RecordName(escaped.decode("utf-8", "surrogatepass"), int(match[2]), int(match[3]))
-            return found if found.text == text else None
-        except (UnicodeDecodeError, UsageError):
-            return None
 
 
 @dataclass(frozen=True)

@@ -89,13 +89,21 @@ class MeteredFiles:
         Sizes of its files, as listed, bytes.
     bandwidth
         How fast they may be read.
+    tapped
+        Files that need not be read, by name; one of another size than listed counts for nothing.
     """
 
-    def __init__(self, folder: Folder, sizes: Mapping[str, int], bandwidth: Bandwidth) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        sizes: Mapping[str, int],
+        bandwidth: Bandwidth,
+        tapped: Mapping[str, bytes] | None = None,
+    ) -> None:
         self._folder = folder
         self._sizes = sizes
         self._bandwidth = bandwidth
-        self._whole: dict[str, bytes] = {}
+        self._whole = {name: data for name, data in (tapped or {}).items() if sizes.get(name) == len(data)}
         self._read: set[str] = set()
         self._bytes = 0
         self._lock = threading.Lock()

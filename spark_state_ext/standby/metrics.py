@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from spark_state_ext.peers.serving import PeerWork
 from spark_state_ext.standby.failovers import OUTCOMES
 from spark_state_ext.standby.recovery import recover_host_s
 from spark_state_ext.standby.service import RootService, StandbyService
@@ -42,10 +43,13 @@ class StandbyCollector:
     ----------
     service
         The service.
+    peers
+        What it has given to peers; None: it gives nothing.
     """
 
-    def __init__(self, service: StandbyService) -> None:
+    def __init__(self, service: StandbyService, peers: PeerWork | None = None) -> None:
         self._service = service
+        self._peers = peers
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: names are not looked at before the service has found something."""
@@ -86,6 +90,19 @@ class StandbyCollector:
             yield family
         yield from _recovery(roots, GaugeMetricFamily)
         yield from _takeovers(roots, CounterMetricFamily)
+        if self._peers is not None:
+            questions = CounterMetricFamily(
+                f"{_PREFIX}_peer_questions", "Questions of peers, by what became of them.", labels=["outcome"]
+            )
+            for outcome, count in self._peers.questions.items():
+                questions.add_metric([outcome], count)
+            given = CounterMetricFamily(f"{_PREFIX}_peer_bytes", "Bytes of snapshots given to peers.")
+            given.add_metric([], self._peers.given_bytes)
+            deltas = CounterMetricFamily(f"{_PREFIX}_peer_deltas", "Deltas that tasks have sent, and that were kept.")
+            deltas.add_metric([], self._peers.taken_deltas)
+            taken = CounterMetricFamily(f"{_PREFIX}_peer_delta_bytes", "Their bytes.")
+            taken.add_metric([], self._peers.taken_bytes)
+            yield from (questions, given, deltas, taken)
 
 
 def _by_operator(root: RootService) -> Iterator[tuple[str, list[Followed]]]:

@@ -17,7 +17,9 @@ from spark_state_ext.standby.finding import Finder, FoundBuckets
 from spark_state_ext.standby.following import BucketFollower, FollowedStores
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.recovery import Reading, Readings, RestoreRate
+from spark_state_ext.standby.tapped import Tapped
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
+from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import reclaim
 from spark_state_ext.worker.threads import DaemonPool
 
@@ -149,6 +151,7 @@ class RootFollower:
         self._stores = FollowedStores()
         self._pool = DaemonPool("standby")
         self._pool.threads_max = threads_max
+        self._tapped = Tapped(clock_s=clock)
         self._finder = Finder(root.folder)
         self._operators: Mapping[BucketKey, OperatorFile] = {}
         self._held: dict[BucketKey, _Held] = {}
@@ -174,6 +177,29 @@ class RootFollower:
     def held(self) -> list[BucketKey]:
         """The buckets that are followed, ascending."""
         return sorted(self._held)
+
+    def store(self, key: BucketKey) -> LocalStore | None:
+        """The local store of a bucket that is followed; None: it is not. Several threads may ask.
+
+        Raises
+        ------
+        StorageError
+            When it cannot be opened.
+        """
+        held = self._held.get(key)
+        return None if held is None or self._stop.is_set() else held.follower.store()
+
+    def take(self, key: BucketKey, name: str, data: bytes) -> bool:
+        """Keep a delta that a task has sent, and look at its bucket soon; False where that is not followed.
+
+        Several threads may call it. The delta counts once the store shows it.
+        """
+        held = self._held.get(key)
+        if held is None or self._stop.is_set():
+            return False
+        self._tapped.put(key, name, data)
+        held.due_s = min(held.due_s, self._clock())
+        return True
 
     def hold(self, keys: Collection[BucketKey], since: Mapping[BucketKey, int] | None = None) -> None:
         """Follow these buckets, and no others. The copies of others stay until they are reclaimed.
@@ -206,8 +232,10 @@ class RootFollower:
                 self._bandwidth,
                 self._stop,
                 self._clock,
-                (since or {}).get(key),
+                self._tapped,
             )
+            if since is not None and key in since:
+                follower.tell_takeovers(since[key])
             self._held[key] = _Held(follower, self._clock())
 
     def tick(self) -> float:
@@ -295,6 +323,9 @@ class RootFollower:
             ended_s = found.begun_s + found.spent_s
             self._readings.add(Reading(found.begun_s, ended_s, found.bytes_read, found.rows_read))
         held.wait_s = next_wait_s(self._pace, held.wait_s, found.error is not None, now_s - held.written_s)
+        if found.error is None and self._tapped.of(found.key):
+            # The store does not show it yet.
+            held.wait_s = min(held.wait_s, self._pace.poll_s)
         held.due_s = now_s + held.wait_s
         told = "" if found.error is None else f"{type(found.error).__name__}: {found.error}"
         if told and told != held.told:

@@ -76,6 +76,8 @@ class RootService:
         Follows the root's buckets.
     clock_s
         A clock that only goes forward.
+    addresses
+        Where others reach this host, as its record tells them.
     """
 
     def __init__(
@@ -85,7 +87,9 @@ class RootService:
         rack: str | None,
         follower: RootFollower,
         clock_s: Callable[[], float] = time.monotonic,
+        addresses: Mapping[str, str] | None = None,
     ) -> None:
+        self._addresses = dict(addresses or {})
         self.failovers = Failovers()
         self.last = Round()
         self.follower = follower
@@ -204,6 +208,7 @@ class RootService:
             self._host,
             self._rack,
             replicas=tuple(replicas),
+            addresses=self._addresses,
             active=self._active,
             searched=self._searched,
             restore_bytes_per_s=_rounded(rate.bytes_per_s),

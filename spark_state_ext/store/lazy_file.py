@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,7 @@ import pyarrow as pa
 from arrow_schemas.blocks import PIECE_BYTES, digest_of
 from arrow_schemas.equality import IndexArray
 from arrow_schemas.snapshot_index import IndexRecord, SnapshotIndex
+from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingRunError
 from spark_state_ext.store.base_file import file_of, mapped
 from spark_state_ext.store.local_disk import storage_error
@@ -31,11 +32,26 @@ from spark_state_ext.worker.background import Runner
 if TYPE_CHECKING:
     from spark_state_ext.store.runs import Run
 
-__all__ = ["FetchPieces", "LazyFile", "LazyOptions", "marks_of"]
+__all__ = ["FetchPieces", "LazyFile", "LazyOptions", "PieceGiver", "marks_of"]
 
 _MAGIC = b"SSEL"
 # Magic, CRC-32 of the index, its bytes.
 _HEAD = struct.Struct("<4sIQ")
+
+
+class PieceGiver(Protocol):
+    """Who may have pieces of a file beside the store (`spark_state_ext.peers`)."""
+
+    def give(self, key: BucketKey, lazy: LazyFile, ranges: Sequence[tuple[int, int]], beside: bool) -> None:
+        """Put pieces of a bucket's file there, as far as they are had: ranges of their numbers.
+
+        With `beside` nobody waits for them.
+        """
+        ...
+
+    def note_store(self, requests: int, size_bytes: int, took_s: float) -> None:
+        """How long the store took where nobody waited for it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,11 +66,14 @@ class LazyOptions:
         How much is fetched beside batches.
     runner
         What that runs in.
+    peers
+        Who is asked before the store; None: nobody.
     """
 
     bytes_min: int
     fill_bytes_per_s_max: int
     runner: Runner
+    peers: PieceGiver | None = None
 
 
 def marks_of(folder: Path, run_key: str) -> Path:
@@ -193,7 +212,7 @@ class LazyFile:
         lacking: IndexArray = pieces[~here]
         return lacking
 
-    def put(self, first: int, data: bytes, where: str) -> None:
+    def put(self, first: int, data: bytes | memoryview, where: str) -> None:
         """Write pieces that are not here.
 
         Parameters
@@ -259,7 +278,7 @@ class LazyFile:
 FetchPieces: TypeAlias = Callable[[LazyFile, IndexArray], None]
 
 
-def _write(file: FileIO, data: bytes, at: int) -> None:
+def _write(file: FileIO, data: bytes | memoryview, at: int) -> None:
     view = memoryview(data)
     while len(view):
         written = os.pwrite(file.fileno(), view, at)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from arrow_schemas.blocks import digest_of
 from arrow_schemas.equality import HashArray
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
@@ -101,6 +102,22 @@ class LazyRuns:
     def file(self, run: Run) -> LazyFile | None:
         """The file of a run that is not whole; None where it is, or has none."""
         return self._chunks.lazy(self._environment.folder, run) if run.file_bytes else None
+
+    def whole_file(self, ref: CheckpointRef, body_digest: str) -> tuple[Path, int] | None:
+        """Where the body of a snapshot lies, and its bytes; None where it is not here, not whole, or another one.
+
+        Parameters
+        ----------
+        ref
+            The snapshot's checkpoint.
+        body_digest
+            What its footer says of its body.
+        """
+        folder = self._environment.folder
+        for run in self._environment.read(lambda txn: list(manifest.every(txn))):
+            if run.newest == ref and run.base and run.file_bytes and digest_of(run.blocks) == body_digest:
+                return None if self.file(run) is not None else (file_of(folder, run.key), run.file_bytes)
+        return None
 
     def places(self, runs: Sequence[Run], hashes: HashArray, fetch: FetchPieces | None) -> dict[str, Places]:
         """Have here what a lookup looks at, and tell where it is: by the key of each run that is not whole.

@@ -9,15 +9,25 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from peer_support import SECRET, SECRET_TEXT
+from sqlite_backend import SqliteFiles
 from started_query import GOLDEN, Query, rewritten, rows, unchanged
 from test_starts_elsewhere import _sqlite
 
+from arrow_schemas import CheckpointRef
+from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from arrow_schemas.row import RowSchema
+from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica
 from spark_state_ext import Savepoint
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.sealed_body import announced_index
+from spark_state_ext.peers.finding import ADDRESS_KIND
+from spark_state_ext.peers.server import PeerServer
+from spark_state_ext.peers.serving import Found
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.spark.executor.opening import OpenBucket
+from spark_state_ext.standby.members import Membership
 from spark_state_ext.store import View
 from spark_state_ext.store.runs import hashes_of
 
@@ -26,6 +36,13 @@ BYTES_MIN = "SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN"
 
 def _all(opened: OpenBucket) -> pa.RecordBatch:
     return pa.Table.from_batches(list(opened.bucket.scan())).combine_chunks().to_batches()[0]
+
+
+def _snapshots(opened: OpenBucket) -> dict[CheckpointRef, bytes]:
+    files = opened.replicas[0].restore.restore()
+    assert isinstance(files, SqliteFiles)
+    names = {entry.name: parse_file_name(entry.name) for entry in files.entries()}
+    return {it[0]: files.get(name) for name, it in names.items() if it is not None and it[1] == SNAPSHOT}
 
 
 def _looked_up(view: View, known: pa.RecordBatch, schema: RowSchema) -> list[dict[str, object]]:
@@ -59,6 +76,52 @@ def test_a_call_restores_what_its_keys_need(
     later = query.call(1, pointer, rewritten)
     found = query.call(1, later, rows)
     assert json.loads(found) == json.loads(json.dumps(known.to_pylist(), default=str))
+
+
+def test_a_call_with_the_secret_asks_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BYTES_MIN, "1")
+    monkeypatch.setenv("SPARK_STATE_EXT_PEER_SECRET", SECRET_TEXT)
+    canonical = GOLDEN / "savepoint-1" / "canonical"
+    operator = read_manifest(Folder(str(canonical))).header.operators["golden"]
+    query = Query(tmp_path / "query", operator, Savepoint(str(canonical)), backends=[_sqlite(tmp_path)])
+    known = query.call(1, None, _all)
+    pointer = query.call(1, None, unchanged)
+    ((begins, snapshot),) = query.call(1, pointer, _snapshots).items()
+    path = tmp_path / "snapshot"
+    path.write_bytes(snapshot)
+    _, index = announced_index(lambda start, end: snapshot[start:end], len(snapshot), str(path))
+    assert index is not None
+    body_bytes = index.body_bytes
+    key = BucketKey(operator.operator, pointer.query_folder, 1)
+    asked: list[tuple[BucketKey, CheckpointRef]] = []
+
+    class Shelf:
+        def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
+            asked.append((key, ref))
+            return Found(path, body_bytes)
+
+    server = PeerServer("127.0.0.1", 0, SECRET, Shelf())
+    try:
+        record = MemberRecord(
+            "b", replicas=(StandbyReplica(key, 1),), addresses={ADDRESS_KIND: f"grpc://127.0.0.1:{server.port}"}
+        )
+        Membership(Folder(str(query.root)), "b", 10.0).heartbeat(record)
+
+        def look(opened: OpenBucket) -> list[dict[str, object]]:
+            return opened.bucket.read(lambda view: _looked_up(view, known, opened.schema))
+
+        assert query.call(1, pointer, look) == known.to_pylist()
+        assert set(asked) == {(key, begins)}
+        assert len(asked) == server.work.questions["given"]
+        monkeypatch.delenv("SPARK_STATE_EXT_PEER_SECRET")
+        before = len(asked)
+        assert query.call(1, pointer, look) == known.to_pylist()
+        assert len(asked) == before
+        monkeypatch.setenv("SPARK_STATE_EXT_PEER_SECRET", "too short")
+        with pytest.raises(UsageError, match="take at least 16"):
+            query.call(1, pointer, look)
+    finally:
+        server.close()
 
 
 def test_what_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from spark_state_ext.errors import StateError
 from spark_state_ext.files import checkpoint
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.store.lazy_file import LazyFile, LazyOptions
+from spark_state_ext.store.lazy_file import LazyFile, LazyOptions, PieceGiver
 from spark_state_ext.store.runs import sorted_run
 from spark_state_ext.worker.background import Work
 
@@ -178,9 +178,10 @@ def bucket_on(
     lazily: bool = True,
     replicas: Sequence[Replica] | None = None,
     pointer: Pointer | None = None,
+    peers: PieceGiver | None = None,
 ) -> Bucket:
     """The bucket in a call."""
-    context = CommitContext(scratch, lazy=LazyOptions(1, 1 << 40, later or Later()) if lazily else None)
+    context = CommitContext(scratch, lazy=LazyOptions(1, 1 << 40, later or Later(), peers) if lazily else None)
     its = sole_replica(remote.folder, scratch) if replicas is None else replicas
     return Bucket(store, its, pointer or remote.pointer, WRITER, context)
 

@@ -20,6 +20,7 @@ from lazy_bucket import SCHEMA, SNAPSHOT_NAME, Later, Remote, bucket_on, lazy_fi
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
 from spark_state_ext.store import LocalStore, View, lazy_file
+from spark_state_ext.store.lazy_file import PieceGiver
 from tests.helpers.soak import examples
 
 T = TypeVar("T")
@@ -33,6 +34,9 @@ class _Died(BaseException):
 class LazyMachine(RuleBasedStateMachine):
     """One bucket, and one store object at a time."""
 
+    # Who is asked before the store.
+    peers: PieceGiver | None = None
+
     @initialize(bad_hashes=st.booleans())
     def begin(self, bad_hashes: bool) -> None:
         self.scratch = Path(tempfile.mkdtemp())
@@ -43,7 +47,10 @@ class LazyMachine(RuleBasedStateMachine):
 
     def _open(self) -> None:
         self.store = LocalStore.at(self.scratch / "store", SCHEMA)
-        self.bucket: Bucket = bucket_on(self.store, self.remote, self.scratch, later=self.later)
+        self._call()
+
+    def _call(self) -> None:
+        self.bucket: Bucket = bucket_on(self.store, self.remote, self.scratch, later=self.later, peers=self.peers)
 
     def _read(self, work: Callable[[View], T]) -> T:
         return self.bucket.read(work)
@@ -104,7 +111,7 @@ class LazyMachine(RuleBasedStateMachine):
             self._check(keys)
         except StorageError:
             # A load that failed closes its sources: it takes another call.
-            self.bucket = bucket_on(self.store, self.remote, self.scratch, later=self.later)
+            self._call()
         finally:
             self.remote.folder.fails_after = None
 

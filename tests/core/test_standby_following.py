@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from standby_support import FAULTY, Faults, World, covering
 
+from arrow_schemas.blocks import digest_of
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer, file_name
 from arrow_schemas.operator import operator_file_name
 from spark_state_ext.commit import cadence
@@ -30,6 +31,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.listing import Entry
 from spark_state_ext.files.retention import clean_up
+from spark_state_ext.files.sealed_body import announced_index
 from spark_state_ext.standby.following import BucketFollower, FollowedStores
 from spark_state_ext.standby.line import Line, judged
 from spark_state_ext.standby.listed import Listing
@@ -380,6 +382,35 @@ def test_a_snapshot_replaces_runs_that_are_too_large_to_be_merged(
         assert world.adopted() == 0
         assert covering(world.task()) <= world.committed
     assert len(world.task().runs()) <= 10
+
+
+@pytest.mark.usefixtures("snapshots_often")
+def test_a_large_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it can give that to it as a peer: from the batch after it on."""
+    monkeypatch.setattr("spark_state_ext.store.local.outgrown", lambda sizes, _: outgrown(sizes, 1_000))
+    monkeypatch.setattr(
+        "spark_state_ext.store.local.choose_compaction",
+        lambda sizes, _, border: compaction.choose_compaction(sizes, 1_000, border),
+    )
+    monkeypatch.setattr("spark_state_ext.files.checkpoint._INGESTED_BYTES_MIN", 0)
+    looked = 0
+    for number in range(20):
+        world.batch(changes(number))
+        assert world.follower.step().is_caught_up
+        begins = world.pointer.lineage[0].ref
+        data = world.files.get(name) if (name := file_name(begins, SNAPSHOT)) in world.names() else b""
+        if data and begins != world.pointer.ref:
+            _, index = announced_index(lambda start, end, of=data: of[start:end], len(data), name)  # type: ignore[misc]
+            assert index is not None
+            found = world.follower.store().lazy.whole_file(begins, digest_of(index.blocks()))
+            assert found is not None
+            path, body_bytes = found
+            assert path.read_bytes()[:body_bytes] == data[: index.body_bytes]
+            assert world.follower.store().lazy.whole_file(begins, "0" * 32) is None
+            looked += 1
+    assert looked > 10
 
 
 # -- schemas --------------------------------------------------------------------------------------

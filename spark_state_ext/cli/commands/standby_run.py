@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -12,6 +13,7 @@ import typer
 
 from spark_state_ext.cli.output import say
 from spark_state_ext.cli.parameters import StorageOptions, options_of
+from spark_state_ext.cli.peer_server import PeerOptions, address_of, serve_peers
 from spark_state_ext.cli.targets import as_given
 from spark_state_ext.standby.metrics import StandbyCollector
 from spark_state_ext.standby.roots import RootFollower
@@ -46,6 +48,18 @@ def command(
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="of /healthz and /metrics; by default there are none")
     ] = None,
+    peer_listen: Annotated[
+        str | None,
+        typer.Option("--peer-listen", metavar="HOST:PORT", help="where other hosts may ask for what this one has"),
+    ] = None,
+    peer_address: Annotated[
+        str | None, typer.Option("--peer-address", metavar="NAME", help="by which name others reach this host")
+    ] = None,
+    peer_secret_file: Annotated[
+        Path | None, typer.Option("--peer-secret-file", help="else SPARK_STATE_EXT_PEER_SECRET has the secret")
+    ] = None,
+    peer_tls_cert: Annotated[Path | None, typer.Option("--peer-tls-cert", help="this host's certificate, PEM")] = None,
+    peer_tls_key: Annotated[Path | None, typer.Option("--peer-tls-key", help="its private key, PEM")] = None,
     storage_options: StorageOptions = "{}",
 ) -> None:
     """Keep copies of buckets' state on this host, until it is told to stop (SIGTERM or SIGINT).
@@ -66,16 +80,23 @@ def command(
         return RootFollower(root, threads_max=threads, bandwidth_max_bytes_s=bandwidth_max)
 
     followed = [FollowedRoot(as_given(root), options, str(local_dir)) for root in roots]
-    service = StandbyService([RootService(root, host, rack, follower(root)) for root in followed], keep_s)
-    web = None if port is None else Web(address, port, service.ails, StandbyCollector(service))
-    say(f"standby of {', '.join(root.name for root in service.roots)} on {host}{'' if web is None else _told(web)}")
-    try:
+    followers = [follower(root) for root in followed]
+    peer = PeerOptions(peer_listen, peer_address, peer_secret_file, peer_tls_cert, peer_tls_key)
+    with ExitStack() as opened:
+        peers = serve_peers(peer, followers)
+        if peers is not None:
+            opened.callback(peers.close)
+        reached = address_of(peers, peer)
+        parts = [
+            RootService(root, host, rack, it, addresses=reached) for root, it in zip(followed, followers, strict=True)
+        ]
+        service = StandbyService(parts, keep_s)
+        told = [f"standby of {', '.join(root.name for root in service.roots)} on {host}"]
+        told += [f"peers ask {it}" for it in reached.values()]
+        if port is not None:
+            web = Web(address, port, service.ails, StandbyCollector(service, None if peers is None else peers.work))
+            opened.callback(web.close)
+            told.append(f"port {web.port} has /healthz and /metrics")
+        say("; ".join(told))
         service.run(stop)
-    finally:
-        if web is not None:
-            web.close()
     say("stopped")
-
-
-def _told(web: Web) -> str:
-    return f"; port {web.port} has /healthz and /metrics"

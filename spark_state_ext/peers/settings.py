@@ -1,0 +1,76 @@
+"""What the environment of a process says of peers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from arrow_schemas.peers import PeerSecret
+from spark_state_ext.errors import UsageError
+
+__all__ = ["CA_VARIABLE", "SECRET_VARIABLE", "PeerSettings", "peer_settings", "pem_file"]
+
+SECRET_VARIABLE = "SPARK_STATE_EXT_PEER_SECRET"
+CA_VARIABLE = "SPARK_STATE_EXT_PEER_CA"
+
+
+@dataclass(frozen=True)
+class PeerSettings:
+    """How peers are asked.
+
+    Parameters
+    ----------
+    secret
+        Which they have too.
+    ca
+        Certificates, as PEM, one of which must have signed a peer's; peers without TLS are not asked then. None: peers
+        with TLS must have a certificate that the system trusts.
+    """
+
+    secret: PeerSecret
+    ca: bytes | None = field(default=None, repr=False)
+
+
+def peer_settings(environ: Mapping[str, str] = os.environ) -> PeerSettings | None:
+    """What the environment says; None: peers are not asked, as there is no secret.
+
+    Parameters
+    ----------
+    environ
+        The variables.
+
+    Raises
+    ------
+    UsageError
+        When the secret is too short, or the certificates cannot be read.
+    """
+    text, ca = environ.get(SECRET_VARIABLE), environ.get(CA_VARIABLE)
+    if not text:
+        return None
+    return PeerSettings(PeerSecret.of(text), None if not ca else pem_file(ca, CA_VARIABLE))
+
+
+def pem_file(path: str | os.PathLike[str], given_by: str) -> bytes:
+    """The bytes of a certificate's or a key's file.
+
+    Parameters
+    ----------
+    path
+        The file.
+    given_by
+        Which option or variable names it.
+
+    Raises
+    ------
+    UsageError
+        When it cannot be read, or is no PEM.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{given_by} names {path}, which cannot be read: {error.strerror}") from error
+    if b"-----BEGIN " not in data:
+        raise UsageError(f"{given_by} names {path}, which is no PEM file: give one that begins with -----BEGIN")
+    return data

@@ -1,0 +1,533 @@
+"""Peers: what they give is what the store has, and whatever they do, a task has the right rows."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lazy_bucket import FIRST, LAST, SCHEMA, SNAPSHOT_NAME, lazy_files
+from peer_support import KEY, SECRET, SECRET_TEXT, PeerWorld, certified, service_of
+from pyarrow import flight
+
+from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES, digest_of
+from arrow_schemas.lineage import CheckpointRef
+from arrow_schemas.peers import BUSY, GIVEN, PIECES_ACTION, PeerAnswer, PeerQuestion, PeerSecret
+from arrow_schemas.standby import BucketKey, StandbySettings
+from spark_state_ext.errors import StorageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.peers.client import PeerClient
+from spark_state_ext.peers.finding import peers_below
+from spark_state_ext.peers.server import PeerServer
+from spark_state_ext.peers.serving import Found
+from spark_state_ext.standby.members import write_settings
+from spark_state_ext.standby.metrics import StandbyCollector
+from spark_state_ext.standby.service import StandbyService
+from spark_state_ext.standby.shelf import ReplicaShelf
+from spark_state_ext.standby.web import Web
+from spark_state_ext.store import LocalStore
+from tests.helpers.waiting import WAIT_S, eventually
+
+KEYS, OTHERS, MORE = [5, 777, 11_111, 12_000], [9, 2_345, 9_876], [3_210, 6_543, 7_890]
+# Requests of the store for both ends of a snapshot.
+ENDS = 4
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[PeerWorld]:
+    made = PeerWorld(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_peer_gives_what_a_lookup_needs(world: PeerWorld) -> None:
+    server = world.serves()
+    world.remote.folder._latency_s = 0.05
+    bucket = world.task()
+    assert world.look_up(bucket, KEYS) <= ENDS
+    assert 0 < world.given_bytes() < len(world.remote.snapshot) / 2
+    assert world.look_up(bucket, OTHERS) == 0
+    assert server.work.given_bytes == world.given_bytes()
+    assert server.work.questions["given"] > 1
+    assert bucket.fetched_files == 1
+
+
+def test_the_rest_comes_from_whoever_is_faster(world: PeerWorld) -> None:
+    world.serves()
+    # The clock of who asks stands still, so that the peer takes no time at all.
+    bucket = world.task()
+    world.look_up(bucket, KEYS)
+    before = world.remote.folder.fetched_bytes
+    world.later.run()
+    assert 0 < world.remote.folder.fetched_bytes - before <= BLOCK_BYTES, "the store was measured once"
+    (mine,) = (world.base / "a").rglob("base-*.arrow")
+    body = mine.read_bytes()
+    assert world.replica().read_bytes().startswith(body)
+    assert world.given_bytes() > len(body) / 2
+    assert lazy_files(world.store) == []
+
+
+def test_a_peer_that_is_slower_than_the_store_is_not_asked(world: PeerWorld) -> None:
+    world.serves()
+    bucket = world.task()
+    assert world.peers is not None
+    world.peers._choice.note_peer(1, PIECE_BYTES, 2.0)
+    world.peers._choice.note_store(1, PIECE_BYTES, 1.0)
+    assert world.look_up(bucket, KEYS) > ENDS
+    world.later.run()
+    assert world.given_bytes() == 0
+    assert lazy_files(world.store) == []
+
+
+def test_what_needs_all_rows_comes_from_a_peer(world: PeerWorld) -> None:
+    world.serves()
+    bucket, before = world.task(), world.remote.folder.fetched_bytes
+    assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(world.remote.keys)
+    (mine,) = (world.base / "a").rglob("base-*.arrow")
+    assert world.given_bytes() == mine.stat().st_size
+    assert world.remote.folder.fetched_bytes - before < 1 << 20, "both ends"
+
+
+def test_a_peer_has_what_the_store_has_lost(world: PeerWorld) -> None:
+    world.serves()
+    bucket = world.task()
+    world.look_up(bucket, KEYS)
+    world.remote.folder.remove(SNAPSHOT_NAME)
+    assert world.look_up(bucket, OTHERS) == 0
+    assert bucket.fetched_files == 1
+
+
+def test_peers_are_asked_only_where_they_are_known(world: PeerWorld) -> None:
+    """No record, one without an address, one of another bucket, this host's own, one that is damaged."""
+    server = world.serves()
+    members = Path(world.root.root) / "_standby" / "members"
+    (path,) = members.iterdir()
+    data = path.read_bytes()
+    for harm in ("gone", "own", "damaged", "no version"):
+        path.unlink(missing_ok=True)
+        if harm == "own":
+            world.tells(f"grpc://127.0.0.1:{server.port}", host="a")
+        elif harm == "damaged":
+            path.write_bytes(data[:-20] + bytes(20))
+        elif harm == "no version":
+            world.tells(f"grpc://127.0.0.1:{server.port}", host="c", version=0)
+        store = LocalStore.at(world.base / harm, SCHEMA)
+        assert world.look_up(world.task(store=store), KEYS) > ENDS, harm
+        store.close()
+    assert sum(server.work.questions.values()) == 0
+
+
+def test_what_hosts_tell_is_read_once_and_beside_batches(world: PeerWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+
+    def look(root: Folder, host: str) -> Mapping[BucketKey, tuple[str, ...]]:
+        looks.append(host)
+        return peers_below(root, host)
+
+    monkeypatch.setattr("spark_state_ext.peers.asking.peers_below", look)
+    bucket = world.task()
+    for _ in range(3):
+        world.look_up(bucket, KEYS)
+        world.look_up(bucket, OTHERS)
+        world.clock.sleep(100.0)
+    assert looks == ["a"]
+    # A peer that comes is found by who fills the rest.
+    world.serves()
+    world.later.run()
+    assert looks == ["a", "a"]
+    assert world.given_bytes() > 0
+    world.look_up(bucket, MORE)
+    assert len(looks) == 2, "what is here is here"
+
+
+# -- peers that do not give -----------------------------------------------------------------------------
+
+
+def test_another_secret_gets_nothing(world: PeerWorld, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "spark_state_ext")
+    server = world.serves()
+    bucket = world.task(secret=PeerSecret.of("not the secret of that peer"))
+    assert world.look_up(bucket, KEYS) > ENDS
+    assert world.look_up(bucket, OTHERS) > 0
+    assert server.work.questions == {"given": 0, "gone": 0, "busy": 0, "refused": 1, "failed": 0, "left": 0}
+    told = [it.getMessage() for it in caplog.records]
+    assert sum("needs the secret" in it for it in told) == 1
+    assert not any("not the secret of that peer" in it or SECRET_TEXT in it for it in told)
+    # It may have got the right one since.
+    world.clock.sleep(61.0)
+    world.look_up(bucket, MORE)
+    assert server.work.questions["refused"] == 2
+
+
+def test_a_peer_that_does_not_have_the_snapshot(world: PeerWorld) -> None:
+    class Empty:
+        def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
+            return None
+
+    server = world.serves(Empty())
+    bucket = world.task()
+    assert world.look_up(bucket, KEYS) > ENDS
+    world.look_up(bucket, OTHERS)
+    assert server.work.questions["gone"] == 1
+    world.clock.sleep(11.0)
+    world.look_up(bucket, MORE)
+    assert server.work.questions["gone"] == 2, "it may have come"
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_replica_that_was_dropped(world: PeerWorld, when: str) -> None:
+    shelf = ReplicaShelf([world.followed()])
+    path = world.replica()
+
+    class Dropping:
+        def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
+            found = shelf.find(key, ref, body_digest)
+            path.unlink(missing_ok=True)
+            return found
+
+    if when == "before":
+        path.unlink()
+    server = world.serves(Dropping() if when == "meanwhile" else shelf)
+    bucket = world.task()
+    assert world.look_up(bucket, KEYS) > ENDS
+    assert server.work.questions["gone"] == 1
+
+
+def test_the_next_peer_is_asked(world: PeerWorld) -> None:
+    world.serves()
+    # Nobody listens there; by its record it comes first.
+    world.tells("grpc://127.0.0.1:1", host="c")
+    world.tells("no address", host="d", in_sync=False)
+    bucket = world.task()
+    assert world.look_up(bucket, KEYS) <= ENDS
+
+
+def test_a_peer_with_too_much_to_do(world: PeerWorld) -> None:
+    server = world.serves()
+    slots = server._server._slots
+    while slots.acquire(blocking=False):
+        pass
+    bucket = world.task()
+    assert world.look_up(bucket, KEYS) > ENDS
+    assert server.work.questions["busy"] == 1
+    slots.release()
+    world.clock.sleep(11.0)
+    assert world.look_up(bucket, OTHERS) == 0
+    assert slots.acquire(blocking=False), "each answer gives its slot back"
+
+
+def test_bytes_that_are_damaged_on_the_peers_disk(world: PeerWorld, caplog: pytest.LogCaptureFixture) -> None:
+    server = world.serves()
+    data = bytearray(world.replica().read_bytes())
+    for at in range(100, len(data), PIECE_BYTES):
+        data[at] ^= 1
+    world.replica().write_bytes(data)
+    bucket = world.task()
+    assert world.look_up(bucket, KEYS) > ENDS
+    assert server.work.questions["given"] + server.work.questions["left"] == 1
+    assert sum("fail their checksum" in it.getMessage() for it in caplog.records) == 1
+    world.clock.sleep(300.0)
+    world.later.run()
+    assert sum(server.work.questions.values()) == 1, "it is left alone for long"
+    assert lazy_files(world.store) == []
+
+
+class Broken(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no types
+    """A server that has the secret, and answers wrong."""
+
+    def __init__(self, how: str, body: bytes) -> None:
+        super().__init__("grpc://127.0.0.1:0")
+        self.how, self.body, self.asked = how, body, 0
+
+    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+        self.asked += 1
+        question = PeerQuestion.decode(action.body.to_pybytes(), SECRET)
+        secret, nonce = SECRET, question.nonce
+        if self.how == "another secret":
+            secret = PeerSecret.of("another secret, and no other reason")
+        elif self.how == "another question":
+            nonce = bytes(16)
+        for number, (first, end) in enumerate(question.ranges):
+            data = self.body[first * PIECE_BYTES : end * PIECE_BYTES]
+            if self.how == "short":
+                data = data[:-1]
+            elif self.how == "zeros":
+                data = bytes(len(data))
+            made = PeerAnswer(GIVEN, data).encode(secret, nonce, number + (self.how == "another number"))
+            if self.how == "no answer":
+                return
+            if self.how == "raises":
+                raise RuntimeError("it fails")
+            if self.how == "nothing":
+                made = b""
+            elif self.how == "no status":
+                made = made[:16] + b"\7" + made[17:]
+            elif self.how == "large":
+                made += bytes(8 << 20)
+            elif self.how == "one byte":
+                made = made[:-1] + bytes([made[-1] ^ 1])
+            yield made
+        if self.how == "more":
+            yield PeerAnswer(GIVEN, b"more").encode(SECRET, nonce, len(question.ranges))
+        elif self.how == "busy at last":
+            yield PeerAnswer(BUSY).encode(SECRET, nonce, len(question.ranges))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "another secret",
+        "another question",
+        "another number",
+        "short",
+        "zeros",
+        "no answer",
+        "raises",
+        "nothing",
+        "no status",
+        "large",
+        "one byte",
+        "more",
+        "busy at last",
+    ],
+)
+def test_a_server_that_answers_wrong(world: PeerWorld, how: str) -> None:
+    world.followed()
+    server = Broken(how, world.replica().read_bytes())
+    try:
+        world.tells(f"grpc://127.0.0.1:{server.port}")
+        bucket = world.task()
+        world.look_up(bucket, KEYS)
+        world.look_up(bucket, OTHERS)
+        assert server.asked == 1, "it is left alone"
+        for lazy in lazy_files(world.store):
+            for piece in np.setdiff1d(np.arange(lazy.pieces), lazy.absent()).tolist():
+                lazy.index.check(piece, lazy._bytes(piece), "the file")
+    finally:
+        server.shutdown()
+
+
+# -- what is asked for ----------------------------------------------------------------------------------
+
+
+def asked(server: Any, question: PeerQuestion) -> list[bytes]:
+    client = PeerClient(f"grpc://127.0.0.1:{server.port}", None)
+    try:
+        return [bytes(it) for it in client.ask(question.encode(SECRET), WAIT_S)]
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "ref", "digest", "first"),
+    [
+        (BucketKey("..", "..", 3), LAST, None, 0),
+        (BucketKey("counts", "../counts/query", 3), LAST, None, 0),
+        (BucketKey("counts", "query", 4), LAST, None, 0),
+        (KEY, FIRST, None, 0),
+        (KEY, LAST, "0" * 32, 0),
+        (KEY, LAST, None, 10**6),
+        (KEY, LAST, None, 10**18),
+    ],
+)
+def test_what_is_not_there_is_not_given(
+    world: PeerWorld, key: BucketKey, ref: CheckpointRef, digest: str | None, first: int
+) -> None:
+    server = world.serves()
+    world.look_up(world.task(), KEYS)
+    (lazy,) = lazy_files(world.store)
+    question = PeerQuestion(key, ref, digest or digest_of(lazy.run.blocks), ((first, first + 1),))
+    (answer,) = asked(server, question)
+    assert len(answer) == 17
+    assert server.work.questions["gone"] == 1
+
+
+def test_no_other_call_is_answered(world: PeerWorld) -> None:
+    server = world.serves()
+    client = flight.FlightClient(f"grpc://127.0.0.1:{server.port}")
+    question = PeerQuestion(KEY, LAST, "0" * 32, ((0, 1),)).encode(SECRET)
+    for body in (b"", b"x", question[:-1], question[:16], question + bytes(128 << 10), bytes(16) + question[16:]):
+        with pytest.raises(flight.FlightUnauthenticatedError, match="needs the secret"):
+            list(client.do_action(flight.Action(PIECES_ACTION, body)))
+    with pytest.raises(flight.FlightUnauthenticatedError, match="needs the secret"):
+        list(client.do_action(flight.Action("another", question)))
+    for call in (client.list_flights, client.list_actions):
+        with pytest.raises(Exception, match=r"(?i)implemented|Python exception"):
+            list(call())
+    with pytest.raises(Exception, match=r"(?i)implemented|Python exception"):
+        client.do_get(flight.Ticket(b"x")).read_all()
+    assert server.work.questions["refused"] == 7
+    assert server.work.given_bytes == 0
+    client.close()
+
+
+def test_who_goes_away_in_the_middle_leaves_nothing_open(world: PeerWorld) -> None:
+    server = world.serves()
+    world.look_up(world.task(), KEYS)
+    (lazy,) = lazy_files(world.store)
+    ranges = tuple((0, 256) for _ in range(4))
+    question = PeerQuestion(KEY, LAST, digest_of(lazy.run.blocks), ranges)
+    for _ in range(20):
+        client = PeerClient(f"grpc://127.0.0.1:{server.port}", None)
+        answers = client.ask(question.encode(SECRET), WAIT_S)
+        next(answers)
+        answers.close()
+        client.close()
+    eventually(lambda: server.work.questions["left"] + server.work.questions["given"] >= 20)
+    eventually(lambda: len(asked(server, question)) == 4)
+
+
+# -- TLS ------------------------------------------------------------------------------------------------
+
+
+def test_tls(world: PeerWorld, caplog: pytest.LogCaptureFixture) -> None:
+    mine = certified()
+    server = world.serves(tls=mine)
+    assert world.look_up(world.task(ca=mine.certificate), KEYS) <= ENDS
+    assert server.work.given_bytes > 0
+    assert "BEGIN" not in repr(mine).replace(repr(mine.certificate), "")
+    # Signed by somebody else; by nobody whom the system knows; and a peer without TLS where it is asked for.
+    for ca in (certified().certificate, None):
+        store = LocalStore.at(world.base / f"other{ca is None}", SCHEMA)
+        assert world.look_up(world.task(ca=ca, store=store), KEYS) > ENDS
+        store.close()
+    world.tells(f"grpc://127.0.0.1:{server.port}")
+    store = LocalStore.at(world.base / "plain", SCHEMA)
+    assert world.look_up(world.task(ca=mine.certificate, store=store), KEYS) > ENDS
+    store.close()
+    assert any("has no TLS" in it.getMessage() for it in caplog.records)
+
+
+def test_a_server_that_cannot_listen(world: PeerWorld) -> None:
+    server = world.serves()
+    with pytest.raises(StorageError, match=r"cannot be answered on 999\.1\.1\.1:0.*--peer-listen"):
+        PeerServer("999.1.1.1", 0, SECRET, ReplicaShelf([]))
+    assert server.port
+
+
+# -- processes ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def service(world: PeerWorld) -> Iterator[subprocess.Popen[str]]:
+    """Host b's, which has its replica and tells so."""
+    write_settings(world.root, StandbySettings(heartbeat_s=0.2))
+    process = service_of(world, "--port", "0", "--address", "127.0.0.1")
+    try:
+        eventually(lambda: peers_below(world.root, "a").get(KEY) or process.poll() is not None)
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def test_the_service_gives_to_peers(world: PeerWorld, service: subprocess.Popen[str]) -> None:
+    assert service.stderr is not None
+    told = service.stderr.readline()
+    assert "; peers ask grpc://127.0.0.1:" in told
+    assert SECRET_TEXT not in told
+    assert world.look_up(world.task(), KEYS) <= ENDS
+    port = told.split("port ")[-1].split()[0]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    assert f"spark_state_ext_standby_peer_bytes_total {float(world.given_bytes())}" in lines
+    assert any(it.startswith('spark_state_ext_standby_peer_questions_total{outcome="given"}') for it in lines)
+    service.send_signal(signal.SIGTERM)
+    assert service.wait(WAIT_S) == 0
+
+
+def test_a_peer_that_hangs(world: PeerWorld, service: subprocess.Popen[str]) -> None:
+    bucket = world.task()
+    assert world.look_up(bucket, KEYS) <= ENDS
+    os.kill(service.pid, signal.SIGSTOP)
+    assert world.look_up(bucket, OTHERS) > 0
+    world.later.run()
+    assert lazy_files(world.store) == []
+
+
+def test_a_peer_that_is_killed_while_it_is_asked(
+    world: PeerWorld, service: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked_it = PeerClient.ask, threading.Event()
+
+    def ask(client: PeerClient, question: bytes, timeout_s: float) -> Generator[memoryview, None, None]:
+        asked_it.set()
+        return real(client, question, timeout_s)
+
+    bucket = world.task()
+    assert world.look_up(bucket, KEYS) <= ENDS
+    # It has been asked, and does not answer: then it dies.
+    os.kill(service.pid, signal.SIGSTOP)
+    monkeypatch.setattr(PeerClient, "ask", ask)
+    done: list[int] = []
+    thread = threading.Thread(target=lambda: done.append(world.look_up(bucket, OTHERS)))
+    thread.start()
+    assert asked_it.wait(WAIT_S)
+    service.kill()
+    thread.join(WAIT_S)
+    assert done
+    assert done[0] > 0
+    world.look_up(bucket, MORE)
+
+
+def test_a_forked_child_ends_though_its_parent_has_asked(world: PeerWorld) -> None:
+    server = world.serves()
+    world.look_up(world.task(), KEYS)
+    (lazy,) = lazy_files(world.store)
+    question = PeerQuestion(KEY, LAST, digest_of(lazy.run.blocks), ((0, 2),)).encode(SECRET)
+    script = f"""
+import os, sys
+from spark_state_ext.peers.client import PeerClient
+client = PeerClient("grpc://127.0.0.1:{server.port}", None)
+for end in (sys.exit, os._exit):
+    assert len(list(client.ask({question!r}, 60.0))) == 1
+    pid = os.fork()
+    if not pid:
+        del client
+        end(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+assert len(list(client.ask({question!r}, 60.0))) == 1
+client.close()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=WAIT_S)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_imports_flight_that_does_not_need_it() -> None:
+    script = """
+import sys
+import spark_state_ext.engine.bucket, spark_state_ext.engine.shared, spark_state_ext.standby.shelf
+import spark_state_ext.standby.metrics, spark_state_ext.cli.commands.standby_run
+found = [it for it in sys.modules if "flight" in it]
+assert not found, found
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_metrics_of_peers(world: PeerWorld) -> None:
+    server = world.serves()
+    world.look_up(world.task(), KEYS)
+    web = Web("127.0.0.1", 0, lambda: "", StandbyCollector(StandbyService([], 1.0), server.work))
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{web.port}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+    finally:
+        web.close()
+    assert f"spark_state_ext_standby_peer_bytes_total {float(server.work.given_bytes)}" in lines
+    assert 'spark_state_ext_standby_peer_questions_total{outcome="refused"} 0.0' in lines
