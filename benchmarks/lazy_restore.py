@@ -187,7 +187,7 @@ class _Measured:
             MemberRecord("peer", replicas=(StandbyReplica(key, 10),), addresses=address)
         )
         try:
-            yield lambda: Peers(self._root, PeerSettings(secret), "benchmark")
+            yield lambda: Peers(self._root, PeerSettings(secret, answer_s_max=60.0), "benchmark")
         finally:
             server.close()
 

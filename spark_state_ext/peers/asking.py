@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Peers", "PeersByRoot"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# How long all answers to a question may take: so long, and as long as their bytes take that come no slower.
-_ANSWER_S, _BYTES_PER_S_MIN = 1.0, 20_000_000
+# No slower may bytes come.
+_BYTES_PER_S_MIN = 20_000_000
 # How long a peer is left alone that failed; that gave other bytes; and that does not have a snapshot (yet).
 _FAILED_S, _DAMAGED_S, _GONE_S = 60.0, 600.0, 10.0
 # What hosts tell is looked at again after this time.
@@ -72,7 +72,14 @@ class Peers:
         # Bytes that they have given.
         self.given_bytes = 0
 
-    def give(self, key: BucketKey, lazy: LazyFile, ranges: Sequence[tuple[int, int]], beside: bool) -> None:
+    def give(
+        self,
+        key: BucketKey,
+        lazy: LazyFile,
+        ranges: Sequence[tuple[int, int]],
+        beside: bool,
+        raise_if_closed: Callable[[], None],
+    ) -> None:
         """Have peers give pieces of a file, and put them there; what they do not give lacks then as before.
 
         Parameters
@@ -85,6 +92,8 @@ class Peers:
             Numbers of pieces, first and end.
         beside
             Nobody waits for it: as for `asks_peers`.
+        raise_if_closed
+            Called before each question; what it raises ends it.
 
         Raises
         ------
@@ -96,7 +105,7 @@ class Peers:
         digest = digest_of(lazy.run.blocks)
         for address in self._having(key, digest, beside)[:_ASKED_MAX]:
             lacking = [it for it in ranges if len(lazy.absent(it[0], it[1] - it[0]))]
-            if not lacking or self._given(address, key, lazy, digest, lacking, beside):
+            if not lacking or self._given(address, key, lazy, lacking, beside, raise_if_closed):
                 return
 
     def send(self, delta: PeerDelta) -> int:
@@ -116,7 +125,7 @@ class Peers:
         for address in self._having(delta.key, about, beside=True)[:_SENT_MAX]:
             try:
                 client, secret = self._client(address), self._settings.secret
-                timeout_s = _ANSWER_S + len(delta.data) / _BYTES_PER_S_MIN
+                timeout_s = self._timeout_s(len(delta.data))
                 with closing(client.ask(delta.encode(secret), timeout_s, DELTA_ACTION)) as answers:
                     found = [PeerAnswer.decode(it, secret, delta.nonce, 0).status for it in answers]
                 taken += found == [GIVEN]
@@ -152,15 +161,16 @@ class Peers:
         address: str,
         key: BucketKey,
         lazy: LazyFile,
-        digest: str,
         ranges: Sequence[tuple[int, int]],
         beside: bool,
+        raise_if_closed: Callable[[], None],
     ) -> bool:
         """Whether a peer has given all."""
-        started_s, given_bytes = self._clock_s(), 0
+        started_s, given_bytes, digest = self._clock_s(), 0, digest_of(lazy.run.blocks)
         try:
             client = self._client(address)
             for some in in_questions(ranges):
+                raise_if_closed()
                 given_bytes += self._ask(client, PeerQuestion(key, lazy.run.newest, digest, some), lazy)
         except PeerGoneError as error:
             _LOGGER.debug("%s", error)
@@ -181,7 +191,7 @@ class Peers:
         secret, where = self._settings.secret, f"what the peer {client.address} gives"
         size_bytes = sum(end - first for first, end in question.ranges) * PIECE_BYTES
         number = given_bytes = 0
-        with closing(client.ask(question.encode(secret), _ANSWER_S + size_bytes / _BYTES_PER_S_MIN)) as answers:
+        with closing(client.ask(question.encode(secret), self._timeout_s(size_bytes))) as answers:
             for number, data in enumerate(answers, 1):
                 if number > len(question.ranges):
                     raise CorruptFileError(f"{where} is more than it was asked for")
@@ -211,6 +221,9 @@ class Peers:
             if address not in self._clients:
                 self._clients[address] = PeerClient(address, self._settings.ca)
             return self._clients[address]
+
+    def _timeout_s(self, size_bytes: int) -> float:
+        return self._settings.answer_s_max + size_bytes / _BYTES_PER_S_MIN
 
     # -- who is asked -------------------------------------------------------------------------------
 

@@ -27,10 +27,13 @@ class PeerSettings:
     ca
         Certificates, as PEM, one of which must have signed a peer's; peers without TLS are not asked then. None: peers
         with TLS must have a certificate that the system trusts.
+    answer_s_max
+        How long all answers to a question may take, beside what their bytes take, seconds.
     """
 
     secret: PeerSecret
     ca: bytes | None = field(default=None, repr=False)
+    answer_s_max: float = 1.0
 
 
 def peer_settings(environ: Mapping[str, str] = os.environ) -> PeerSettings | None:

@@ -218,8 +218,8 @@ class LazyRestore:
     def _fetch(self, lazy: LazyFile, pieces: IndexArray, beside: bool) -> None:
         peers = None if self._options is None else self._options.peers
         if peers is not None:
-            self._sources.raise_if_closed()
-            peers.give(self._key, lazy, _requests(lazy.lacking(pieces)), beside)
+            ranges = _requests(lazy.lacking(pieces))
+            peers.give(self._key, lazy, ranges, beside, self._sources.raise_if_closed)
             pieces = lazy.lacking(pieces)
             if not len(pieces):
                 return

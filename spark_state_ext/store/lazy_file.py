@@ -42,10 +42,17 @@ _HEAD = struct.Struct("<4sIQ")
 class PieceGiver(Protocol):
     """Who may have pieces of a file beside the store (`spark_state_ext.peers`)."""
 
-    def give(self, key: BucketKey, lazy: LazyFile, ranges: Sequence[tuple[int, int]], beside: bool) -> None:
+    def give(
+        self,
+        key: BucketKey,
+        lazy: LazyFile,
+        ranges: Sequence[tuple[int, int]],
+        beside: bool,
+        raise_if_closed: Callable[[], None],
+    ) -> None:
         """Put pieces of a bucket's file there, as far as they are had: ranges of their numbers.
 
-        With `beside` nobody waits for them.
+        With `beside` nobody waits for them. What `raise_if_closed` raises ends it.
         """
         ...
 

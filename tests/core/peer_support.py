@@ -118,9 +118,15 @@ class PeerWorld:
 
     # -- host a -------------------------------------------------------------------------------------
 
-    def task(self, secret: PeerSecret = SECRET, ca: bytes | None = None, store: LocalStore | None = None) -> Bucket:
+    def task(
+        self,
+        secret: PeerSecret = SECRET,
+        ca: bytes | None = None,
+        store: LocalStore | None = None,
+        answer_s_max: float = WAIT_S,
+    ) -> Bucket:
         """The bucket in a call on host a, whose process knows nothing of peers yet."""
-        self.peers = Peers(self.root, PeerSettings(secret, ca), "a", self.clock)
+        self.peers = Peers(self.root, PeerSettings(secret, ca, answer_s_max), "a", self.clock)
         self._closing.append(self.peers.close)
         return self.call(store)
 

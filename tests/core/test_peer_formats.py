@@ -226,7 +226,7 @@ def test_a_process_has_one_tap_to_the_peers_of_a_root(monkeypatch: pytest.Monkey
 
 def test_no_text_shows_a_secret() -> None:
     settings = peer_settings({"SPARK_STATE_EXT_PEER_SECRET": SECRET_TEXT})
-    assert settings == PeerSettings(SECRET)
+    assert settings == PeerSettings(SECRET, None, 1.0)
     for text in (repr(settings), str(settings), repr(SECRET), f"{QUESTION.encode(SECRET)!r}"):
         assert SECRET_TEXT not in text
         assert SECRET.key.hex() not in text

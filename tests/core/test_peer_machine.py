@@ -24,6 +24,7 @@ from spark_state_ext.peers.settings import PeerSettings
 from spark_state_ext.standby.members import Membership
 from tests.helpers.clock import VirtualClock
 from tests.helpers.soak import examples
+from tests.helpers.waiting import WAIT_S
 
 _WAYS = ["gives", "gone", "busy", "other bytes", "other secret", "ends", "fails"]
 
@@ -68,7 +69,7 @@ class PeerMachine(LazyMachine):
         record = MemberRecord("b", replicas=(StandbyReplica(KEY, 2),), addresses={ADDRESS_KIND: address})
         Membership(root, "b", 10.0).heartbeat(record)
         self.clock = VirtualClock()
-        self.asking = self.peers = Peers(root, PeerSettings(SECRET), "a", self.clock)
+        self.asking = self.peers = Peers(root, PeerSettings(SECRET, answer_s_max=WAIT_S), "a", self.clock)
         self._call()
 
     @rule(way=st.sampled_from(_WAYS), after=st.integers(0, 3))

@@ -23,7 +23,7 @@ from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES, digest_of
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.peers import BUSY, GIVEN, PIECES_ACTION, PeerAnswer, PeerQuestion, PeerSecret
 from arrow_schemas.standby import BucketKey, StandbySettings
-from spark_state_ext.errors import StorageError
+from spark_state_ext.errors import InterruptedRestoreError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.peers.client import PeerClient
 from spark_state_ext.peers.finding import peers_below
@@ -95,6 +95,17 @@ def test_what_needs_all_rows_comes_from_a_peer(world: PeerWorld) -> None:
     (mine,) = (world.base / "a").rglob("base-*.arrow")
     assert world.given_bytes() == mine.stat().st_size
     assert world.remote.folder.fetched_bytes - before < 1 << 20, "both ends"
+
+
+def test_a_restore_that_is_told_to_stop_asks_no_more(world: PeerWorld) -> None:
+    server = world.serves()
+    bucket = world.task()
+    world.look_up(bucket, KEYS)
+    before = sum(server.work.questions.values())
+    bucket.close()
+    with pytest.raises(InterruptedRestoreError):
+        bucket.read(lambda view: sum(it.num_rows for it in view.scan()))
+    assert sum(server.work.questions.values()) == before
 
 
 def test_a_peer_has_what_the_store_has_lost(world: PeerWorld) -> None:
@@ -449,8 +460,8 @@ def test_the_service_gives_to_peers(world: PeerWorld, service: subprocess.Popen[
 
 
 def test_a_peer_that_hangs(world: PeerWorld, service: subprocess.Popen[str]) -> None:
-    bucket = world.task()
-    assert world.look_up(bucket, KEYS) <= ENDS
+    bucket = world.task(answer_s_max=1.0)
+    world.look_up(bucket, KEYS)
     os.kill(service.pid, signal.SIGSTOP)
     assert world.look_up(bucket, OTHERS) > 0
     world.later.run()

@@ -64,7 +64,7 @@ def tap_to(world: Tapping, server: PeerServer, secret: PeerSecret = SECRET) -> D
     address = {ADDRESS_KIND: f"{server.scheme}://127.0.0.1:{server.port}"}
     record = MemberRecord("b", replicas=(StandbyReplica(world.key, 1),), addresses=address)
     Membership(Folder(world.root), "b", 10.0).heartbeat(record)
-    return DeltaTap(Peers(Folder(world.root), PeerSettings(secret), "a", VirtualClock()))
+    return DeltaTap(Peers(Folder(world.root), PeerSettings(secret, answer_s_max=WAIT_S), "a", VirtualClock()))
 
 
 def sent(world: Tapping) -> tuple[str, bytes]:
