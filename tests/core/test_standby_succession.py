@@ -52,7 +52,7 @@ def test_one_that_follows_reads_no_file_twice() -> None:
     assert succession.takeovers == (Takeover("a", "b", 3, 12, 0),)
     assert (succession.version, succession.host) == (4, "b")
     succession.extend(_ref(5), files)
-    assert succession.takeovers[1:] == (Takeover("b", "c", 5, 14, 0),)
+    assert succession.takeovers[-1] == Takeover("b", "c", 5, 14, 0)
     assert files.read == []
 
 
