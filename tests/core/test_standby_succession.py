@@ -49,10 +49,10 @@ def test_one_that_follows_reads_no_file_twice() -> None:
     for version in range(1, 6):
         succession.saw(files.headers[_ref(version)], loaded=version - 1)
         succession.extend(_ref(version - 1) if version > 1 else None, files)
-    assert list(succession.takeovers) == [Takeover("a", "b", 3, 12, 0)]
+    assert succession.takeovers == (Takeover("a", "b", 3, 12, 0),)
     assert (succession.version, succession.host) == (4, "b")
     succession.extend(_ref(5), files)
-    assert list(succession.takeovers[1:]) == [Takeover("b", "c", 5, 14, 0)]
+    assert succession.takeovers[-1] == Takeover("b", "c", 5, 14, 0)
     assert files.read == []
 
 
