@@ -231,7 +231,8 @@ def _locality() -> str:
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for it in result["settings"]:
         conf = ", ".join(f"`{name}={value}`" for name, value in it["conf"].items())
-        name = f"{it['name']}: {conf}" if conf else it["name"]
+        name = f"{it['name']}, with {it['first_worker_share']:.0%} of the buckets" if it["loses"] else it["name"]
+        name = f"{name}: {conf}" if conf else name
         figures = [it["partitions"], *(f"{it[share]:.0%}" for share in ("stayed", "stayed_min"))]
         cells = [name, *map(str, figures), f"{it['hosts_per_bucket']:g}", f"{it['largest_share']:.0%}"]
         lines.append(f"| {' | '.join(cells)} |")

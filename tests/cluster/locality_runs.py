@@ -280,7 +280,8 @@ def main() -> int:
             if not cluster.isolated:
                 print("hosts cannot be told apart here: namespaces are not allowed", file=sys.stderr)
                 return 2
-            for at, setting in enumerate(it for it in SETTINGS if it.name in given.settings):
+            for at, name in enumerate(given.settings):
+                setting = SETTINGS[names.index(name)]
                 found = run(cluster, folder / f"query-{at}", setting, given.gb, given.batches)
                 lines.append({**asdict(setting), **asdict(found)})
                 print(json.dumps(lines[-1]), flush=True)
