@@ -171,6 +171,8 @@ class RandomFailover:
         self._ports = {worker.name: free_port() for worker in self.cluster.workers}
         self._down: dict[str, _Down] = {}
         self._watch: Watch | None = None
+        # Of each worker's log, before its service was started last.
+        self._logged_bytes: dict[str, int] = {}
 
     @property
     def watch(self) -> Watch:
@@ -277,9 +279,11 @@ class RandomFailover:
         if not self._has_service(worker):
             return False
         service = self.query.services.pop(worker.name)
-        os.kill(self._pid_of(worker, service.pid), signal.SIGTERM)
+        pid, has_begun = self._pid_of(worker, service.pid), self._has_begun(worker)
+        os.kill(pid, signal.SIGTERM)
         wait_until(lambda: service.poll() is not None, f"the service of {worker.name} ends on SIGTERM")
-        if service.returncode != 0:
+        # Python that has not come to the service yet ends as the signal says.
+        if service.returncode != 0 and (has_begun or service.returncode != -signal.SIGTERM):
             self.done.wrong.append(f"on SIGTERM the service of {worker.name} ended with {service.returncode}")
         self._put_down(f"service {worker.name}", lambda: self._start_service(worker), _DOWN_S, worker)
         return True
@@ -338,7 +342,15 @@ class RandomFailover:
     def _has_service(self, worker: WorkerNode) -> bool:
         return not self._is_down(worker) and f"service {worker.name}" not in self._down
 
+    def _has_begun(self, worker: WorkerNode) -> bool:
+        """Whether the service that was started last has told where it listens."""
+        with self.query.service_log(worker).open("rb") as log:
+            log.seek(self._logged_bytes[worker.name])
+            return b" has /healthz " in log.read()
+
     def _start_service(self, worker: WorkerNode) -> None:
+        log = self.query.service_log(worker)
+        self._logged_bytes[worker.name] = log.stat().st_size if log.exists() else 0
         self.query.start_service(worker, self._ports[worker.name])
 
     def _pid_of(self, worker: WorkerNode, pid: int) -> int:
