@@ -367,6 +367,10 @@ def test_commands_are_there(page: Path) -> None:
                 assert given[0] == "install"
                 for word in given[1:]:
                     checked_requirement(word)
+            elif program == "export":
+                # A variable that the package asks for.
+                name = given[0].partition("=")[0]
+                assert any(f'"{name}"' in path.read_text() for path in (ROOT / "spark_state_ext").rglob("*.py")), name
             elif program == "spark-submit":
                 assert shutil.which(program)
             else:

@@ -13,6 +13,7 @@ WAITS = ("acquire", "awaitTermination", "communicate", "join", "poll", "result",
 # Where nothing is to happen within that time, or what is polled waits a little: load makes these tests slower, or true.
 SHORT = {
     "adapter/test_housekeeping.py: acquire": "one request is enough, as long as it hangs",
+    "cluster/random_failover.py: wait": "asked again and again",
     "core/test_background.py: wait": "asked again and again",
 }
 
