@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import time
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ _EVENTS = 2_000
 _TAIL = 2500
 _SETTLED_S = 3.0
 _HEARTBEAT_S = 2.0
+_PEER_SECRET = "SPARK_STATE_EXT_PEER_SECRET"
 # The service, which tells in its log also what is in order.
 _SERVICE = (
     "import logging, sys; logging.basicConfig(format='%(asctime)s %(message)s'); "
@@ -82,6 +84,7 @@ class FailoverQuery:
         self.services: dict[str, subprocess.Popen[bytes]] = {}
         self.fed = 0
         self.conf: dict[str, str] = {}
+        self._peer_secret = ""
         self._random = np.random.default_rng(seed)
         self._n = np.ones(size.rows, np.int64)
         self._total = np.arange(size.rows, dtype=np.int64)
@@ -219,13 +222,23 @@ class FailoverQuery:
 
     # -- standby -----------------------------------------------------------------------------------
 
+    def with_peers(self) -> None:
+        """Have services give to peers, and executors ask them; before anything is started."""
+        self._peer_secret = secrets.token_hex(16)
+        self.conf[f"spark.executorEnv.{_PEER_SECRET}"] = self._peer_secret
+
     def start_service(self, worker: WorkerNode, port: int | None = None) -> None:
         """Start a worker's standby service; with a port it tells its metrics there."""
         options = ["--storage-options", json.dumps(self.store.options), "--local-dir", self.cluster.local_dir]
         if port is not None:
             options += ["--address", "127.0.0.1", "--port", str(port)]
+        variables = {}
+        if self._peer_secret:
+            # All hosts of the cluster have one network.
+            options += ["--peer-listen", "127.0.0.1:0", "--peer-address", "127.0.0.1"]
+            variables[_PEER_SECRET] = self._peer_secret
         command = [str(self.cluster.python), "-c", _SERVICE, "standby", "run", *options, self.root]
-        self.services[worker.name] = self.cluster.run_on(worker, command, self.service_log(worker), {})
+        self.services[worker.name] = self.cluster.run_on(worker, command, self.service_log(worker), variables)
 
     def service_log(self, worker: WorkerNode) -> Path:
         """The log of a worker's services, one after the other."""

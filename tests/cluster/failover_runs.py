@@ -82,7 +82,7 @@ def told(report: Report, found: Found, bytes_s: float) -> None:
 
 def _parameters(given: argparse.Namespace) -> dict[str, Any]:
     size = Size(0)
-    named = {name: getattr(given, name) for name in ("modes", "gb", "kills", "replicas", "memory", "seed")}
+    named = {name: getattr(given, name) for name in ("modes", "gb", "kills", "replicas", "peers", "memory", "seed")}
     return {**named, "bytes_per_s": size.bytes_s, "request_s": size.request_s, "buckets": size.buckets}
 
 
@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument("--gb", type=float, nargs="+", default=[0.1, 0.5, 2.0], metavar="N")
     parser.add_argument("--kills", type=int, default=5, metavar="N")
     parser.add_argument("--replicas", type=int, default=2, metavar="N", help="standby replicas of each bucket")
+    parser.add_argument("--peers", action="store_true", help="services give to tasks elsewhere")
     parser.add_argument("--memory", type=int, default=1024, metavar="MIB", help="of an executor")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="keeps logs and state; made if absent")
@@ -121,7 +122,7 @@ def main() -> int:
                             print("hosts cannot be told apart here: namespaces are not allowed", file=sys.stderr)
                             return 2
                         size = Size(gb, replicas=given.replicas)
-                        trial = FailoverTrial(cluster, store, where / "query", mode, size, given.seed)
+                        trial = FailoverTrial(cluster, store, where / "query", mode, size, given.seed, given.peers)
                         found[mode, gb] = trial.run(given.kills)
                     for failover in found[mode, gb]:
                         print(json.dumps({"mode": mode, "gb": gb, **asdict(failover)}), flush=True)

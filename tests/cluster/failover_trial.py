@@ -75,9 +75,13 @@ class FailoverTrial(FailoverQuery):
         As for `FailoverQuery`.
     mode
         `CONTROL`, `LAZY` or `STANDBY`.
+    peers
+        Whether services give to tasks elsewhere.
     """
 
-    def __init__(self, cluster: Cluster, store: SlowS3, folder: Path, mode: str, size: Size, seed: int) -> None:
+    def __init__(
+        self, cluster: Cluster, store: SlowS3, folder: Path, mode: str, size: Size, seed: int, peers: bool = False
+    ) -> None:
         super().__init__(cluster, store, folder, size, seed)
         self.mode = mode
         # One executor: one host has all of the state.
@@ -85,6 +89,8 @@ class FailoverTrial(FailoverQuery):
         if mode == CONTROL:
             # No file is so large.
             self.conf["spark.executorEnv.SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN"] = str(1 << 62)
+        if peers:
+            self.with_peers()
 
     def run(self, kills: int) -> list[Failover]:
         """Run the query, kill its hosts, and compare what it emitted.
