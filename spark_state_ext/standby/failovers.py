@@ -183,11 +183,21 @@ class Failovers:
         """The same counts, to go on with."""
         return Failovers(Counter(self.takeovers), Counter(self.members_lost), dict(self.counted))
 
-    def merge(self, records: Iterable[MemberRecord]) -> None:
-        """Learn what others have counted."""
+    def merge(self, records: Iterable[MemberRecord], keys: Container[BucketKey]) -> None:
+        """Learn what others have counted of some buckets.
+
+        Parameters
+        ----------
+        records
+            Theirs.
+        keys
+            The buckets that this host follows. Of others it need not know, and telling of them would have every host
+            read the records of all others whenever one of them counts.
+        """
         for record in records:
             for key, version in record.counted.items():
-                self.counted[key] = max(version, self.counted.get(key, version))
+                if key in keys:
+                    self.counted[key] = max(version, self.counted.get(key, version))
 
     def keep(self, keys: Container[BucketKey]) -> None:
         """Forget up to where takeovers of other buckets are counted."""

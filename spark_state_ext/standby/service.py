@@ -138,7 +138,7 @@ class RootService:
         buckets = active_hosts(found.operators, records)
         assignment = assign(buckets, records, settings)
         failovers = self.failovers.copy()
-        failovers.merge(members.records)
+        failovers.merge(members.records, followed.keys() | self._came_back)
         if not found.errors:
             self._searched = {key: it for key, it in self._searched.items() if key in found.operators}
             failovers.keep(found.operators)

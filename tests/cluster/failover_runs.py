@@ -10,7 +10,8 @@ measured is the time until Spark has committed the next batch, which has events 
 * ``standby``: the service runs on each worker and follows all buckets.
 
 While the cluster heals, the line is free: the next kill waits until it has healed. A line of JSON for each kill; then medians,
-and what they are to prove, which ``--result FOLDER`` writes to a file. The exit status is 1 when that is not proved.
+and what they are to prove, which ``--result FOLDER`` writes to a file, with what runs before have written there of other modes
+and sizes. The exit status is 1 when that is not proved.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from cluster import Cluster, unusable
 from failover_query import Size
@@ -56,9 +56,11 @@ def told(report: Report, found: Found, bytes_s: float) -> None:
     bytes_s
         Of the line.
     """
+    report.details["kills"] = [
+        {"mode": mode, "gb": gb, **asdict(it)} for (mode, gb), all_ in found.items() for it in all_
+    ]
     for (mode, gb), failovers in found.items():
         name = f"{mode}, {gb:g} GB"
-        report.details[name] = [asdict(it) for it in failovers]
         for part, what in _TIMES.items():
             report.timing(f"{name}: {what}", (getattr(it, part) for it in failovers))
         if mode == STANDBY:
@@ -80,10 +82,25 @@ def told(report: Report, found: Found, bytes_s: float) -> None:
             report.bar(f"{name}, time", grown, "at most", at_most, "times")
 
 
-def _parameters(given: argparse.Namespace) -> dict[str, Any]:
+def _reported(given: argparse.Namespace, found: Found) -> Report:
     size = Size(0)
-    named = {name: getattr(given, name) for name in ("modes", "gb", "kills", "replicas", "peers", "memory", "seed")}
-    return {**named, "bytes_per_s": size.bytes_s, "request_s": size.request_s, "buckets": size.buckets}
+    named = {name: getattr(given, name) for name in ("replicas", "peers", "memory", "seed")}
+    line = {"bytes_per_s": size.bytes_s, "request_s": size.request_s, "buckets": size.buckets}
+    report = Report("failover", {**named, **line})
+    report.check("each batch is equal to the batch computation, after every kill", bool(found))
+    told(report, found, size.bytes_s)
+    return report
+
+
+def _before(given: argparse.Namespace) -> dict[tuple[str, float], list[Failover]]:
+    """What runs before have measured of other modes and sizes: all of them together take hours."""
+    found: dict[tuple[str, float], list[Failover]] = {}
+    if given.result is not None and (given.result / "failover.json").exists():
+        for kill in json.loads((given.result / "failover.json").read_text())["details"]["kills"]:
+            mode, gb = kill.pop("mode"), kill.pop("gb")
+            if mode not in given.modes or gb not in given.gb:
+                found.setdefault((mode, gb), []).append(Failover(**kill))
+    return found
 
 
 def main() -> int:
@@ -106,9 +123,8 @@ def main() -> int:
     # What ends this process ends the cluster too.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    found: dict[tuple[str, float], list[Failover]] = {}
-    report = Report("failover", _parameters(given))
-    bytes_s = Size(0).bytes_s
+    found = _before(given)
+    report = None
     with tempfile.TemporaryDirectory(prefix="failover-", ignore_cleanup_errors=True) as temporary:
         parent = given.folder or Path(temporary)
         parent.mkdir(parents=True, exist_ok=True)
@@ -126,11 +142,11 @@ def main() -> int:
                         found[mode, gb] = trial.run(given.kills)
                     for failover in found[mode, gb]:
                         print(json.dumps({"mode": mode, "gb": gb, **asdict(failover)}), flush=True)
-    report.check("each batch is equal to the batch computation, after every kill", bool(found))
-    told(report, found, bytes_s)
+                    report = _reported(given, found)
+                    if given.result is not None:
+                        report.write(given.result)
+    assert report is not None, "there is a mode and a size"
     print(report.table(), flush=True)
-    if given.result is not None:
-        report.write(given.result)
     return 0 if report.met else 1
 
 
