@@ -251,6 +251,8 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "savepoint": lambda: _table("savepoint"),
     "initial_state": lambda: _table("initial_state"),
     "rescale": lambda: _table("rescale"),
+    "lazy_restore": lambda: _table("lazy_restore"),
+    "standby_following": lambda: _table("standby_following"),
     "reading": lambda: _table("reading"),
     "live": lambda: _table("live"),
     "import_native": lambda: _table("import_native"),
