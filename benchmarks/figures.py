@@ -252,6 +252,7 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "initial_state": lambda: _table("initial_state"),
     "rescale": lambda: _table("rescale"),
     "lazy_restore": lambda: _table("lazy_restore"),
+    "failover": lambda: _table("failover"),
     "standby_following": lambda: _table("standby_following"),
     "reading": lambda: _table("reading"),
     "live": lambda: _table("live"),
