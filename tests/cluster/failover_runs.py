@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from cluster import Cluster, unusable
+from commands import end_with_the_cluster, run_folder
 from failover_query import Size
 from failover_trial import CONTROL, LAZY, STANDBY, Failover, FailoverTrial
 from slow_s3 import slow_s3
@@ -120,31 +119,25 @@ def main() -> int:
     if reason is not None:
         print(f"no cluster can run here: {reason}", file=sys.stderr)
         return 2
-    # What ends this process ends the cluster too.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    end_with_the_cluster()
     found = _before(given)
     report = None
-    with tempfile.TemporaryDirectory(prefix="failover-", ignore_cleanup_errors=True) as temporary:
-        parent = given.folder or Path(temporary)
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=parent)).resolve()
-        with slow_s3(folder) as store:
-            for gb in given.gb:
-                for mode in given.modes:
-                    where = folder / f"{mode}-{gb:g}"
-                    with Cluster(where / "cluster", workers=3, cores=2, memory_mb=given.memory) as cluster:
-                        if not cluster.isolated:
-                            print("hosts cannot be told apart here: namespaces are not allowed", file=sys.stderr)
-                            return 2
-                        size = Size(gb, replicas=given.replicas)
-                        trial = FailoverTrial(cluster, store, where / "query", mode, size, given.seed, given.peers)
-                        found[mode, gb] = trial.run(given.kills)
-                    for failover in found[mode, gb]:
-                        print(json.dumps({"mode": mode, "gb": gb, **asdict(failover)}), flush=True)
-                    report = _reported(given, found)
-                    if given.result is not None:
-                        report.write(given.result)
+    with run_folder("failover", given.folder) as folder, slow_s3(folder) as store:
+        for gb in given.gb:
+            for mode in given.modes:
+                where = folder / f"{mode}-{gb:g}"
+                with Cluster(where / "cluster", workers=3, cores=2, memory_mb=given.memory) as cluster:
+                    if not cluster.isolated:
+                        print("hosts cannot be told apart here: namespaces are not allowed", file=sys.stderr)
+                        return 2
+                    size = Size(gb, replicas=given.replicas)
+                    trial = FailoverTrial(cluster, store, where / "query", mode, size, given.seed, given.peers)
+                    found[mode, gb] = trial.run(given.kills)
+                for failover in found[mode, gb]:
+                    print(json.dumps({"mode": mode, "gb": gb, **asdict(failover)}), flush=True)
+                report = _reported(given, found)
+                if given.result is not None:
+                    report.write(given.result)
     assert report is not None, "there is a mode and a size"
     print(report.table(), flush=True)
     return 0 if report.met else 1

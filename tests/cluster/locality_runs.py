@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -34,6 +32,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyspark
 from cluster import Cluster, unusable
+from commands import end_with_the_cluster, run_folder
 from processes import kill_tree, wait_until
 
 from spark_state_ext.version import __version__
@@ -268,27 +267,24 @@ def main() -> int:
     if reason is not None:
         print(f"no cluster can run here: {reason}", file=sys.stderr)
         return 2
-    # What ends this process ends the cluster too.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    end_with_the_cluster()
     lines: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="locality-", ignore_cleanup_errors=True) as temporary:
-        parent = given.folder or Path(temporary)
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=parent)).resolve()
-        with Cluster(folder / "cluster", workers=_HOSTS, cores=_CORES) as cluster:
-            if not cluster.isolated:
-                print("hosts cannot be told apart here: namespaces are not allowed", file=sys.stderr)
-                return 2
-            for at, name in enumerate(given.settings):
-                setting = SETTINGS[names.index(name)]
-                found = run(cluster, folder / f"query-{at}", setting, given.gb, given.batches)
-                lines.append({**asdict(setting), **asdict(found)})
-                print(json.dumps(lines[-1]), flush=True)
-                if given.out is not None:
-                    before = json.loads(given.out.read_text()) if given.out.exists() else {}
-                    told = kept(given.gb, given.batches, lines, before)
-                    given.out.write_text(json.dumps(told, indent=1) + "\n")
+    with (
+        run_folder("locality", given.folder) as folder,
+        Cluster(folder / "cluster", workers=_HOSTS, cores=_CORES) as cluster,
+    ):
+        if not cluster.isolated:
+            print("hosts cannot be told apart here: namespaces are not allowed", file=sys.stderr)
+            return 2
+        for at, name in enumerate(given.settings):
+            setting = SETTINGS[names.index(name)]
+            found = run(cluster, folder / f"query-{at}", setting, given.gb, given.batches)
+            lines.append({**asdict(setting), **asdict(found)})
+            print(json.dumps(lines[-1]), flush=True)
+            if given.out is not None:
+                before = json.loads(given.out.read_text()) if given.out.exists() else {}
+                told = kept(given.gb, given.batches, lines, before)
+                given.out.write_text(json.dumps(told, indent=1) + "\n")
     return 0
 
 

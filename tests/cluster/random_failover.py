@@ -28,7 +28,6 @@ import random
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -41,6 +40,7 @@ from typing import Any
 
 import pyarrow as pa
 from cluster import Cluster, WorkerNode, unusable
+from commands import end_with_the_cluster, run_folder
 from failover_query import HEAL_S_MAX, SETUP_S_MAX, FailoverQuery, Size
 from failover_watch import Watch, by_outcome, moves_of, told_in
 from processes import WAIT_S, command_of, descendants, kill_tree, wait_until
@@ -471,13 +471,8 @@ def main() -> int:
     if reason is not None:
         print(f"no cluster can run here: {reason}", file=sys.stderr)
         return 2
-    # What ends this process ends the cluster too.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    with tempfile.TemporaryDirectory(prefix="random-failover-", ignore_cleanup_errors=True) as temporary:
-        parent = given.folder or Path(temporary)
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=parent)).resolve()
+    end_with_the_cluster()
+    with run_folder("random-failover", given.folder) as folder:
         told = {"minutes": given.minutes, "seed": given.seed, **_run(given, folder)}
     print(json.dumps(told), flush=True)
     return 1 if told["wrong"] else 0

@@ -402,7 +402,11 @@ def test_a_large_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
         begins = world.pointer.lineage[0].ref
         data = world.files.get(name) if (name := file_name(begins, SNAPSHOT)) in world.names() else b""
         if data and begins != world.pointer.ref:
-            _, index = announced_index(lambda start, end, of=data: of[start:end], len(data), name)  # type: ignore[misc]
+
+            def part(start: int, end: int, whole: bytes = data) -> bytes:
+                return whole[start:end]
+
+            _, index = announced_index(part, len(data), name)
             assert index is not None
             found = world.follower.store().lazy.whole_file(begins, digest_of(index.blocks()))
             assert found is not None
