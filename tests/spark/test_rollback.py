@@ -62,6 +62,10 @@ class Counts:
             writer = self.job.planned().writeStream.foreachBatch(upsert)
             finish(writer.option("checkpointLocation", str(self.job.checkpoint)).trigger(availableNow=True).start())
 
+    def end(self) -> None:
+        """End what ends with the application: Spark's maintenance would upload a last snapshot within a minute."""
+        getattr(self.job.session.sparkContext._jvm, _CLASSES + "state.StateStore$").__getattr__("MODULE$").stop()
+
     @property
     def right(self) -> bool:
         return self.table == Counter(key for keys in _FIRST + _LAST for key in keys)
@@ -109,6 +113,7 @@ def test_a_query_goes_on_from_an_older_batch_and_counts_everything(
 ) -> None:
     counts = Counts(spark, operator, tmp_path, conf)
     counts.run(_FIRST)
+    counts.end()
     checkpoint, command = counts.job.checkpoint, ["rollback", str(counts.job.checkpoint), "--to-batch", str(_KEPT)]
     before = sorted(path for path in checkpoint.rglob("*"))
     assert main(command) == 0
@@ -131,6 +136,7 @@ def test_a_command_that_was_stopped_leaves_no_query_that_counts_wrongly(
 ) -> None:
     counts = Counts(spark, operator, tmp_path, {**conf, **_KEEPS})
     counts.run(_FIRST)
+    counts.end()
     checkpoint = Folder(str(counts.job.checkpoint))
     plan = planned(checkpoint, _KEPT)
     # All state of the last batches, and the last commit.
