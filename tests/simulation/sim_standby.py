@@ -34,7 +34,7 @@ HOSTS_MAX, BUCKETS = 6, 12
 KEYS = tuple(BucketKey("counts", "q", at) for at in range(BUCKETS))
 # When nothing goes wrong any more: after so many heartbeats all see the same (one until everybody has looked, and three
 # until the dead are dead, by clocks that are not quite the same), and after so many more all is in its place.
-AGREED_HEARTBEATS, SETTLED_HEARTBEATS = 5, 5
+AGREED_HEARTBEATS, SETTLED_HEARTBEATS = 5, 3
 
 STANDBY_STEPS = (
     "pass_heartbeats",  # a heartbeat passes
