@@ -13,7 +13,7 @@ from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.ownership.lease import LeaseRegistry
 from spark_state_ext.peers.asking import PeersByRoot
 from spark_state_ext.peers.tap import Taps
-from spark_state_ext.worker.background import Background
+from spark_state_ext.worker.background import Background, Foreground
 from spark_state_ext.worker.memory import Calls
 from spark_state_ext.worker.metrics import MetricsLogs
 from spark_state_ext.worker.worker import Worker
@@ -28,6 +28,8 @@ class Shared:
     ----------
     background, uploads, filling
         What runs beside batches; what is restored lazily is fetched in a thread of its own.
+    foreground
+        What batches wait for, while that thread stands back.
     peers, taps
         Who is asked before the store for what is restored lazily; and is sent deltas.
     stores, memory
@@ -45,6 +47,7 @@ class Shared:
     def __init__(self) -> None:
         self.background = Background()
         self.filling = Background()
+        self.foreground = Foreground()
         self.uploads = WorkerUploads()
         self.peers = PeersByRoot()
         self.taps = Taps()

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,7 +36,7 @@ from spark_state_ext.files.sealed_body import NOT_ARROW, PADDED_MAGIC, announced
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.lazy_file import LazyFile, LazyOptions, PieceGiver
 from spark_state_ext.store.runs import Run
-from spark_state_ext.worker.background import Runner
+from spark_state_ext.worker.background import Foreground, Runner
 from spark_state_ext.worker.threads import side_by_side
 
 if TYPE_CHECKING:
@@ -52,10 +53,15 @@ _FILL_NAME = "SPARK_STATE_EXT_LAZY_FILL_BYTES_PER_S_MAX"
 _GAP_PIECES = 4
 _REQUEST_PIECES = BLOCK_BYTES // PIECE_BYTES
 _REQUESTS_MAX = 32
+# What is fetched beside batches waits until batches have not fetched anything for so long, and no longer than this.
+_QUIET_S, _STAND_BACK_S_MAX = 0.25, 1.0
 
 
 def lazy_options(
-    runner: Runner, environ: Mapping[str, str] = os.environ, peers: PieceGiver | None = None
+    runner: Runner,
+    environ: Mapping[str, str] = os.environ,
+    peers: PieceGiver | None = None,
+    foreground: Foreground | None = None,
 ) -> LazyOptions:
     """What the environment says of lazy restore.
 
@@ -67,6 +73,8 @@ def lazy_options(
         The variables.
     peers
         Who is asked before the store.
+    foreground
+        What batches of the process wait for; None: nothing that is known.
 
     Raises
     ------
@@ -79,7 +87,7 @@ def lazy_options(
         if not text.isascii() or not text.isdigit() or int(text) < 1:
             raise UsageError(f"{name} is {text!r}: give a whole number of bytes above 0, or leave it out")
         found.append(int(text))
-    return LazyOptions(found[0], found[1], runner, peers)
+    return LazyOptions(found[0], found[1], runner, peers, foreground or Foreground())
 
 
 @dataclass(frozen=True)
@@ -141,12 +149,16 @@ class LazyRestore:
         MissingCheckpointError, CorruptFileError, LineageError, StorageError
             When it is gone, damaged, another one, or cannot be read.
         """
-        options, name = self._options, file_name(ref, SNAPSHOT)
         # One of which a part could not be had is loaded whole, which tells what is wrong.
-        if options is None or ref in self._store.lazy.lost:
+        if self._options is None or ref in self._store.lazy.lost:
             return None
+        with self._options.foreground.awaited():
+            return self._both_ends(files, ref, self._options.bytes_min)
+
+    def _both_ends(self, files: Readable, ref: CheckpointRef, bytes_min: int) -> LazySnapshot | None:
+        name = file_name(ref, SNAPSHOT)
         size, where = files.size(name), files.where(name)
-        if size < options.bytes_min:
+        if size < bytes_min:
             return None
         local = files.open_local(name)
         if local is not None:
@@ -213,7 +225,8 @@ class LazyRestore:
         StorageError
             When a backend that may have it cannot be reached.
         """
-        self._fetch(lazy, pieces, beside=False)
+        with nullcontext() if self._options is None else self._options.foreground.awaited():
+            self._fetch(lazy, pieces, beside=False)
 
     def _fetch(self, lazy: LazyFile, pieces: IndexArray, beside: bool) -> None:
         peers = None if self._options is None else self._options.peers
@@ -276,13 +289,13 @@ class LazyRestore:
         """Fetch all that lacks of a run, in order and not too fast, until it is whole or nobody wants it any more."""
         assert self._options is not None, "only who restores lazily fills"
         try:
-            self._fill(run, self._options.fill_bytes_per_s_max)
+            self._fill(run, self._options)
         finally:
             if self._store.is_closed:
                 # It may have been opened again here.
                 self._store.close()
 
-    def _fill(self, run: Run, bytes_per_s_max: int) -> None:
+    def _fill(self, run: Run, options: LazyOptions) -> None:
         while not (self._store.is_closed or self._sources.is_closed):
             lazy = self._store.lazy.file(run)
             if lazy is None:
@@ -291,11 +304,12 @@ class LazyRestore:
             if not len(absent):
                 self._store.lazy.finish(lazy)
                 return
+            options.foreground.stand_back(_QUIET_S, _STAND_BACK_S_MAX)
             started_s = time.monotonic()
             some = absent[absent < absent[0] + _REQUEST_PIECES]
             self._fetch(lazy, some, beside=True)
             took_s = time.monotonic() - started_s
-            time.sleep(max(0.0, len(some) * PIECE_BYTES / bytes_per_s_max - took_s))
+            time.sleep(max(0.0, len(some) * PIECE_BYTES / options.fill_bytes_per_s_max - took_s))
 
 
 def _requests(pieces: IndexArray) -> list[tuple[int, int]]:

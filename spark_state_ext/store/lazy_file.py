@@ -12,7 +12,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -27,7 +27,7 @@ from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingRunError
 from spark_state_ext.store.base_file import file_of, mapped
 from spark_state_ext.store.local_disk import storage_error
-from spark_state_ext.worker.background import Runner
+from spark_state_ext.worker.background import Foreground, Runner
 
 if TYPE_CHECKING:
     from spark_state_ext.store.runs import Run
@@ -75,12 +75,15 @@ class LazyOptions:
         What that runs in.
     peers
         Who is asked before the store; None: nobody.
+    foreground
+        What batches of the process wait for: what is fetched beside them stands back meanwhile.
     """
 
     bytes_min: int
     fill_bytes_per_s_max: int
     runner: Runner
     peers: PieceGiver | None = None
+    foreground: Foreground = field(default_factory=Foreground)
 
 
 def marks_of(folder: Path, run_key: str) -> Path:

@@ -7,15 +7,17 @@ depends on it: a snapshot that never arrived was never confirmed, and clean-up g
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from spark_state_ext.errors import StateError
 
-__all__ = ["Background", "Inline", "Runner", "Work"]
+__all__ = ["Background", "Foreground", "Inline", "Runner", "Work"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # More than this waiting means that the thread does not keep up: then the work is refused, and due again later.
@@ -37,6 +39,46 @@ class Runner(Protocol):
     def busy(self, name: str) -> bool:
         """Whether work of this name waits or runs."""
         ...
+
+
+class Foreground:
+    """What batches of a process wait for, so that work beside them can stand back."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        # How many wait, and when the last one had what it waited for.
+        self.waiting = 0
+        self._last_s = -math.inf
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """While a batch waits for something."""
+        with self._condition:
+            self.waiting += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self.waiting -= 1
+                self._last_s = time.monotonic()
+                self._condition.notify_all()
+
+    def stand_back(self, quiet_s: float, s_max: float) -> None:
+        """Wait until no batch has waited for anything for a while.
+
+        Parameters
+        ----------
+        quiet_s
+            How long that is.
+        s_max
+            The longest wait, so that work beside batches goes on even if they always wait.
+        """
+        until_s = time.monotonic() + s_max
+        with self._condition:
+            while (
+                left_s := (until_s if self.waiting else min(self._last_s + quiet_s, until_s)) - time.monotonic()
+            ) > 0:
+                self._condition.wait(left_s)
 
 
 class Inline:

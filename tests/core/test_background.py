@@ -21,7 +21,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, changed
 from spark_state_ext.worker import background as background_module
-from spark_state_ext.worker.background import Background
+from spark_state_ext.worker.background import Background, Foreground
 from tests.helpers.waiting import WAIT_S, eventually
 
 
@@ -238,3 +238,37 @@ def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
     assert lengths == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
     assert [name.split("_")[0] for name in files.names() if name.endswith("snapshot.arrow")] == ["11", "6"]
     store.close()
+
+
+def test_work_beside_batches_stands_back_while_one_waits() -> None:
+    foreground = Foreground()
+    began, go, stood_back = threading.Event(), threading.Event(), threading.Event()
+    foreground.stand_back(60.0, 60.0)  # nobody has waited yet
+
+    def wait() -> None:
+        with foreground.awaited():
+            began.set()
+            go.wait(WAIT_S)
+
+    def fill() -> None:
+        foreground.stand_back(0.0, WAIT_S)
+        stood_back.set()
+
+    batch, beside = threading.Thread(target=wait), threading.Thread(target=fill)
+    batch.start()
+    assert began.wait(WAIT_S)
+    # No longer than it is told to.
+    foreground.stand_back(0.0, 0.001)
+    beside.start()
+    assert not stood_back.wait(0.01)
+    go.set()
+    batch.join()
+    beside.join()
+    assert stood_back.is_set()
+
+
+def test_a_wait_that_fails_is_over() -> None:
+    foreground = Foreground()
+    with pytest.raises(StorageError), foreground.awaited():
+        raise StorageError("the store is away")
+    assert foreground.waiting == 0

@@ -44,7 +44,7 @@ from spark_state_ext.errors import (
 from spark_state_ext.restore.lazy import BYTES_MIN, FILL_BYTES_PER_S_MAX, _requests, lazy_options
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.lazy_file import LazyFile
-from spark_state_ext.worker.background import Inline
+from spark_state_ext.worker.background import Foreground, Inline
 from spark_state_ext.worker.spill import SpillBuffer
 from tests.helpers.waiting import WAIT_S
 
@@ -176,6 +176,34 @@ def test_filling_keeps_to_its_limit_and_ends_with_the_store(
     seconds = -(-run.file_bytes // PIECE_BYTES) / 10
     assert seconds * 0.5 < sum(slept) <= seconds
     assert names(store) == [".arrow"]
+
+
+def test_filling_stands_back_for_what_batches_wait_for(
+    remote: Remote, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreground, later = Foreground(), Later()
+    said: list[int | str] = []
+    bucket = bucket_on(store, remote, tmp_path, later=later)
+    assert bucket._lazy._options is not None
+    bucket._lazy._options = replace(bucket._lazy._options, foreground=foreground)
+    get_range, stand_back = remote.folder.get_range, foreground.stand_back
+
+    def got(name: str, start: int, end: int) -> bytes:
+        said.append(foreground.waiting)
+        return get_range(name, start, end)
+
+    def stood_back(quiet_s: float, s_max: float) -> None:
+        said.append("stand back")
+        stand_back(0.0, 0.0)
+
+    monkeypatch.setattr(type(remote.folder), "get_range", lambda _, *given: got(*given))
+    monkeypatch.setattr(foreground, "stand_back", stood_back)
+    bucket.read(lambda view: looked_up(view, [5], remote))
+    assert set(said) == {1}, "both ends, and pieces for the lookup"
+    said.clear()
+    later.run()
+    assert said[0] == "stand back"
+    assert set(said) == {"stand back", 0}
 
 
 def test_another_call_goes_on_with_what_one_began(remote: Remote, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from spark_state_ext.files.folder import Folder
 
 __all__ = ["command"]
 
-# Twice Spark's maintenance interval: in an application that goes on, maintenance uploads a last snapshot of a query that
-# has stopped, up to an interval later. A query that was rolled back before that may read it.
+# Twice Spark's maintenance interval: in an application that goes on, maintenance uploads a last snapshot of a query
+# that has stopped, up to an interval later. A query that was rolled back before that may read it.
 _IDLE_S = 120.0
 _ROWS = pa.schema([("kind", pa.string()), ("number", pa.int64()), ("path", pa.string())])
 

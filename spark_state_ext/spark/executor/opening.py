@@ -301,7 +301,7 @@ def _context(shared: Shared, call: CallInfo, scratch: Path, leases: Leases) -> C
         batch_ms=call.times.processing_ms,
         # A run that has lost its state to another one need not read on.
         while_waiting=leases.hold,
-        lazy=lazy_options(shared.filling, peers=peers),
+        lazy=lazy_options(shared.filling, peers=peers, foreground=shared.foreground),
         tap=shared.taps.of(peers),
     )
 
