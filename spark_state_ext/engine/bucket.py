@@ -142,7 +142,7 @@ class Bucket:
         operators = [pointer.operator, *pointer.origins]
         # Other sources are at hand in this call only.
         key = BucketKey(pointer.operator, pointer.query_folder, pointer.bucket)
-        self._lazy = LazyRestore(store, self._sources, key, None if sources else context.lazy)
+        self._lazy = LazyRestore(store, self._sources, key, None if sources else context.lazy, context.while_waiting)
         self._loader = Loader(
             store, self._sources, operators, pointer.bucket, context.scratch, kept_ms, context.while_waiting, self._lazy
         )

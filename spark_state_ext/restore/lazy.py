@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from spark_state_ext.errors import (
     LineageError,
     MissingCheckpointError,
     MissingRunError,
+    StateError,
     UsageError,
 )
 from spark_state_ext.files.readable import Readable
@@ -106,6 +107,14 @@ class LazySnapshot:
     index: SnapshotIndex
 
 
+class _UnwantedError(Exception):
+    """Nobody waits for pieces any more. It is no error of the backend that is asked for them."""
+
+    def __init__(self, why: StateError) -> None:
+        super().__init__(str(why))
+        self.why = why
+
+
 class LazyRestore:
     """That of one bucket, in one call.
 
@@ -119,10 +128,20 @@ class LazyRestore:
         The bucket, as peers know it.
     options
         None: nothing is restored lazily. What another call has begun so is gone on with.
+    while_waiting
+        Called now and then while a lookup waits for pieces; what it raises ends the lookup.
     """
 
-    def __init__(self, store: LocalStore, sources: Sources, key: BucketKey, options: LazyOptions | None) -> None:
+    def __init__(
+        self,
+        store: LocalStore,
+        sources: Sources,
+        key: BucketKey,
+        options: LazyOptions | None,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
         self._store = store
+        self._while_waiting = while_waiting
         self._key = key
         self._sources = sources
         self._options = options
@@ -224,6 +243,8 @@ class LazyRestore:
             When no backend has the file any more, or what it has is damaged: the run is dropped.
         StorageError
             When a backend that may have it cannot be reached.
+        StateError
+            What is raised while this waits.
         """
         with nullcontext() if self._options is None else self._options.foreground.awaited():
             self._fetch(lazy, pieces, beside=False)
@@ -237,20 +258,31 @@ class LazyRestore:
             if not len(pieces):
                 return
         started_s = time.monotonic()
-        self._fetch_from_backends(lazy, pieces)
+        self._fetch_from_backends(lazy, pieces, beside)
         if peers is not None and beside:
             peers.note_store(len(_requests(pieces)), len(pieces) * PIECE_BYTES, time.monotonic() - started_s)
 
-    def _fetch_from_backends(self, lazy: LazyFile, pieces: IndexArray) -> None:
+    def _fetch_from_backends(self, lazy: LazyFile, pieces: IndexArray, beside: bool) -> None:
         ref = lazy.run.newest
+        meanwhile = None if beside else self._meanwhile
         try:
-            self._sources.read(ref, SNAPSHOT, lambda files: self._fetch_from(files, lazy, pieces))
+            self._sources.read(ref, SNAPSHOT, lambda files: self._fetch_from(files, lazy, pieces, meanwhile))
+        except _UnwantedError as unwanted:
+            raise unwanted.why from None
         except (MissingCheckpointError, CorruptFileError, LineageError) as error:
             _LOGGER.warning("the rest of checkpoint %s, which is restored lazily, is gone: %s", ref, error)
             self._store.lazy.lose(lazy.run)
             raise MissingRunError(f"run {ref} cannot be completed: {error}", ref) from error
 
-    def _fetch_from(self, files: Readable, lazy: LazyFile, pieces: IndexArray) -> None:
+    def _meanwhile(self) -> None:
+        try:
+            self._while_waiting()
+        except StateError as error:
+            raise _UnwantedError(error) from error
+
+    def _fetch_from(
+        self, files: Readable, lazy: LazyFile, pieces: IndexArray, while_waiting: Callable[[], None] | None
+    ) -> None:
         name = file_name(lazy.run.newest, SNAPSHOT)
         where = files.where(name)
         self._refuse_another(files, lazy, name, where)
@@ -268,7 +300,8 @@ class LazyRestore:
 
         # Another backend may have given some of them.
         requests = _requests(lazy.lacking(pieces))
-        fetched = sum(side_by_side("fetch", min(_REQUESTS_MAX, max(1, len(requests))), fetch, requests))
+        threads = min(_REQUESTS_MAX, max(1, len(requests)))
+        fetched = sum(side_by_side("fetch", threads, fetch, requests, while_waiting))
         with self._lock:
             self.fetched_bytes += fetched
 

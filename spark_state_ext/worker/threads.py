@@ -22,6 +22,8 @@ T = TypeVar("T")
 _IDLE_S = 60.0
 # How long what was begun ahead, and is not wanted any more, is waited for.
 _END_S = 5.0
+# How often whoever waits does what there is to do meanwhile.
+_LOOK_S = 0.5
 
 
 class DaemonPool(Executor):
@@ -112,7 +114,13 @@ def _run(future: Future[Any], work: Callable[[], Any]) -> None:
         future.set_exception(error)
 
 
-def side_by_side(name: str, threads: int, work: Callable[[S], T], items: Iterable[S]) -> list[T]:
+def side_by_side(
+    name: str,
+    threads: int,
+    work: Callable[[S], T],
+    items: Iterable[S],
+    while_waiting: Callable[[], None] | None = None,
+) -> list[T]:
     """Results of `work` for each item, in their order, from threads that do not keep a process from ending.
 
     Parameters
@@ -123,12 +131,20 @@ def side_by_side(name: str, threads: int, work: Callable[[S], T], items: Iterabl
         How many there are at most.
     work, items
         What to do, and for what. After an error no more is begun; the first in the order of items is raised.
+    while_waiting
+        Called twice a second until all is done. What it raises ends the wait; what has begun is left alone.
     """
     pool = DaemonPool(name)
     pool.threads_max = threads
     try:
         futures = [pool.submit(work, item) for item in items]
-        wait(futures, return_when=FIRST_EXCEPTION)
+        left = set(futures)
+        while left:
+            done, left = wait(left, None if while_waiting is None else _LOOK_S, FIRST_EXCEPTION)
+            if any(future.exception() is not None for future in done):
+                break
+            if left and while_waiting is not None:
+                while_waiting()
         return [future.result() for future in futures]
     finally:
         pool.close()

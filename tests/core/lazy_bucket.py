@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -179,9 +179,11 @@ def bucket_on(
     replicas: Sequence[Replica] | None = None,
     pointer: Pointer | None = None,
     peers: PieceGiver | None = None,
+    while_waiting: Callable[[], None] = lambda: None,
 ) -> Bucket:
     """The bucket in a call."""
-    context = CommitContext(scratch, lazy=LazyOptions(1, 1 << 40, later or Later(), peers) if lazily else None)
+    lazy = LazyOptions(1, 1 << 40, later or Later(), peers) if lazily else None
+    context = CommitContext(scratch, lazy=lazy, while_waiting=while_waiting)
     its = sole_replica(remote.folder, scratch) if replicas is None else replicas
     return Bucket(store, its, pointer or remote.pointer, WRITER, context)
 

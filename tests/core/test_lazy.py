@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -36,6 +37,7 @@ from spark_state_ext.engine.bucket import Sizes
 from spark_state_ext.errors import (
     CorruptError,
     CorruptStoreError,
+    LiveRunError,
     MissingCheckpointError,
     MissingRunError,
     StorageError,
@@ -204,6 +206,35 @@ def test_filling_stands_back_for_what_batches_wait_for(
     later.run()
     assert said[0] == "stand back"
     assert set(said) == {"stand back", 0}
+
+
+def test_a_lookup_that_waits_renews_the_lease_and_ends_without_it(
+    remote: Remote, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("spark_state_ext.worker.threads._LOOK_S", 0.001)
+    answer, get_range = threading.Event(), remote.folder.get_range
+    kept: list[str] = []
+
+    def hold() -> None:
+        kept.append("renewed")
+        if len(kept) > 3:
+            raise LiveRunError("another run has taken over")
+
+    bucket = bucket_on(store, remote, tmp_path, while_waiting=hold)
+    bucket.read(Sizes.of)
+    kept.clear()
+
+    def got(_: object, name: str, start: int, end: int) -> bytes:
+        assert answer.wait(WAIT_S)
+        return get_range(name, start, end)
+
+    monkeypatch.setattr(type(remote.folder), "get_range", got)
+    with pytest.raises(LiveRunError, match="another run has taken over"):
+        bucket.read(lambda view: looked_up(view, [5], remote))
+    assert len(kept) == 4
+    assert not caplog.records, "it is no failure of the store"
+    answer.set()
+    assert bucket.read(lambda view: looked_up(view, [5], remote)) == expected([5], remote)
 
 
 def test_another_call_goes_on_with_what_one_began(remote: Remote, tmp_path: Path) -> None:
