@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import COUNTS, Job, count, keyed, reads_state
 from pyspark.errors import PySparkException, StreamingQueryException
-from test_savepoints import FIRST, NEXT, Query, taken
+from test_savepoints import FIRST, NEXT, Query, counted, taken
 
 from spark_state_ext import ArrowState, RetainedCheckpoint, stop_with_savepoint
-from spark_state_ext.errors import UsageError
+from spark_state_ext.errors import StorageError, UsageError
 
 pytestmark = [pytest.mark.spark, reads_state]
 
@@ -52,6 +53,20 @@ def test_the_state_of_sparks_own_operators_is_not_in_it_and_that_is_said(
         taken(query, tmp_path / "savepoint")
     (said,) = [it.getMessage() for it in caplog.records if "stateful operators" in it.getMessage()]
     assert "are Spark's own: dedupe" in said
+
+
+def test_a_location_that_sparks_reader_does_not_find_is_told_and_may_be_moved(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, plain = Query(spark, tmp_path / "my 100% counts").run(FIRST), tmp_path / "checkpoint"
+    with pytest.raises(StorageError, match=r"does not find .*/my 100% counts/checkpoint: .* in which ' %' is quoted"):
+        taken(query, tmp_path / "savepoint")
+    # What the message advises.
+    shutil.copytree(query.job.checkpoint, plain)
+    monkeypatch.setattr(Job, "checkpoint", plain)
+    query.run(NEXT)
+    assert query.table == counted(FIRST, NEXT)
+    assert taken(query, tmp_path / "savepoint").batch == len([*FIRST, *NEXT]) - 1
 
 
 def test_what_is_claimed_keeps_its_number_of_buckets(spark: Any, tmp_path: Path) -> None:

@@ -24,6 +24,10 @@ T = TypeVar("T")
 # Batches may be short, and two retained: the one that was chosen is gone before its pointers are read.
 _ROUNDS_MAX = 5
 
+# What Java's URIs quote in a path. Spark's reader quotes a location, and takes the result for a path once more
+# (as of Spark 4.3).
+_QUOTED = set(' %"#<>?[\\]^`{|}')
+
 POINTER = "value.groupState.pointer"
 # Until an imported bucket's first call Spark's state has no pointer of it, but a mark (`arrow_schemas.import_mark`).
 _IS_POINTER = f"{POINTER} IS NOT NULL AND substring({POINTER}, 1, {len(MAGIC)}) != X'{MAGIC.hex()}'"
@@ -249,9 +253,15 @@ class StateReader:
         except Exception as error:
             if not is_of_spark(error):
                 raise
-            raise StorageError(
-                f"Spark cannot read the state of {self._location}: {said_by_spark(str(error))}"
-            ) from error
+            said = said_by_spark(str(error))
+            quoted = "".join(sorted(_QUOTED & set(self._location)))
+            if quoted and "COMMITTED_BATCH_UNAVAILABLE" in said:
+                raise StorageError(
+                    f"Spark's reader of state does not find {self._location}: it looks for a name in which {quoted!r} "
+                    "is quoted. Stop the query, copy its checkpoint to a location without, and start it there. "
+                    f"Spark says: {said}"
+                ) from error
+            raise StorageError(f"Spark cannot read the state of {self._location}: {said}") from error
 
 
 def _fields(value: Any) -> set[str]:
