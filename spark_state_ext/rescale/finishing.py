@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.replication import needs_parents
@@ -74,13 +75,15 @@ class Finishing:
         self._leases: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def noted(self, query_folder: Folder, committed: Pointer, made: Pointer, still_ours: Callable[[], None]) -> Pointer:
+    def noted(
+        self, query_folders: Iterable[Folder], committed: Pointer, made: Pointer, still_ours: Callable[[], None]
+    ) -> Pointer:
         """The pointer that a call hands over, once it is noted what the one says that it was handed.
 
         Parameters
         ----------
-        query_folder
-            The bucket's query folder.
+        query_folders
+            The bucket's query folder in each file system, first the one that its parents are read from.
         committed
             The input pointer.
         made
@@ -95,18 +98,22 @@ class Finishing:
         """
         if committed.parents is None:
             return made
+        folders = iter(query_folders)
+        first = next(folders)
         if needs_parents(committed):
             # Each time: where a batch runs twice, the other attempt may go on from a pointer that needs none.
-            note_needed(query_folder, committed.bucket, committed.heartbeats)
+            note_needed(first, committed.bucket, committed.heartbeats)
             return made
         if needs_parents(made):
             # Somebody has deleted files from the one that had all of it.
             return made
         # A late task of a run that is over must not tell the run that went back that it needs none.
         still_ours()
-        # The query may have gone back to such a pointer when all parents are gone: nobody would remove the note.
-        if has_parents(query_folder):
-            note_free(query_folder, committed.bucket, committed.heartbeats)
+        # Where the query has gone back to such a pointer and all parents are gone, nobody would remove the note. And
+        # they may lie with a backend that the query has not any more, but as its root.
+        there = next((it for it in chain([first], folders) if has_parents(it)), None)
+        if there is not None:
+            note_free(there, committed.bucket, committed.heartbeats)
         return replace(made, parents=None)
 
     def in_turn(

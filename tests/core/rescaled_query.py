@@ -170,7 +170,7 @@ class RescaledQuery:
     def _attempt(self, bucket: int, changes: Changes) -> Pointer:
         mine = {key: row for key, row in changes.items() if bucket_in(self.bucket_map, key) == bucket}
         made = self.called(bucket, lambda it: it.commit(buffer_of(mine, self.scratch, hashed)).pointer)
-        made = self.finishing.noted(self.folder, self.pointers[bucket], made, lambda: None)
+        made = self.finishing.noted([self.folder], self.pointers[bucket], made, lambda: None)
         return replace(made, batch=made.batch + 1)
 
     def lose_disks(self) -> None:

@@ -311,7 +311,7 @@ def test_a_query_that_goes_back_under_the_same_plan_needs_its_parents_again(tmp_
     finishing = Finishing()
 
     def needed(committed: Pointer) -> list[int]:
-        finishing.noted(query.folder, committed, committed, lambda: None)
+        finishing.noted([query.folder], committed, committed, lambda: None)
         notes = notes_among(query.folder.child(PARENTS_FOLDER).names())
         assert all(note.bucket == 0 for note in notes)
         return sorted(note.heartbeats for note in notes if note.kind == NEEDED)
@@ -359,14 +359,18 @@ def test_a_bucket_keeps_its_parents_when_the_backend_that_had_it_has_lost_it(tmp
         raise LiveRunError("another run has taken the state over")
 
     with pytest.raises(LiveRunError):
-        finishing.noted(query.folder, whole, whole, anothers)
-    assert finishing.noted(query.folder, whole, replace(begun, replication=lags), ours).parents == begun.parents
+        finishing.noted([query.folder], whole, whole, anothers)
+    assert finishing.noted([query.folder], whole, replace(begun, replication=lags), ours).parents == begun.parents
     assert not [name for name in notes.names() if ".free-" in name]
-    assert finishing.noted(query.folder, whole, whole, ours).parents is None
+    assert finishing.noted([query.folder], whole, whole, ours).parents is None
     assert notes.exists(f"0.free-{begun.heartbeats}")
+    # The query was started with other backends since, and its parents are with the one that came first then.
+    other = replace(whole, bucket=1)
+    assert finishing.noted([Folder(str(tmp_path / "other")), query.folder], other, other, ours).parents is None
+    assert notes.exists(f"1.free-{begun.heartbeats}")
     # The query goes back once all is removed: there is nothing to note, and nobody would remove it.
     query.folder.remove_tree(PARENTS_FOLDER)
-    assert finishing.noted(query.folder, whole, whole, ours).parents is None
+    assert finishing.noted([query.folder], whole, whole, ours).parents is None
     assert notes.names() == []
 
 

@@ -224,8 +224,8 @@ class _Other:
             result = it.commit(rows_of(changes, world.folder, HASHES))
             if not origins:
                 return result
-            query_folder = origins[0].query_folder
-            made = self._finishing.noted(query_folder, pointer, result.pointer, lambda: None)
+            folders = [origins[0].query_folder, *(it.child(self.name) for it in operator_folders(self._job))]
+            made = self._finishing.noted(folders, pointer, result.pointer, lambda: None)
             return replace(result, pointer=made)
         finally:
             store.close()

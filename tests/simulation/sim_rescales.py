@@ -231,11 +231,12 @@ class RescaleWorld(World):
             # Nobody is at work for longer at a batch that Spark does not retain.
             self.counted["late calls that note nothing"] += 1
             raise _FailedError
-        query_folder, finishing = self.origin(pointer).query_folder, self._process_of(attempt).finishing
+        others = (it.child(pointer.query_folder) for it in operator_folders(attempt.planned))
+        folders, finishing = [self.origin(pointer).query_folder, *others], self._process_of(attempt).finishing
         try:
             with self._troubled(attempt, numbers, beside=False):
                 handed_over = finishing.noted(
-                    query_folder, pointer, made[0].pointer, lambda: self._check_ours(attempt.planned)
+                    folders, pointer, made[0].pointer, lambda: self._check_ours(attempt.planned)
                 )
         except LiveRunError:
             self.counted["late calls that note nothing"] += 1

@@ -164,26 +164,28 @@ def _never_finished(self: RescaleWorld, attempt: PlannedAttempt, pointer: Pointe
     """Nobody removes what the query was rescaled from."""
 
 
-def _notes_stay(self: Finishing, query_folder: Folder, committed: Pointer, made: Pointer, still_ours: Any) -> Pointer:
+def _notes_stay(
+    self: Finishing, folders: Sequence[Folder], committed: Pointer, made: Pointer, still_ours: Any
+) -> Pointer:
     """A call that needs parents leaves notes alone, which may be from before the query went back."""
-    return made if needs_parents(committed) else _NOTED(self, query_folder, committed, made, still_ours)
+    return made if needs_parents(committed) else _NOTED(self, folders, committed, made, still_ours)
 
 
 def _looked_for_once(
-    self: Finishing, query_folder: Folder, committed: Pointer, made: Pointer, still_ours: Any
+    self: Finishing, folders: Sequence[Folder], committed: Pointer, made: Pointer, still_ours: Any
 ) -> Pointer:
     """A process looks for notes only where it did not have the batch before."""
     looked: dict[Any, int] = self.__dict__.setdefault("looked", {})
-    key = query_folder.identity, committed.bucket
+    key = folders[0].identity, committed.bucket
     if committed.parents is not None and needs_parents(committed):
         before, looked[key] = looked.get(key), committed.heartbeats
         if before == committed.heartbeats - 1:
             return made
-    return _NOTED(self, query_folder, committed, made, still_ours)
+    return _NOTED(self, folders, committed, made, still_ours)
 
 
 def _without_a_note(
-    self: Finishing, query_folder: Folder, committed: Pointer, made: Pointer, still_ours: Any
+    self: Finishing, folders: Sequence[Folder], committed: Pointer, made: Pointer, still_ours: Any
 ) -> Pointer:
     """Parents are dropped, and nobody writes that down."""
     return replace(made, parents=committed.parents if needs_parents(committed) or needs_parents(made) else None)

@@ -239,8 +239,8 @@ class _BucketCall:
         with timing(self._call, "commit_ms"):
             made = self._committed(opened, clean_ups, rows, task_end, partitioning)
             pointer = erase_turn.marked(self._stamped(made.pointer, opened, work.threshold_ms()), erased)
-            query_folder = opened.files if opened.origin is None else opened.origin.query_folder
-            pointer = self._finishing.noted(query_folder, opened.pointer, pointer, opened.leases.check)
+            at = opened.parents_at(self._job)
+            pointer = self._finishing.noted(at, opened.pointer, pointer, opened.leases.check)
         opened.let_go()
         self._look_after(opened, folders, pointer, clean_ups, erase_turn)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,13 @@ from spark_state_ext.backends.replication import Replica, Restorable, close_all
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.engine.folders import local_folder, operator_folder, scratch_folder, stores_folder
+from spark_state_ext.engine.folders import (
+    local_folder,
+    operator_folder,
+    operator_folders,
+    scratch_folder,
+    stores_folder,
+)
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Leases, names_a_holder
 from spark_state_ext.engine.shared import Shared
@@ -164,6 +170,17 @@ class OpenBucket:
     prepare: Callable[[], None]
     sources: tuple[Restorable, ...] = ()
     origin: Origin | None = None
+
+    def parents_at(self, job: Job) -> Iterator[Folder]:
+        """The query folder in each file system, first the one that the bucket's parents are read from.
+
+        Parameters
+        ----------
+        job
+            The query's.
+        """
+        yield self.files if self.origin is None else self.origin.query_folder
+        yield from (it.child(self.query_folder) for it in operator_folders(job))
 
     def let_go(self) -> None:
         """The call is over: close what only it has read from."""
