@@ -167,11 +167,6 @@ def erase_history(
     if write_savepoints and (isinstance(savepoints, str) or not savepoints):
         raise UsageError("write_savepoints needs savepoints=[…]: only those are written anew that you name")
     folder = folders[0]
-    if has_parents(folder.files):
-        raise UsageError(
-            f"the state at {folder.files.root} was rescaled, and the old buckets' files in "
-            f"{folder.files.child(PARENTS_FOLDER).root} are needed still: run the query until it has removed them"
-        )
     wanted = keys_as_stored(keys, folder.schema, "erase_history()")
     if wanted.num_rows > KEYS_MAX:
         raise UsageError(f"erase_history() was given more than {KEYS_MAX:,} keys: erase them in several calls")
@@ -212,6 +207,12 @@ def _places(folder: QueryFolder, operator: str, backends: Sequence[Backend], loc
             raise UsageError(
                 f"{place.root} lies in a store that does not put one file in another's place in one step: a file might "
                 "be gone when this is stopped. Move the state to another root instead (docs/operating/erasing.md)"
+            )
+        # They lie with the backend that came first when the query was rescaled.
+        if has_parents(place):
+            raise UsageError(
+                f"the state at {folder.files.root} was rescaled, and the old buckets' files in "
+                f"{place.child(PARENTS_FOLDER).root} are needed still: run the query until it has removed them"
             )
     for path in local_dirs:
         if not Path(path).is_dir():

@@ -366,6 +366,12 @@ def test_what_cannot_be_done(life: Life, monkeypatch: pytest.MonkeyPatch) -> Non
         erase(life, local_dirs=["/nowhere/at/all"])
     with pytest.raises(UsageError, match="inline_batches must be"):
         erase(life, inline_batches=-1)
+    for place in ("root", "second"):
+        query_folder = Folder(str(life.local / place / "counts" / "q"))
+        query_folder.child("parents").put("0.parent.json", b"")
+        with pytest.raises(UsageError, match=rf"was rescaled, and .*/{place}/counts/q/parents are needed still"):
+            erase(life, backends=[Backend(str(life.local / "second"))])
+        query_folder.remove_tree("parents")
     Folder(str(life.local / "root" / "counts" / "r")).put("operator_0.json", replace(OPERATOR, query_id="r").encode())
     with pytest.raises(UsageError, match=r"2 query folders.*name one with query_folder \(q, r\)"):
         erase(life)
