@@ -36,20 +36,7 @@ from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.store.runs import hashes_of
 from spark_state_ext.version import __version__
 
-__all__ = ["Origin", "origin_beside", "origin_in", "rows_of_parents"]
-
-
-def origin_beside(
-    query_folder: Folder, pointer: Pointer, bucket_map: BucketMap, schema: RowSchema, scratch: Path
-) -> list[Origin]:
-    """What a bucket can be read from beside its backends: where it has parents, its origin.
-
-    Parameters
-    ----------
-    query_folder, pointer, bucket_map, schema, scratch
-        As for `Origin`; `pointer` may have no parents.
-    """
-    return [] if pointer.parents is None else [Origin(query_folder, pointer, bucket_map, schema, scratch)]
+__all__ = ["Origin", "origin_in", "rows_of_parents"]
 
 
 class Origin:

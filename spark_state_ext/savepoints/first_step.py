@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.backends.registry import FSSPEC
+from spark_state_ext.backends.registry import FSSPEC, Backend
 from spark_state_ext.backends.replication import Replica, Restorable, close_all, is_complete
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Replicas
@@ -49,7 +49,7 @@ class FirstStep:
     batch_ms
         The batch's time by Spark: the same in every attempt at it.
     beside
-        What a saved bucket can be read from beside the backends of its query, by its pointer and its folder.
+        What a saved bucket can be read from beside the backends of its query, by its pointer and these.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FirstStep:
         root: Folder,
         query_folder: str,
         batch_ms: int,
-        beside: Callable[[Beginning, Folder], Sequence[Restorable]] = lambda part, folder: (),
+        beside: Callable[[Beginning, Sequence[Backend]], Sequence[Restorable]] = lambda part, backends: (),
     ) -> None:
         self._beside = beside
         self._job = job
@@ -202,7 +202,9 @@ class FirstStep:
             places = [replace(it, name=borrowed(it.name)) for it in places]
         timeout_s = self._job.options.commit.commit_timeout_ms / 1000
         backends = [replicas.reading(places, part.pointer, scratch, timeout_s) for part in beginning.parts]
-        sources = [[*of_one, *self._beside(part, held)] for part, of_one in zip(beginning.parts, backends, strict=True)]
+        sources = [
+            [*of_one, *self._beside(part, start.places)] for part, of_one in zip(beginning.parts, backends, strict=True)
+        ]
         every = [replica for of_one in sources for replica in of_one]
         try:
             for part, of_one in zip(beginning.parts, backends, strict=True):

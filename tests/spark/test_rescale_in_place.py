@@ -21,7 +21,7 @@ from savepoint_job import AFTER_ITS_TASKS, IN_A_TASK, OPERATOR, Query, batch_com
 from streams import finish
 
 from arrow_schemas import BucketMap
-from spark_state_ext import RetainedCheckpoint, Savepoint, open_committed, open_state, take_savepoint
+from spark_state_ext import Backend, RetainedCheckpoint, Savepoint, open_committed, open_state, take_savepoint
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from tests.helpers.soak import SOAK
 from tests.helpers.waiting import eventually
@@ -51,7 +51,8 @@ def fed(it: Query, first: int, last: int, spark: Any) -> Query:
 
 def state_of(it: Query, spark: Any) -> dict[int, tuple[int, int]]:
     """All its state, as Spark has committed it."""
-    with open_committed(spark, it.root, str(it.checkpoint)) as state:
+    (backend,) = it.options.get("backends", (it,))
+    with open_committed(spark, backend.root, str(it.checkpoint)) as state:
         return {row["key"]: (row["n"], row["total"]) for row in state.scan().read_all().to_pylist()}
 
 
@@ -134,18 +135,25 @@ def test_one_heavy_bucket_is_split_alone(spark: Any, tmp_path: Path) -> None:
         assert state.buckets == 6
 
 
-def test_a_savepoint_is_taken_before_a_bucket_has_a_snapshot_of_its_own(spark: Any, tmp_path: Path) -> None:
-    it = fed(query(tmp_path / "job", 3), 0, 3, spark)
-    it = fed(in_place(it, 8), 3, 4, spark)
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in the root", "in a backend"])
+def test_a_savepoint_is_taken_before_a_bucket_has_a_snapshot_of_its_own(
+    spark: Any, tmp_path: Path, elsewhere: bool
+) -> None:
+    options: dict[str, Any] = {"backends": [Backend(str(tmp_path / "elsewhere"))]} if elsewhere else {}
+    it = fed(query(tmp_path / "job", 3, **options), 0, 3, spark)
+    it = fed(in_place(it, 8, **options), 3, 4, spark)
+    starts: dict[str, Any] = {"retained": RetainedCheckpoint(it.root, str(it.checkpoint), **options)}
     for form in ("native", "canonical"):
         path = str(tmp_path / form)
         take_savepoint(spark, path, it.checkpoint, it.state, form=form)
-        new = replace(query(tmp_path / f"from-{form}", 8), start_from=Savepoint(path))
+        starts[form] = Savepoint(path)
+    for name, start in starts.items():
+        new = replace(query(tmp_path / f"from-{name}", 8), start_from=start)
         new.feed([4])
         new.run(spark)
         assert state_of(new, spark) == expected(range(5))
     # And it is rescaled again.
-    it = fed(in_place(it, 3), 4, 5, spark)
+    it = fed(in_place(it, 3, **options), 4, 5, spark)
     assert state_of(it, spark) == expected(range(5))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
+from spark_state_ext.backends.registry import Backend
 from spark_state_ext.backends.replication import Replica, Restorable, close_all
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.failures import Run
@@ -42,7 +43,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import newest_operator
 from spark_state_ext.files.partition_files import record_assignment, refuse_assignment
 from spark_state_ext.ownership.lease_record import Claim
-from spark_state_ext.rescale.origin import Origin, origin_beside, origin_in
+from spark_state_ext.rescale.origin import Origin, origin_in
 from spark_state_ext.restore.lazy import lazy_options
 from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.starting import Beginning, Begun
@@ -333,10 +334,11 @@ def _hold_old(
     tried(leases.hold)
 
 
-def _beside(scratch: Path, part: Beginning, query_folder: Folder) -> list[Origin]:
+def _beside(scratch: Path, part: Beginning, backends: Sequence[Backend]) -> list[Origin]:
     """What a bucket of another query can be read from beside its backends."""
     operator = part.operator_file
-    return origin_beside(query_folder, part.pointer, operator.bucket_map, operator.row_schema(), scratch)
+    origin = origin_in(backends, part.pointer, operator.bucket_map, operator.row_schema(), scratch)
+    return [] if origin is None else [origin]
 
 
 def _first_pointer(call: CallInfo, operator: OperatorFile, query_folder: str) -> Pointer:
