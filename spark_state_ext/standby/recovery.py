@@ -77,7 +77,7 @@ def _over(amount: int, readings: Iterable[Reading]) -> float | None:
 def _busy_s(readings: Iterable[Reading]) -> float:
     """For how long at least one of them went on."""
     busy_s, until_s = 0.0, float("-inf")
-    for it in sorted(readings, key=lambda it: it.begun_s):
+    for it in sorted(readings, key=lambda it: (it.begun_s, it.ended_s)):
         busy_s += max(0.0, it.ended_s - max(it.begun_s, until_s))
         until_s = max(until_s, it.ended_s)
     return busy_s

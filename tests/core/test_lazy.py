@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -163,7 +165,10 @@ def test_filling_keeps_to_its_limit_and_ends_with_the_store(
     remote: Remote, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("spark_state_ext.restore.lazy.time.sleep", slept.append)
+    # Not that of the process, in which other threads sleep.
+    monkeypatch.setattr(
+        "spark_state_ext.restore.lazy.time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    )
     monkeypatch.setattr("spark_state_ext.restore.lazy._REQUEST_PIECES", 10)
     bucket = bucket_on(store, remote, tmp_path)
     bucket.read(Sizes.of)
@@ -395,7 +400,7 @@ def test_filling_ends_at_a_file_that_was_cut_between_pieces(
         slept.append(seconds)
         assert len(slept) < 100, "it would go on for ever"
 
-    monkeypatch.setattr("spark_state_ext.restore.lazy.time.sleep", sleep)
+    monkeypatch.setattr("spark_state_ext.restore.lazy.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     bucket = bucket_on(store, remote, tmp_path)
     bucket.read(lambda view: looked_up(view, [5], remote))
     (run,) = store.runs()
@@ -473,6 +478,7 @@ def test_marks_without_their_data_are_not_believed(remote: Remote, store: LocalS
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
+from types import SimpleNamespace
 from lazy_bucket import Remote, SCHEMA, bucket_on, looked_up
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store import lazy_file
@@ -519,6 +525,7 @@ def test_a_process_that_is_killed_leaves_nothing_wrong(remote: Remote, tmp_path:
 _SHARING = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from lazy_bucket import Remote, SCHEMA, bucket_on, looked_up, values_of
 from spark_state_ext.store import LocalStore
 
