@@ -13,7 +13,6 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.replication import needs_parents
@@ -98,11 +97,10 @@ class Finishing:
         """
         if committed.parents is None:
             return made
-        folders = iter(query_folders)
-        first = next(folders)
+        folders = list(query_folders)
         if needs_parents(committed):
             # Each time: where a batch runs twice, the other attempt may go on from a pointer that needs none.
-            note_needed(first, committed.bucket, committed.heartbeats)
+            note_needed(folders[0], committed.bucket, committed.heartbeats)
             return made
         if needs_parents(made):
             # Somebody has deleted files from the one that had all of it.
@@ -111,7 +109,7 @@ class Finishing:
         still_ours()
         # Where the query has gone back to such a pointer and all parents are gone, nobody would remove the note. And
         # they may lie with a backend that the query has not any more, but as its root.
-        there = next((it for it in chain([first], folders) if has_parents(it)), None)
+        there = next((it for it in folders if has_parents(it)), None)
         if there is not None:
             note_free(there, committed.bucket, committed.heartbeats)
         return replace(made, parents=None)

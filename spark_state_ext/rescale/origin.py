@@ -36,7 +36,7 @@ from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.store.runs import hashes_of
 from spark_state_ext.version import __version__
 
-__all__ = ["Origin", "origin_in", "rows_of_parents"]
+__all__ = ["Origin", "origin_beside", "origin_in", "rows_of_parents"]
 
 
 class Origin:
@@ -236,6 +236,20 @@ def origin_in(
     # They lie with the backend that came first when the query was rescaled.
     there = folders[0] if len(folders) == 1 else next((it for it in folders if has_parents(it)), folders[0])
     return Origin(there, pointer, bucket_map, schema, scratch)
+
+
+def origin_beside(
+    backends: Sequence[Backend], pointer: Pointer, bucket_map: BucketMap, schema: RowSchema, scratch: Path
+) -> list[Origin]:
+    """As `origin_in`: what a bucket can be read from beside its backends, if there is something.
+
+    Parameters
+    ----------
+    backends, pointer, bucket_map, schema, scratch
+        As for `origin_in`.
+    """
+    origin = origin_in(backends, pointer, bucket_map, schema, scratch)
+    return [] if origin is None else [origin]
 
 
 def rows_of_parents(

@@ -478,7 +478,6 @@ def test_marks_without_their_data_are_not_believed(remote: Remote, store: LocalS
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from types import SimpleNamespace
 from lazy_bucket import Remote, SCHEMA, bucket_on, looked_up
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store import lazy_file
@@ -525,7 +524,6 @@ def test_a_process_that_is_killed_leaves_nothing_wrong(remote: Remote, tmp_path:
 _SHARING = """
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from lazy_bucket import Remote, SCHEMA, bucket_on, looked_up, values_of
 from spark_state_ext.store import LocalStore
 

@@ -43,7 +43,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import newest_operator
 from spark_state_ext.files.partition_files import record_assignment, refuse_assignment
 from spark_state_ext.ownership.lease_record import Claim
-from spark_state_ext.rescale.origin import Origin, origin_in
+from spark_state_ext.rescale.origin import Origin, origin_beside, origin_in
 from spark_state_ext.restore.lazy import lazy_options
 from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.starting import Beginning, Begun
@@ -337,8 +337,7 @@ def _hold_old(
 def _beside(scratch: Path, part: Beginning, backends: Sequence[Backend]) -> list[Origin]:
     """What a bucket of another query can be read from beside its backends."""
     operator = part.operator_file
-    origin = origin_in(backends, part.pointer, operator.bucket_map, operator.row_schema(), scratch)
-    return [] if origin is None else [origin]
+    return origin_beside(backends, part.pointer, operator.bucket_map, operator.row_schema(), scratch)
 
 
 def _first_pointer(call: CallInfo, operator: OperatorFile, query_folder: str) -> Pointer:

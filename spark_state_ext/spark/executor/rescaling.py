@@ -31,7 +31,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from spark_state_ext.rescale.dividing import RESCALE, Division, begun_pointer, divided_pointer
 from spark_state_ext.rescale.folders import is_rescaled_by, rescaled_folder
-from spark_state_ext.rescale.origin import origin_in
+from spark_state_ext.rescale.origin import origin_beside
 from spark_state_ext.rescale.parents import Parent, note_parent, parent_files, parent_of
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.records import StartRecord, note_start
@@ -267,10 +267,12 @@ class Move:
         pointer = truth or self._known(number)
         old, target = self.plan.operator_file, parent_files(folder, number)
         timeout_s = self.job.options.commit.commit_timeout_ms / 1000
-        reading = replicas.reading(self.job.options.backends, pointer, scratch, timeout_s)
-        # Of a bucket that was rescaled before, and has no snapshot of its own yet.
-        origin = origin_in(self.job.options.backends, pointer, old.bucket_map, old.row_schema(), scratch)
-        sources: list[Restorable] = [*reading, *([] if origin is None else [origin])]
+        backends = self.job.options.backends
+        sources: list[Restorable] = [
+            *replicas.reading(backends, pointer, scratch, timeout_s),
+            # Of a bucket that was rescaled before, and has no snapshot of its own yet.
+            *origin_beside(backends, pointer, old.bucket_map, old.row_schema(), scratch),
+        ]
         try:
             saved = save_bucket(pointer, sources, target, NATIVE, old.row_schema(), scratch).saved
         finally:

@@ -33,7 +33,7 @@ from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Found
 from spark_state_ext.rescale.dividing import may_be_divided
-from spark_state_ext.rescale.origin import origin_in
+from spark_state_ext.rescale.origin import origin_beside
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.copying import refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
@@ -120,10 +120,10 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
             for value in batch.column(0).to_pylist():
                 pointer = Pointer.decode(bytes(value))
                 timeout_s = options.commit.commit_timeout_ms / 1000
-                backends = options.backends
-                reading = shared.replicas.reading(backends, pointer, scratch, timeout_s)
-                origin = origin_in(backends, pointer, operator.bucket_map, operator.row_schema(), scratch)
-                replicas: list[Restorable] = [*reading, *([] if origin is None else [origin])]
+                replicas: list[Restorable] = [
+                    *shared.replicas.reading(options.backends, pointer, scratch, timeout_s),
+                    *origin_beside(options.backends, pointer, operator.bucket_map, operator.row_schema(), scratch),
+                ]
                 try:
                     copy = save_bucket(
                         pointer,
