@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -329,6 +329,32 @@ class LazyRestore:
                 self._store.close()
 
     def _fill(self, run: Run, options: LazyOptions) -> None:
+        for lazy, pieces in self._lacking(run):
+            options.foreground.stand_back(_QUIET_S, _STAND_BACK_S_MAX)
+            started_s = time.monotonic()
+            self._fetch(lazy, pieces, beside=True)
+            took_s = time.monotonic() - started_s
+            time.sleep(max(0.0, len(pieces) * PIECE_BYTES / options.fill_bytes_per_s_max - took_s))
+
+    def complete(self, run: Run) -> None:
+        """Fetch all that lacks of a run, in order, one request after another, as fast as the files come.
+
+        Parameters
+        ----------
+        run
+            One that a task began.
+
+        Raises
+        ------
+        MissingRunError, StorageError, StateError
+            As `fetch` does.
+        """
+        for lazy, pieces in self._lacking(run):
+            self._while_waiting()
+            self._fetch(lazy, pieces, beside=True)
+
+    def _lacking(self, run: Run) -> Iterator[tuple[LazyFile, IndexArray]]:
+        """What still lacks of a run, so much at a time as one request gets; once nothing does, the run is whole."""
         while not (self._store.is_closed or self._sources.is_closed):
             lazy = self._store.lazy.file(run)
             if lazy is None:
@@ -337,12 +363,7 @@ class LazyRestore:
             if not len(absent):
                 self._store.lazy.finish(lazy)
                 return
-            options.foreground.stand_back(_QUIET_S, _STAND_BACK_S_MAX)
-            started_s = time.monotonic()
-            some = absent[absent < absent[0] + _REQUEST_PIECES]
-            self._fetch(lazy, some, beside=True)
-            took_s = time.monotonic() - started_s
-            time.sleep(max(0.0, len(some) * PIECE_BYTES / options.fill_bytes_per_s_max - took_s))
+            yield lazy, absent[absent < absent[0] + _REQUEST_PIECES]
 
 
 def _requests(pieces: IndexArray) -> list[tuple[int, int]]:

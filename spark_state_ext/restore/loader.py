@@ -32,7 +32,7 @@ from spark_state_ext.restore.lazy import LazyRestore, LazySnapshot
 from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
 from spark_state_ext.restore.sources import Sources
 from spark_state_ext.restore.trace import Failure, Trace, check_owner
-from spark_state_ext.store import LocalStore
+from spark_state_ext.store import LocalStore, View
 from spark_state_ext.worker.threads import DaemonPool
 
 __all__ = ["Loader"]
@@ -174,6 +174,25 @@ class Loader:
         """
         trace = Trace(self._sources, self._operators[0], self._bucket, self._kept_ms)
         return self._fetch_all(chain, [Fetch(ref, SNAPSHOT)], trace)
+
+    def complete(self, view: View) -> None:
+        """Fetch what lacks of a view's runs that a task of this host began to restore lazily.
+
+        Parameters
+        ----------
+        view
+            Of the store.
+
+        Raises
+        ------
+        MissingRunError
+            When nobody has it any more: the run is dropped, and a load begins with another file.
+        StorageError
+            When a backend that may have it cannot be reached.
+        """
+        assert self._lazy is not None, "only who was given it completes"
+        for run in self._store.lazy.among(view.runs):
+            self._lazy.complete(run)
 
     def _fetch_all(self, chain: Chain, plan: list[Fetch], trace: Trace) -> bool:
         """Apply the planned files, oldest first; False when one of them is of no use, which is noted."""

@@ -36,6 +36,7 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.operator_catalog import newest_operator
 from spark_state_ext.reading.loading import sources_in
 from spark_state_ext.rescale.origin import Origin
+from spark_state_ext.restore.lazy import LazyRestore
 from spark_state_ext.restore.load_plan import Chain, plan_load
 from spark_state_ext.restore.loader import Loader
 from spark_state_ext.standby.line import Line, judged
@@ -356,21 +357,19 @@ class BucketFollower:
 
     def _load_into(self, store: LocalStore, listing: Listing, header: LineageHeader) -> None:
         for left in reversed(range(_ROUNDS_MAX)):
-            before = store.runs()
-            chain = listing.chain(header, {run.newest for run in before})
+            chain = listing.chain(header, {run.newest for run in store.runs()})
             with self._loader(store, listing, header, chain) as loader:
                 try:
                     loader.load(chain)
+                    loader.complete(store.view(header.ref))
+                except MissingRunError:
+                    # Pruned by a task meanwhile, or nobody has the rest of it: the next round loads another one.
+                    if not left:
+                        raise
+                else:
+                    return
                 finally:
                     self._rows_read += loader.fetched_rows
-            try:
-                store.view(header.ref)
-            except MissingRunError:
-                # Pruned by a task meanwhile.
-                if not left:
-                    raise
-                continue
-            return
 
     @contextmanager
     def _loader(self, store: LocalStore, listing: Listing, header: LineageHeader, chain: Chain) -> Iterator[Loader]:
@@ -401,6 +400,7 @@ class BucketFollower:
                 self._key.bucket,
                 scratch,
                 while_waiting=self._raise_if_stopped,
+                lazy=LazyRestore(store, sources, self._key, None, self._raise_if_stopped),
             )
 
     def _tidy(self, listing: Listing, line: Line) -> None:

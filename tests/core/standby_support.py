@@ -24,6 +24,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.following import BucketFollower, FollowedStores
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
+from spark_state_ext.store.lazy_file import LazyOptions
 from spark_state_ext.testing.model import SCHEMA, Changes, Model, changed, scanned
 
 __all__ = ["BUCKET", "FAULTY", "Faults", "World", "covering"]
@@ -128,10 +129,10 @@ class World:
         """The state at it."""
         return self.history[-1][1]
 
-    def bucket(self, store: LocalStore, pointer: Pointer, host: str = "a") -> Bucket:
+    def bucket(self, store: LocalStore, pointer: Pointer, host: str = "a", lazy: LazyOptions | None = None) -> Bucket:
         """The bucket, as a task opens it."""
         writer = Writer(QUERY, self.run_id, pointer.batch + 1, host)
-        context = CommitContext(self.scratch, batches_retained=self.retained)
+        context = CommitContext(self.scratch, batches_retained=self.retained, lazy=lazy)
         return Bucket(store, sole_replica(self.files, self.scratch), pointer, writer, context)
 
     def attempt(self, changes: Changes, at: int = -1, store: LocalStore | None = None) -> tuple[Pointer, Model]:

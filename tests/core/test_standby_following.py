@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from core_support import buffer_of, change_sets, clean_up_at
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from lazy_bucket import Later
 from standby_support import FAULTY, Faults, World, covering
 
 from arrow_schemas.blocks import digest_of
@@ -39,6 +41,7 @@ from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.values import Lag
 from spark_state_ext.store import LocalStore, compaction
 from spark_state_ext.store.compaction import outgrown
+from spark_state_ext.store.lazy_file import LazyOptions
 from spark_state_ext.testing.model import KEYS, Changes, Key, Row
 from spark_state_ext.worker.boot import boot_id
 from tests.helpers.clock import VirtualClock
@@ -415,6 +418,41 @@ def test_a_large_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
             assert world.follower.store().lazy.whole_file(begins, "0" * 32) is None
             looked += 1
     assert looked > 10
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
+@pytest.mark.usefixtures("snapshots_often")
+def test_what_a_task_has_restored_lazily_in_part_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
+) -> None:
+    """A replica is in sync once all of it is here: a task that adopts it waits for no store then."""
+    monkeypatch.setattr("spark_state_ext.files.checkpoint._INGESTED_BYTES_MIN", 0)
+    world = World(tmp_path / "world", root=f"memory://completed-{uuid.uuid4().hex}")
+    try:
+        for number in range(20):
+            world.batch(changes(number))
+            begins = world.pointer.lineage[0].ref
+            if begins != world.pointer.ref and file_name(begins, SNAPSHOT) in world.names():
+                break
+        task = world.bucket(world.task(), world.pointer, "b", lazy=LazyOptions(1, 1, Later()))
+        task.read(lambda view: None)
+        ref = world.pointer.ref
+        assert ref is not None
+        store = world.follower.store()
+        (partly,) = store.lazy.among(store.view(ref).runs)
+        assert partly.newest == begins
+        if gone:
+            # The deltas that it was made of are there.
+            world.files.remove(file_name(begins, SNAPSHOT))
+        found = world.follower.step()
+        assert (found.is_caught_up, found.newest, found.error) == (True, ref, None)
+        assert store.lazy.among(store.view(ref).runs) == []
+        assert found.bytes_read >= partly.size_bytes * (not gone)
+        for name in world.names():
+            world.files.remove(name)
+        assert world.adopted() == 0
+    finally:
+        world.close()
 
 
 # -- schemas --------------------------------------------------------------------------------------
