@@ -43,7 +43,7 @@ from spark_state_ext.worker.threads import side_by_side
 if TYPE_CHECKING:
     from spark_state_ext.restore.sources import Sources
 
-__all__ = ["BYTES_MIN", "FILL_BYTES_PER_S_MAX", "LazyRestore", "LazySnapshot", "lazy_options"]
+__all__ = ["BYTES_MIN", "FILL_BYTES_PER_S_MAX", "LazyRestore", "LazySnapshot", "lazy_bytes_min", "lazy_options"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 BYTES_MIN = 32 << 20
@@ -82,13 +82,31 @@ def lazy_options(
     UsageError
         When one of them is no whole number above 0.
     """
-    found = []
-    for name, default in ((_BYTES_MIN_NAME, BYTES_MIN), (_FILL_NAME, FILL_BYTES_PER_S_MAX)):
-        text = environ.get(name, str(default))
-        if not text.isascii() or not text.isdigit() or int(text) < 1:
-            raise UsageError(f"{name} is {text!r}: give a whole number of bytes above 0, or leave it out")
-        found.append(int(text))
-    return LazyOptions(found[0], found[1], runner, peers, foreground or Foreground())
+    fill = _bytes_given(environ, _FILL_NAME, FILL_BYTES_PER_S_MAX)
+    return LazyOptions(lazy_bytes_min(environ), fill, runner, peers, foreground or Foreground())
+
+
+def lazy_bytes_min(environ: Mapping[str, str] = os.environ) -> int:
+    """The smallest snapshot that is restored lazily, as the environment says, bytes.
+
+    Parameters
+    ----------
+    environ
+        The variables.
+
+    Raises
+    ------
+    UsageError
+        When it is no whole number above 0.
+    """
+    return _bytes_given(environ, _BYTES_MIN_NAME, BYTES_MIN)
+
+
+def _bytes_given(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, str(default))
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise UsageError(f"{name} is {text!r}: give a whole number of bytes above 0, or leave it out")
+    return int(text)
 
 
 @dataclass(frozen=True)

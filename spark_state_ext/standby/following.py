@@ -22,9 +22,7 @@ from typing import TypeVar
 from arrow_schemas.lineage import CheckpointRef, LineageHeader
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer
-from arrow_schemas.row import RowSchema
 from arrow_schemas.standby import BucketKey
-from spark_state_ext.engine.stores import Stores
 from spark_state_ext.errors import (
     CorruptStoreError,
     InterruptedRestoreError,
@@ -39,6 +37,7 @@ from spark_state_ext.rescale.origin import Origin
 from spark_state_ext.restore.lazy import LazyRestore
 from spark_state_ext.restore.load_plan import Chain, plan_load
 from spark_state_ext.restore.loader import Loader
+from spark_state_ext.standby.followed_stores import FollowedStores
 from spark_state_ext.standby.line import Line, judged
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
@@ -47,13 +46,13 @@ from spark_state_ext.standby.succession import Succession
 from spark_state_ext.standby.tapped import Tapped
 from spark_state_ext.standby.telling import tell_committed
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
-from spark_state_ext.store import LocalStore
+from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.local_disk import DATA_FILE, storage_error
 from spark_state_ext.store.reclaim import note_use
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.memory import give_back
 
-__all__ = ["BucketFollower", "FollowedStores"]
+__all__ = ["BucketFollower"]
 
 T = TypeVar("T")
 
@@ -64,24 +63,6 @@ _LISTINGS_MAX = 3
 _SAME_TIME_S = 2.0
 # Tasks of this host may prune while we load.
 _ROUNDS_MAX = 5
-
-
-class FollowedStores:
-    """Local stores of followers, a bounded number of them open; several threads may ask."""
-
-    def __init__(self) -> None:
-        self._stores = Stores()
-        self._lock = threading.Lock()
-
-    def at(self, folder: Path, schema: RowSchema) -> LocalStore:
-        """The store of a folder, as `Stores.at`."""
-        with self._lock:
-            return self._stores.at(str(folder), schema)
-
-    def close(self) -> None:
-        """Close them all."""
-        with self._lock:
-            self._stores.close()
 
 
 @dataclass(frozen=True)
@@ -409,7 +390,8 @@ class BucketFollower:
         try:
             try:
                 unconfirmed = line.head.lineage[0] if line.head.lineage else None
-                compacted = store.compact(line.committed, unconfirmed)
+                keeps = self._keeps_files(store.view(line.committed))
+                compacted = store.compact(line.committed, unconfirmed, keeps)
                 if compacted is not None:
                     give_back(compacted.size_bytes)
                 self._take_snapshot(store, listing, line)
@@ -422,11 +404,16 @@ class BucketFollower:
             self._rebuild(store, error)
             self._forget()
 
+    def _keeps_files(self, view: View) -> bool:
+        """Whether peers may ask for the snapshots of a copy of this size."""
+        return self._root.gives_bytes_min is not None and view.size_bytes >= self._root.gives_bytes_min
+
     def _take_snapshot(self, store: LocalStore, listing: Listing, line: Line) -> None:
-        """Of a store too large to be merged: its task's snapshot replaces the runs that it was made of."""
+        """Its task's snapshot replaces the runs that it was made of, where these are too large to be merged, or where
+        peers may ask for it."""
         view = store.view(line.committed)
         snapshot = listing.newest_snapshot(line.head.lineage)
-        if snapshot is None or snapshot == self._refused or not store.outgrown(view):
+        if snapshot is None or snapshot == self._refused or not (store.outgrown(view) or self._keeps_files(view)):
             return
         if view.runs[-1].newest.version < snapshot.version:
             chain = Chain(line.head.lineage)

@@ -14,7 +14,8 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import UsageError
 from spark_state_ext.standby.finding import Finder, FoundBuckets
-from spark_state_ext.standby.following import BucketFollower, FollowedStores
+from spark_state_ext.standby.followed_stores import FollowedStores
+from spark_state_ext.standby.following import BucketFollower
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.recovery import Reading, Readings, RestoreRate
 from spark_state_ext.standby.tapped import Tapped

@@ -29,11 +29,15 @@ class FollowedRoot:
         Options for its fsspec file system.
     local_dir
         As for `ArrowState`.
+    gives_bytes_min
+        Peers may ask for snapshots of so many bytes and more, so replicas of that size keep them as they are. None:
+        nobody asks.
     """
 
     root: str
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     local_dir: str | None = None
+    gives_bytes_min: int | None = None
 
     @property
     def folder(self) -> Folder:

@@ -255,10 +255,10 @@ class LocalStore:
         """Whether a snapshot of a view should replace its runs (`ingest`), as merging does not keep them small."""
         return outgrown([run.size_bytes for run in view.runs], self._compaction_bytes_max)
 
-    def compact(self, head: CheckpointRef | None, unconfirmed: CheckpointRef | None = None) -> Run | None:
-        """Merge some runs of a *committed* checkpoint, if that is due; at most `compaction_bytes_max` bytes.
-
-        Returns the new run. The runs it covers stay until `prune`.
+    def compact(
+        self, head: CheckpointRef | None, unconfirmed: CheckpointRef | None = None, keeps_files: bool = False
+    ) -> Run | None:
+        """Merge some runs of a *committed* checkpoint, if that is due; those that it covers stay until `prune`.
 
         Parameters
         ----------
@@ -267,12 +267,17 @@ class LocalStore:
         unconfirmed
             The checkpoint before it whose snapshot may still become a run here. Where the runs need that, none that
             ends above it and begins below is made: the snapshot would then lie beside the way from the head down.
+        keeps_files
+            They need it however small they are, as its file is to be the run. So nothing is merged from there down.
         """
         view = self.view(head)
         # Of a run that is not whole nothing is merged.
         runs = list(itertools.takewhile(lambda run: self.lazy.file(run) is None, view.runs))
-        border = next((at for at, run in enumerate(runs) if run.newest == unconfirmed), 0) if self.outgrown(view) else 0
-        chosen = choose_compaction([run.size_bytes for run in runs], self._compaction_bytes_max, border)
+        border = next((at for at, run in enumerate(runs) if run.newest == unconfirmed), None)
+        if keeps_files:
+            runs = runs[:border]
+        apart = (border or 0) if self.outgrown(view) else 0
+        chosen = choose_compaction([run.size_bytes for run in runs], self._compaction_bytes_max, apart)
         if chosen is None:
             return None
         chosen_runs = runs[slice(*chosen)]

@@ -21,7 +21,8 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.standby.following import BucketFollower, FollowedStores
+from spark_state_ext.standby.followed_stores import FollowedStores
+from spark_state_ext.standby.following import BucketFollower
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.lazy_file import LazyOptions
@@ -91,6 +92,8 @@ class World:
     history: list[tuple[Pointer, Model]] = field(default_factory=list)
     committed: set[CheckpointRef] = field(default_factory=set)
     clock_s: float = 1e9
+    # How tasks restore.
+    lazy: LazyOptions | None = None
 
     def __post_init__(self) -> None:
         self.root = self.root or str(self.base / "root")
@@ -129,10 +132,10 @@ class World:
         """The state at it."""
         return self.history[-1][1]
 
-    def bucket(self, store: LocalStore, pointer: Pointer, host: str = "a", lazy: LazyOptions | None = None) -> Bucket:
+    def bucket(self, store: LocalStore, pointer: Pointer, host: str = "a") -> Bucket:
         """The bucket, as a task opens it."""
         writer = Writer(QUERY, self.run_id, pointer.batch + 1, host)
-        context = CommitContext(self.scratch, batches_retained=self.retained, lazy=lazy)
+        context = CommitContext(self.scratch, batches_retained=self.retained, lazy=self.lazy)
         return Bucket(store, sole_replica(self.files, self.scratch), pointer, writer, context)
 
     def attempt(self, changes: Changes, at: int = -1, store: LocalStore | None = None) -> tuple[Pointer, Model]:

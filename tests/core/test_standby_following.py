@@ -34,7 +34,8 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.listing import Entry
 from spark_state_ext.files.retention import clean_up
 from spark_state_ext.files.sealed_body import announced_index
-from spark_state_ext.standby.following import BucketFollower, FollowedStores
+from spark_state_ext.standby.followed_stores import FollowedStores
+from spark_state_ext.standby.following import BucketFollower
 from spark_state_ext.standby.line import Line, judged
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
@@ -387,19 +388,23 @@ def test_a_snapshot_replaces_runs_that_are_too_large_to_be_merged(
     assert len(world.task().runs()) <= 10
 
 
+@pytest.mark.parametrize("why", ["large", "peers ask", "neither"])
 @pytest.mark.usefixtures("snapshots_often")
-def test_a_large_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
-    world: World, monkeypatch: pytest.MonkeyPatch
+def test_a_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
+    world: World, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """So that it can give that to it as a peer: from the batch after it on."""
-    monkeypatch.setattr("spark_state_ext.store.local.outgrown", lambda sizes, _: outgrown(sizes, 1_000))
-    monkeypatch.setattr(
-        "spark_state_ext.store.local.choose_compaction",
-        lambda sizes, _, border: compaction.choose_compaction(sizes, 1_000, border),
-    )
+    """So that it can give that to it as a peer, from the batch after it on: a large one, or where peers may ask."""
+    if why == "large":
+        monkeypatch.setattr("spark_state_ext.store.local.outgrown", lambda sizes, _: outgrown(sizes, 1_000))
+        monkeypatch.setattr(
+            "spark_state_ext.store.local.choose_compaction",
+            lambda sizes, _, border: compaction.choose_compaction(sizes, 1_000, border),
+        )
+    world.stores.close()
+    world.follow(gives_bytes_min=1 if why == "peers ask" else None)
     monkeypatch.setattr("spark_state_ext.files.checkpoint._INGESTED_BYTES_MIN", 0)
-    looked = 0
-    for number in range(20):
+    looked = lacked = 0
+    for number in range(40):
         world.batch(changes(number))
         assert world.follower.step().is_caught_up
         begins = world.pointer.lineage[0].ref
@@ -412,12 +417,18 @@ def test_a_large_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
             _, index = announced_index(part, len(data), name)
             assert index is not None
             found = world.follower.store().lazy.whole_file(begins, digest_of(index.blocks()))
-            assert found is not None
+            looked += 1
+            if found is None:
+                assert why == "neither"
+                lacked += 1
+                continue
             path, body_bytes = found
             assert path.read_bytes()[:body_bytes] == data[: index.body_bytes]
             assert world.follower.store().lazy.whole_file(begins, "0" * 32) is None
-            looked += 1
     assert looked > 10
+    assert (lacked > 5) == (why == "neither")
+    assert len(world.task().runs()) <= 10
+    assert world.adopted() == 0
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
@@ -434,8 +445,9 @@ def test_what_a_task_has_restored_lazily_in_part_is_completed(
             begins = world.pointer.lineage[0].ref
             if begins != world.pointer.ref and file_name(begins, SNAPSHOT) in world.names():
                 break
-        task = world.bucket(world.task(), world.pointer, "b", lazy=LazyOptions(1, 1, Later()))
-        task.read(lambda view: None)
+        world.lazy = LazyOptions(1, 1, Later())
+        world.bucket(world.task(), world.pointer, "b").read(lambda view: None)
+        world.lazy = None
         ref = world.pointer.ref
         assert ref is not None
         store = world.follower.store()

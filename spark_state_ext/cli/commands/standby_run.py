@@ -15,6 +15,7 @@ from spark_state_ext.cli.output import say
 from spark_state_ext.cli.parameters import StorageOptions, options_of
 from spark_state_ext.cli.peer_server import PeerOptions, address_of, serve_peers
 from spark_state_ext.cli.targets import as_given
+from spark_state_ext.restore.lazy import lazy_bytes_min
 from spark_state_ext.standby.metrics import StandbyCollector
 from spark_state_ext.standby.roots import RootFollower
 from spark_state_ext.standby.service import RootService, StandbyService
@@ -79,7 +80,8 @@ def command(
     def follower(root: FollowedRoot) -> RootFollower:
         return RootFollower(root, threads_max=threads, bandwidth_max_bytes_s=bandwidth_max)
 
-    followed = [FollowedRoot(as_given(root), options, str(local_dir)) for root in roots]
+    gives_bytes_min = None if peer_listen is None else lazy_bytes_min()
+    followed = [FollowedRoot(as_given(root), options, str(local_dir), gives_bytes_min) for root in roots]
     followers = [follower(root) for root in followed]
     peer = PeerOptions(peer_listen, peer_address, peer_secret_file, peer_tls_cert, peer_tls_key)
     with ExitStack() as opened:
