@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from arrow_schemas.standby import MemberRecord, StandbySettings
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, UsageError, VersionSkewError
@@ -139,11 +140,24 @@ class MemberWatch:
         )
 
     def _note_doubled(self, fresh: dict[str, list[RecordName]]) -> None:
-        """One service has two new records in one look only by chance, while it writes one and deletes the other."""
+        """A service that ends and its successor are seen together in one look, and not again soon."""
         for host in self._changed:
             looks = self._doubled.setdefault(host, deque(maxlen=_LOOKS))
-            looks.append(len(fresh.get(host, ())) > 1)
+            looks.append(_of_two(fresh.get(host, ())))
         self._doubled = {host: looks for host, looks in self._doubled.items() if host in self._changed}
+
+
+def _of_two(names: Iterable[RecordName]) -> bool:
+    """Whether records of one host are of two services.
+
+    That there are several tells nothing: a service writes one before it deletes the other. But from one record to the
+    next its generation grows by one at most, and another service's is a random number away.
+    """
+    ordered = sorted(names, key=lambda it: (it.heartbeat, it.generation))
+    return any(
+        not 0 <= later.generation - name.generation <= later.heartbeat - name.heartbeat
+        for name, later in pairwise(ordered)
+    )
 
 
 @dataclass(frozen=True)
