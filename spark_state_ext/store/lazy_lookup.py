@@ -2,13 +2,13 @@
 
 Of each chunk that may have a wanted hash: the head of its message; of the column of hashes the pieces around where the
 hash should be, as hashes are spread evenly; then the cells of the rows that have it. What lacks is asked for once a
-step, for all chunks together.
+step, for all chunks together. Who looks for timeouts has whole columns, and then the rows that he finds in them.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from spark_state_ext.errors import CorruptStoreError, MissingRunError
 from spark_state_ext.store.checksums import BINARY, FIXED, WHOLE, Cells, cells_of
 from spark_state_ext.store.lazy_file import FetchPieces, LazyFile
 
-__all__ = ["Places", "ensured", "places"]
+__all__ = ["Places", "columns", "ensured", "places"]
 
 _PREFIX = struct.Struct("<Ii")
 # The head of a message with few columns is shorter.
@@ -93,7 +93,7 @@ def places(lazy: LazyFile, schema: RowSchema, hashes: HashArray, fetch: FetchPie
         Gets what lacks.
 
     """
-    step: _Step = lambda pieces: ensured(lazy, pieces, fetch)  # noqa: E731
+    step = _step(lazy, fetch)
     order = np.argsort(hashes, kind="stable")
     ascending = hashes[order]
     searches: list[_Search] = []
@@ -110,6 +110,35 @@ def places(lazy: LazyFile, schema: RowSchema, hashes: HashArray, fetch: FetchPie
     rank = np.empty(len(hashes), dtype=np.int64)
     rank[order] = np.arange(len(hashes))
     return Places(rank, {it.number: (it.first, it.at) for it in searches})
+
+
+def columns(
+    lazy: LazyFile, schema: RowSchema, chunks: Iterable[int], names: Collection[str], fetch: FetchPieces | None
+) -> None:
+    """Have some columns of chunks here, all of each.
+
+    Parameters
+    ----------
+    lazy
+        The run's file.
+    schema
+        Row schema of the store.
+    chunks
+        Numbers of chunks.
+    names
+        Names of columns.
+    fetch
+        Gets what lacks.
+    """
+    step, none = _step(lazy, fetch), np.empty(0, dtype=np.uint64)
+    opened = [_Search(lazy, number, 0, none) for number in chunks]
+    _open(lazy, opened, schema, step)
+    places = [schema.arrow.get_field_index(name) for name in names]
+    step(_joined(it.column(place) for it in opened for place in places))
+
+
+def _step(lazy: LazyFile, fetch: FetchPieces | None) -> _Step:
+    return lambda pieces: ensured(lazy, pieces, fetch)
 
 
 def _open(lazy: LazyFile, searches: Iterable[_Search], schema: RowSchema, step: _Step) -> None:
@@ -264,9 +293,7 @@ class _Search:
 
     def _cells_of(self, cells: Cells, column: pa.Array, rows: IndexArray) -> IndexArray:
         if cells.kind == WHOLE:
-            buffers = [it for it in column.buffers() if it is not None and it.size]
-            starts = [it.address - self._lazy.buffer.address for it in buffers]
-            return _joined(_between(at, at + it.size) for at, it in zip(starts, buffers, strict=True))
+            return self._all_of(column)
         found = []
         if cells.validity >= 0:
             found.append(_cells(cells.validity, rows, 1))
@@ -277,6 +304,15 @@ class _Search:
             ends = np.array([0, self._rows], dtype=np.int64)
             found.append(_cells(cells.values, np.concatenate([rows, rows + 1, ends]), cells.bits))
         return _joined(found)
+
+    def column(self, place: int) -> IndexArray:
+        """Pieces of a whole column."""
+        return self._all_of(self._columns[place][1])
+
+    def _all_of(self, column: pa.Array) -> IndexArray:
+        buffers = [it for it in column.buffers() if it is not None and it.size]
+        starts = [it.address - self._lazy.buffer.address for it in buffers]
+        return _joined(_between(at, at + it.size) for at, it in zip(starts, buffers, strict=True))
 
     def values(self) -> IndexArray:
         """Pieces of the text and bytes of rows found."""

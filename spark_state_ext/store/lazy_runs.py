@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from spark_state_ext.store.chunks import Chunks
 from spark_state_ext.store.compared import compared_of
 from spark_state_ext.store.incoming import Incoming
 from spark_state_ext.store.lazy_file import FetchPieces, LazyFile, marks_of
-from spark_state_ext.store.lazy_lookup import Places, ensured, places
+from spark_state_ext.store.lazy_lookup import Places, columns, ensured, places
 from spark_state_ext.store.runs import Run
 from spark_state_ext.store.shared import SharedEnvironment
 
@@ -143,6 +143,30 @@ class LazyRuns:
                 self._environment.check_process()
                 found[run.key] = places(lazy, self._schema, hashes, fetch)
         return found
+
+    def columns(self, run: Run, chunks: Sequence[int], names: Collection[str], fetch: FetchPieces | None) -> None:
+        """Have some columns of a run's chunks here, all of each; of a run that is whole they are.
+
+        Parameters
+        ----------
+        run
+            The run.
+        chunks
+            Numbers of chunks.
+        names
+            Names of columns.
+        fetch
+            Gets what lacks.
+
+        Raises
+        ------
+        MissingRunError
+            When nobody has what lacks.
+        """
+        lazy = self.file(run)
+        if lazy is not None:
+            self._environment.check_process()
+            columns(lazy, self._schema, chunks, names, fetch)
 
     def complete(self, run: Run, fetch: FetchPieces | None) -> None:
         """Have all of a run here; then it is as any other.

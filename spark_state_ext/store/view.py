@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from arrow_schemas.equality import HashArray, IndexArray
-from arrow_schemas.row import DELETED, TIMEOUT_MS, RowSchema
+from arrow_schemas.row import DELETED, KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.store.lazy_file import FetchPieces
 from spark_state_ext.store.runs import Chunk, Run, find, hashes_of, joined, newest_wins
 
@@ -265,30 +265,34 @@ class View:
             Only rows with a hash in (after, upto].
         """
         candidates: list[pa.RecordBatch] = []
+
+        def rows_in(run: Run, open_chunk: OpenChunk) -> Iterator[tuple[pa.RecordBatch, IndexArray]]:
+            for i, low in chunks(run):
+                chunk = run.chunks[i]
+                if chunk.hash_max <= after or chunk.hash_min > upto:
+                    continue
+                batch = open_chunk(run, i)
+                # NULL becomes the largest value: never below.
+                values = batch.column(column).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
+                wanted = (values < limit) & (values >= low)
+                if chunk.hash_min <= after or chunk.hash_max > upto:
+                    hashes = hashes_of(batch)
+                    wanted &= hashes <= np.uint64(upto)
+                    if after >= 0:
+                        wanted &= hashes > np.uint64(after)
+                rows = np.flatnonzero(wanted)
+                if len(rows):
+                    yield batch, rows
+
         for run in self._store.lazy.among(self.runs):
-            its = [run.chunks[i] for i, _ in chunks(run)]
-            if any(chunk.hash_max > after and chunk.hash_min <= upto for chunk in its):
-                self._store.lazy.complete(run, self.fetch)
+            # Of all ranges at once: who asks for one asks for the others next, and each round trip takes its time.
+            self._store.lazy.columns(run, [i for i, _ in chunks(run)], (KEY_HASH, column), self.fetch)
+            self._have(run, rows_in)
 
         def work(open_chunk: OpenChunk) -> None:
             candidates.clear()
             for run in self.runs:
-                for i, low in chunks(run):
-                    chunk = run.chunks[i]
-                    if chunk.hash_max <= after or chunk.hash_min > upto:
-                        continue
-                    batch = open_chunk(run, i)
-                    # NULL becomes the largest value: never below.
-                    values = batch.column(column).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
-                    wanted = (values < limit) & (values >= low)
-                    if chunk.hash_min <= after or chunk.hash_max > upto:
-                        hashes = hashes_of(batch)
-                        wanted &= hashes <= np.uint64(upto)
-                        if after >= 0:
-                            wanted &= hashes > np.uint64(after)
-                    rows = np.flatnonzero(wanted)
-                    if len(rows):
-                        candidates.append(batch.take(pa.array(rows)))
+                candidates.extend(batch.take(pa.array(rows)) for batch, rows in rows_in(run, open_chunk))
 
         self._store.read(work)
         if not candidates:
@@ -299,10 +303,23 @@ class View:
         values = current.rows.column(column).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
         return current.rows.filter(pa.array(values < limit))
 
+    def _have(self, run: Run, rows_in: Callable[[Run, OpenChunk], Iterator[tuple[pa.RecordBatch, IndexArray]]]) -> None:
+        """Have rows of a run here that is restored lazily, whose hashes are."""
+        found: list[HashArray] = []
+
+        def work(open_chunk: OpenChunk) -> None:
+            found[:] = [hashes_of(batch)[rows] for batch, rows in rows_in(run, open_chunk)]
+
+        self._store.read(work)
+        if found:
+            self._store.lazy.places([run], np.unique(np.concatenate(found)), self.fetch)
+
     def earliest_timeout(self, now_ms: int) -> int | None:
         """Lower bound of the timeouts at or after `now_ms`; None when there are none. May be a row that is void."""
         found: list[int] = []
-        self._complete(lambda chunk: chunk.timeout_min < now_ms <= chunk.timeout_max)
+        for run in self._store.lazy.among(self.runs):
+            its = [i for i, chunk in enumerate(run.chunks) if chunk.timeout_min < now_ms <= chunk.timeout_max]
+            self._store.lazy.columns(run, its, (TIMEOUT_MS,), self.fetch)
 
         def work(open_chunk: OpenChunk) -> None:
             found.clear()

@@ -16,6 +16,7 @@ from core_support import WRITER
 
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, RowSchema
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
+from arrow_schemas.row import TIMEOUT_MS
 from benchmarks.throttled import Throttled
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Replica
@@ -36,6 +37,7 @@ __all__ = [
     "SNAPSHOT_NAME",
     "Later",
     "Remote",
+    "are_rows_of",
     "bucket_on",
     "looked_up",
     "rows_of",
@@ -115,6 +117,15 @@ def rows_of(keys: Sequence[int] | KeyArray, hashed: HashArray, timeouts: bool = 
             schema=SCHEMA.arrow,
         )
     )
+
+
+def are_rows_of(batch: pa.RecordBatch, keys: Sequence[int]) -> bool:
+    """Whether rows are those of some keys, with all that they have, where every tenth times out."""
+    found = {
+        row["key.k"]: (tuple(row[f"state.{it.name}"] for it in SCHEMA.state), row[TIMEOUT_MS])
+        for row in batch.to_pylist()
+    }
+    return found == {key: (values_of(key), key if key % 10 == 0 else None) for key in keys}
 
 
 @dataclass

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from lazy_bucket import SCHEMA, SNAPSHOT_NAME, Later, Remote, bucket_on, lazy_files, looked_up, values_of
+from lazy_bucket import SCHEMA, SNAPSHOT_NAME, Later, Remote, are_rows_of, bucket_on, lazy_files, looked_up, values_of
 
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
@@ -140,10 +140,16 @@ class LazyMachine(RuleBasedStateMachine):
         assert self._read(lambda view: sum(batch.num_rows for batch in view.scan())) == 12_000
         assert not lazy_files(self.store)
 
-    @rule(now_ms=st.sampled_from([-1, 0, 95, 10**6]))
-    def time_out(self, now_ms: int) -> None:
-        expected = len(range(0, min(now_ms, 12_000), 10)) if now_ms > 0 else 0
-        assert self._read(lambda view: view.expired(now_ms).num_rows) == expected
+    @rule(now_ms=st.sampled_from([-1, 0, 95, 2_000, 10**6]), border=st.integers(-1, 2**64 - 1))
+    def time_out(self, now_ms: int, border: int) -> None:
+        due = [key for key in range(0, min(now_ms, 12_000), 10) if int(self.remote.hashed[key]) > border]
+        assert are_rows_of(self._read(lambda view: view.expired(now_ms, after=border)), due)
+
+    @rule(now_ms=st.integers(-1, 12_000))
+    def next_timeout(self, now_ms: int) -> None:
+        earliest = -(-max(now_ms, 0) // 10) * 10
+        found = self._read(lambda view: view.earliest_timeout(now_ms))
+        assert found == (earliest if earliest < 12_000 else None)
 
     @invariant()
     def what_is_marked_is_what_was_there(self) -> None:
