@@ -77,12 +77,9 @@ def command(
         signal.signal(number, end)
     options, host = options_of(storage_options), host_name()
 
-    def follower(root: FollowedRoot) -> RootFollower:
-        return RootFollower(root, threads_max=threads, bandwidth_max_bytes_s=bandwidth_max)
-
     gives_bytes_min = None if peer_listen is None else lazy_bytes_min()
     followed = [FollowedRoot(as_given(root), options, str(local_dir), gives_bytes_min) for root in roots]
-    followers = [follower(root) for root in followed]
+    followers = [RootFollower(root, threads_max=threads, bandwidth_max_bytes_s=bandwidth_max) for root in followed]
     peer = PeerOptions(peer_listen, peer_address, peer_secret_file, peer_tls_cert, peer_tls_key)
     with ExitStack() as opened:
         peers = serve_peers(peer, followers)
