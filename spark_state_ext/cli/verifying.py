@@ -33,9 +33,9 @@ from spark_state_ext.savepoints.copying import digest_text
 from spark_state_ext.savepoints.manifest_file import decode_manifest
 from spark_state_ext.savepoints.records import START_NAME, StartRecord
 
-__all__ = ["DAMAGED", "MISSING", "UNKNOWN", "WHOLE", "Check", "Checked", "checks_of"]
+__all__ = ["DAMAGED", "GONE", "MISSING", "UNKNOWN", "WHOLE", "Check", "Checked", "checks_of"]
 
-WHOLE, DAMAGED, MISSING, UNKNOWN = "whole", "damaged", "missing", "unknown"
+WHOLE, DAMAGED, MISSING, GONE, UNKNOWN = "whole", "damaged", "missing", "gone", "unknown"
 # Folders of a query folder that hold one kind of document each; rows in transit lie in another one.
 _OF_DOCUMENTS = (LEASE_FOLDER, HOLDS_FOLDER, ERASE_FOLDER, CLAIMS_FOLDER)
 _DOCUMENTS = ("detached.json", "left_behind.json")
@@ -56,7 +56,8 @@ class Checked:
     size_bytes
         Its size.
     status
-        `WHOLE`, `DAMAGED`, `MISSING`, or `UNKNOWN` for what is none of ours.
+        `WHOLE`, `DAMAGED`, `MISSING`, `GONE` for what a running query has removed meanwhile, or `UNKNOWN` for what is
+        none of ours.
     problem
         What is wrong; empty where nothing is.
     """
@@ -78,12 +79,15 @@ class Check:
         As in `Checked`.
     read
         Reads it, and raises what is wrong; None: it is none of ours.
+    is_named
+        Something else says that it has to be there. What was merely listed may go: clean-up and leases remove files.
     """
 
     path: str
     kind: str
     size_bytes: int
     read: Callable[[], object] | None
+    is_named: bool = False
 
     def carried_out(self) -> Checked:
         """Read it.
@@ -98,6 +102,8 @@ class Check:
         try:
             self.read()
         except MissingError as error:
+            if not self.is_named:
+                return Checked(self.path, self.kind, self.size_bytes, GONE, "removed after it was listed")
             return Checked(self.path, self.kind, self.size_bytes, MISSING, str(error))
         except (CorruptError, ChangedJobError) as error:
             return Checked(self.path, self.kind, self.size_bytes, DAMAGED, str(error))
@@ -164,7 +170,8 @@ def _of_parents(parents: Folder, scratch: Path) -> Iterator[Check]:
         for file in parent.saved.files:
             files = parents.child(bucket_name)
             kind = (parse_file_name(file.name) or (None, "file"))[1]
-            yield Check(files.where(file.name), kind, file.size_bytes, partial(_read_named, files, file, scratch))
+            read = partial(_read_named, files, file, scratch)
+            yield Check(files.where(file.name), kind, file.size_bytes, read, is_named=True)
     for bucket, files in bucket_folders(parents):
         known = {file.name for file in named[str(bucket)].saved.files} if str(bucket) in named else set()
         for entry in files.entries():
@@ -256,7 +263,7 @@ def _named(savepoint: Folder, manifest: SavepointManifest, scratch: Path) -> Ite
         for file in bucket.files:
             read = partial(_read_named, files, file, scratch)
             kind = (parse_file_name(file.name) or (None, "file"))[1]
-            yield Check(files.where(file.name), kind, file.size_bytes, read)
+            yield Check(files.where(file.name), kind, file.size_bytes, read, is_named=True)
         for name in sorted(there.keys() - {file.name for file in bucket.files}):
             if not is_temporary(name):
                 yield Check(files.where(name), "file", there[name].size_bytes, None)

@@ -22,6 +22,9 @@ from arrow_schemas.erase import EraseDone, EraseRequest
 from arrow_schemas.operator import operator_file_name
 from spark_state_ext import Savepoint
 from spark_state_ext.__main__ import main
+from spark_state_ext.cli.commands import verify
+from spark_state_ext.cli.targets import Target
+from spark_state_ext.cli.verifying import Check, checks_of
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import CleanUp, clean_up
@@ -107,6 +110,22 @@ def test_each_damaged_file_of_a_root_is_named(small: SmallRoot, capsys: pytest.C
         assert str(path) in row["problem"]
         path.write_bytes(whole)
     assert said(capsys, "verify", small.root) == []
+
+
+def test_what_a_running_query_removes_meanwhile_is_not_missed(
+    lived: SmallRoot, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oldest = min(lived.root.rglob("1_*.arrow"))
+
+    def listed(target: Target, scratch: Path) -> list[Check]:
+        checks = checks_of(target, scratch)
+        oldest.unlink()
+        return checks
+
+    monkeypatch.setattr(verify, "checks_of", listed)
+    rows = {row["path"]: row["status"] for row in said(capsys, "verify", lived.root, "--all")}
+    assert rows.pop(str(oldest)) == "gone"
+    assert set(rows.values()) == {"whole"}
 
 
 def test_of_a_savepoint_each_file_must_be_the_one_that_is_named(

@@ -12,7 +12,7 @@ from spark_state_ext.cli.exits import DONE, NO
 from spark_state_ext.cli.output import Output, progress, say, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
 from spark_state_ext.cli.targets import given_folder, target_of
-from spark_state_ext.cli.verifying import DAMAGED, MISSING, UNKNOWN, WHOLE, Check, Checked, checks_of
+from spark_state_ext.cli.verifying import DAMAGED, GONE, MISSING, UNKNOWN, WHOLE, Check, Checked, checks_of
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.worker.threads import side_by_side
 
@@ -45,7 +45,7 @@ def command(
     target = target_of(given_folder(path, options_of(storage_options)))
     checks = checks_of(target, scratch_folder(local_dir))
     found = _carried_out(checks)
-    shown = [it for it in found if every or it.status != WHOLE]
+    shown = [it for it in found if every or it.status not in (WHOLE, GONE)]
     rows = [{**asdict(it), "bytes": it.size_bytes, "problem": it.problem or None} for it in shown]
     if rows or output is not Output.TABLE:
         write_table(pa.Table.from_pylist(rows, schema=_ROWS), output)
