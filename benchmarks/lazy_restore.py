@@ -2,7 +2,8 @@
 
 The store is memory that takes as long as one elsewhere does: each request waits, and all of them together get so many
 bytes a second. The peer answers over Arrow Flight in this process, and who has what is looked up anew each time. Narrow
-rows gain nothing, as each piece has some that is wanted; wide ones, and many rows for each wanted key, do.
+rows gain nothing, as each piece has some that is wanted; wide ones, and many rows for each wanted key, do. Each row
+times out at another time, so who asks which are due looks at a column of all of them.
 """
 
 from __future__ import annotations
@@ -82,10 +83,13 @@ def run(options: argparse.Namespace, work: Path) -> Report:
         measured = _Measured(report, what, options, text_bytes, work)
         lazily, whole = measured.first_lookups(lazily=True), measured.first_lookups(lazily=False)
         ratio = report.ratio(f"{what}: lazily / whole", lazily / whole)
+        lazily_due, whole_due = (measured.first_lookups(lazily=it, due=True) for it in (True, False))
+        due_ratio = report.ratio(f"{what}, and what is due: lazily / whole", lazily_due / whole_due)
         with measured.peer() as peers:
             report.ratio(f"{what}: from a peer / lazily", measured.first_lookups(lazily=True, peers=peers) / lazily)
         if text_bytes == max(options.text_bytes):
             report.bar(f"{what}: lazily, over whole", ratio, "at most", WIDE_AT_MOST, "times")
+            report.bar(f"{what}, and what is due: lazily, over whole", due_ratio, "at most", WIDE_AT_MOST, "times")
     return report
 
 
@@ -139,6 +143,7 @@ class _Measured:
         rng = np.random.default_rng(options.seed)
         self._hashes = np.sort(rng.integers(0, 2**64, options.rows, dtype=np.uint64))
         self._wanted = rng.choice(options.rows, _LOOKED_UP, replace=False)
+        self._timeouts = rng.permutation(options.rows)
         self._folder = Throttled(
             f"memory://lazy-restore-{text_bytes}/0", options.latency_ms / 1000, options.megabytes_per_s * 1e6
         )
@@ -167,7 +172,7 @@ class _Measured:
                 pa.array(_keys(hashes)),
                 pa.array(np.arange(start, start + n)),
                 text if text_bytes else pa.nulls(n, pa.string()),
-                pa.nulls(n, pa.int64()),
+                pa.array(self._timeouts[start : start + n]),
                 pa.array(np.ones(n, dtype=np.bool_)),
                 pa.array(np.zeros(n, dtype=np.bool_)),
             ]
@@ -191,9 +196,10 @@ class _Measured:
         finally:
             server.close()
 
-    def first_lookups(self, *, lazily: bool, peers: Callable[[], Peers] | None = None) -> float:
-        """Median seconds from an empty disk to the first lookup."""
+    def first_lookups(self, *, lazily: bool, peers: Callable[[], Peers] | None = None, due: bool = False) -> float:
+        """Median seconds from an empty disk to the first lookup, and to the rows that are due."""
         how = "from a peer" if peers is not None else "lazily" if lazily else "whole"
+        how += ", and what is due" if due else ""
         times: list[float] = []
         hashes = self._hashes[self._wanted]
         for _ in range(self._repeats):
@@ -205,7 +211,12 @@ class _Measured:
             store = LocalStore.at(self._work / "local", _SCHEMA)
             bucket = Bucket(store, sole_replica(self._folder, self._work), self._pointer, _WRITER, context)
             found = bucket.read(lambda view: view.lookup(hashes, [pa.array(_keys(hashes))]))
+            expired = bucket.read(lambda view: view.expired(_LOOKED_UP)) if due else None
             times.append(time.perf_counter() - started_s)
+            if expired is not None:
+                numbers = np.sort(expired.column("state.n").to_numpy())
+                right = np.array_equal(numbers, np.flatnonzero(self._timeouts < _LOOKED_UP))
+                self._report.check(f"{self._what}: the rows that are due, {how}, are those that were written", right)
             values = found.rows.column("state.n").to_numpy()[found.index]
             same = bool((found.index >= 0).all() and (values == self._wanted).all())
             self._report.check(f"{self._what}: {_LOOKED_UP:,} values, {how}, are those that were written", same)
