@@ -79,15 +79,15 @@ class Check:
         As in `Checked`.
     read
         Reads it, and raises what is wrong; None: it is none of ours.
-    is_named
-        Something else says that it has to be there. What was merely listed may go: clean-up and leases remove files.
+    is_listed
+        Looks again whether it is there: clean-up and leases remove files. None: something else says that it has to be.
     """
 
     path: str
     kind: str
     size_bytes: int
     read: Callable[[], object] | None
-    is_named: bool = False
+    is_listed: Callable[[], bool] | None = None
 
     def carried_out(self) -> Checked:
         """Read it.
@@ -102,7 +102,7 @@ class Check:
         try:
             self.read()
         except MissingError as error:
-            if not self.is_named:
+            if self.is_listed is not None and not self.is_listed():
                 return Checked(self.path, self.kind, self.size_bytes, GONE, "removed after it was listed")
             return Checked(self.path, self.kind, self.size_bytes, MISSING, str(error))
         except (CorruptError, ChangedJobError) as error:
@@ -171,7 +171,7 @@ def _of_parents(parents: Folder, scratch: Path) -> Iterator[Check]:
             files = parents.child(bucket_name)
             kind = (parse_file_name(file.name) or (None, "file"))[1]
             read = partial(_read_named, files, file, scratch)
-            yield Check(files.where(file.name), kind, file.size_bytes, read, is_named=True)
+            yield Check(files.where(file.name), kind, file.size_bytes, read)
     for bucket, files in bucket_folders(parents):
         known = {file.name for file in named[str(bucket)].saved.files} if str(bucket) in named else set()
         for entry in files.entries():
@@ -183,7 +183,7 @@ def _document(folder: Folder, entry: Entry, within: str = "") -> Check:
     name, where = entry.name, folder.where(entry.name)
 
     def check(kind: str, decode: Callable[[bytes], object]) -> Check:
-        return Check(where, kind, entry.size_bytes, lambda: decode(folder.get(name)))
+        return Check(where, kind, entry.size_bytes, lambda: decode(folder.get(name)), partial(_is_listed, folder, name))
 
     if within == LEASE_FOLDER:
         return check("lease", lambda data: LeaseRecord.decode(data, where))
@@ -228,7 +228,12 @@ def _checkpoint_file(files: Folder, entry: Entry, bucket: int, scratch: Path) ->
     if parsed is None or entry.folder:
         return Check(where, "file", entry.size_bytes, None)
     ref, kind = parsed
-    return Check(where, kind, entry.size_bytes, partial(_read, files, ref, kind, bucket, scratch))
+    read, is_listed = partial(_read, files, ref, kind, bucket, scratch), partial(_is_listed, files, entry.name)
+    return Check(where, kind, entry.size_bytes, read, is_listed)
+
+
+def _is_listed(folder: Folder, name: str) -> bool:
+    return name in folder.names()
 
 
 def _read(files: Folder, ref: CheckpointRef, kind: str, bucket: int, scratch: Path) -> None:
@@ -263,7 +268,7 @@ def _named(savepoint: Folder, manifest: SavepointManifest, scratch: Path) -> Ite
         for file in bucket.files:
             read = partial(_read_named, files, file, scratch)
             kind = (parse_file_name(file.name) or (None, "file"))[1]
-            yield Check(files.where(file.name), kind, file.size_bytes, read, is_named=True)
+            yield Check(files.where(file.name), kind, file.size_bytes, read)
         for name in sorted(there.keys() - {file.name for file in bucket.files}):
             if not is_temporary(name):
                 yield Check(files.where(name), "file", there[name].size_bytes, None)

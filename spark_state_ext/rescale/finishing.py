@@ -64,6 +64,22 @@ def _has_waiting_requests(query_folder: Folder) -> bool:
     return bool(waiting)
 
 
+def _tell_left(places: Sequence[Folder], name: str) -> None:
+    """Say what lies beside the folder of a rescaled query for good: nothing says when it is needed no more."""
+    if name == first_folder(name):
+        return
+    for place in places:
+        for other in place.names():
+            if other != name and first_folder(other) == first_folder(name):
+                _LOGGER.warning(
+                    "%s is left of a rescaling, and the query goes on in %s: either a start that came to nothing left "
+                    "it, or what the query was rescaled from lies with a backend that it has not any more. Start it "
+                    "once with that backend, or remove the folder",
+                    place.child(other).root,
+                    name,
+                )
+
+
 class Finishing:
     """What a process has done of this; a `Worker` owns it."""
 
@@ -175,6 +191,7 @@ class Finishing:
         query_folders = {it.child(name): it.child(name, PARENTS_FOLDER).names() for it in places}
         query_folder = next((it for it, names in query_folders.items() if names), None)
         if query_folder is None:
+            _tell_left(places, name)
             return True
         notes = notes_among(query_folders[query_folder])
         if len(notes) == len(query_folders[query_folder]):

@@ -288,6 +288,8 @@ class LazyRestore:
         except _UnwantedError as unwanted:
             raise unwanted.why from None
         except (MissingCheckpointError, CorruptFileError, LineageError) as error:
+            if not len(lazy.lacking(pieces)):
+                return  # another process has had it from elsewhere
             _LOGGER.warning("the rest of checkpoint %s, which is restored lazily, is gone: %s", ref, error)
             self._store.lazy.lose(lazy.run)
             raise MissingRunError(f"run {ref} cannot be completed: {error}", ref) from error
@@ -347,7 +349,7 @@ class LazyRestore:
                 self._store.close()
 
     def _fill(self, run: Run, options: LazyOptions) -> None:
-        for lazy, pieces in self._lacking(run):
+        for lazy, pieces in self._lacking(run, lambda: not (self._store.is_closed or self._sources.is_closed)):
             options.foreground.stand_back(_QUIET_S, _STAND_BACK_S_MAX)
             started_s = time.monotonic()
             self._fetch(lazy, pieces, beside=True)
@@ -367,13 +369,15 @@ class LazyRestore:
         MissingRunError, StorageError, StateError
             As `fetch` does.
         """
-        for lazy, pieces in self._lacking(run):
+        # Not until the store is closed: it opens itself again, and a process closes stores that wait for long.
+        for lazy, pieces in self._lacking(run, lambda: True):
+            self._sources.raise_if_closed()
             self._while_waiting()
             self._fetch(lazy, pieces, beside=True)
 
-    def _lacking(self, run: Run) -> Iterator[tuple[LazyFile, IndexArray]]:
+    def _lacking(self, run: Run, is_wanted: Callable[[], bool]) -> Iterator[tuple[LazyFile, IndexArray]]:
         """What still lacks of a run, so much at a time as one request gets; once nothing does, the run is whole."""
-        while not (self._store.is_closed or self._sources.is_closed):
+        while is_wanted():
             lazy = self._store.lazy.file(run)
             if lazy is None:
                 return

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from arrow_schemas.lineage import CheckpointRef, LineageHeader
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, file_name
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.standby import BucketKey
@@ -50,6 +50,7 @@ from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.local_disk import DATA_FILE, storage_error
 from spark_state_ext.store.reclaim import note_use
 from spark_state_ext.worker.boot import boot_id
+from spark_state_ext.worker.host import host_name
 from spark_state_ext.worker.memory import give_back
 
 __all__ = ["BucketFollower"]
@@ -342,7 +343,10 @@ class BucketFollower:
             with self._loader(store, listing, header, chain) as loader:
                 try:
                     loader.load(chain)
-                    loader.complete(store.view(header.ref))
+                    if header.writer.host != host_name():
+                        # A task of this host completes it itself, and may have it from a backend that is not followed.
+                        loader.complete(store.view(header.ref))
+                    store.view(header.ref)
                 except MissingRunError:
                     # Pruned by a task meanwhile, or nobody has the rest of it: the next round loads another one.
                     if not left:
@@ -363,7 +367,7 @@ class BucketFollower:
             header.writer.batch,
             None,
             lineage=tuple(LineageEntry(ref, 0) for ref in chain.refs),
-            parent=header.parent,
+            parent=header.parent if chain.refs[-1] == header.ref else None,
         )
         first = chain.refs[chain.start]
         others = {header.operator}
@@ -413,9 +417,13 @@ class BucketFollower:
         peers may ask for it."""
         view = store.view(line.committed)
         snapshot = listing.newest_snapshot(line.head.lineage)
-        if snapshot is None or snapshot == self._refused or not (store.outgrown(view) or self._keeps_files(view)):
+        if snapshot is None or snapshot == self._refused:
             return
-        if view.runs[-1].newest.version < snapshot.version:
+        gives, size_bytes = self._root.gives_bytes_min, listing.sizes[file_name(snapshot, SNAPSHOT)]
+        if not store.outgrown(view) and (gives is None or size_bytes < gives):
+            return
+        # Where no run ends with it, it would lie beside the way down, and be dropped and read again and again.
+        if view.runs[-1].newest.version < snapshot.version and any(run.newest == snapshot for run in view.runs):
             chain = Chain(line.head.lineage)
             with self._loader(store, listing, line.head, chain) as loader:
                 if not loader.replace_runs(chain, snapshot):

@@ -9,7 +9,7 @@ from arrow_schemas.lineage import CheckpointRef
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store.runs import Run
 
-__all__ = ["COMPACTION_BYTES_MAX", "choose_compaction", "choose_runs", "droppable", "outgrown"]
+__all__ = ["COMPACTION_BYTES_MAX", "choose_compaction", "choose_merge", "choose_runs", "droppable", "outgrown"]
 
 FANOUT = 4
 # One commit never rewrites more than this; runs that would need more stay apart.
@@ -106,6 +106,38 @@ def choose_compaction(
         if stop - start >= FANOUT:
             return start, stop
     return None
+
+
+def choose_merge(
+    runs: Sequence[Run], bytes_max: int, unconfirmed: CheckpointRef | None, large: bool, keeps_files: bool
+) -> Sequence[Run]:
+    """The neighbouring runs of a checkpoint to merge now; none when nothing is due.
+
+    Parameters
+    ----------
+    runs
+        Newest first.
+    bytes_max
+        Bound of the bytes that one merge reads.
+    unconfirmed
+        A checkpoint whose snapshot is a run here, or may still become one.
+    large
+        The runs are more than merging keeps small, so that snapshot is to replace those from its checkpoint down: none
+        is made that ends above it and begins below, as the snapshot would then lie beside the way from the head down.
+    keeps_files
+        So it is however small they are, and the file of a snapshot stays the run that it is.
+    """
+    place = next((at for at, run in enumerate(runs) if run.newest == unconfirmed), None)
+    if not keeps_files:
+        chosen = choose_compaction([run.size_bytes for run in runs], bytes_max, (place or 0) if large else 0)
+        return runs[slice(*chosen)] if chosen else ()
+    end = len(runs) - bool(runs and runs[-1].file_bytes)
+    # Nothing else may end where the snapshot does.
+    for part in (runs[:end],) if place is None else (runs[: min(place, end)], runs[place + 1 : end]):
+        chosen = choose_compaction([run.size_bytes for run in part], bytes_max)
+        if chosen:
+            return part[slice(*chosen)]
+    return ()
 
 
 def droppable(runs: Iterable[Run], head: CheckpointRef | None, pinned: frozenset[str]) -> list[Run]:

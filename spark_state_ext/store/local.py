@@ -26,7 +26,7 @@ from spark_state_ext.store import manifest, pins, records
 from spark_state_ext.store.base_file import chunks_in, file_of, mapped
 from spark_state_ext.store.checksums import PartlyChecked
 from spark_state_ext.store.chunks import Chunks
-from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_compaction, choose_runs, droppable, outgrown
+from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_merge, choose_runs, droppable, outgrown
 from spark_state_ext.store.environment import MAP_BYTES_MIN
 from spark_state_ext.store.identity import check_identity
 from spark_state_ext.store.incoming import Incoming, remove_abandoned
@@ -265,22 +265,17 @@ class LocalStore:
         head
             The checkpoint.
         unconfirmed
-            The checkpoint before it whose snapshot may still become a run here. Where the runs need that, none that
-            ends above it and begins below is made: the snapshot would then lie beside the way from the head down.
+            The checkpoint before it whose snapshot may still become a run here: see `choose_merge`.
         keeps_files
-            They need it however small they are, as its file is to be the run. So nothing is merged from there down.
+            Snapshots are kept as the files that they are, however small.
         """
         view = self.view(head)
         # Of a run that is not whole nothing is merged.
         runs = list(itertools.takewhile(lambda run: self.lazy.file(run) is None, view.runs))
-        border = next((at for at, run in enumerate(runs) if run.newest == unconfirmed), None)
-        if keeps_files:
-            runs = runs[:border]
-        apart = (border or 0) if self.outgrown(view) else 0
-        chosen = choose_compaction([run.size_bytes for run in runs], self._compaction_bytes_max, apart)
-        if chosen is None:
+        large = self.outgrown(view)
+        chosen_runs = choose_merge(runs, self._compaction_bytes_max, unconfirmed, large, keeps_files)
+        if not chosen_runs:
             return None
-        chosen_runs = runs[slice(*chosen)]
         base = chosen_runs[-1].base or chosen_runs[-1].parent is None
 
         def intact(txn: Reader) -> None:

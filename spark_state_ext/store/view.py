@@ -243,7 +243,14 @@ class View:
 
     def stale(self, column: str, until: int, after: int, upto: int) -> pa.RecordBatch:
         """Live rows with a hash in (after, upto] in which a whole-number column is at most `until`."""
-        return self._before(column, until + 1, lambda run: ((i, -(2**63)) for i in range(len(run.chunks))), after, upto)
+
+        def chunks(run: Run) -> Iterator[tuple[int, int]]:
+            # Only these: a call goes through one range, and its next one through the next.
+            for i, chunk in enumerate(run.chunks):
+                if chunk.hash_max > after and chunk.hash_min <= upto:
+                    yield i, -(2**63)
+
+        return self._before(column, until + 1, chunks, after, upto)
 
     def _before(
         self,
@@ -285,7 +292,7 @@ class View:
                     yield batch, rows
 
         for run in self._store.lazy.among(self.runs):
-            # Of all ranges at once: who asks for one asks for the others next, and each round trip takes its time.
+            # Of all that are asked for in turn, at once: each round trip takes its time.
             self._store.lazy.columns(run, [i for i, _ in chunks(run)], (KEY_HASH, column), self.fetch)
             self._have(run, rows_in)
 

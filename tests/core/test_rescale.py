@@ -168,6 +168,29 @@ def test_a_bucket_without_state_has_none_and_the_watermark(tmp_path: Path) -> No
     same(query)
 
 
+def test_what_is_left_where_the_parents_are_out_of_reach_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They lie with a backend that the query has not any more, so nobody knows when they are needed no more."""
+    place, ours = Folder(str(tmp_path)), [f"query.r{number * 12}" for number in "12"]
+    for name in ("query", *ours, "theirs"):
+        place.child(name, "0").put("1_a.delta.arrow", b"")
+    pointer = Pointer("counts", 0, 1, 0, 90, None, query_folder=ours[0], heartbeats=90)
+
+    def told_of(name: str) -> list[str]:
+        caplog.clear()
+        background, nothing = Later(), lambda *_: None
+        Finishing().in_turn([place], name, "plan", pointer, 2, nothing, bool, background)  # type: ignore[arg-type]
+        background.do()
+        return sorted(it.getMessage().split(" is left of a rescaling")[0] for it in caplog.records)
+
+    assert told_of(ours[0]) == [place.child(it).root for it in ("query", ours[1])]
+    # That was never rescaled: a start with another number came to nothing.
+    assert told_of("query") == []
+    assert told_of("theirs") == []
+    assert all(place.child(name, "0").names() for name in ("query", *ours, "theirs"))
+
+
 def test_what_is_there_of_another_attempt_must_be_the_same(tmp_path: Path, old: OldJob) -> None:
     query = rescaled(tmp_path, old, BucketMap(5))
     query.start()
