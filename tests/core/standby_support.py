@@ -26,9 +26,9 @@ from spark_state_ext.standby.following import BucketFollower
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.lazy_file import LazyOptions
-from spark_state_ext.testing.model import SCHEMA, Changes, Model, changed, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
 
-__all__ = ["BUCKET", "FAULTY", "Faults", "World", "covering"]
+__all__ = ["BUCKET", "FAULTY", "Faults", "World", "changes", "covering"]
 
 OPERATOR, QUERY, BUCKET, BUCKETS = "counts", "query", 3, 8
 
@@ -190,3 +190,8 @@ class World:
 def covering(store: LocalStore) -> set[CheckpointRef]:
     """The newest checkpoints of runs that were merged."""
     return {run.newest for run in store.runs() if run.newest != run.oldest}
+
+
+def changes(number: int) -> Changes:
+    """Some rows of a batch, and a deletion now and then."""
+    return {KEYS[number % 5]: Row(number), KEYS[(number + 2) % 5]: None if number % 3 == 0 else Row(-number, "note")}

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,8 @@ from core_support import buffer_of, change_sets, clean_up_at
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from lazy_bucket import Later
-from standby_support import FAULTY, Faults, World, covering
+from standby_support import FAULTY, Faults, World, changes, covering
 
-from arrow_schemas.blocks import digest_of
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer, file_name
 from arrow_schemas.operator import operator_file_name
 from spark_state_ext.commit import cadence
@@ -33,7 +30,6 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.listing import Entry
 from spark_state_ext.files.retention import clean_up
-from spark_state_ext.files.sealed_body import announced_index
 from spark_state_ext.standby.followed_stores import FollowedStores
 from spark_state_ext.standby.following import BucketFollower
 from spark_state_ext.standby.line import Line, judged
@@ -41,9 +37,7 @@ from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.values import Lag
 from spark_state_ext.store import LocalStore, compaction
-from spark_state_ext.store.compaction import outgrown
-from spark_state_ext.store.lazy_file import LazyOptions
-from spark_state_ext.testing.model import KEYS, Changes, Key, Row
+from spark_state_ext.testing.model import Key, Row
 from spark_state_ext.worker.boot import boot_id
 from tests.helpers.clock import VirtualClock
 from tests.helpers.soak import examples
@@ -61,11 +55,6 @@ def world(tmp_path: Path) -> Iterator[World]:
 def snapshots_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 5)
-
-
-def changes(number: int) -> Changes:
-    """Some rows of a batch, and a deletion now and then."""
-    return {KEYS[number % 5]: Row(number), KEYS[(number + 2) % 5]: None if number % 3 == 0 else Row(-number, "note")}
 
 
 # -- one batch after the other --------------------------------------------------------------------
@@ -373,96 +362,6 @@ def test_deleted_while_it_is_read(world: World, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(found.error, MissingCheckpointError)
     assert not found.is_caught_up
     assert found.lag.versions == 2
-
-
-@pytest.mark.usefixtures("snapshots_often")
-def test_a_snapshot_replaces_runs_that_are_too_large_to_be_merged(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("spark_state_ext.store.local.outgrown", lambda sizes, _: outgrown(sizes, 4_000))
-    for number in range(40):
-        world.batch(changes(number))
-        assert world.follower.step().is_caught_up
-        assert world.adopted() == 0
-        assert covering(world.task()) <= world.committed
-    assert len(world.task().runs()) <= 10
-
-
-@pytest.mark.parametrize("why", ["large", "peers ask", "neither"])
-@pytest.mark.usefixtures("snapshots_often")
-def test_a_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
-    world: World, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    """So that it can give that to it as a peer, from the batch after it on: a large one, or where peers may ask."""
-    if why == "large":
-        monkeypatch.setattr("spark_state_ext.store.local.outgrown", lambda sizes, _: outgrown(sizes, 1_000))
-        merge = compaction.choose_merge
-        monkeypatch.setattr("spark_state_ext.store.local.choose_merge", lambda runs, _, *how: merge(runs, 1_000, *how))
-    world.stores.close()
-    world.follow(gives_bytes_min=1 if why == "peers ask" else None)
-    monkeypatch.setattr("spark_state_ext.files.checkpoint._INGESTED_BYTES_MIN", 0)
-    looked = lacked = 0
-    for number in range(40):
-        world.batch(changes(number))
-        assert world.follower.step().is_caught_up
-        begins = world.pointer.lineage[0].ref
-        data = world.files.get(name) if (name := file_name(begins, SNAPSHOT)) in world.names() else b""
-        if data and begins != world.pointer.ref:
-
-            def part(start: int, end: int, whole: bytes = data) -> bytes:
-                return whole[start:end]
-
-            _, index = announced_index(part, len(data), name)
-            assert index is not None
-            found = world.follower.store().lazy.whole_file(begins, digest_of(index.blocks()))
-            looked += 1
-            if found is None:
-                assert why == "neither"
-                lacked += 1
-                continue
-            path, body_bytes = found
-            assert path.read_bytes()[:body_bytes] == data[: index.body_bytes]
-            assert world.follower.store().lazy.whole_file(begins, "0" * 32) is None
-    assert looked > 10
-    assert (lacked > 5) == (why == "neither")
-    assert len(world.task().runs()) <= 10
-    assert world.adopted() == 0
-
-
-@pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
-@pytest.mark.usefixtures("snapshots_often")
-def test_what_a_task_has_restored_lazily_in_part_is_completed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: bool
-) -> None:
-    """A replica is in sync once all of it is here: a task that adopts it waits for no store then."""
-    monkeypatch.setattr("spark_state_ext.files.checkpoint._INGESTED_BYTES_MIN", 0)
-    world = World(tmp_path / "world", root=f"memory://completed-{uuid.uuid4().hex}")
-    try:
-        for number in range(20):
-            world.batch(changes(number))
-            begins = world.pointer.lineage[0].ref
-            if begins != world.pointer.ref and file_name(begins, SNAPSHOT) in world.names():
-                break
-        world.lazy = LazyOptions(1, 1, Later())
-        world.bucket(world.task(), world.pointer, "b").read(lambda view: None)
-        world.lazy = None
-        ref = world.pointer.ref
-        assert ref is not None
-        store = world.follower.store()
-        (partly,) = store.lazy.among(store.view(ref).runs)
-        assert partly.newest == begins
-        if gone:
-            # The deltas that it was made of are there.
-            world.files.remove(file_name(begins, SNAPSHOT))
-        found = world.follower.step()
-        assert (found.is_caught_up, found.newest, found.error) == (True, ref, None)
-        assert store.lazy.among(store.view(ref).runs) == []
-        assert found.bytes_read >= partly.size_bytes * (not gone)
-        for name in world.names():
-            world.files.remove(name)
-        assert world.adopted() == 0
-    finally:
-        world.close()
 
 
 # -- schemas --------------------------------------------------------------------------------------
