@@ -9,7 +9,7 @@ from arrow_schemas.lineage import CheckpointRef
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store.runs import Run
 
-__all__ = ["COMPACTION_BYTES_MAX", "choose_compaction", "choose_merge", "choose_runs", "droppable", "outgrown"]
+__all__ = ["COMPACTION_BYTES_MAX", "choose_compaction", "choose_compacted", "choose_runs", "droppable", "outgrown"]
 
 FANOUT = 4
 # One commit never rewrites more than this; runs that would need more stay apart.
@@ -108,7 +108,7 @@ def choose_compaction(
     return None
 
 
-def choose_merge(
+def choose_compacted(
     runs: Sequence[Run], bytes_max: int, unconfirmed: CheckpointRef | None, large: bool, keeps_files: bool
 ) -> Sequence[Run]:
     """The neighbouring runs of a checkpoint to merge now; none when nothing is due.

@@ -26,7 +26,7 @@ from spark_state_ext.store import manifest, pins, records
 from spark_state_ext.store.base_file import chunks_in, file_of, mapped
 from spark_state_ext.store.checksums import PartlyChecked
 from spark_state_ext.store.chunks import Chunks
-from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_merge, choose_runs, droppable, outgrown
+from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_compacted, choose_runs, droppable, outgrown
 from spark_state_ext.store.environment import MAP_BYTES_MIN
 from spark_state_ext.store.identity import check_identity
 from spark_state_ext.store.incoming import Incoming, remove_abandoned
@@ -265,7 +265,7 @@ class LocalStore:
         head
             The checkpoint.
         unconfirmed
-            The checkpoint before it whose snapshot may still become a run here: see `choose_merge`.
+            The checkpoint before it whose snapshot may still become a run here: see `choose_compacted`.
         keeps_files
             Snapshots are kept as the files that they are, however small.
         """
@@ -273,7 +273,7 @@ class LocalStore:
         # Of a run that is not whole nothing is merged.
         runs = list(itertools.takewhile(lambda run: self.lazy.file(run) is None, view.runs))
         large = self.outgrown(view)
-        chosen_runs = choose_merge(runs, self._compaction_bytes_max, unconfirmed, large, keeps_files)
+        chosen_runs = choose_compacted(runs, self._compaction_bytes_max, unconfirmed, large, keeps_files)
         if not chosen_runs:
             return None
         base = chosen_runs[-1].base or chosen_runs[-1].parent is None

@@ -59,8 +59,10 @@ def test_a_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
     """So that it can give that to it as a peer, from the batch after it on: a large one, or where peers may ask."""
     if why == "large":
         monkeypatch.setattr("spark_state_ext.store.local.outgrown", lambda sizes, _: outgrown(sizes, 1_000))
-        merge = compaction.choose_merge
-        monkeypatch.setattr("spark_state_ext.store.local.choose_merge", lambda runs, _, *how: merge(runs, 1_000, *how))
+        merge = compaction.choose_compacted
+        monkeypatch.setattr(
+            "spark_state_ext.store.local.choose_compacted", lambda runs, _, *how: merge(runs, 1_000, *how)
+        )
     world.stores.close()
     world.follow(gives_bytes_min=1 if why == "peers ask" else None)
     monkeypatch.setattr("spark_state_ext.files.checkpoint._INGESTED_BYTES_MIN", 0)
