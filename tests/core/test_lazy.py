@@ -251,7 +251,7 @@ def test_a_lookup_that_waits_renews_the_lease_and_ends_without_it(
 
     def hold() -> None:
         kept.append("renewed")
-        if len(kept) > 3:
+        if len(kept) > 3 and not answer.is_set():
             raise LiveRunError("another run has taken over")
 
     bucket = bucket_on(store, remote, tmp_path, while_waiting=hold)
