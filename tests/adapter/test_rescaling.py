@@ -94,6 +94,16 @@ def test_a_worker_that_comes_late_needs_nothing_of_what_the_query_was(tmp_path: 
     assert not Rescales.is_no_more(job, 2, pointers[2])
 
 
+@pytest.mark.parametrize("gone", ["query", "plan"])
+def test_a_late_call_finds_nothing_to_begin_with(tmp_path: Path, gone: str) -> None:
+    """Of a batch that is over, or of a program that was planned long before the query went on."""
+    job, pointers = planned(tmp_path, 2)
+    operator = Folder(str(tmp_path)).child("counts")
+    operator.remove_tree(pointers[0].query_folder if gone == "query" else STARTING_FOLDER)
+    with pytest.raises(LineageError, match=r"'counts' is not rescaled, as its query has gone on .* Start the program"):
+        Rescales().of(job, 0, pointers[0])
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_query_that_has_gone_on_is_told_to_be_planned_anew(
     tmp_path: Path, at_once: bool, monkeypatch: pytest.MonkeyPatch

@@ -105,8 +105,8 @@ def check_nothing_is_left(world: RescaleWorld) -> None:
     (current,) = {held.pointer.query_folder for held in world.spark.at(world.batch).values()}
     places = operator_folders(world.job)
     roots = [world.yard.root(name).child(world.job.operator) for name in ("a", "b")]
-    known = {it.identity for it in places}
-    if any(_parents(it, current) for it in roots if it.identity not in known):
+    known = {it.root for it in places}
+    if any(_parents(it, current) for it in roots if it.root not in known):
         world.counted["rescalings whose parents' backend has gone"] += 1
         return
     for place in places:

@@ -67,7 +67,7 @@ from spark_state_ext.engine.folders import operator_folders
 from spark_state_ext.engine.job import ARROW, Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.shared import Shared
-from spark_state_ext.errors import LineageError, LiveRunError, StorageError
+from spark_state_ext.errors import LineageError, LiveRunError, MissingCheckpointError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER, OperatorCatalog
 from spark_state_ext.rescale.finishing import Finishing
@@ -691,9 +691,15 @@ class RescaleWorld(World):
                     raise WrongStateError(f"batch {batch} moved {found} to bucket {bucket}, and should have {expected}")
 
     def _check_refused(self, attempt: PlannedAttempt, error: LineageError) -> None:
-        """Whoever is refused was handed out something else than what the plan knows, or than another attempt was."""
+        """Whoever is refused was handed out something else than what the plan knows, or than another attempt was.
+
+        Or is late, and what the query was is removed.
+        """
         assert attempt.handed_out is not None
         job = attempt.planned
+        if attempt.batch <= self.batch and isinstance(error.__cause__, MissingCheckpointError):
+            self.counted["late calls that find nothing to begin with"] += 1
+            return
         known, seen = self._known[job.plan_id], self._handed_out_to[job.plan_id]
         folder = self._new_folder(job)
         for bucket, held in attempt.handed_out.items():

@@ -25,7 +25,7 @@ from spark_state_ext.backends.replication import Restorable, close_all
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.engine.start_from import NO_CLAIM
-from spark_state_ext.errors import ChangedJobError, CorruptFileError, LineageError
+from spark_state_ext.errors import ChangedJobError, CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
@@ -92,8 +92,9 @@ class Rescales:
         Raises
         ------
         LineageError
-            When Spark has no pointer of a bucket that had one: the query is another one than was read.
-        MissingCheckpointError, CorruptFileError, StorageError
+            When Spark has no pointer of a bucket that had one: the query is another one than was read. And when what
+            the query was when it was planned is removed.
+        CorruptFileError, StorageError
             When what the plan has written down cannot be read.
         """
         if job.rescaled_from is None:
@@ -101,7 +102,13 @@ class Rescales:
         if stored is not None and is_rescaled_by(stored.query_folder, job.plan_id):
             # What it came from may be removed by now.
             return None
-        plan = self._plans.get(job.rescaled_from) or self._read(job, job.rescaled_from)
+        try:
+            plan = self._plans.get(job.rescaled_from) or self._read(job, job.rescaled_from)
+        except MissingCheckpointError as error:
+            raise LineageError(
+                f"operator {job.operator!r} is not rescaled, as its query has gone on since it was planned, and what "
+                f"it was is removed: {error}. Start the program again. Late tasks of batches that are over end so too"
+            ) from error
         if stored is not None and not plan.is_old(stored):
             return None
         if stored is None and bucket < min(plan.operator_file.buckets, job.options.buckets):
