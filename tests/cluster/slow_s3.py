@@ -85,7 +85,7 @@ def slow_s3(folder: Path) -> Iterator[SlowS3]:
     """A server and its line, each in a process of its own, until the block ends."""
     settings = folder / "line.json"
     write_json(settings, {})
-    with s3_server() as server:
+    with s3_server([str(Path(__file__).with_name("held_s3.py"))]) as server:
         line = _Line(server.endpoint.rpartition(":")[2], settings)
         try:
             line.start()

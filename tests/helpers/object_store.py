@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -97,10 +97,10 @@ class Azure(Server):
 
 
 @contextlib.contextmanager
-def s3_server() -> Iterator[S3]:
-    """A server in a process of its own, with a bucket."""
+def s3_server(program: Sequence[str] = ("-m", "moto.server")) -> Iterator[S3]:
+    """A server in a process of its own, with a bucket; Python runs the program."""
     port = _free_port()
-    with _running([sys.executable, "-W", "ignore", "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]) as server:
+    with _running([sys.executable, "-W", "ignore", *program, "-H", "127.0.0.1", "-p", str(port)]) as server:
         s3 = S3(f"http://127.0.0.1:{port}")
         request = urllib.request.Request(f"{s3.endpoint}/{_BUCKET}", method="PUT")
         _when_it_answers(server, lambda: urllib.request.urlopen(request, timeout=WAIT_S).close())
