@@ -170,8 +170,7 @@ def _of_parents(parents: Folder, scratch: Path) -> Iterator[Check]:
         for file in parent.saved.files:
             files = parents.child(bucket_name)
             kind = (parse_file_name(file.name) or (None, "file"))[1]
-            read = partial(_read_named, files, file, scratch)
-            yield Check(files.where(file.name), kind, file.size_bytes, read)
+            yield Check(files.where(file.name), kind, file.size_bytes, partial(_read_named, files, file, scratch))
     for bucket, files in bucket_folders(parents):
         known = {file.name for file in named[str(bucket)].saved.files} if str(bucket) in named else set()
         for entry in files.entries():

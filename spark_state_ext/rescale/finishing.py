@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from arrow_schemas.pointer import Pointer
@@ -24,7 +24,7 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.rescale.folders import first_folder
 from spark_state_ext.rescale.notes import FREE, ParentsNote, note_free, note_needed, notes_among
 from spark_state_ext.rescale.parents import PARENTS_FOLDER, has_parents
-from spark_state_ext.worker.background import Background
+from spark_state_ext.worker.background import Runner
 
 __all__ = ["Finishing", "may_remove"]
 
@@ -64,20 +64,28 @@ def _has_waiting_requests(query_folder: Folder) -> bool:
     return bool(waiting)
 
 
-def _tell_left(places: Sequence[Folder], name: str) -> None:
-    """Say what lies beside the folder of a rescaled query for good: nothing says when it is needed no more."""
-    if name == first_folder(name):
-        return
+def _others(places: Sequence[Folder], name: str) -> Iterator[tuple[Folder, str]]:
+    """All other folders that the query has had: where, and by which name."""
     for place in places:
         for other in place.names():
             if other != name and first_folder(other) == first_folder(name):
-                _LOGGER.warning(
-                    "%s is left of a rescaling, and the query goes on in %s: either a start that came to nothing left "
-                    "it, or what the query was rescaled from lies with a backend that it has not any more. Start it "
-                    "once with that backend, or remove the folder",
-                    place.child(other).root,
-                    name,
-                )
+                yield place, other
+
+
+def _tell_left(places: Sequence[Folder], name: str) -> None:
+    """Say what lies beside the folder of a rescaled query, and nothing in reach says when it is needed no more."""
+    if name == first_folder(name):
+        return
+    for place, other in _others(places, name):
+        # One with parents is being rescaled into, or was left by such a start.
+        if not has_parents(place.child(other)):
+            _LOGGER.warning(
+                "%s is left of a rescaling, and the query goes on in %s: what it was rescaled from may lie with a "
+                "backend that it has not any more. It is removed in time after a start with that backend, or after the "
+                "next rescaling",
+                place.child(other).root,
+                name,
+            )
 
 
 class Finishing:
@@ -139,7 +147,7 @@ class Finishing:
         batches_retained: int,
         still_ours: Callable[[], None],
         held: Callable[[str], bool],
-        background: Background,
+        background: Runner,
     ) -> None:
         """Have what is not needed any more removed beside the batch. A query's first bucket has it done, in its turn.
 
@@ -202,17 +210,14 @@ class Finishing:
         if not may_remove(committed.heartbeats, retained, committed.buckets, notes) or held(name):
             return False
         left = False
-        for place in places:
-            for other in place.names():
-                if other == name or first_folder(other) != first_folder(name):
-                    continue
-                old = place.child(other)
-                if self._is_written(old) or held(other) or _has_waiting_requests(old):
-                    left = True
-                    continue
-                still_ours()
-                place.remove_tree(other)
-                _LOGGER.info("%s is removed: the query was rescaled, and goes on in %s", old.root, name)
+        for place, other in _others(places, name):
+            old = place.child(other)
+            if self._is_written(old) or held(other) or _has_waiting_requests(old):
+                left = True
+                continue
+            still_ours()
+            place.remove_tree(other)
+            _LOGGER.info("%s is removed: the query was rescaled, and goes on in %s", old.root, name)
         if left:
             return False
         still_ours()

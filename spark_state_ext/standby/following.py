@@ -46,7 +46,7 @@ from spark_state_ext.standby.succession import Succession
 from spark_state_ext.standby.tapped import Tapped
 from spark_state_ext.standby.telling import tell_committed
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
-from spark_state_ext.store import LocalStore, View
+from spark_state_ext.store import LocalStore
 from spark_state_ext.store.local_disk import DATA_FILE, storage_error
 from spark_state_ext.store.reclaim import note_use
 from spark_state_ext.worker.boot import boot_id
@@ -394,8 +394,7 @@ class BucketFollower:
         try:
             try:
                 unconfirmed = line.head.lineage[0] if line.head.lineage else None
-                keeps = self._keeps_files(store.view(line.committed))
-                compacted = store.compact(line.committed, unconfirmed, keeps)
+                compacted = store.compact(line.committed, unconfirmed, self._root.gives_bytes_min)
                 if compacted is not None:
                     give_back(compacted.size_bytes)
                 self._take_snapshot(store, listing, line)
@@ -407,10 +406,6 @@ class BucketFollower:
         except CorruptStoreError as error:
             self._rebuild(store, error)
             self._forget()
-
-    def _keeps_files(self, view: View) -> bool:
-        """Whether peers may ask for the snapshots of a copy of this size."""
-        return self._root.gives_bytes_min is not None and view.size_bytes >= self._root.gives_bytes_min
 
     def _take_snapshot(self, store: LocalStore, listing: Listing, line: Line) -> None:
         """Its task's snapshot replaces the runs that it was made of, where these are too large to be merged, or where

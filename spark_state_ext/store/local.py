@@ -256,7 +256,7 @@ class LocalStore:
         return outgrown([run.size_bytes for run in view.runs], self._compaction_bytes_max)
 
     def compact(
-        self, head: CheckpointRef | None, unconfirmed: CheckpointRef | None = None, keeps_files: bool = False
+        self, head: CheckpointRef | None, unconfirmed: CheckpointRef | None = None, keeps_bytes_min: int | None = None
     ) -> Run | None:
         """Merge some runs of a *committed* checkpoint, if that is due; those that it covers stay until `prune`.
 
@@ -266,13 +266,15 @@ class LocalStore:
             The checkpoint.
         unconfirmed
             The checkpoint before it whose snapshot may still become a run here: see `choose_compacted`.
-        keeps_files
-            Snapshots are kept as the files that they are, however small.
+        keeps_bytes_min
+            From so many bytes on snapshots are kept as the files that they are. None: only where the runs are too large
+            to be merged.
         """
         view = self.view(head)
         # Of a run that is not whole nothing is merged.
         runs = list(itertools.takewhile(lambda run: self.lazy.file(run) is None, view.runs))
         large = self.outgrown(view)
+        keeps_files = keeps_bytes_min is not None and view.size_bytes >= keeps_bytes_min
         chosen_runs = choose_compacted(runs, self._compaction_bytes_max, unconfirmed, large, keeps_files)
         if not chosen_runs:
             return None

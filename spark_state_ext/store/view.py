@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.row import DELETED, KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.store.lazy_file import FetchPieces
-from spark_state_ext.store.runs import Chunk, Run, find, hashes_of, joined, newest_wins
+from spark_state_ext.store.runs import Run, find, hashes_of, joined, newest_wins
 
 if TYPE_CHECKING:
     from spark_state_ext.store.checksums import PartlyChecked
@@ -184,7 +184,9 @@ class View:
     def _copied(self, after: int, upto: int) -> list[pa.RecordBatch]:
         """Copies of all rows with a hash in (after, upto], newest run first."""
         pieces: list[pa.RecordBatch] = []
-        self._complete(lambda chunk: chunk.hash_max > after and chunk.hash_min <= upto)
+        for run in self._store.lazy.among(self.runs):
+            if any(chunk.hash_max > after and chunk.hash_min <= upto for chunk in run.chunks):
+                self._store.lazy.complete(run, self.fetch)
 
         def work(open_chunk: OpenChunk) -> None:
             pieces.clear()
@@ -342,12 +344,6 @@ class View:
 
         self._store.read(work)
         return min(found) if found else None
-
-    def _complete(self, is_needed: Callable[[Chunk], bool]) -> None:
-        """Have all of the runs here that are restored lazily, and of which a chunk is to be looked through."""
-        for run in self._store.lazy.among(self.runs):
-            if any(is_needed(chunk) for chunk in run.chunks):
-                self._store.lazy.complete(run, self.fetch)
 
     @property
     def _schema(self) -> RowSchema:

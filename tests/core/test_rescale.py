@@ -180,11 +180,14 @@ def test_what_is_left_where_the_parents_are_out_of_reach_is_told(
     def told_of(name: str) -> list[str]:
         caplog.clear()
         background, nothing = Later(), lambda *_: None
-        Finishing().in_turn([place], name, "plan", pointer, 2, nothing, bool, background)  # type: ignore[arg-type]
+        Finishing().in_turn([place], name, "plan", pointer, 2, nothing, bool, background)
         background.do()
         return sorted(it.getMessage().split(" is left of a rescaling")[0] for it in caplog.records)
 
     assert told_of(ours[0]) == [place.child(it).root for it in ("query", ours[1])]
+    # One that the query is being rescaled into is in use.
+    place.child(ours[1], PARENTS_FOLDER).put("0.parent.json", b"")
+    assert told_of(ours[0]) == [place.child("query").root]
     # That was never rescaled: a start with another number came to nothing.
     assert told_of("query") == []
     assert told_of("theirs") == []
@@ -225,7 +228,7 @@ def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path:
             query.retained,
             lambda: None,
             lambda name: False,
-            background,  # type: ignore[arg-type]
+            background,
         )
         background.do()
         return not parents.exists()
@@ -435,7 +438,7 @@ def test_an_old_folder_stays_while_somebody_waits_for_it(tmp_path: Path, old: Ol
             query.retained,
             lambda: None,
             lambda name: False,
-            background,  # type: ignore[arg-type]
+            background,
         )
         background.do()
 

@@ -182,7 +182,7 @@ class _Other:
                 self.world.config.retained,
                 lambda: None,
                 lambda name: False,
-                Inline(),  # type: ignore[arg-type] # it has what is used of a Background
+                Inline(),
             )
 
     def parents(self) -> list[str]:
