@@ -534,6 +534,7 @@ class World:
         excused = zombie and (attempt.batch <= self.spark.oldest or attempt.switches != self.switches)
         partition = dict(attempt.partition)
         models: dict[bytes, Model] = {}
+        uploads = executor.uploads
         try:
             left: list[Upload] = []
             for number, call in attempt.calls.items():
@@ -545,6 +546,9 @@ class World:
                     made = result.pointer
                     models[made.encode()] = changed(self.models[pointer.encode()], call.changes)
                     left += result.deferred
+                    if executor.uploads is not uploads:
+                        # Something beside the call killed its process: nothing of the task is left to go on.
+                        raise DiedError
                 partition[number] = Held(made, self._due_ms(made, attempt.now_ms))
             if left:
                 # What the last call of the task does.
