@@ -35,7 +35,7 @@ from lazy_bucket import (
 from arrow_schemas import CheckpointRef
 from arrow_schemas.blocks import PIECE_BYTES
 from arrow_schemas.equality import HashArray
-from arrow_schemas.row import RowSchema
+from arrow_schemas.row import TIMEOUT_MS, RowSchema
 from benchmarks.throttled import Throttled
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.engine.bucket import Sizes
@@ -48,6 +48,7 @@ from spark_state_ext.errors import (
     StorageError,
     UsageError,
 )
+from spark_state_ext.restore import lazy as lazy_restore
 from spark_state_ext.restore.lazy import BYTES_MIN, FILL_BYTES_PER_S_MAX, _requests, lazy_options
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.lazy_file import LazyFile
@@ -115,6 +116,25 @@ def test_the_keys_of_one_hash_are_in_two_chunks(remote: Remote, store: LocalStor
     chunks = store.runs()[0].chunks
     assert len(chunks) == 4
     assert any(before.hash_max == after.hash_min for before, after in pairwise(chunks))
+
+
+def test_values_of_a_column_of_nulls_are_not_fetched(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Timeouts have eight bytes a row also where no row has one."""
+    monkeypatch.setattr(lazy_restore, "_GAP_PIECES", 0)
+    remote = Remote.made(tmp_path, chunk_rows=12_000)
+    keys = np.random.default_rng(3).choice(12_000, 1_000, replace=False).tolist()
+    assert bucket_on(store, remote, tmp_path).read(partial(looked_up, keys=keys, remote=remote)) == expected(
+        keys, remote
+    )
+    (lazy,) = lazy_files(store)
+    _, values = lazy.chunk(0, SCHEMA.arrow).column(TIMEOUT_MS).buffers()
+    start = values.address - lazy.buffer.address
+    inside = np.arange(-(-start // PIECE_BYTES), (start + values.size) // PIECE_BYTES)
+    assert len(inside) > 3
+    fetched = set(inside.tolist()) - set(lazy.absent().tolist())
+    assert not fetched
 
 
 def test_what_needs_all_rows_completes_the_run(store: LocalStore, tmp_path: Path) -> None:
