@@ -80,9 +80,9 @@ def _tell_left(places: Sequence[Folder], name: str) -> None:
         # One with parents is being rescaled into, or was left by such a start.
         if not has_parents(place.child(other)):
             _LOGGER.warning(
-                "%s is left of a rescaling, and the query goes on in %s: what it was rescaled from may lie with a "
-                "backend that it has not any more. It is removed in time after a start with that backend, or after the "
-                "next rescaling",
+                "%s is left of a rescaling, and the query goes on in %s: a process that outlived the rescaling wrote "
+                "there after it was removed, or what the query was rescaled from lies with a backend that it has not "
+                "any more. It is removed in time after a start with that backend, or after the next rescaling",
                 place.child(other).root,
                 name,
             )

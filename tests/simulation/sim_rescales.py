@@ -137,6 +137,8 @@ class RescaleWorld(World):
     def __init__(self, config: RescaleConfig, built: Built = DEFAULT) -> None:
         self.yard = Yard(config, uuid.uuid4().hex)
         self.counted: Counter[str] = Counter()
+        # Folders that were removed, as nothing needed them any more.
+        self.removed: set[str] = set()
         self._checked: set[bytes] = set()
         self._processes: dict[str, _Process] = {}
         # Attempts that succeeded while another one stood still.
