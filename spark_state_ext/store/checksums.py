@@ -235,7 +235,7 @@ def cells_of(column: pa.Array, address: int) -> Cells:
     validity, values, *data = (-1 if it is None else it.address - address for it in column.buffers())
     if is_binary:
         return Cells(BINARY, validity, values, 64 if is_long else 32, data[0])
-    if column.null_count == len(column):
+    if 0 < column.null_count == len(column):
         # As timeouts mostly are. Its bytes are as many as if it had values, and nobody needs them.
         return Cells(NOTHING, validity)
     return Cells(FIXED, validity, values, data_type.bit_width)
