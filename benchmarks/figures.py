@@ -224,6 +224,28 @@ _SYNCHRONOUS_LARGE = "40 MB a batch: slow store, synchronous / local root"
 _SYNCHRONOUS = "1 KB a batch: slow store, synchronous / local root"
 
 
+def _failover() -> str:
+    """Median seconds by mode and size: what the death of a host costs, and what of that is Spark's."""
+    result = _result("failover")
+    times = result["medians_s"]
+    heads = (_DEATH, *_FAILOVER_PARTS)
+    lines = [f"| median seconds | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
+    sizes = sorted({(it["mode"], it["gb"]) for it in result["details"]["kills"]})
+    for name in (f"{mode}, {gb:g} GB" for mode, gb in sizes):
+        cells = (f"{times[f'{name}: {what}']:.3g}" for what in heads)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _table("failover")])
+
+
+_DEATH = "from the death to the next commit"
+_FAILOVER_PARTS = (
+    "until Spark knows that the executor is lost",
+    "until it has another one",
+    "the longest task",
+    "restoring or adopting, the longest task",
+)
+
+
 def _locality() -> str:
     """Where buckets ran again, from the command that its file names, which is none of the benchmarks."""
     result = _result("locality")
@@ -252,7 +274,7 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "initial_state": lambda: _table("initial_state"),
     "rescale": lambda: _table("rescale"),
     "lazy_restore": lambda: _table("lazy_restore"),
-    "failover": lambda: _table("failover"),
+    "failover": _failover,
     "standby_following": lambda: _table("standby_following"),
     "reading": lambda: _table("reading"),
     "live": lambda: _table("live"),

@@ -33,6 +33,7 @@ __all__ = ["Cluster", "WorkerNode", "cannot_isolate", "unusable"]
 _MASTER = "org.apache.spark.deploy.master.Master"
 _WORKER = "org.apache.spark.deploy.worker.Worker"
 _EXECUTOR = "CoarseGrainedExecutorBackend"
+_BYSTANDER_MB = 64
 # Short queries: time is better spent than on compiling well what runs a few times. Workers that count their processes
 # from 1 must not share files that are named by such numbers.
 _JAVA = " ".join((*JVM_OPTIONS, "-XX:-UsePerfData"))
@@ -152,6 +153,8 @@ class Cluster:
         Memory of an executor, MiB.
     isolated
         Workers have host names, boots and process numbers of their own. None: where the system allows it.
+    bystanders
+        How many of the workers, the last ones, have too little memory for an executor.
 
     Examples
     --------
@@ -161,7 +164,13 @@ class Cluster:
     """
 
     def __init__(
-        self, folder: Path, workers: int = 2, cores: int = 1, memory_mb: int = 512, isolated: bool | None = None
+        self,
+        folder: Path,
+        workers: int = 2,
+        cores: int = 1,
+        memory_mb: int = 512,
+        isolated: bool | None = None,
+        bystanders: int = 0,
     ) -> None:
         self.folder = folder
         self.cores = cores
@@ -171,6 +180,7 @@ class Cluster:
         self.url = ""
         self.python = Path()
         self._names = [f"worker-{number}" for number in range(1, workers + 1)]
+        self._with_executors = workers - bystanders
         self._home = spark_home()
         self._started: list[subprocess.Popen[bytes]] = []
         self._commands: dict[str, list[str]] = {}
@@ -214,7 +224,7 @@ class Cluster:
             "spark.executor.memory": f"{self.memory_mb}m",
             "spark.executor.cores": str(self.cores),
             "spark.executor.extraJavaOptions": _JAVA,
-            "spark.cores.max": str(self.cores * len(self.workers)),
+            "spark.cores.max": str(self.cores * self._with_executors),
             # A job begins when all executors are there.
             "spark.scheduler.minRegisteredResourcesRatio": "1.0",
             "spark.scheduler.maxRegisteredResourcesWaitingTime": "240s",
@@ -393,8 +403,9 @@ class Cluster:
         address, folder = f"127.0.0.{number + 1}", self.folder / name
         for inner in ("scratch", "work"):
             (folder / inner).mkdir(parents=True)
+        memory_mb = self.memory_mb + 256 if number <= self._with_executors else _BYSTANDER_MB
         command = [str(self._home / "bin" / "spark-class"), _WORKER, "--host", address, "--port", "0"]
-        command += ["--webui-port", "0", "--cores", str(self.cores), "--memory", f"{self.memory_mb + 256}m"]
+        command += ["--webui-port", "0", "--cores", str(self.cores), "--memory", f"{memory_mb}m"]
         self._commands[name] = [*command, "--work-dir", str(folder / "work"), self.url]
         worker = WorkerNode(name, address, folder)
         self._launch_worker(worker)

@@ -7,7 +7,10 @@ measured is the time until Spark has committed the next batch, which has events 
 
 * ``control``: nobody follows; the new host fetches the state, whole.
 * ``lazy``: nobody follows; the new host fetches what a batch asks for, where files are large enough for that.
-* ``standby``: the service runs on each worker and follows all buckets.
+* ``peer``: as ``lazy``, from the standby service of a fourth host, on which no executor can run.
+* ``standby``: the service runs on each worker. Each bucket has two replicas, so one is on each host where its task can go.
+* ``one_replica``: as ``standby``, with one replica. Where it is not, the new host fetches what a batch asks for, from the peer
+  that has it.
 
 While the cluster heals, the line is free: the next kill waits until it has healed. A line of JSON for each kill; then medians,
 and what they are to prove, which ``--result FOLDER`` writes to a file, with what runs before have written there of other modes
@@ -27,13 +30,15 @@ from pathlib import Path
 from cluster import Cluster, unusable
 from commands import end_with_the_cluster, run_folder
 from failover_query import Size
-from failover_trial import CONTROL, LAZY, STANDBY, Failover, FailoverTrial
+from failover_trial import CONTROL, LAZY, MODES, PEER, STANDBY, Failover, FailoverTrial
 from slow_s3 import slow_s3
 
 from benchmarks.report import Report
 
 Found = Mapping[tuple[str, float], Sequence[Failover]]
-STANDBY_AT_MOST, ADOPT_S_MAX, LAZY_AT_MOST, CONTROL_AT_LEAST = 1.2, 1.0, 2.0, 0.8
+ADOPT_S_MAX, CONTROL_AT_LEAST = 1.0, 0.8
+# One replica is not always where a task lands, so nothing is promised of it.
+_AT_MOST = {STANDBY: 1.2, LAZY: 2.0, PEER: 2.0}
 _TIMES = {
     "seconds": "from the death to the next commit",
     "lost_s": "until Spark knows that the executor is lost",
@@ -76,14 +81,13 @@ def told(report: Report, found: Found, bytes_s: float) -> None:
             line_s = (sizes[-1] - sizes[0]) * 1e9 / bytes_s
             share = (medians[-1] - medians[0]) / line_s
             report.bar(f"{name}: growth over bytes by the line", share, "at least", CONTROL_AT_LEAST, "times")
-        else:
-            at_most = STANDBY_AT_MOST if mode == STANDBY else LAZY_AT_MOST
-            report.bar(f"{name}, time", grown, "at most", at_most, "times")
+        elif mode in _AT_MOST:
+            report.bar(f"{name}, time", grown, "at most", _AT_MOST[mode], "times")
 
 
 def _reported(given: argparse.Namespace, found: Found) -> Report:
     size = Size(0)
-    named = {name: getattr(given, name) for name in ("replicas", "peers", "memory", "seed")}
+    named = {name: getattr(given, name) for name in ("memory", "seed")}
     line = {"bytes_per_s": size.bytes_s, "request_s": size.request_s, "buckets": size.buckets}
     report = Report("failover", {**named, **line})
     report.check("each batch is equal to the batch computation, after every kill", bool(found))
@@ -105,11 +109,9 @@ def _before(given: argparse.Namespace) -> dict[tuple[str, float], list[Failover]
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", choices=(CONTROL, LAZY, STANDBY), default=[CONTROL, LAZY, STANDBY])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=[CONTROL, LAZY, PEER, STANDBY])
     parser.add_argument("--gb", type=float, nargs="+", default=[0.1, 0.5, 2.0], metavar="N")
     parser.add_argument("--kills", type=int, default=5, metavar="N")
-    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="standby replicas of each bucket")
-    parser.add_argument("--peers", action="store_true", help="services give to tasks elsewhere")
     parser.add_argument("--memory", type=int, default=1024, metavar="MIB", help="of an executor")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="keeps logs and state; made if absent")
@@ -126,12 +128,19 @@ def main() -> int:
         for gb in given.gb:
             for mode in given.modes:
                 where = folder / f"{mode}-{gb:g}"
-                with Cluster(where / "cluster", workers=3, cores=2, memory_mb=given.memory) as cluster:
+                bystanders = int(mode == PEER)
+                cluster = Cluster(
+                    where / "cluster",
+                    workers=3 + bystanders,
+                    cores=2,
+                    memory_mb=given.memory,
+                    bystanders=bystanders,
+                )
+                with cluster:
                     if not cluster.isolated:
                         print("hosts cannot be told apart here: namespaces are not allowed", file=sys.stderr)
                         return 2
-                    size = Size(gb, replicas=given.replicas)
-                    trial = FailoverTrial(cluster, store, where / "query", mode, size, given.seed, given.peers)
+                    trial = FailoverTrial(cluster, store, where / "query", mode, Size(gb), given.seed)
                     found[mode, gb] = trial.run(given.kills)
                 for failover in found[mode, gb]:
                     print(json.dumps({"mode": mode, "gb": gb, **asdict(failover)}), flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from failover_query import HEAL_S_MAX, SETUP_S_MAX, FailoverQuery, Size
 from processes import wait_until
 from slow_s3 import SlowS3
 
-__all__ = ["CONTROL", "LAZY", "STANDBY", "Failover", "FailoverTrial"]
+__all__ = ["CONTROL", "LAZY", "MODES", "PEER", "STANDBY", "Failover", "FailoverTrial"]
 
 # How a task comes to its state where its host is new.
-CONTROL, LAZY, STANDBY = "control", "lazy", "standby"
+CONTROL, LAZY, PEER, STANDBY, ONE_REPLICA = "control", "lazy", "peer", "standby", "one_replica"
+MODES = (CONTROL, LAZY, PEER, STANDBY, ONE_REPLICA)
+_REPLICAS = {PEER: 1, STANDBY: 2, ONE_REPLICA: 1}
 _WARM_UP_FILES = 3
 
 
@@ -74,22 +76,21 @@ class FailoverTrial(FailoverQuery):
     cluster, store, folder, size, seed
         As for `FailoverQuery`.
     mode
-        `CONTROL`, `LAZY` or `STANDBY`.
-    peers
-        Whether services give to tasks elsewhere.
+        One of `MODES`. For `PEER` the last worker of the cluster is a bystander, and the only one with a service.
     """
 
-    def __init__(
-        self, cluster: Cluster, store: SlowS3, folder: Path, mode: str, size: Size, seed: int, peers: bool = False
-    ) -> None:
-        super().__init__(cluster, store, folder, size, seed)
+    def __init__(self, cluster: Cluster, store: SlowS3, folder: Path, mode: str, size: Size, seed: int) -> None:
+        super().__init__(cluster, store, folder, replace(size, replicas=_REPLICAS.get(mode, 0)), seed)
         self.mode = mode
         # One executor: one host has all of the state.
         self.conf = {"spark.cores.max": str(cluster.cores)}
         if mode == CONTROL:
             # No file is so large.
             self.conf["spark.executorEnv.SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN"] = str(1 << 62)
-        if peers:
+        # Where services run: nowhere, where no task can run, or everywhere.
+        everywhere = {STANDBY: cluster.workers, ONE_REPLICA: cluster.workers}
+        self._followers = {PEER: cluster.workers[-1:], **everywhere}.get(mode, [])
+        if mode in (PEER, ONE_REPLICA):
             self.with_peers()
 
     def run(self, kills: int) -> list[Failover]:
@@ -107,9 +108,9 @@ class FailoverTrial(FailoverQuery):
         for _ in range(_WARM_UP_FILES):
             self.wait_for(self.feed(), SETUP_S_MAX)
         self.settle()
-        if self.mode == STANDBY:
+        if self._followers:
             self.set_replicas()
-            for worker in self.cluster.workers:
+            for worker in self._followers:
                 self.start_service(worker)
             self.wait_for_replicas()
         found = [self._kill() for _ in range(kills)]
@@ -144,11 +145,11 @@ class FailoverTrial(FailoverQuery):
             flush=True,
         )
         self.cluster.restart_worker(worker)
-        if self.mode == STANDBY:
+        if worker in self._followers:
             self.start_service(worker)
         self.wait_for(self.feed(), HEAL_S_MAX)
         self.settle()
-        if self.mode == STANDBY:
+        if self._followers:
             self.wait_for_replicas()
         return found
 
