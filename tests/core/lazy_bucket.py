@@ -32,13 +32,17 @@ from spark_state_ext.worker.background import Work
 
 __all__ = [
     "FIRST",
+    "KEYS",
     "LAST",
     "SCHEMA",
     "SNAPSHOT_NAME",
     "Later",
     "Remote",
     "are_rows_of",
+    "base_suffixes",
     "bucket_on",
+    "expected",
+    "lazy_files",
     "looked_up",
     "rows_of",
     "values_of",
@@ -56,6 +60,8 @@ SCHEMA = RowSchema(
 )
 FIRST, LAST = CheckpointRef(1, "1" * 32), CheckpointRef(2, "2" * 32)
 SNAPSHOT_NAME = file_name(LAST, SNAPSHOT)
+# Some that lie together and some apart, at both ends, and one that the state does not have.
+KEYS = [0, 1, 2, 3, 4_000, 4_001, 11_998, 11_999, 12_000, 77]
 KeyArray = npt.NDArray[np.int64]
 HashArray = npt.NDArray[np.uint64]
 
@@ -211,6 +217,18 @@ def looked_up(view: View, keys: Sequence[int], remote: Remote) -> dict[int, tupl
         for key, at in zip(keys, found.index.tolist(), strict=True)
         if at >= 0
     }
+
+
+def expected(keys: list[int], remote: Remote) -> dict[int, tuple[object, ...]]:
+    """What a lookup has to give."""
+    return {key: values_of(key) for key in keys if key < len(remote.keys)}
+
+
+def base_suffixes(store: LocalStore) -> list[str]:
+    """Of the files of its large runs."""
+    suffixes = {path.suffix for path in store._environment.folder.glob("base-*")}
+    # Marks of what was compared are told of in `test_compared`.
+    return sorted(suffixes - {".compared"})
 
 
 def lazy_files(store: LocalStore) -> list[LazyFile]:

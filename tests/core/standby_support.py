@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from reading_support import operator_file
 
 from arrow_schemas import Pointer, Writer
-from arrow_schemas.lineage import CheckpointRef
+from arrow_schemas.lineage import CheckpointRef, LineageHeader
 from arrow_schemas.operator import OperatorFile, operator_file_name
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.backends.files import sole_replica
@@ -23,12 +23,14 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.followed_stores import FollowedStores
 from spark_state_ext.standby.following import BucketFollower
+from spark_state_ext.standby.line import Line
+from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.lazy_file import LazyOptions
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
 
-__all__ = ["BUCKET", "FAULTY", "Faults", "World", "changes", "covering"]
+__all__ = ["BUCKET", "FAULTY", "Faults", "PrunesToTheNewest", "World", "changes", "covering"]
 
 OPERATOR, QUERY, BUCKET, BUCKETS = "counts", "query", 3, 8
 
@@ -185,6 +187,18 @@ class World:
         self.clock_s += 1
         for name in set(self.files.names()) - before:
             os.utime(Path(self.files.root) / name, (self.clock_s, self.clock_s))
+
+
+class PrunesToTheNewest(BucketFollower):
+    """A follower that takes the newest file for committed."""
+
+    def _tidy(self, listing: Listing, line: Line) -> None:
+        super()._tidy(listing, replace(line, head=_its_own_parent(line.head)))
+
+
+def _its_own_parent(head: LineageHeader) -> LineageHeader:
+    child = replace(head.ref, version=head.ref.version + 1)
+    return replace(head, ref=child, parent=head.ref, lineage=(*head.lineage, head.ref))
 
 
 def covering(store: LocalStore) -> set[CheckpointRef]:

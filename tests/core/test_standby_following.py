@@ -1,46 +1,28 @@
-"""A host that follows a bucket's files has its state at hand: against a dict, with attempts, damage and failures."""
+"""A host that follows a bucket's files has its state at hand: with attempts, restarts, clean-up and newer schemas."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from core_support import buffer_of, change_sets, clean_up_at
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
-from standby_support import FAULTY, Faults, World, changes, covering
+from core_support import buffer_of, clean_up_at
+from standby_support import PrunesToTheNewest, World, changes, covering
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer, file_name
 from arrow_schemas.operator import operator_file_name
 from spark_state_ext.commit import cadence
 from spark_state_ext.errors import (
-    CorruptFileError,
-    CorruptStoreError,
-    InterruptedRestoreError,
     MissingCheckpointError,
-    StateError,
     StorageError,
 )
-from spark_state_ext.files.listing import Entry
 from spark_state_ext.files.retention import clean_up
-from spark_state_ext.standby.followed_stores import FollowedStores
-from spark_state_ext.standby.following import BucketFollower
-from spark_state_ext.standby.line import Line, judged
-from spark_state_ext.standby.listed import Listing
-from spark_state_ext.standby.metered import Bandwidth
-from spark_state_ext.standby.values import Lag
-from spark_state_ext.store import LocalStore, compaction
-from spark_state_ext.testing.model import Key, Row
+from spark_state_ext.standby.line import judged
 from spark_state_ext.worker.boot import boot_id
-from tests.helpers.clock import VirtualClock
-from tests.helpers.soak import examples
 from tests.helpers.waiting import WAIT_S
 
 
@@ -168,18 +150,6 @@ def test_either_of_two_attempts_is_at_hand(world: World, kept: int, between: boo
         world.commit(attempts[kept])
         assert world.adopted() == 0
         assert covering(world.task()) <= world.committed
-
-
-class PrunesToTheNewest(BucketFollower):
-    """A follower that takes the newest file for committed."""
-
-    def _tidy(self, listing: Listing, line: Line) -> None:
-        super()._tidy(listing, replace(line, head=_its_own_parent(line.head)))
-
-
-def _its_own_parent(head: LineageHeader) -> LineageHeader:
-    child = replace(head.ref, version=head.ref.version + 1)
-    return replace(head, ref=child, parent=head.ref, lineage=(*head.lineage, head.ref))
 
 
 def test_a_follower_that_prunes_to_the_newest_file_is_found(tmp_path: Path) -> None:
@@ -390,316 +360,3 @@ def test_a_newer_operator_file_is_followed_into_its_own_store(world: World) -> N
     assert world.follower.step().is_caught_up
     assert world.follower.store_folder.parts[-2:] == ("s2", "3")
     assert world.adopted() == 0
-
-
-# -- damage and failures --------------------------------------------------------------------------
-
-
-def test_a_damaged_file_is_told_and_the_next_step_goes_on(world: World) -> None:
-    world.batch(changes(0))
-    world.follower.step()
-    world.batch(changes(1))
-    ref = world.pointer.ref
-    assert ref is not None
-    name = file_name(ref, DELTA)
-    whole = world.files.get(name)
-    for at in (20, len(whole) // 2):
-        damaged = bytearray(whole)
-        damaged[at] ^= 0xFF
-        world.files.put(name, bytes(damaged))
-        found = world.follower.step()
-        assert isinstance(found.error, CorruptFileError)
-        assert name in str(found.error)
-        assert (found.is_caught_up, found.lag.versions) == (False, 1)
-    world.files.put(name, whole)
-    assert world.follower.step().is_caught_up
-    assert world.adopted() == 0
-
-
-def test_a_damaged_attempt_keeps_nobody_from_the_other_one(world: World) -> None:
-    world.batch(changes(0))
-    bad = world.attempt(changes(1))[0].ref
-    assert bad is not None
-    name = file_name(bad, DELTA)
-    world.files.put(name, world.files.get(name)[:-40])
-    world.batch(changes(1))
-    found = world.follower.step()
-    assert isinstance(found.error, CorruptFileError)
-    assert found.newest == world.pointer.ref
-    assert world.adopted() == 0
-    # And is forgotten once there is something newer.
-    world.batch(changes(2))
-    assert world.follower.step().is_caught_up
-
-
-@pytest.mark.parametrize("at", range(1, 9))
-def test_a_store_that_fails_at_any_read(world: World, at: int) -> None:
-    for number in range(3):
-        world.batch(changes(number))
-    world.follow(storage_options=FAULTY)
-    Faults.fail(at)
-    found = world.follower.step()
-    failed = Faults.reads >= at
-    Faults.heal()
-    assert isinstance(found.error, StorageError) == failed
-    assert found.is_caught_up != failed
-    assert world.follower.step().is_caught_up
-    assert world.adopted() == 0
-
-
-def test_every_read_of_a_step_is_among_those(world: World) -> None:
-    for number in range(3):
-        world.batch(changes(number))
-    world.follow(storage_options=FAULTY)
-    Faults.fail(1 << 62)
-    assert world.follower.step().is_caught_up
-    assert 4 <= Faults.reads < 9
-
-
-def test_a_store_that_was_removed_or_replaced_is_filled_again(world: World) -> None:
-    for number in range(3):
-        world.batch(changes(number))
-    world.follower.step()
-    # Taken for unused, as by `reclaim`.
-    shutil.rmtree(world.follower.store_folder)
-    found = world.follower.step()
-    assert (found.is_caught_up, found.files_read) == (True, 3)
-    assert world.adopted() == 0
-    # Taken for damaged, by a task.
-    world.task().rebuild()
-    assert world.follower.step().files_read == 3
-    assert world.adopted() == 0
-
-
-def test_a_step_that_is_told_to_stop(world: World) -> None:
-    world.batch(changes(0))
-    world.follower._stop.set()
-    found = world.follower.step()
-    assert isinstance(found.error, InterruptedRestoreError)
-    assert not found.is_caught_up
-
-
-def test_nothing_is_written_in_the_query_folder(world: World) -> None:
-    for number in range(5):
-        world.batch(changes(number))
-    before = world.query_folder.tree()
-    world.follower.step()
-    assert world.query_folder.tree() == before
-
-
-def test_a_folder_that_did_not_change_is_not_listed_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = VirtualClock()
-    world.follower = BucketFollower(world.at, world.key, world.operator, world.stores, clock=clock)
-    listings: list[float] = []
-    entries = world.follower._folder.entries
-
-    def listed() -> list[Entry]:
-        listings.append(clock.now_s)
-        return entries()
-
-    monkeypatch.setattr(world.follower._folder, "entries", listed)
-    for number in range(3):
-        world.batch(changes(number))
-        for _ in range(10):
-            found = world.follower.step()
-            assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
-            clock.sleep(1.0)
-    # A change that has the time of the one before it is seen, as a time counts once it is 2 s old.
-    assert listings == [0, 1, 2, 10, 11, 12, 20, 21, 22]
-    # What is not whole is looked at each time.
-    ref = world.attempt(changes(3))[0].ref
-    assert ref is not None
-    world.files.put(file_name(ref, DELTA), b"nothing")
-    for _ in range(5):
-        assert world.follower.step().error is not None
-        clock.sleep(1.0)
-    assert listings[9:] == [30, 31, 32, 33, 34]
-
-
-def test_a_copy_that_tidying_found_damaged_is_filled_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = VirtualClock()
-    world.follower = BucketFollower(world.at, world.key, world.operator, world.stores, clock=clock)
-    world.batch(changes(0))
-    world.batch(changes(1))
-
-    def damaged(*args: object) -> None:
-        raise CorruptStoreError("a chunk differs from its checksum")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LocalStore, "compact", damaged)
-        assert world.follower.step().newest is None
-    assert world.task().runs() == []
-    # However late the next look is, and though nobody writes.
-    clock.sleep(60.0)
-    found = world.follower.step()
-    assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
-    assert world.adopted() == 0
-
-
-def test_bandwidth_bounds_bytes_by_the_second(world: World) -> None:
-    for number in range(10):
-        world.batch(changes(number))
-    clock = VirtualClock()
-    world.follower = BucketFollower(
-        world.at, world.key, world.operator, world.stores, Bandwidth(1_000, clock, clock.sleep)
-    )
-    found = world.follower.step()
-    assert found.is_caught_up
-    assert found.bytes_read > 20_000
-    assert found.bytes_read / 1_000 - 1 <= clock.now_s <= found.bytes_read / 1_000
-    # What is not used for long does not add up.
-    clock.sleep(1_000)
-    began_s = clock.now_s
-    world.batch(changes(11))
-    found = world.follower.step()
-    assert clock.now_s - began_s == pytest.approx(found.bytes_read / 1_000 - 1)
-
-
-def test_lag_is_told_by_the_stores_clock(world: World) -> None:
-    world.batch(changes(0))
-    world.follower.step()
-    for number in range(1, 4):
-        world.batch(changes(number))
-    behind = world.follower.step().behind
-    assert (behind.versions, behind.seconds) == (3, 3.0)
-    names = [name for name in world.names() if not name.startswith("1_")]
-    assert behind.size_bytes == sum(world.files.size(name) for name in names)
-    assert world.follower.step().behind == Lag()
-
-
-# -- against a dict -------------------------------------------------------------------------------
-
-
-class FollowerMachine(RuleBasedStateMachine):
-    """The active and a follower, between any two steps of each other; `World` plays Spark."""
-
-    follower_class: type[BucketFollower] = BucketFollower
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = Path(tempfile.mkdtemp(prefix="follower-machine-"))
-        self.world = World(self.base / "world", follower_class=self.follower_class)
-        self.runs = 0
-        # Nothing was written since the service began: of what it finds then, times alone tell which line it is on.
-        self.unsure = False
-
-    def teardown(self) -> None:
-        self.world.close()
-        shutil.rmtree(self.base, ignore_errors=True)
-
-    @rule(changed=change_sets(max_size=5), attempts=st.integers(1, 3), follows=st.booleans(), data=st.data())
-    def batch(self, changed: dict[Key, Row | None], attempts: int, follows: bool, data: st.DataObject) -> None:
-        made = []
-        for _ in range(attempts):
-            made.append(self.world.attempt(changed))
-            if follows:
-                self.world.follower.step()
-        self.world.commit(data.draw(st.sampled_from(made)))
-        self.unsure = False
-
-    @rule(changed=change_sets(max_size=5))
-    def batch_on_the_followers_host(self, changed: dict[Key, Row | None]) -> None:
-        self.world.batch(changed, store=self.world.task())
-        self.unsure = False
-
-    @precondition(lambda self: len(self.world.history) > 2)
-    @rule(changed=change_sets(max_size=3), data=st.data())
-    def zombie(self, changed: dict[Key, Row | None], data: st.DataObject) -> None:
-        at = data.draw(st.integers(0, len(self.world.history) - 2))
-        self.world.attempt(changed, at=at)
-
-    @precondition(lambda self: len(self.world.history) > 2)
-    @rule(data=st.data())
-    def go_back(self, data: st.DataObject) -> None:
-        self.runs += 1
-        self.world.go_back(data.draw(st.integers(1, len(self.world.history) - 2)), f"run {self.runs}")
-        # Pointers of old batches may need what is merged or pruned by now.
-        self.unsure = True
-
-    @rule()
-    def service_begins_again(self) -> None:
-        self.world.stores.close()
-        self.world.follow()
-        self.unsure = True
-
-    @rule()
-    def store_is_removed(self) -> None:
-        """By `reclaim` of another process. The task's process is this one here, and has it open no more."""
-        self.world.task().close()
-        shutil.rmtree(self.world.at.stores, ignore_errors=True)
-
-    @rule()
-    def follow(self) -> None:
-        found = self.world.follower.step()
-        assert found.error is None
-        assert found.is_caught_up
-        if not self.unsure:
-            assert self.world.adopted() == 0
-        assert covering(self.world.task()) <= self.world.committed
-
-    @rule()
-    def a_task_finds_its_state_anyhow(self) -> None:
-        self.world.adopted()
-
-
-def _run(machine: type[FollowerMachine], monkeypatch: pytest.MonkeyPatch, histories: int, fixed: bool = False) -> None:
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
-    # Runs are merged as soon as there are two.
-    monkeypatch.setattr(compaction, "FANOUT", 2)
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=histories,
-            derandomize=fixed,
-            stateful_step_count=25,
-            deadline=None,
-            phases=(Phase.explicit, Phase.reuse, Phase.generate),
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
-def test_a_follower_against_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
-    _run(FollowerMachine, monkeypatch, examples(15))
-
-
-class FollowsTheLastOneOnly(BucketFollower):
-    """Of two attempts it loads the one that was written last."""
-
-    def _follow(self, listing: Listing, candidates: Sequence[CheckpointRef]) -> dict[CheckpointRef, StateError]:
-        return super()._follow(listing, candidates[-1:])
-
-
-# The first that fails ends the search.
-BROKEN_MAX = 200
-
-
-class TakesItsStoreForGranted(BucketFollower):
-    """It does not look whether the store is still what it was."""
-
-    def _notice_new_store(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("broken", [PrunesToTheNewest, FollowsTheLastOneOnly, TakesItsStoreForGranted])
-def test_broken_followers_are_found(monkeypatch: pytest.MonkeyPatch, broken: type[BucketFollower]) -> None:
-    class Machine(FollowerMachine):
-        follower_class = broken
-
-    with pytest.raises(AssertionError):
-        # The same ones each time: whether they find it is no matter of chance.
-        _run(Machine, monkeypatch, BROKEN_MAX, fixed=True)
-
-
-def test_stores_of_followers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spark_state_ext.worker import descriptors
-
-    monkeypatch.setattr(descriptors, "stores_max", lambda: 2)
-    stores = FollowedStores()
-    world = World(tmp_path / "world")
-    for bucket in range(5):
-        stores.at(tmp_path / str(bucket), world.operator.row_schema())
-    assert len(list(stores._stores)) == 2
-    stores.close()
-    world.close()

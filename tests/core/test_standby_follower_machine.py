@@ -1,0 +1,148 @@
+"""A follower against a dict, between any two steps of the active; and followers that are broken, which are found."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from core_support import change_sets
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from standby_support import PrunesToTheNewest, World, covering
+
+from arrow_schemas.lineage import CheckpointRef
+from spark_state_ext.commit import cadence
+from spark_state_ext.errors import (
+    StateError,
+)
+from spark_state_ext.standby.following import BucketFollower
+from spark_state_ext.standby.listed import Listing
+from spark_state_ext.store import compaction
+from spark_state_ext.testing.model import Key, Row
+from tests.helpers.soak import examples
+
+
+class FollowerMachine(RuleBasedStateMachine):
+    """The active and a follower, between any two steps of each other; `World` plays Spark."""
+
+    follower_class: type[BucketFollower] = BucketFollower
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Path(tempfile.mkdtemp(prefix="follower-machine-"))
+        self.world = World(self.base / "world", follower_class=self.follower_class)
+        self.runs = 0
+        # Nothing was written since the service began: of what it finds then, times alone tell which line it is on.
+        self.unsure = False
+
+    def teardown(self) -> None:
+        self.world.close()
+        shutil.rmtree(self.base, ignore_errors=True)
+
+    @rule(changed=change_sets(max_size=5), attempts=st.integers(1, 3), follows=st.booleans(), data=st.data())
+    def batch(self, changed: dict[Key, Row | None], attempts: int, follows: bool, data: st.DataObject) -> None:
+        made = []
+        for _ in range(attempts):
+            made.append(self.world.attempt(changed))
+            if follows:
+                self.world.follower.step()
+        self.world.commit(data.draw(st.sampled_from(made)))
+        self.unsure = False
+
+    @rule(changed=change_sets(max_size=5))
+    def batch_on_the_followers_host(self, changed: dict[Key, Row | None]) -> None:
+        self.world.batch(changed, store=self.world.task())
+        self.unsure = False
+
+    @precondition(lambda self: len(self.world.history) > 2)
+    @rule(changed=change_sets(max_size=3), data=st.data())
+    def zombie(self, changed: dict[Key, Row | None], data: st.DataObject) -> None:
+        at = data.draw(st.integers(0, len(self.world.history) - 2))
+        self.world.attempt(changed, at=at)
+
+    @precondition(lambda self: len(self.world.history) > 2)
+    @rule(data=st.data())
+    def go_back(self, data: st.DataObject) -> None:
+        self.runs += 1
+        self.world.go_back(data.draw(st.integers(1, len(self.world.history) - 2)), f"run {self.runs}")
+        # Pointers of old batches may need what is merged or pruned by now.
+        self.unsure = True
+
+    @rule()
+    def service_begins_again(self) -> None:
+        self.world.stores.close()
+        self.world.follow()
+        self.unsure = True
+
+    @rule()
+    def store_is_removed(self) -> None:
+        """By `reclaim` of another process. The task's process is this one here, and has it open no more."""
+        self.world.task().close()
+        shutil.rmtree(self.world.at.stores, ignore_errors=True)
+
+    @rule()
+    def follow(self) -> None:
+        found = self.world.follower.step()
+        assert found.error is None
+        assert found.is_caught_up
+        if not self.unsure:
+            assert self.world.adopted() == 0
+        assert covering(self.world.task()) <= self.world.committed
+
+    @rule()
+    def a_task_finds_its_state_anyhow(self) -> None:
+        self.world.adopted()
+
+
+def _run(machine: type[FollowerMachine], monkeypatch: pytest.MonkeyPatch, histories: int, fixed: bool = False) -> None:
+    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
+    monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
+    # Runs are merged as soon as there are two.
+    monkeypatch.setattr(compaction, "FANOUT", 2)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=histories,
+            derandomize=fixed,
+            stateful_step_count=25,
+            deadline=None,
+            phases=(Phase.explicit, Phase.reuse, Phase.generate),
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_a_follower_against_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    _run(FollowerMachine, monkeypatch, examples(15))
+
+
+class FollowsTheLastOneOnly(BucketFollower):
+    """Of two attempts it loads the one that was written last."""
+
+    def _follow(self, listing: Listing, candidates: Sequence[CheckpointRef]) -> dict[CheckpointRef, StateError]:
+        return super()._follow(listing, candidates[-1:])
+
+
+# The first that fails ends the search.
+BROKEN_MAX = 200
+
+
+class TakesItsStoreForGranted(BucketFollower):
+    """It does not look whether the store is still what it was."""
+
+    def _notice_new_store(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("broken", [PrunesToTheNewest, FollowsTheLastOneOnly, TakesItsStoreForGranted])
+def test_broken_followers_are_found(monkeypatch: pytest.MonkeyPatch, broken: type[BucketFollower]) -> None:
+    class Machine(FollowerMachine):
+        follower_class = broken
+
+    with pytest.raises(AssertionError):
+        # The same ones each time: whether they find it is no matter of chance.
+        _run(Machine, monkeypatch, BROKEN_MAX, fixed=True)

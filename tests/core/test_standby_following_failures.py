@@ -1,0 +1,217 @@
+"""A follower whose store, disk or files fail, or that is told to stop, and what bounds it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from standby_support import FAULTY, Faults, World, changes
+
+from arrow_schemas.lineage import DELTA, file_name
+from spark_state_ext.errors import (
+    CorruptFileError,
+    CorruptStoreError,
+    InterruptedRestoreError,
+    StorageError,
+)
+from spark_state_ext.files.listing import Entry
+from spark_state_ext.standby.followed_stores import FollowedStores
+from spark_state_ext.standby.following import BucketFollower
+from spark_state_ext.standby.metered import Bandwidth
+from spark_state_ext.standby.values import Lag
+from spark_state_ext.store import LocalStore
+from tests.helpers.clock import VirtualClock
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "world")
+    yield made
+    made.close()
+
+
+def test_a_damaged_file_is_told_and_the_next_step_goes_on(world: World) -> None:
+    world.batch(changes(0))
+    world.follower.step()
+    world.batch(changes(1))
+    ref = world.pointer.ref
+    assert ref is not None
+    name = file_name(ref, DELTA)
+    whole = world.files.get(name)
+    for at in (20, len(whole) // 2):
+        damaged = bytearray(whole)
+        damaged[at] ^= 0xFF
+        world.files.put(name, bytes(damaged))
+        found = world.follower.step()
+        assert isinstance(found.error, CorruptFileError)
+        assert name in str(found.error)
+        assert (found.is_caught_up, found.lag.versions) == (False, 1)
+    world.files.put(name, whole)
+    assert world.follower.step().is_caught_up
+    assert world.adopted() == 0
+
+
+def test_a_damaged_attempt_keeps_nobody_from_the_other_one(world: World) -> None:
+    world.batch(changes(0))
+    bad = world.attempt(changes(1))[0].ref
+    assert bad is not None
+    name = file_name(bad, DELTA)
+    world.files.put(name, world.files.get(name)[:-40])
+    world.batch(changes(1))
+    found = world.follower.step()
+    assert isinstance(found.error, CorruptFileError)
+    assert found.newest == world.pointer.ref
+    assert world.adopted() == 0
+    # And is forgotten once there is something newer.
+    world.batch(changes(2))
+    assert world.follower.step().is_caught_up
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_store_that_fails_at_any_read(world: World, at: int) -> None:
+    for number in range(3):
+        world.batch(changes(number))
+    world.follow(storage_options=FAULTY)
+    Faults.fail(at)
+    found = world.follower.step()
+    failed = Faults.reads >= at
+    Faults.heal()
+    assert isinstance(found.error, StorageError) == failed
+    assert found.is_caught_up != failed
+    assert world.follower.step().is_caught_up
+    assert world.adopted() == 0
+
+
+def test_every_read_of_a_step_is_among_those(world: World) -> None:
+    for number in range(3):
+        world.batch(changes(number))
+    world.follow(storage_options=FAULTY)
+    Faults.fail(1 << 62)
+    assert world.follower.step().is_caught_up
+    assert 4 <= Faults.reads < 9
+
+
+def test_a_store_that_was_removed_or_replaced_is_filled_again(world: World) -> None:
+    for number in range(3):
+        world.batch(changes(number))
+    world.follower.step()
+    # Taken for unused, as by `reclaim`.
+    shutil.rmtree(world.follower.store_folder)
+    found = world.follower.step()
+    assert (found.is_caught_up, found.files_read) == (True, 3)
+    assert world.adopted() == 0
+    # Taken for damaged, by a task.
+    world.task().rebuild()
+    assert world.follower.step().files_read == 3
+    assert world.adopted() == 0
+
+
+def test_a_step_that_is_told_to_stop(world: World) -> None:
+    world.batch(changes(0))
+    world.follower._stop.set()
+    found = world.follower.step()
+    assert isinstance(found.error, InterruptedRestoreError)
+    assert not found.is_caught_up
+
+
+def test_nothing_is_written_in_the_query_folder(world: World) -> None:
+    for number in range(5):
+        world.batch(changes(number))
+    before = world.query_folder.tree()
+    world.follower.step()
+    assert world.query_folder.tree() == before
+
+
+def test_a_folder_that_did_not_change_is_not_listed_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+    world.follower = BucketFollower(world.at, world.key, world.operator, world.stores, clock=clock)
+    listings: list[float] = []
+    entries = world.follower._folder.entries
+
+    def listed() -> list[Entry]:
+        listings.append(clock.now_s)
+        return entries()
+
+    monkeypatch.setattr(world.follower._folder, "entries", listed)
+    for number in range(3):
+        world.batch(changes(number))
+        for _ in range(10):
+            found = world.follower.step()
+            assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
+            clock.sleep(1.0)
+    # A change that has the time of the one before it is seen, as a time counts once it is 2 s old.
+    assert listings == [0, 1, 2, 10, 11, 12, 20, 21, 22]
+    # What is not whole is looked at each time.
+    ref = world.attempt(changes(3))[0].ref
+    assert ref is not None
+    world.files.put(file_name(ref, DELTA), b"nothing")
+    for _ in range(5):
+        assert world.follower.step().error is not None
+        clock.sleep(1.0)
+    assert listings[9:] == [30, 31, 32, 33, 34]
+
+
+def test_a_copy_that_tidying_found_damaged_is_filled_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+    world.follower = BucketFollower(world.at, world.key, world.operator, world.stores, clock=clock)
+    world.batch(changes(0))
+    world.batch(changes(1))
+
+    def damaged(*args: object) -> None:
+        raise CorruptStoreError("a chunk differs from its checksum")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "compact", damaged)
+        assert world.follower.step().newest is None
+    assert world.task().runs() == []
+    # However late the next look is, and though nobody writes.
+    clock.sleep(60.0)
+    found = world.follower.step()
+    assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
+    assert world.adopted() == 0
+
+
+def test_bandwidth_bounds_bytes_by_the_second(world: World) -> None:
+    for number in range(10):
+        world.batch(changes(number))
+    clock = VirtualClock()
+    world.follower = BucketFollower(
+        world.at, world.key, world.operator, world.stores, Bandwidth(1_000, clock, clock.sleep)
+    )
+    found = world.follower.step()
+    assert found.is_caught_up
+    assert found.bytes_read > 20_000
+    assert found.bytes_read / 1_000 - 1 <= clock.now_s <= found.bytes_read / 1_000
+    # What is not used for long does not add up.
+    clock.sleep(1_000)
+    began_s = clock.now_s
+    world.batch(changes(11))
+    found = world.follower.step()
+    assert clock.now_s - began_s == pytest.approx(found.bytes_read / 1_000 - 1)
+
+
+def test_lag_is_told_by_the_stores_clock(world: World) -> None:
+    world.batch(changes(0))
+    world.follower.step()
+    for number in range(1, 4):
+        world.batch(changes(number))
+    behind = world.follower.step().behind
+    assert (behind.versions, behind.seconds) == (3, 3.0)
+    names = [name for name in world.names() if not name.startswith("1_")]
+    assert behind.size_bytes == sum(world.files.size(name) for name in names)
+    assert world.follower.step().behind == Lag()
+
+
+def test_stores_of_followers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spark_state_ext.worker import descriptors
+
+    monkeypatch.setattr(descriptors, "stores_max", lambda: 2)
+    stores = FollowedStores()
+    world = World(tmp_path / "world")
+    for bucket in range(5):
+        stores.at(tmp_path / str(bucket), world.operator.row_schema())
+    assert len(list(stores._stores)) == 2
+    stores.close()
+    world.close()
