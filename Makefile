@@ -14,7 +14,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Quick tests of decisions and formats, and of the adapter without Spark.
-UNITS := tests/test_rooms.py tests/test_glossary.py tests/adapter $(addprefix tests/core/test_,$(addsuffix .py,columns commit compaction evolution formats lineage row_equality search spark_types state_batch tables))
+UNITS := tests/test_rooms.py tests/test_glossary.py tests/adapter $(addprefix tests/core/test_,$(addsuffix .py,columns commit compaction evolution formats lineage row_equality search spark_types state_batch state_batch_changes tables))
 
 check: ## lint, types and quick tests without Spark, for every change
 	@$(BOOTSTRAP) --extras demo,test,lint
