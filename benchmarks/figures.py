@@ -228,22 +228,13 @@ def _failover() -> str:
     """Median seconds by mode and size: what the death of a host costs, and what of that is Spark's."""
     result = _result("failover")
     times = result["medians_s"]
-    heads = (_DEATH, *_FAILOVER_PARTS)
+    heads = list(dict.fromkeys(name.partition(": ")[2] for name in times))
     lines = [f"| median seconds | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
     sizes = sorted({(it["mode"], it["gb"]) for it in result["details"]["kills"]})
     for name in (f"{mode}, {gb:g} GB" for mode, gb in sizes):
         cells = (f"{times[f'{name}: {what}']:.3g}" for what in heads)
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", _table("failover")])
-
-
-_DEATH = "from the death to the next commit"
-_FAILOVER_PARTS = (
-    "until Spark knows that the executor is lost",
-    "until it has another one",
-    "the longest task",
-    "restoring or adopting, the longest task",
-)
 
 
 def _locality() -> str:

@@ -33,6 +33,7 @@ __all__ = ["Cluster", "WorkerNode", "cannot_isolate", "unusable"]
 _MASTER = "org.apache.spark.deploy.master.Master"
 _WORKER = "org.apache.spark.deploy.worker.Worker"
 _EXECUTOR = "CoarseGrainedExecutorBackend"
+# Less than any executor has.
 _BYSTANDER_MB = 64
 # Short queries: time is better spent than on compiling well what runs a few times. Workers that count their processes
 # from 1 must not share files that are named by such numbers.

@@ -88,8 +88,7 @@ class FailoverTrial(FailoverQuery):
             # No file is so large.
             self.conf["spark.executorEnv.SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN"] = str(1 << 62)
         # Where services run: nowhere, where no task can run, or everywhere.
-        everywhere = {STANDBY: cluster.workers, ONE_REPLICA: cluster.workers}
-        self._followers = {PEER: cluster.workers[-1:], **everywhere}.get(mode, [])
+        self._followers = cluster.workers[-1:] if mode == PEER else cluster.workers if mode in _REPLICAS else []
         if mode in (PEER, ONE_REPLICA):
             self.with_peers()
 
