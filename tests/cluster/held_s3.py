@@ -1,31 +1,60 @@
 """moto's S3 server, but one that gives a part of an object without reading all of it, as any store does.
 
 ``python held_s3.py -H 127.0.0.1 -p PORT``. moto reads an object from its file for each request, so a hundred ranges of a
-snapshot would take it a hundred times as long as the whole. Here objects that were read once stay in memory.
+snapshot would take it a hundred times as long as the whole. Here the objects that were read last stay in memory, up to
+`HELD_BYTES_MAX`: all of them together may be several times what a query has in the store.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections import OrderedDict
 from typing import Any
 
 from moto.s3.models import FakeKey
 from moto.server import main
 
+HELD_BYTES_MAX = 7 << 30
 _VALUE: Any = vars(FakeKey)["value"]
 
 
-def _held(key: FakeKey) -> bytes:
-    value: bytes | None = key.__dict__.get("_held")
-    if value is None:
-        value = key.__dict__["_held"] = _VALUE.fget(key)
-    return value
+class _Held:
+    """Values of the keys that were read last; requests come in threads of their own."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: OrderedDict[int, tuple[FakeKey, bytes]] = OrderedDict()
+        self._bytes = 0
 
-def _hold(key: FakeKey, value: bytes) -> None:
-    key.__dict__.pop("_held", None)
-    _VALUE.fset(key, value)
+    def get(self, key: FakeKey) -> bytes:
+        with self._lock:
+            # The key is kept as well, so no other one can get its id.
+            if id(key) in self._values:
+                self._values.move_to_end(id(key))
+                return self._values[id(key)][1]
+        value: bytes = _VALUE.fget(key)
+        with self._lock:
+            self._drop(id(key))
+            self._values[id(key)] = key, value
+            self._bytes += len(value)
+            while self._bytes > HELD_BYTES_MAX:
+                self._drop(next(iter(self._values)))
+        return value
+
+    def set(self, key: FakeKey, value: bytes) -> None:
+        with self._lock:
+            self._drop(id(key))
+        _VALUE.fset(key, value)
+
+    def _drop(self, key: int) -> None:
+        _, value = self._values.pop(key, (None, b""))
+        self._bytes -= len(value)
 
 
 if __name__ == "__main__":
-    type.__setattr__(FakeKey, "value", property(_held, _hold))
+    # moto keeps the parts of an object, too, and those below this in memory.
+    os.environ["MOTO_S3_DEFAULT_KEY_BUFFER_SIZE"] = str(1 << 20)
+    held = _Held()
+    type.__setattr__(FakeKey, "value", property(held.get, held.set))
     main()
