@@ -8,6 +8,7 @@ that see the same records are measured once.
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -169,12 +170,15 @@ class _Cluster:
             # Who has just come tells so, and decides when others know it too: alone it would take everything.
             host.membership.heartbeat(MemberRecord(host.name, host.rack))
             return
+        # All hosts are in one process: the garbage collector is not to walk what a hundred others hold.
+        gc.freeze()
         began_s = time.perf_counter()
         mine = at not in decided
         assignment = assign(active_hosts(self.keys, records), records, self.settings) if mine else decided[at]
         holding = to_hold(host.name, assignment, records)
         if mine:
             self.decision_s.append(time.perf_counter() - began_s)
+        gc.unfreeze()
         decided.setdefault(at, assignment)
         if self.changes:
             self.changes[-1]["moved"] += len(holding - host.held)
