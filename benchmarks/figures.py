@@ -130,6 +130,11 @@ def _by_program(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _table(name: str) -> str:
     result = _result(name)
+    return "\n".join([_promised(result), _where(result), ""])
+
+
+def _promised(result: dict[str, Any]) -> str:
+    """Bars, and the ratios that there are."""
     lines = ["| bar | measured | promised | |", "| --- | --- | --- | --- |"]
     for bar in result["bars"]:
         unit = bar["unit"]
@@ -137,9 +142,10 @@ def _table(name: str) -> str:
         lines.append(
             f"| {bar['name']} | {bar['value']:.3g} {unit} | {bar['sense']} {bar['limit']:.3g} {unit} | {met} |"
         )
-    lines += ["", "| ratio | |", "| --- | --- |"]
-    lines += [f"| {ratio} | {value:.2f} |" for ratio, value in result["ratios"].items()]
-    return "\n".join([*lines, "", _where(result), ""])
+    if result["ratios"]:
+        lines += ["", "| ratio | |", "| --- | --- |"]
+        lines += [f"| {ratio} | {value:.2f} |" for ratio, value in result["ratios"].items()]
+    return "\n".join([*lines, ""])
 
 
 def _growth() -> str:
@@ -234,7 +240,33 @@ def _failover() -> str:
     for name in (f"{mode}, {gb:g} GB" for mode, gb in sizes):
         cells = (f"{times[f'{name}: {what}']:.3g}" for what in heads)
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _table("failover")])
+    # Each mode and size is a run of its own.
+    places = [{"name": f"{it['mode']} {it['gb']:g} GB", **it} for it in result["details"]["places"]]
+    return "\n".join([*lines, "", _promised(result), *_machines(places), ""])
+
+
+def _assignment() -> str:
+    """With what all hosts together ask of the store, and how many replicas move."""
+    result = _result("standby_assignment")
+    details, parameters = result["details"], result["parameters"]
+    asked = details["requests a second of the whole cluster"]
+    replicas = parameters["buckets"] * parameters["replicas"]
+    # Where a host goes, what it had has to be copied by others.
+    came = max(
+        it["moved"] / (replicas / it["hosts"]) for it in details["replicas moved by each change"] if not it["goes"]
+    )
+    rows = [
+        ("requests a second, median, once all have read all records", f"{asked['warm: median']:.0f}"),
+        (
+            "requests a second, first two heartbeats",
+            " and ".join(f"{it:.0f}" for it in asked["cold: first two heartbeats"]),
+        ),
+        ("requests a second, the most while a change spreads", f"{asked['while a change spreads: most']:.0f}"),
+        ("replicas moved when a host comes, the most, in shares of one host", f"{came:.2f}"),
+        ("a decision, median", f"{result['medians_s']['a decision']:.2f} s"),
+    ]
+    lines = ["| | |", "| --- | --- |", *(f"| {what} | {figure} |" for what, figure in rows), ""]
+    return "\n".join([_promised(result), *lines, _where(result), ""])
 
 
 def _locality() -> str:
@@ -266,6 +298,7 @@ _MAKERS: dict[str, Callable[[], str]] = {
     "rescale": lambda: _table("rescale"),
     "lazy_restore": lambda: _table("lazy_restore"),
     "failover": _failover,
+    "standby_assignment": _assignment,
     "standby_following": lambda: _table("standby_following"),
     "reading": lambda: _table("reading"),
     "live": lambda: _table("live"),

@@ -31,6 +31,7 @@ __all__ = [
     "commit",
     "java_version",
     "machine",
+    "place",
     "versions",
 ]
 
@@ -139,11 +140,8 @@ class Report:
             "format": RESULT_FORMAT,
             "name": self.name,
             "started": self.started,
-            "finished": _now(),
-            "commit": commit(),
-            "machine": machine(),
+            **place(),
             "load_average": {"before": list(self.load_before), "after": list(os.getloadavg())},
-            "versions": versions(),
             "parameters": self.parameters,
             "timings_s": self.timings,
             "medians_s": {name: statistics.median(values) for name, values in self.timings.items()},
@@ -181,6 +179,11 @@ class Report:
         ]
         lines += _columns(["bar", "measured", "promised", ""], bars)
         return "\n".join(lines)
+
+
+def place() -> dict[str, Any]:
+    """When, of what and where something was measured."""
+    return {"finished": _now(), "commit": commit(), "machine": machine(), "versions": versions()}
 
 
 def machine() -> dict[str, Any]:

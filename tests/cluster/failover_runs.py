@@ -26,6 +26,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from cluster import Cluster, unusable
 from commands import end_with_the_cluster, run_folder
@@ -33,7 +34,7 @@ from failover_query import Size
 from failover_trial import CONTROL, LAZY, MODES, PEER, STANDBY, Failover, FailoverTrial
 from slow_s3 import slow_s3
 
-from benchmarks.report import Report
+from benchmarks.report import Report, place
 
 Found = Mapping[tuple[str, float], Sequence[Failover]]
 ADOPT_S_MAX, CONTROL_AT_LEAST = 1.0, 0.8
@@ -95,15 +96,17 @@ def _reported(given: argparse.Namespace, found: Found) -> Report:
     return report
 
 
-def _before(given: argparse.Namespace) -> dict[tuple[str, float], list[Failover]]:
-    """What runs before have measured of other modes and sizes: all of them together take hours."""
+def _before(given: argparse.Namespace) -> tuple[dict[tuple[str, float], list[Failover]], list[dict[str, Any]]]:
+    """What runs before have measured of other modes and sizes, and where: all of them together take hours."""
     found: dict[tuple[str, float], list[Failover]] = {}
-    if given.result is not None and (given.result / "failover.json").exists():
-        for kill in json.loads((given.result / "failover.json").read_text())["details"]["kills"]:
-            mode, gb = kill.pop("mode"), kill.pop("gb")
-            if mode not in given.modes or gb not in given.gb:
-                found.setdefault((mode, gb), []).append(Failover(**kill))
-    return found
+    if given.result is None or not (given.result / "failover.json").exists():
+        return found, []
+    details = json.loads((given.result / "failover.json").read_text())["details"]
+    for kill in details["kills"]:
+        mode, gb = kill.pop("mode"), kill.pop("gb")
+        if mode not in given.modes or gb not in given.gb:
+            found.setdefault((mode, gb), []).append(Failover(**kill))
+    return found, [it for it in details["places"] if it["mode"] not in given.modes or it["gb"] not in given.gb]
 
 
 def main() -> int:
@@ -122,7 +125,7 @@ def main() -> int:
         print(f"no cluster can run here: {reason}", file=sys.stderr)
         return 2
     end_with_the_cluster()
-    found = _before(given)
+    found, places = _before(given)
     report = None
     with run_folder("failover", given.folder) as folder, slow_s3(folder) as store:
         for gb in given.gb:
@@ -144,7 +147,9 @@ def main() -> int:
                     found[mode, gb] = trial.run(given.kills)
                 for failover in found[mode, gb]:
                     print(json.dumps({"mode": mode, "gb": gb, **asdict(failover)}), flush=True)
+                places.append({"mode": mode, "gb": gb, **place()})
                 report = _reported(given, found)
+                report.details["places"] = places
                 if given.result is not None:
                     report.write(given.result)
     assert report is not None, "there is a mode and a size"
