@@ -221,6 +221,7 @@ class Membership:
         self.watch = MemberWatch(heartbeat_s)
         self._told: MemberRecord | None = None
         self._number: int | None = None
+        self._name = ""
         # A service that is started again must not be taken for the one before, whose record somebody may have read.
         self._generation = secrets.randbelow(10**12)
         # Names of this host's records that may be there: those of services before this one too.
@@ -228,7 +229,7 @@ class Membership:
         self._read: dict[str, MemberRecord] = {}
 
     def heartbeat(self, record: MemberRecord) -> MemberRecord:
-        """Write the record under the next name, and delete the one before.
+        """Write the record under the next name, and delete the one before: `tell` and `tidy`.
 
         Parameters
         ----------
@@ -247,6 +248,12 @@ class Membership:
         StorageError
             When the store fails. The next heartbeat makes up for it.
         """
+        written = self.tell(record)
+        self.tidy()
+        return written
+
+    def tell(self, record: MemberRecord) -> MemberRecord:
+        """Write the record under the next name. Parameters, result and errors are those of `heartbeat`."""
         if record.host != self._host:
             raise UsageError(f"the record of {record.host} cannot be written by {self._host}")
         if self._number is None:
@@ -258,14 +265,23 @@ class Membership:
         written = replace(record, generation=self._generation)
         # A number is never used twice, as a write that failed may arrive later.
         self._number += 1
-        name = RecordName(self._host, self._number, self._generation).text
-        self._mine.add(name)
-        self._files.put(name, written.encode())
+        self._name = RecordName(self._host, self._number, self._generation).text
+        self._mine.add(self._name)
+        self._files.put(self._name, written.encode())
         self._told = written
-        for other in sorted(self._mine - {name}):
+        return written
+
+    def tidy(self) -> None:
+        """Delete this host's records from before the last one.
+
+        Raises
+        ------
+        StorageError
+            When the store fails. Others go by the newest record, so the next call makes up for it.
+        """
+        for other in sorted(self._mine - {self._name}):
             self._files.remove(other)
             self._mine.discard(other)
-        return written
 
     def look(self) -> Members:
         """See who lives: one listing, and a read for each host whose generation has changed.

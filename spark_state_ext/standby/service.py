@@ -153,11 +153,13 @@ class RootService:
         # Whoever stood still since then may be taken for dead, and others count for it.
         is_late = self._clock_s() - looked_s > _LATE_HEARTBEATS * settings.heartbeat_s
         said = self._count(failovers, members, is_late)
-        written = membership.heartbeat(failovers.told_in(self._record(followed, settings)))
-        # Not before: what no record tells would be lost with this service, and others would count it again.
+        written = membership.tell(failovers.told_in(self._record(followed, settings)))
+        # Not before: what no record tells would be lost with this service, and others would count it again. Nor later:
+        # nobody counts what the record tells, also where the one before cannot be deleted.
         self.failovers, self._alive = failovers, {it.host: it for it in members.records}
         for level, text in said:
             _LOGGER.log(level, "%s", text)
+        membership.tidy()
         short = shortfall(assignment, settings)
         errors = [f"{name}: {error}" for name, error in found.errors.items()]
         errors += [f"{key}: {it.error}" for key, it in followed.items() if it.error is not None]
