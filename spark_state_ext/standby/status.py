@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -108,8 +109,19 @@ class StandbyStatus:
         replicas = () if record is None else record.replicas
         return [it for it in replicas if it.key in self.buckets and self.buckets[it.key] != host]
 
+    def hosts(self) -> list[str]:
+        """Hosts that have a record, or that are active for a bucket."""
+        return sorted({*self.records, *self.silent, *(it for it in self.buckets.values() if it is not None)})
+
+    def knows(self, host: str) -> bool:
+        """Whether anything is known of a host."""
+        return host in self.hosts()
+
     def recover_s(self) -> float | None:
-        """Estimated seconds until every replica that is held has caught up; None where that is unknown."""
+        """Estimated seconds until every replica has caught up; None where it is unknown, as of one that nobody has."""
+        having = Counter(it.key for host in self.records for it in self.held(host))
+        if any(having[key] < self.settings.replicas for key in self.buckets):
+            return None
         return recover_all_s((record, self.held(host)) for host, record in self.records.items())
 
     def removal(self, host: str) -> Removal:

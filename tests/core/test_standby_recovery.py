@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,12 @@ def test_status_tells_it_by_replica_by_host_and_in_all() -> None:
     assert (hosts["a"]["recover_s"], hosts["gone"]["recover_s"]) == (0.0, None)
     by_bucket = {row["bucket"]: row["recover_s"] for row in replica_rows(known)}
     assert by_bucket == {0: None, 1: 2.5, 2: 0.0}
-    assert recovery(known) == "2.5"
+    # Nobody has begun with the replica of bucket 0.
+    assert recovery(known) == "unknown"
+    begun = StandbyReplica(BucketKey("o", "q", 0), version=3, active="b", in_sync=True)
+    a, b = known.records["a"], known.records["b"]
+    whole = StandbyStatus.of(StandbySettings(), [replace(a, replicas=(begun,)), b], ["gone"], list(known.buckets))
+    assert recovery(whole) == "2.5"
 
 
 def test_where_no_rate_was_measured_it_is_unknown() -> None:

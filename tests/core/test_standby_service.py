@@ -246,6 +246,29 @@ def test_counts_outlive_the_service(tmp_path: Path, job: Job) -> None:
     assert counts_of(hosts) == everything
 
 
+def test_what_was_counted_stays_where_the_record_before_cannot_be_deleted(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_settings(Folder(str(tmp_path / "root")), StandbySettings(standby_replicas=2))
+    job.batch(changes(0))
+    hosts = Hosts(tmp_path, "a", "b", "c")
+    hosts.pass_heartbeats(5)
+    job.batch(changes(1))
+    hosts.pass_heartbeats(1)
+    moved(job, "b", 2)
+
+    def failing(folder: Folder, name: str) -> None:
+        raise StorageError(f"{folder.where(name)} cannot be removed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "remove", failing)
+        hosts.pass_heartbeats(4)
+        assert "cannot be removed" in hosts.running["b"].service.errors[hosts.running["b"].part.name]
+    hosts.pass_heartbeats(4)
+    assert hosts.running["b"].service.errors == {}
+    assert counts_of(hosts) == {"a": {}, "b": {(REPLICA, False): BUCKETS}, "c": {}}
+
+
 def test_what_moved_while_no_service_lived_is_counted_later(tmp_path: Path, job: Job) -> None:
     write_settings(Folder(str(tmp_path / "root")), StandbySettings(standby_replicas=2))
     job.batch(changes(0))
@@ -515,7 +538,7 @@ def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
     environment = {**os.environ, "SPARK_STATE_EXT_HOST": "c"}
     # Without a command, it is `run`.
     service = subprocess.Popen(
-        command(root, "--local-dir", str(tmp_path / "c"), "--port", "0", "--address", "127.0.0.1"),
+        command(f"{root}/", "--local-dir", str(tmp_path / "c"), "--port", "0", "--address", "127.0.0.1"),
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
@@ -524,14 +547,21 @@ def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
     try:
         assert service.stderr is not None
         told = service.stderr.readline()
-        assert told.startswith(f"standby of {root} on c; port "), told
+        assert told.startswith(f"standby of {root}/ on c; port "), told
         done = run("status", root, "--wait", "--timeout", str(WAIT_S), "--replicas", "-o", "json")
         assert done.returncode == 0, done.stderr
         rows = json.loads(done.stdout)
         assert [(row["bucket"], row["active"], row["host"], row["in_sync"]) for row in rows] == [
             (bucket, "a", "c", True) for bucket in range(BUCKETS)
         ]
+        # Where a task finds it whose job has the root with that slash.
+        stores = FollowedRoot(f"{root}/", {}, str(tmp_path / "c"))
+        assert all(stores.store_folder(key, 0).is_dir() for key in keys_of(job))
         assert run("status", root, "--safe-to-remove", "a").returncode == 0
+        done = run("status", root, "--safe-to-remove", "a.example.org")
+        assert done.returncode == 2
+        assert "no host a.example.org is known" in done.stderr
+        assert done.stderr.rstrip().endswith("Known are: a, c")
         port = told.split("port ")[1].split()[0]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
             assert answer.status == 200
@@ -545,6 +575,12 @@ def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
     assert done.returncode == 1
     hosts = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(it["host"], it["alive"], it["replicas"]) for it in hosts] == [("c", False, 0)]
+
+
+def test_a_root_given_twice_is_refused(tmp_path: Path) -> None:
+    done = run("run", f"{tmp_path}", f"{tmp_path}/", "--local-dir", str(tmp_path / "c"))
+    assert done.returncode == 2
+    assert f"{tmp_path} and {tmp_path}/ are one root" in done.stderr
 
 
 def test_a_wrong_root_is_refused(tmp_path: Path) -> None:

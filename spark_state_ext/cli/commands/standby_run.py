@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -15,6 +16,7 @@ from spark_state_ext.cli.output import say
 from spark_state_ext.cli.parameters import StorageOptions, options_of
 from spark_state_ext.cli.peer_server import PeerOptions, address_of, serve_peers
 from spark_state_ext.cli.targets import as_given
+from spark_state_ext.errors import UsageError
 from spark_state_ext.restore.lazy import lazy_bytes_min
 from spark_state_ext.standby.metrics import StandbyCollector
 from spark_state_ext.standby.roots import RootFollower
@@ -78,7 +80,9 @@ def command(
     options, host = options_of(storage_options), host_name()
 
     gives_bytes_min = None if peer_listen is None else lazy_bytes_min()
-    followed = [FollowedRoot(as_given(root), options, str(local_dir), gives_bytes_min) for root in roots]
+    _refuse_twice(roots)
+    # With a slash at its end too, where the job has one: local stores are named by it.
+    followed = [FollowedRoot(root, options, str(local_dir), gives_bytes_min) for root in roots]
     followers = [RootFollower(root, threads_max=threads, bandwidth_max_bytes_s=bandwidth_max) for root in followed]
     peer = PeerOptions(peer_listen, peer_address, peer_secret_file, peer_tls_cert, peer_tls_key)
     with ExitStack() as opened:
@@ -99,3 +103,11 @@ def command(
         say("; ".join(told))
         service.run(stop)
     say("stopped")
+
+
+def _refuse_twice(roots: Iterable[str]) -> None:
+    given: dict[str, str] = {}
+    for root in roots:
+        if as_given(root) in given:
+            raise UsageError(f"{given[as_given(root)]} and {root} are one root: give it once, as ArrowState has it")
+        given[as_given(root)] = root

@@ -23,6 +23,7 @@ from spark_state_ext.cli.standby import (
     root_at,
     shown,
 )
+from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.finding import Finder
 from spark_state_ext.standby.status import StandbyStatus, survey
@@ -66,6 +67,12 @@ def command(
     say(f"{counts} recover_s={recovery(status)}")
     if remove is None:
         raise typer.Exit(NO if lacking else DONE)
+    if not status.knows(remove):
+        known = ", ".join(status.hosts()) or "none"
+        raise UsageError(
+            f"no host {remove} is known below {folder.root}: it has no standby service, and no bucket is active there. "
+            f"Known are: {known}"
+        )
     removal = status.removal(remove)
     if remove not in status.records:
         say(f"no standby service lives on {remove}")
