@@ -58,12 +58,15 @@ class Seen:
         Names of records that nobody has renewed for long: to be removed.
     strange
         Names that are none of a record.
+    silent
+        The newest name of each host that does not live.
     """
 
     alive: dict[str, RecordName]
     doubled: tuple[str, ...] = ()
     old: tuple[str, ...] = ()
     strange: tuple[str, ...] = ()
+    silent: dict[str, RecordName] = field(default_factory=dict)
 
 
 class MemberWatch:
@@ -137,6 +140,7 @@ class MemberWatch:
             tuple(sorted(host for host, looks in self._doubled.items() if sum(looks) >= _DOUBLED_LOOKS)),
             tuple(text for text, since_s in self._since_s.items() if since_s <= old_s),
             tuple(text for text, name in parsed.items() if name is None),
+            {host: name for host, name in newest.items() if host not in alive},
         )
 
     def _note_doubled(self, fresh: dict[str, list[RecordName]]) -> None:
@@ -174,12 +178,15 @@ class Members:
         Hosts that live and of which nothing has been read yet, as they wrote a new record just then.
     heartbeats
         By host that lives the number of its newest record.
+    silent
+        The records of other hosts that do not live, as far as they are still there and can be read.
     """
 
     records: tuple[MemberRecord, ...]
     problems: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     heartbeats: Mapping[str, int] = field(default_factory=dict)
+    silent: tuple[MemberRecord, ...] = ()
 
 
 class Membership:
@@ -284,7 +291,7 @@ class Membership:
             self._mine.discard(other)
 
     def look(self) -> Members:
-        """See who lives: one listing, and a read for each host whose generation has changed.
+        """See who lives: one listing, and a read for each host whose generation has changed, and once of who died.
 
         Returns
         -------
@@ -313,13 +320,22 @@ class Membership:
                 if found is None:
                     unread.append(host)
                 records[host] = found or MemberRecord(host, generation=name.generation)
-        self._read = {host: record for host, record in self._read.items() if host in seen.alive}
+        # What is wrong with the record of a dead host needs nobody's help.
+        gone = [self._content(name, []) for host, name in sorted(seen.silent.items()) if host != self._host]
+        there = seen.alive.keys() | seen.silent.keys()
+        self._read = {host: record for host, record in self._read.items() if host in there}
         for text in seen.old:
             if text not in self._mine:
                 _LOGGER.warning("%s was not renewed for long: it is removed", self._files.where(text))
                 self._files.remove(text)
         heartbeats = {host: name.heartbeat for host, name in seen.alive.items()}
-        return Members(tuple(records[host] for host in sorted(records)), tuple(problems), tuple(unread), heartbeats)
+        return Members(
+            tuple(records[host] for host in sorted(records)),
+            tuple(problems),
+            tuple(unread),
+            heartbeats,
+            tuple(record for record in gone if record is not None),
+        )
 
     def recall(self) -> MemberRecord | None:
         """What a service before this one told under this host's name; None: nothing that can be read.

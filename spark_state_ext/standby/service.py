@@ -138,7 +138,9 @@ class RootService:
         buckets = active_hosts(found.operators, records)
         assignment = assign(buckets, records, settings)
         failovers = self.failovers.copy()
-        failovers.merge(members.records, followed.keys() | self._came_back)
+        # Also what the dead have counted: of a bucket that nobody else followed only their records tell.
+        told = (*members.records, *members.silent)
+        failovers.merge(told, followed.keys() | self._came_back)
         if not found.errors:
             self._searched = {key: it for key, it in self._searched.items() if key in found.operators}
             failovers.keep(found.operators)
@@ -148,7 +150,7 @@ class RootService:
             self.follower.hold(())
         elif self._looks > 1 and not members.unread:
             mine_still = to_hold(self._host, assignment, records) | self._taken_over(followed)
-            self.follower.hold(mine_still, self._since(members.records))
+            self.follower.hold(mine_still, self._since(told))
         self._active, unread = self._active_of(records)
         # Whoever stood still since then may be taken for dead, and others count for it.
         is_late = self._clock_s() - looked_s > _LATE_HEARTBEATS * settings.heartbeat_s

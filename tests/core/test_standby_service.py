@@ -246,6 +246,33 @@ def test_counts_outlive_the_service(tmp_path: Path, job: Job) -> None:
     assert counts_of(hosts) == everything
 
 
+def test_what_the_dead_have_counted_is_not_counted_again(tmp_path: Path, job: Job) -> None:
+    root = Folder(str(tmp_path / "root"))
+    write_settings(root, StandbySettings(standby_replicas=2))
+    job.batch(changes(0))
+    hosts = Hosts(tmp_path, "a", "b", "c")
+    hosts.pass_heartbeats(5)
+    job.batch(changes(1))
+    hosts.pass_heartbeats(2)
+    # b and c followed all, and each follows half of them from now on.
+    write_settings(root, StandbySettings(standby_replicas=1))
+    hosts.pass_heartbeats(5)
+    moved(job, "b", 2)
+    hosts.pass_heartbeats(8)
+    before = counts_of(hosts)
+    assert sum(n for it in before.values() for n in it.values()) == BUCKETS
+    # What c alone has counted nobody else knows; b follows these buckets again when it is not active for them any more.
+    counted = hosts.running["c"].part.failovers.counted.keys() - hosts.running["b"].part.failovers.counted.keys()
+    assert counted
+    hosts.end("c")
+    hosts.pass_heartbeats(5)
+    moved(job, "a", 4)
+    hosts.pass_heartbeats(12)
+    assert hosts.running["b"].held() == set(range(BUCKETS))
+    after = counts_of(hosts)
+    assert sum(n for it in after.values() for n in it.values()) + sum(before["c"].values()) == 2 * BUCKETS
+
+
 def test_what_was_counted_stays_where_the_record_before_cannot_be_deleted(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
