@@ -317,6 +317,9 @@ class RandomFailover:
                 if self.watch.lost(but=name) > before:
                     self.done.services_lost += 1
                     return True
+                if not self.query.services.keys() - {name}:
+                    # All are down, and wait for each other: nobody is left to see it.
+                    return True
                 if time.monotonic() > deadline_s:
                     self.done.wrong.append(f"no service has counted that of {name} as lost in {_LOST_S_MAX:.0f} s")
                     return True
