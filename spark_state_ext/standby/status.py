@@ -113,10 +113,6 @@ class StandbyStatus:
         """Hosts that have a record, or that are active for a bucket."""
         return sorted({*self.records, *self.silent, *(it for it in self.buckets.values() if it is not None)})
 
-    def knows(self, host: str) -> bool:
-        """Whether anything is known of a host."""
-        return host in self.hosts()
-
     def recover_s(self) -> float | None:
         """Estimated seconds until every replica has caught up; None where it is unknown, as of one that nobody has."""
         having = Counter(it.key for host in self.records for it in self.held(host))

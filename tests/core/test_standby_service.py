@@ -185,6 +185,17 @@ def moved(job: Job, host: str, number: int) -> None:
     job.batch(changes(number + 1))
 
 
+def all_followed(base: Path, job: Job, heartbeats: int) -> Hosts:
+    """Hosts a, b and c; a is active, the others follow every bucket, and some heartbeats have passed since the last batch."""
+    write_settings(Folder(str(base / "root")), StandbySettings(standby_replicas=2))
+    job.batch(changes(0))
+    hosts = Hosts(base, "a", "b", "c")
+    hosts.pass_heartbeats(5)
+    job.batch(changes(1))
+    hosts.pass_heartbeats(heartbeats)
+    return hosts
+
+
 def test_who_takes_over_is_counted_once(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "a", "b", "c")
@@ -213,12 +224,7 @@ def test_who_takes_over_is_counted_once(tmp_path: Path, job: Job) -> None:
 
 
 def test_counts_outlive_the_service(tmp_path: Path, job: Job) -> None:
-    write_settings(Folder(str(tmp_path / "root")), StandbySettings(standby_replicas=2))
-    job.batch(changes(0))
-    hosts = Hosts(tmp_path, "a", "b", "c")
-    hosts.pass_heartbeats(5)
-    job.batch(changes(1))
-    hosts.pass_heartbeats(1)
+    hosts = all_followed(tmp_path, job, 1)
     moved(job, "b", 2)
     hosts.pass_heartbeats(4)
     assert counts_of(hosts) == {"a": {}, "b": {(REPLICA, False): BUCKETS}, "c": {}}
@@ -247,15 +253,9 @@ def test_counts_outlive_the_service(tmp_path: Path, job: Job) -> None:
 
 
 def test_what_the_dead_have_counted_is_not_counted_again(tmp_path: Path, job: Job) -> None:
-    root = Folder(str(tmp_path / "root"))
-    write_settings(root, StandbySettings(standby_replicas=2))
-    job.batch(changes(0))
-    hosts = Hosts(tmp_path, "a", "b", "c")
-    hosts.pass_heartbeats(5)
-    job.batch(changes(1))
-    hosts.pass_heartbeats(2)
+    hosts = all_followed(tmp_path, job, 2)
     # b and c followed all, and each follows half of them from now on.
-    write_settings(root, StandbySettings(standby_replicas=1))
+    write_settings(Folder(str(tmp_path / "root")), StandbySettings(standby_replicas=1))
     hosts.pass_heartbeats(5)
     moved(job, "b", 2)
     hosts.pass_heartbeats(8)
@@ -276,12 +276,7 @@ def test_what_the_dead_have_counted_is_not_counted_again(tmp_path: Path, job: Jo
 def test_what_was_counted_stays_where_the_record_before_cannot_be_deleted(
     tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_settings(Folder(str(tmp_path / "root")), StandbySettings(standby_replicas=2))
-    job.batch(changes(0))
-    hosts = Hosts(tmp_path, "a", "b", "c")
-    hosts.pass_heartbeats(5)
-    job.batch(changes(1))
-    hosts.pass_heartbeats(1)
+    hosts = all_followed(tmp_path, job, 1)
     moved(job, "b", 2)
 
     def failing(folder: Folder, name: str) -> None:
@@ -297,12 +292,7 @@ def test_what_was_counted_stays_where_the_record_before_cannot_be_deleted(
 
 
 def test_what_moved_while_no_service_lived_is_counted_later(tmp_path: Path, job: Job) -> None:
-    write_settings(Folder(str(tmp_path / "root")), StandbySettings(standby_replicas=2))
-    job.batch(changes(0))
-    hosts = Hosts(tmp_path, "a", "b", "c")
-    hosts.pass_heartbeats(5)
-    job.batch(changes(1))
-    hosts.pass_heartbeats(2)
+    hosts = all_followed(tmp_path, job, 2)
     for name in "abc":
         hosts.end(name)
     moved(job, "b", 2)
@@ -313,12 +303,7 @@ def test_what_moved_while_no_service_lived_is_counted_later(tmp_path: Path, job:
 
 
 def test_the_next_one_counts_where_the_new_host_dies(tmp_path: Path, job: Job) -> None:
-    write_settings(Folder(str(tmp_path / "root")), StandbySettings(standby_replicas=2))
-    job.batch(changes(0))
-    hosts = Hosts(tmp_path, "a", "b", "c")
-    hosts.pass_heartbeats(5)
-    job.batch(changes(1))
-    hosts.pass_heartbeats(2)
+    hosts = all_followed(tmp_path, job, 2)
     job.host = "b"
     job.batch(changes(2))
     hosts.pass_heartbeats(1)

@@ -67,7 +67,7 @@ def command(
     say(f"{counts} recover_s={recovery(status)}")
     if remove is None:
         raise typer.Exit(NO if lacking else DONE)
-    if not status.knows(remove):
+    if remove not in status.hosts():
         known = ", ".join(status.hosts()) or "none"
         raise UsageError(
             f"no host {remove} is known below {folder.root}: it has no standby service, and no bucket is active there. "
