@@ -103,7 +103,8 @@ class _LazyGroup(TyperGroup):
         return list(self.known)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if self.default is not None and args[0] not in self.known:
+        # What is neither a path nor an option is a mistyped command, and is told as one.
+        if self.default is not None and (args[0].startswith("-") or "/" in args[0]):
             args = [self.default, *args]
         return super().resolve_command(ctx, args)
 

@@ -14,7 +14,9 @@ __all__ = ["operators_below"]
 _NAMED_MAX = 10
 
 
-def operators_below(root: Folder, wanted: Collection[str] = ()) -> dict[str, list[Entry]]:
+def operators_below(
+    root: Folder, wanted: Collection[str] = (), *, may_lack_all: bool = False
+) -> dict[str, list[Entry]]:
     """What lies in the folders of the operators of a root.
 
     Parameters
@@ -23,6 +25,8 @@ def operators_below(root: Folder, wanted: Collection[str] = ()) -> dict[str, lis
         The root.
     wanted
         Names of operators; by default all.
+    may_lack_all
+        A root that no job has written to yet has none.
 
     Raises
     ------
@@ -32,7 +36,7 @@ def operators_below(root: Folder, wanted: Collection[str] = ()) -> dict[str, lis
         When something cannot be listed.
     """
     here = root.entries()
-    if not here:
+    if not here and not may_lack_all:
         raise UsageError(f"there is no folder {root.root}, or it is empty: give the root, as ArrowState has it")
     # No operator's name begins with "_": such a folder is what hosts with a standby service tell each other.
     there = [entry.name for entry in here if entry.folder and not entry.name.startswith("_")]
@@ -45,7 +49,7 @@ def operators_below(root: Folder, wanted: Collection[str] = ()) -> dict[str, lis
                 f"give the root, not a folder in it: {where} has an operator file, so {root.root} is the folder of "
                 "an operator or of a query"
             )
-    if not there:
+    if not there and not may_lack_all:
         raise UsageError(f"{root.root} has no operators, as it has no folders: give the root, as ArrowState has it")
     if missing:
         shown = ", ".join(there[:_NAMED_MAX]) + (", …" if len(there) > _NAMED_MAX else "")

@@ -57,17 +57,17 @@ REPLICAS = pa.schema(
 
 
 def root_at(root: str, storage_options: Mapping[str, Any]) -> Folder:
-    """The root that a command was given.
+    """The root that a command was given. There may be nothing in it, where no job has written there yet.
 
     Raises
     ------
     UsageError
-        When there is none.
+        When it is a folder in one.
     StorageError
         When it cannot be listed.
     """
     folder = Folder(as_given(root), storage_options)
-    operators_below(folder)
+    operators_below(folder, may_lack_all=True)
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -70,6 +71,7 @@ class PeerServer:
         self.scheme = "grpc" if tls is None else "grpc+tls"
         given = {} if tls is None else {"tls_certificates": [(tls.certificate, tls.key)]}
         try:
+            _try(host, port)
             self._server = _Server(f"{self.scheme}://{host}:{port}", secret, shelf, self.work, take, **given)
         except (pa.ArrowException, OSError) as error:
             raise StorageError(
@@ -81,6 +83,15 @@ class PeerServer:
     def close(self) -> None:
         """Stop listening, and wait for the answers that are under way."""
         self._server.shutdown()
+
+
+def _try(host: str, port: int) -> None:
+    """Raise an OSError where nothing can listen: gRPC would write lines of its own on stderr first."""
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tried.bind(address)
 
 
 class _Server(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no types

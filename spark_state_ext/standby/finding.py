@@ -30,10 +30,13 @@ class FoundBuckets:
         For each bucket, the operator file in force.
     errors
         For each operator that could not be looked at, why. What is told of it is what was known before.
+    is_bare
+        There is nothing in the root, or no root.
     """
 
     operators: Mapping[BucketKey, OperatorFile]
     errors: Mapping[str, StateError]
+    is_bare: bool = False
 
 
 class Finder:
@@ -60,8 +63,9 @@ class Finder:
             When the root cannot be listed.
         """
         errors: dict[str, StateError] = {}
+        entries = self._root.entries()
         # What begins with `_` or `.` is not an operator's.
-        names = [entry.name for entry in self._root.entries() if entry.folder and entry.name[0] not in "_."]
+        names = [entry.name for entry in entries if entry.folder and entry.name[0] not in "_."]
         found: dict[str, dict[BucketKey, OperatorFile]] = {}
         for name in names:
             try:
@@ -70,7 +74,8 @@ class Finder:
                 errors[name] = error
                 found[name] = self._found.get(name, {})
         self._found = found
-        return FoundBuckets({key: it for buckets in found.values() for key, it in buckets.items()}, errors)
+        operators = {key: it for buckets in found.values() for key, it in buckets.items()}
+        return FoundBuckets(operators, errors, not entries)
 
     def _of_operator(self, operator: str) -> dict[BucketKey, OperatorFile]:
         folder = self._root.child(operator)

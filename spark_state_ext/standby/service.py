@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
-from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, VersionSkewError
+from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, VersionSkewError
 from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.standby.assignment import active_hosts, active_on, assign, shortfall, to_hold, unfollowed
 from spark_state_ext.standby.failovers import Failovers, Sighting, judge, sighted
@@ -124,10 +124,17 @@ class RootService:
         Raises
         ------
         StateError
-            When the root cannot be listed, or the record cannot be written. What was followed goes on.
+            When the root cannot be listed or has nothing in it, or the record cannot be written. What was followed
+            goes on.
         """
         settings = read_settings(self._root.folder)
         found = self.follower.find()
+        if found.is_bare:
+            # A record would make a folder where a name was mistyped, or a disk is not mounted for the moment.
+            raise StorageError(
+                f"there is nothing in {self.name}: no job has written there yet, or its file system is not mounted. "
+                "Give the root as ArrowState has it, to the letter"
+            )
         membership = self._as_member(settings)
         looked_s = self._clock_s()
         members = membership.look()

@@ -58,7 +58,7 @@ class Web:
             self._server = make_server(address, port, self._answer, ThreadingWSGIServer, _Silent)
         except OSError as error:
             raise StorageError(
-                f"the standby service cannot listen on {address}:{port}: {error}. Give another --port."
+                f"the standby service cannot listen on {address}:{port}: {error}. Give another --port or --address."
             ) from error
         self.port = int(self._server.server_port)
         self._thread = threading.Thread(target=self._server.serve_forever, name="spark_state_ext web", daemon=True)

@@ -16,7 +16,9 @@ from spark_state_ext.cli.output import say
 from spark_state_ext.cli.parameters import StorageOptions, options_of
 from spark_state_ext.cli.peer_server import PeerOptions, address_of, serve_peers
 from spark_state_ext.cli.targets import as_given
+from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import UsageError
+from spark_state_ext.files.folder import refuse_relative
 from spark_state_ext.restore.lazy import lazy_bytes_min
 from spark_state_ext.standby.metrics import StandbyCollector
 from spark_state_ext.standby.roots import RootFollower
@@ -80,7 +82,7 @@ def command(
     options, host = options_of(storage_options), host_name()
 
     gives_bytes_min = None if peer_listen is None else lazy_bytes_min()
-    _refuse_twice(roots)
+    _refuse(roots, local_dir)
     # With a slash at its end too, where the job has one: local stores are named by it.
     followed = [FollowedRoot(root, options, str(local_dir), gives_bytes_min) for root in roots]
     followers = [RootFollower(root, threads_max=threads, bandwidth_max_bytes_s=bandwidth_max) for root in followed]
@@ -105,9 +107,14 @@ def command(
     say("stopped")
 
 
-def _refuse_twice(roots: Iterable[str]) -> None:
+def _refuse(roots: Iterable[str], local_dir: Path) -> None:
+    """Raise an error for what no job has or finds: of the local folder now, and not for each bucket later."""
+    if not local_dir.is_absolute():
+        raise UsageError(f"--local-dir must be an absolute path, as that of ArrowState is, not {str(local_dir)!r}")
     given: dict[str, str] = {}
     for root in roots:
+        refuse_relative(root, "the root")
         if as_given(root) in given:
             raise UsageError(f"{given[as_given(root)]} and {root} are one root: give it once, as ArrowState has it")
         given[as_given(root)] = root
+    scratch_folder(str(local_dir))

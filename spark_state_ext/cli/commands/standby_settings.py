@@ -8,9 +8,10 @@ from typing import Annotated
 import pyarrow as pa
 import typer
 
-from spark_state_ext.cli.output import Output, write_record
+from spark_state_ext.cli.output import Output, say, write_record
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
 from spark_state_ext.cli.standby import RootArgument, root_at
+from spark_state_ext.standby.finding import Finder
 from spark_state_ext.standby.members import read_settings, write_settings
 
 __all__ = ["command"]
@@ -35,6 +36,8 @@ def command(
     Services read it again at each heartbeat.
     """
     folder = root_at(root, options_of(storage_options))
+    if not Finder(folder).find().operators:
+        say(f"no job has written to {folder.root} yet: is it the root as ArrowState has it, to the letter?")
     settings = before = read_settings(folder)
     if enabled is not None:
         settings = replace(settings, enabled=enabled)

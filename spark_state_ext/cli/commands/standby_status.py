@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import Annotated
@@ -51,8 +52,15 @@ def command(
     It waits until each host has written another record, which takes up to one and a half heartbeats: so it is seen who
     lives, and no clock is compared with another.
     """
+    if timeout_s is not None and not wait:
+        raise UsageError("--timeout is how long --wait waits: give both, or neither")
     folder = root_at(root, options_of(storage_options))
     status = _until_in_sync(folder, timeout_s) if wait else _status(folder)
+    if not wait and not status.buckets and not status.hosts():
+        raise UsageError(
+            f"there is no state below {folder.root}, and no standby service: give the root as ArrowState has it, or "
+            "--wait until a job has written there"
+        )
     rows, schema = (replica_rows(status), REPLICAS) if replicas else (host_rows(status), HOSTS)
     is_table = output is Output.TABLE
     write_table(in_words(rows, schema) if is_table else pa.Table.from_pylist(rows, schema=schema), output)
@@ -93,10 +101,25 @@ def _status(folder: Folder) -> StandbyStatus:
 
 def _until_in_sync(folder: Folder, timeout_s: float | None) -> StandbyStatus:
     """Look again and again; in a terminal what is seen is shown on stderr meanwhile."""
-    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    lacks = ""
     with shown(sys.stderr) as show:
         while True:
             status = _status(folder)
             show(status)
-            if (status.buckets and not status.lacking()) or (deadline_s is not None and time.monotonic() >= deadline_s):
+            left_s = deadline_s - time.monotonic()
+            if (status.buckets and not status.lacking()) or left_s <= 0:
                 return status
+            before, lacks = lacks, _lacks(folder, status)
+            if lacks and lacks != before:
+                say(f"waiting: {lacks}")
+            if not status.records:
+                # Else the look itself has waited for records.
+                time.sleep(min(left_s, status.settings.heartbeat_s / 2))
+
+
+def _lacks(folder: Folder, status: StandbyStatus) -> str:
+    """What must come from outside before anything can be in sync; empty: nothing."""
+    if not status.buckets:
+        return f"no job has written to {folder.root} yet"
+    return "" if status.records else f"no standby service of {folder.root} lives"

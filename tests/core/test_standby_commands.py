@@ -1,0 +1,221 @@
+"""The commands of standby, and the files for systemd and Kubernetes that call them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from reading_support import Job
+from standby_hosts import BUCKETS, Hosts, changes, job_of, keys_of
+
+from spark_state_ext.peers.settings import SECRET_VARIABLE
+from spark_state_ext.standby.values import FollowedRoot
+from tests.helpers.waiting import WAIT_S
+
+ROOT = Path(__file__).parents[2]
+UNITS = ROOT / "docs" / "operating" / "standby"
+# What lines begin with that are for peers.
+PEERS = "# peers: "
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with job_of(tmp_path) as made:
+        yield made
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "spark_state_ext", "standby", *arguments]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=WAIT_S, check=False, cwd=ROOT)
+
+
+def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
+    for number in range(2):
+        job.batch(changes(number))
+    root = str(tmp_path / "root")
+    done = run("settings", root, "--heartbeat", "0.2", "-o", "json")
+    assert json.loads(done.stdout) == {"enabled": True, "standby_replicas": 1, "heartbeat_s": 0.2}
+    assert run("status", root).returncode == 1
+    (tmp_path / "c").mkdir()
+    environment = {**os.environ, "SPARK_STATE_EXT_HOST": "c"}
+    # Without a command, it is `run`.
+    service = subprocess.Popen(
+        command(f"{root}/", "--local-dir", str(tmp_path / "c"), "--port", "0", "--address", "127.0.0.1"),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    )
+    try:
+        assert service.stderr is not None
+        told = service.stderr.readline()
+        assert told.startswith(f"standby of {root}/ on c; port "), told
+        done = run("status", root, "--wait", "--timeout", str(WAIT_S), "--replicas", "-o", "json")
+        assert done.returncode == 0, done.stderr
+        rows = json.loads(done.stdout)
+        assert [(row["bucket"], row["active"], row["host"], row["in_sync"]) for row in rows] == [
+            (bucket, "a", "c", True) for bucket in range(BUCKETS)
+        ]
+        # Where a task finds it whose job has the root with that slash.
+        stores = FollowedRoot(f"{root}/", {}, str(tmp_path / "c"))
+        assert all(stores.store_folder(key, 0).is_dir() for key in keys_of(job))
+        assert run("status", root, "--safe-to-remove", "a").returncode == 0
+        done = run("status", root, "--safe-to-remove", "a.example.org")
+        assert done.returncode == 2
+        assert "no host a.example.org is known" in done.stderr
+        assert done.stderr.rstrip().endswith("Known are: a, c")
+        port = told.split("port ")[1].split()[0]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
+            assert answer.status == 200
+        service.send_signal(signal.SIGTERM)
+        assert service.wait(WAIT_S) == 0
+        assert service.stderr.read().splitlines()[-1] == "stopped"
+    finally:
+        service.kill()
+        service.wait()
+    done = run("status", root, "-o", "jsonl")
+    assert done.returncode == 1
+    hosts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(it["host"], it["alive"], it["replicas"]) for it in hosts] == [("c", False, 0)]
+
+
+def test_before_the_first_batch(tmp_path: Path, job: Job) -> None:
+    root = str(tmp_path / "root")
+    done = run("status", root)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"there is no state below {root}, and no standby service" in done.stderr
+    done = run("status", root, "--wait", "--timeout", "0.1")
+    assert done.returncode == 1
+    assert f"there are no buckets below {root} yet" in done.stderr
+    done = run("settings", root, "--heartbeat", "0.2", "-o", "json")
+    assert json.loads(done.stdout)["heartbeat_s"] == 0.2
+    assert f"no job has written to {root} yet" in done.stderr
+    waiting = subprocess.Popen(
+        command("status", root, "--wait", "-o", "json"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        assert waiting.stderr is not None
+        assert f"waiting: no job has written to {root} yet" in waiting.stderr.readline()
+        job.batch(changes(0))
+        assert f"waiting: no standby service of {root} lives" in waiting.stderr.readline()
+        hosts = Hosts(tmp_path, "c")
+        while waiting.poll() is None:
+            hosts.clock.sleep(0.1)
+            hosts.running["c"].turn()
+            time.sleep(0.05)
+        hosts.end("c")
+        told = waiting.communicate()
+        assert (waiting.returncode, json.loads(told[0])[-1]["in_sync"]) == (0, BUCKETS), told
+    finally:
+        waiting.kill()
+        waiting.wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["run", "{0}/root", "{0}/root/", "--local-dir", "{0}/c"], "{0}/root and {0}/root/ are one root"),
+        (["run", "root", "--local-dir", "{0}/c"], "the root must be a URL or an absolute path"),
+        (["run", "{0}/root", "--local-dir", "c"], "--local-dir must be an absolute path"),
+        (["status", "{0}", "--timeout", "3"], "--timeout is how long --wait waits"),
+        # Not taken for a root.
+        (["statsu", "{0}"], "No such command 'statsu'"),
+    ],
+)
+def test_a_call_that_cannot_be_meant_is_refused(tmp_path: Path, arguments: list[str], why: str) -> None:
+    done = run(*(it.format(tmp_path) for it in arguments))
+    assert done.returncode == 2
+    assert why.format(tmp_path) in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_local_folder_that_cannot_be_used_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("a file")
+    done = run("run", str(tmp_path / "root"), "--local-dir", str(tmp_path / "c"))
+    assert done.returncode == 3
+    assert f"the local folder {tmp_path / 'c'}/spark_state_ext-{os.getuid()} cannot be used" in done.stderr
+
+
+def test_a_port_that_is_taken_is_told_by_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow.flight", reason="this PyArrow has no Flight")
+    environment = {**os.environ, SECRET_VARIABLE: "0123456789abcdef"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = subprocess.run(
+            command(str(tmp_path / "root"), "--local-dir", str(tmp_path / "c"), "--peer-listen", where),
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+            env=environment,
+            cwd=ROOT,
+        )
+    assert done.returncode == 3
+    (line,) = done.stderr.splitlines()
+    assert f"peers cannot be answered on {where}" in line
+
+
+# -- the files for systemd and Kubernetes ---------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not on this machine")
+@pytest.mark.parametrize("peers", [False, True])
+def test_the_unit_is_one(tmp_path: Path, peers: bool) -> None:
+    text = (UNITS / "spark-state-ext-standby.service").read_text()
+    if peers:
+        text = text.replace(PEERS, "")
+        assert "--peer-listen" in text
+    # Only what is on this machine can be verified.
+    program = tmp_path / "spark-state-ext"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    unit = tmp_path / "spark-state-ext-standby.service"
+    unit.write_text(
+        text.replace("/opt/spark/venv/bin/spark-state-ext", str(program)).replace("User=spark", "User=root")
+    )
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
+    about_it = [line for line in done.stderr.splitlines() if "spark-state-ext" in line]
+    assert about_it == []
+
+
+@pytest.mark.parametrize("peers", [False, True])
+def test_the_daemon_set_runs_the_command(peers: bool) -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with moto, whose server other tests need")
+    text = (UNITS / "daemonset.yaml").read_text()
+    (found,) = yaml.safe_load_all(text.replace(PEERS, "") if peers else text)
+    assert (found["kind"], found["apiVersion"]) == ("DaemonSet", "apps/v1")
+    pod = found["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["hostPID"] is True
+    assert container["command"] == ["spark-state-ext", "standby", "run"]
+    arguments = container["args"]
+    given = dict(it.removeprefix("--").split("=") for it in arguments[:-1])
+    # Typer itself says whether it knows them.
+    done = run("run", *arguments[:-1], "--help")
+    assert done.returncode == 0, done.stderr
+    (mount,) = container["volumeMounts"]
+    assert given["local-dir"] == mount["mountPath"]
+    ports = {it["name"]: it["containerPort"] for it in container["ports"]}
+    assert given["port"] == str(ports["metrics"])
+    assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert given.get("peer-listen") == (f"0.0.0.0:{ports['peers']}" if peers else None)
+    secrets = [it["valueFrom"]["secretKeyRef"]["name"] for it in container["env"] if it["name"] == SECRET_VARIABLE]
+    assert len(secrets) == peers
