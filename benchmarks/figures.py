@@ -264,6 +264,8 @@ def _assignment() -> str:
         ("requests a second, the most while a change spreads", f"{asked['while a change spreads: most']:.0f}"),
         ("replicas moved when a host comes, the most, in shares of one host", f"{came:.2f}"),
         ("a decision, median", f"{result['medians_s']['a decision']:.2f} s"),
+        ("the largest record", f"{details['a record: most bytes'] / 1000:.0f} kB"),
+        ("reading all records, the most", f"{max(result['timings_s']['reading all records']):.2f} s"),
     ]
     lines = ["| | |", "| --- | --- |", *(f"| {what} | {figure} |" for what, figure in rows), ""]
     return "\n".join([_promised(result), *lines, _where(result), ""])

@@ -14,6 +14,8 @@ import sys
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,6 +108,16 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     return report
 
 
+@contextmanager
+def _as_if_alone() -> Iterator[None]:
+    """All hosts are in one process: the garbage collector is not to walk what a hundred others hold."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class _Cluster:
     """All hosts, one heartbeat after the other."""
 
@@ -119,6 +131,8 @@ class _Cluster:
         self.keys = [BucketKey("counts", "query", at) for at in range(buckets)]
         self.writer = {key: f"host-{key.bucket % hosts}.example.org" for key in self.keys}
         self.decision_s: list[float] = []
+        self.read_all_s: list[float] = []
+        self.record_bytes_max = 0
         self.requests: list[dict[str, int]] = []
         self.balance: list[float] = []
         self.changes: list[dict[str, float]] = []
@@ -149,7 +163,7 @@ class _Cluster:
         if changes and number and number % _EVERY == 0:
             self._change(number)
         self.root.asked.clear()
-        looks = {host.name: host.membership.look() for host in self.running.values()}
+        looks = {host.name: self._look(host) for host in self.running.values()}
         decided: dict[int, dict[BucketKey, tuple[str, ...]]] = {}
         views: list[Members] = []
         for host in self.running.values():
@@ -164,21 +178,27 @@ class _Cluster:
         self.now_s += self.settings.heartbeat_s
         print(f"heartbeat {number}: {len(self.running)} hosts, {self.requests[-1]}", file=sys.stderr, flush=True)
 
+    def _look(self, host: _Host) -> Members:
+        with _as_if_alone():
+            asked, began_s = self.root.asked[_GET], time.perf_counter()
+            found = host.membership.look()
+        if self.root.asked[_GET] - asked >= len(self.running) - 1:
+            self.read_all_s.append(time.perf_counter() - began_s)
+        return found
+
     def _turn(self, host: _Host, view: Members, decided: dict[int, dict[BucketKey, tuple[str, ...]]], at: int) -> None:
         records = view.records
         if host.name not in {it.host for it in records}:
             # Who has just come tells so, and decides when others know it too: alone it would take everything.
             host.membership.heartbeat(MemberRecord(host.name, host.rack))
             return
-        # All hosts are in one process: the garbage collector is not to walk what a hundred others hold.
-        gc.freeze()
-        began_s = time.perf_counter()
-        mine = at not in decided
-        assignment = assign(active_hosts(self.keys, records), records, self.settings) if mine else decided[at]
-        holding = to_hold(host.name, assignment, records)
-        if mine:
-            self.decision_s.append(time.perf_counter() - began_s)
-        gc.unfreeze()
+        with _as_if_alone():
+            began_s = time.perf_counter()
+            mine = at not in decided
+            assignment = assign(active_hosts(self.keys, records), records, self.settings) if mine else decided[at]
+            holding = to_hold(host.name, assignment, records)
+            if mine:
+                self.decision_s.append(time.perf_counter() - began_s)
         decided.setdefault(at, assignment)
         if self.changes:
             self.changes[-1]["moved"] += len(holding - host.held)
@@ -186,7 +206,12 @@ class _Cluster:
         host.held = set(holding)
         host.active = active_on(host.name, self.keys, records)
         replicas = (StandbyReplica(key, 7, 10**8, key in host.in_sync, self.writer[key]) for key in sorted(host.held))
-        host.membership.heartbeat(MemberRecord(host.name, host.rack, replicas=tuple(replicas), active=host.active))
+        # As if each bucket had moved before: a record is never larger.
+        known = dict.fromkeys((*host.held, *host.active), 7)
+        record = MemberRecord(
+            host.name, host.rack, replicas=tuple(replicas), active=host.active, counted=known, searched=known
+        )
+        self.record_bytes_max = max(self.record_bytes_max, len(host.membership.heartbeat(record).encode()))
 
 
 def _judge(report: Report, cluster: _Cluster, settings: StandbySettings) -> None:
@@ -211,5 +236,8 @@ def _judge(report: Report, cluster: _Cluster, settings: StandbySettings) -> None
     report.details["replicas moved by each change"] = cluster.changes
     report.details["most over mean, each heartbeat"] = cluster.balance
     report.timing("a decision", cluster.decision_s)
+    # The store answers at once: what is left is decoding.
+    report.timing("reading all records", cluster.read_all_s)
+    report.details["a record: most bytes"] = cluster.record_bytes_max
     report.bar("the slowest decision of a host", max(cluster.decision_s), "at most", DECISION_S_AT_MOST, "s")
     report.bar("replicas of a host: most over mean, at rest", cluster.balance[-1], "at most", MOST_OVER_MEAN, "times")
