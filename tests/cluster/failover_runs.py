@@ -154,7 +154,7 @@ def main() -> int:
                     report.write(given.result)
     assert report is not None, "there is a mode and a size"
     print(report.table(), flush=True)
-    return 0 if report.met else 1
+    return 0 if report.met or not report.bars else 1
 
 
 if __name__ == "__main__":
