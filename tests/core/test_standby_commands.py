@@ -39,8 +39,16 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "spark_state_ext", "standby", *arguments]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=WAIT_S, check=False, cwd=ROOT)
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
 
 
 def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
@@ -147,6 +155,18 @@ def test_a_call_that_cannot_be_meant_is_refused(tmp_path: Path, arguments: list[
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_is_said_of_an_operator_that_cannot_be_read(tmp_path: Path, job: Job) -> None:
+    job.batch(changes(0))
+    (path,) = Path(job.folder.root).glob("operator_*.json")
+    path.write_bytes(b"damaged")
+    done = run("status", str(tmp_path / "root"))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert str(path) in done.stderr
+    done = run("settings", str(tmp_path / "root"), "--off", "-o", "json")
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["enabled"] is False
+
+
 def test_a_local_folder_that_cannot_be_used_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("a file")
     done = run("run", str(tmp_path / "root"), "--local-dir", str(tmp_path / "c"))
@@ -156,18 +176,10 @@ def test_a_local_folder_that_cannot_be_used_is_told_at_once(tmp_path: Path) -> N
 
 def test_a_port_that_is_taken_is_told_by_one_line(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow.flight", reason="this PyArrow has no Flight")
-    environment = {**os.environ, SECRET_VARIABLE: "0123456789abcdef"}
+    secret = {SECRET_VARIABLE: "0123456789abcdef"}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = subprocess.run(
-            command(str(tmp_path / "root"), "--local-dir", str(tmp_path / "c"), "--peer-listen", where),
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            check=False,
-            env=environment,
-            cwd=ROOT,
-        )
+        done = run(str(tmp_path / "root"), "--local-dir", str(tmp_path / "c"), "--peer-listen", where, **secret)
     assert done.returncode == 3
     (line,) = done.stderr.splitlines()
     assert f"peers cannot be answered on {where}" in line

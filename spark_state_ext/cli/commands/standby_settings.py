@@ -36,7 +36,8 @@ def command(
     Services read it again at each heartbeat.
     """
     folder = root_at(root, options_of(storage_options))
-    if not Finder(folder).find().operators:
+    found = Finder(folder).find()
+    if not found.operators and not found.errors:
         say(f"no job has written to {folder.root} yet: is it the root as ArrowState has it, to the letter?")
     settings = before = read_settings(folder)
     if enabled is not None:

@@ -96,7 +96,11 @@ def command(
 
 
 def _status(folder: Folder) -> StandbyStatus:
-    return survey(folder, Finder(folder).find().operators)
+    found = Finder(folder).find()
+    for error in found.errors.values():
+        # Nobody can say that all is in sync, where an operator could not be looked at.
+        raise error
+    return survey(folder, found.operators)
 
 
 def _until_in_sync(folder: Folder, timeout_s: float | None) -> StandbyStatus:
