@@ -71,7 +71,7 @@ class PeerServer:
         self.scheme = "grpc" if tls is None else "grpc+tls"
         given = {} if tls is None else {"tls_certificates": [(tls.certificate, tls.key)]}
         try:
-            _try(host, port)
+            _raise_if_taken(host, port)
             self._server = _Server(f"{self.scheme}://{host}:{port}", secret, shelf, self.work, take, **given)
         except (pa.ArrowException, OSError) as error:
             raise StorageError(
@@ -85,7 +85,7 @@ class PeerServer:
         self._server.shutdown()
 
 
-def _try(host: str, port: int) -> None:
+def _raise_if_taken(host: str, port: int) -> None:
     """Raise an OSError where nothing can listen: gRPC would write lines of its own on stderr first."""
     found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = found[0]
