@@ -269,10 +269,16 @@ class Lease:
         return _id_of(found.record.claim if found is not None and anew else self._claim)
 
     def _is_renewed_since(self, found: Found | None) -> bool:
-        """Whether another process of this run was faster, as when many workers begin at once."""
+        """Whether another process of this run was faster, as when many workers begin at once.
+
+        The driver renews the newest record while its query is active. Until a task of a restarted query has taken the
+        lease, that is the record of the run before, with that run's plan, and perhaps without a copy in format 1.
+        """
         begun_s = self._clock.monotonic_s()
         newest = self._log.newest()
         if newest is None or newest == found or newest.record.released or self._is_anothers(newest.record):
+            return False
+        if (newest.record.owner.plan, newest.record.format_1_too) != (self._me.plan, self._format_1_too):
             return False
         self._known(newest, begun_s)
         return True

@@ -445,7 +445,8 @@ def decide(
         return Decision.RENEW
     if watch is None:
         return Decision.WATCH
-    if watch.found != found:
+    # Numbers are not compared: beside a record of format 1, the number is that of the newest record of this release.
+    if watch.found.record != found.record:
         return Decision.LIVE
     lasts_s = max(lease_ms, record.lease_ms) / 1000
     return Decision.TAKE_OVER if now_s - watch.since_s > lasts_s else Decision.WATCH

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from spark_state_ext.errors import LiveRunError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import Found, LeaseRecord
 from tests.helpers.waiting import eventually
 
 
@@ -76,3 +79,42 @@ def test_who_ends_says_so_in_format_1_too(tmp_path: Path) -> None:
     log = LeaseLog(Folder(str(tmp_path)))
     assert log.append(None, record_of(ME, released=True, format_1_too=True))
     assert json.loads((tmp_path / "lease.json").read_text())["renewed_ms"] == 0
+
+
+def _driver_renews(log: LeaseLog) -> None:
+    """The driver renews the newest record, as its query is active."""
+    found = log.newest()
+    assert found is not None
+    assert log.append(found, replace(found.record, released=False, nonce=uuid.uuid4().hex))
+
+
+def test_a_run_takes_the_lease_although_the_driver_renews_that_of_the_run_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a release that knows format 1 only would not see that the run lives."""
+    files, append = Folder(str(tmp_path)), LeaseLog.append
+    log = LeaseLog(files)
+    assert log.append(None, record_of(ME, released=True))
+
+    def append_after_the_driver(self: LeaseLog, after: Found | None, record: LeaseRecord) -> bool:
+        monkeypatch.setattr(LeaseLog, "append", append)
+        _driver_renews(log)
+        return append(self, after, record)
+
+    monkeypatch.setattr(LeaseLog, "append", append_after_the_driver)
+    Lease(files, replace(ME, plan="planned again"), LEASE_MS, Virtual().clock, format_1_too=True).hold()
+    assert newest_in(tmp_path).owner.plan == "planned again"
+    assert json.loads((tmp_path / "lease.json").read_text())["owner"]["run_id"] == "planned again"
+
+
+def test_what_the_driver_renews_meanwhile_is_no_sign_of_life_of_a_release_that_knows_format_1_only(
+    tmp_path: Path,
+) -> None:
+    files, clock = Folder(str(tmp_path)), Virtual()
+    log = LeaseLog(files)
+    assert log.append(None, record_of(ME, released=True))
+    (tmp_path / "lease.json").write_text(_old_lease())
+    clock.meanwhile = lambda: _driver_renews(log) if clock.now_s < LEASE_S else None
+    Lease(files, replace(ME, plan="planned again"), LEASE_MS, clock.clock).hold()
+    assert clock.now_s >= LEASE_S, "it has watched first"
+    assert newest_in(tmp_path).owner.plan == "planned again"
