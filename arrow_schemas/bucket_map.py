@@ -18,8 +18,10 @@ import numpy as np
 from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.errors import CorruptFileError, UsageError
 
-__all__ = ["BOUNDS", "BY_PARTITION", "BY_STREAM_AND_PARTITION", "HASH", "PARTITION", "BucketMap"]
+__all__ = ["BOUNDS", "BUCKETS_MAX", "BY_PARTITION", "BY_STREAM_AND_PARTITION", "HASH", "PARTITION", "BucketMap"]
 
+# The most buckets that an operator may have.
+BUCKETS_MAX = 1 << 15
 # Kinds: equal ranges of the hash, ranges between bounds, and source partitions.
 HASH, BOUNDS, PARTITION = "hash", "bounds", "partition"
 # How partitions are grouped: partition i of every stream in bucket i, or buckets of its own for each stream.

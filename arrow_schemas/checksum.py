@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from arrow_schemas.errors import CorruptFileError, StateError, VersionSkewError
 
-__all__ = ["checksum_of", "opened_document", "readable", "refuse_newer", "sealed_document"]
+__all__ = ["INT64_MAX", "checksum_of", "opened_document", "readable", "refuse_newer", "sealed_document", "whole_number"]
+
+INT64_MAX = (1 << 63) - 1
 
 
 def checksum_of(fields: dict[str, Any]) -> str:
@@ -64,6 +66,22 @@ def refuse_newer(found: int, known_format: int, where: str) -> None:
         raise VersionSkewError(
             f"{where} has format {found}; this release reads up to {known_format}. Use a newer release."
         )
+
+
+def whole_number(fields: Mapping[str, Any], name: str, least: int, most: int = INT64_MAX) -> int:
+    """A number of a document that was read, which must be a whole one within bounds.
+
+    Raises
+    ------
+    KeyError
+        When there is no such field.
+    ValueError
+        When it is no such number.
+    """
+    value = fields[name]
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} must be a whole number from {least} to {most}, not {value!r}")
+    return value
 
 
 @contextmanager

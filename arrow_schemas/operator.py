@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from arrow_schemas.bucket_map import HASH, PARTITION, BucketMap
-from arrow_schemas.checksum import checksum_of
+from arrow_schemas.bucket_map import BUCKETS_MAX, HASH, PARTITION, BucketMap
+from arrow_schemas.checksum import checksum_of, whole_number
 from arrow_schemas.errors import (
     BucketCountChangedError,
     BucketMapChangedError,
@@ -52,6 +52,7 @@ MAPPED_NAME = "spark-xxhash64-42/bucket-map"
 # What stands for a column in a parameter that is more than a column's name.
 EXPRESSION = "an expression"
 _NAME = re.compile(r"operator_(0|[1-9][0-9]{0,8})\.json")
+_SCHEMA_ID_MAX = 10**9 - 1
 # It becomes the name of a folder, so none leads out of the folder above.
 _OPERATOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -164,7 +165,7 @@ class OperatorFile:
         try:
             fields = json.loads(data)
             checksum = fields.pop("checksum")
-            written = fields["format"]
+            written = whole_number(fields, "format", 1, 10**99)
             name = MAPPED_NAME if written == OPERATOR_FORMAT else HASH_NAME
             if written > OPERATOR_FORMAT or fields["hash"] != name:
                 raise VersionSkewError(
@@ -180,10 +181,10 @@ class OperatorFile:
             return OperatorFile(
                 operator=fields["operator"],
                 query_id=fields["query_id"],
-                buckets=fields["buckets"],
+                buckets=whole_number(fields, "buckets", 1, BUCKETS_MAX),
                 key_schema=json.dumps(fields["key_schema"]),
                 state_schema=json.dumps(fields["state_schema"]),
-                schema_id=fields["schema_id"],
+                schema_id=whole_number(fields, "schema_id", 0, _SCHEMA_ID_MAX),
                 function=_function_of(fields.get("function")),
                 mapped=BucketMap.from_plain(fields["bucket_map"]) if written == OPERATOR_FORMAT else None,
             )

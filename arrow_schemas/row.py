@@ -14,6 +14,7 @@ A run is a set of rows sorted by ``key_hash``, at most one row a key. Columns, i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,12 +24,14 @@ import pyarrow.compute as pc
 
 from arrow_schemas.spark_types import normal_type
 
-__all__ = ["DEFINED", "DELETED", "EXPIRES_MS", "KEY_HASH", "TIMEOUT_MS", "RowSchema"]
+__all__ = ["BUCKET", "DEFINED", "DELETED", "EXPIRES_MS", "KEY_HASH", "TIMEOUT_MS", "RowSchema"]
 
 KEY_HASH = "key_hash"
 TIMEOUT_MS = "timeout_ms"
 DEFINED = "defined"
 DELETED = "deleted"
+# The number of a row's bucket, which readers show.
+BUCKET = "bucket"
 # The last state column of operators whose state has a time to live, hidden from functions: when the row expires,
 # milliseconds since 1970 by the clock of the time to live, or NULL for never.
 EXPIRES_MS = "__expires_ms"
@@ -69,6 +72,23 @@ class RowSchema:
     def without_expiry(self) -> RowSchema:
         """The schema without the hidden column."""
         return RowSchema(self.keys, self.state[:-1]) if self.expires else self
+
+    def shown_names(self) -> list[str]:
+        """Names of the key and state columns as readers see them, without the hidden column; no two are equal.
+
+        A name that several columns have is told apart as in checkpoint files: ``key.<name>`` and ``state.<name>``, and
+        by a number if two keys share it.
+        """
+        columns = [("key", field.name) for field in self.keys]
+        columns += [("state", field.name) for field in self.without_expiry().state]
+        uses = Counter([*(name for _, name in columns), TIMEOUT_MS, DEFINED, KEY_HASH, EXPIRES_MS, BUCKET])
+        seen: Counter[str] = Counter()
+        names = []
+        for prefix, name in columns:
+            shown = f"{prefix}.{name}" if uses[name] > 1 else name
+            seen[shown] += 1
+            names.append(shown if seen[shown] == 1 else f"{shown}.{seen[shown]}")
+        return names
 
     @cached_property
     def key_slice(self) -> slice:

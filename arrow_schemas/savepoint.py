@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from arrow_schemas.checksum import INT64_MAX, whole_number
 from arrow_schemas.errors import CorruptFileError, LineageError, StateError, VersionSkewError
 from arrow_schemas.headers import header_metadata, header_text
 from arrow_schemas.lineage import BODY_KEY, BODY_PLACEHOLDER, CheckpointRef, parse_file_name
@@ -180,15 +181,15 @@ class SavepointHeader:
             return SavepointHeader(
                 id=fields["id"],
                 form=fields["form"],
-                made_ms=int(fields["made_ms"]),
+                made_ms=whole_number(fields, "made_ms", 0),
                 operators={
                     name: OperatorFile.decode(json.dumps(operator).encode(), f"operator {name!r} of {where}")
                     for name, operator in fields["operators"].items()
                 },
                 package_version=str(fields["package_version"]),
                 query_id=str(fields["query_id"]),
-                batch=int(fields["batch"]),
-                watermark_ms=None if watermark_ms is None else int(watermark_ms),
+                batch=whole_number(fields, "batch", -1),
+                watermark_ms=None if watermark_ms is None else whole_number(fields, "watermark_ms", -INT64_MAX),
                 offsets=None if offsets is None else str(offsets),
             )
         except StateError:

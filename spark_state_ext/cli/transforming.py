@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from arrow_schemas.equality import BoolArray, rows_equal
 from arrow_schemas.operator import OperatorFile
-from arrow_schemas.pointer import Pointer, ReplicationStatus
+from arrow_schemas.pointer import ReplicationStatus
 from arrow_schemas.row import EXPIRES_MS, RowSchema
 from arrow_schemas.savepoint import CANONICAL, SavedBucket, SavepointManifest, relocatable
 from spark_state_ext.backends.files import sole_replica
@@ -28,7 +28,7 @@ from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.shown import BUCKET, ShownColumns
 from spark_state_ext.savepoints.claims import refuse_claimed
-from spark_state_ext.savepoints.copying import refuse_incomplete
+from spark_state_ext.savepoints.copying import refuse_incomplete, refuse_other_files
 from spark_state_ext.savepoints.manifest_file import refuse_existing, write_manifest
 from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.savepoints.rewriting import bucket_of_rows
@@ -197,10 +197,10 @@ def transformed(
         files = source.child(bucket.operator, str(bucket.bucket))
         into = target.child(bucket.operator, str(bucket.bucket))
         if bucket.operator == wanted.operator:
-            buckets.append(_rewritten(made, files, bucket.pointer, into, rows, scratch))
+            buckets.append(_rewritten(made, files, bucket, into, rows, scratch))
         else:
             schema = manifest.header.operators[bucket.operator].row_schema()
-            buckets.append(_compacted(files, bucket.pointer, into, schema, scratch))
+            buckets.append(_compacted(files, bucket, into, schema, scratch))
         into.sync()
         advance(1)
     header = replace(
@@ -217,20 +217,23 @@ def transformed(
     return rows.read, rows.kept
 
 
-def _compacted(files: Folder, pointer: Pointer, into: Folder, schema: RowSchema, scratch: Path) -> SavedBucket:
+def _compacted(files: Folder, saved: SavedBucket, into: Folder, schema: RowSchema, scratch: Path) -> SavedBucket:
+    pointer = saved.pointer
+    refuse_other_files(files, saved.files)
     if pointer.ref is None:
         return SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, ()), ())
     whole = replace(pointer, replication={files.root: ReplicationStatus(pointer.ref)})
     return save_bucket(whole, sole_replica(files, scratch, files.root), into, CANONICAL, schema, scratch).saved
 
 
-def _rewritten(made: str, files: Folder, pointer: Pointer, into: Folder, rows: _Rows, scratch: Path) -> SavedBucket:
+def _rewritten(made: str, files: Folder, saved: SavedBucket, into: Folder, rows: _Rows, scratch: Path) -> SavedBucket:
+    pointer = saved.pointer
     if pointer.ref is None:
         none = replace(relocatable(pointer, ()), schema_id=0)
         return SavedBucket(pointer.operator, pointer.bucket, none, ())
     text = f"{made} {pointer.operator} {pointer.bucket}"
     checkpoint_id = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    kept = rows.of(saved_rows(files, pointer, rows.before, scratch))
+    kept = rows.of(saved_rows(files, pointer, saved.files, rows.before, scratch))
     return bucket_of_rows(replace(pointer, schema_id=0), checkpoint_id, rows.after, kept, into, scratch)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from arrow_schemas.bucket_map import BUCKETS_MAX
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.erasure import WINDOWS
 
 __all__ = ["check_flags", "check_sizes", "check_times", "erase_window_ms"]
 
-BUCKETS_MAX = 1 << 15
 MEMORY_BYTES_MIN = 1 << 20
 # Arrow cannot copy more than 2 GiB of a column at once.
 MEMORY_BYTES_MAX = 1 << 30

@@ -389,7 +389,7 @@ class _Work:
 
     def _others(self, files: Folder, saved: SavedBucket) -> Iterator[pa.RecordBatch]:
         """A bucket's rows without those of the keys."""
-        for rows in saved_rows(files, saved.pointer, self._schema, self._scratch):
+        for rows in saved_rows(files, saved.pointer, saved.files, self._schema, self._scratch):
             self._lease.hold()
             gone = matching(self._schema.key_columns(rows), self._keys)
             yield rows.filter(pa.array(~gone)) if gone.any() else rows

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
+from arrow_schemas.savepoint import SavedFile
 from spark_state_ext.errors import MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.last_run import last_run_of
@@ -116,6 +117,7 @@ def open_pointers(
     retained: tuple[int, int] | None = None,
     hold: ReaderHold | None = None,
     scratch: Scratch | None = None,
+    saved: Mapping[int, Sequence[SavedFile]] | None = None,
 ) -> OpenState:
     """Open the state at pointers that Spark has told, with what is inline in them.
 
@@ -135,12 +137,14 @@ def open_pointers(
         A hold from before they were read.
     scratch
         For copies of large files that lie elsewhere.
+    saved
+        Of a savepoint, the files that its manifest names, by bucket.
     """
     none = Pointer(operator.operator, 0, operator.buckets, operator.schema_id, batch, None)
     whole = {bucket: pointers.get(bucket, replace(none, bucket=bucket)) for bucket in range(operator.buckets)}
     oldest, newest = retained or (batch, batch)
     as_of = AsOf(batch, BATCH, newest, lambda: oldest, newest)
-    return OpenState(StateFiles(query_folder, operator, whole), as_of, hold, scratch or Scratch())
+    return OpenState(StateFiles(query_folder, operator, whole, saved=saved or {}), as_of, hold, scratch or Scratch())
 
 
 def _query_folder(
@@ -207,5 +211,6 @@ def _savepoint(folder: Folder, operator: str | None, batch: int | None, scratch:
             f"batch {batch} of the savepoint at {folder.root} cannot be read: it has the state after batch {saved} only"
         )
     here = folder.child(name)
-    pointers = {it.bucket: it.pointer for it in manifest.buckets if it.operator == name}
-    return open_pointers(here, manifest.header.operators[name], pointers, saved, scratch=scratch)
+    buckets = [it for it in manifest.buckets if it.operator == name]
+    pointers, files = {it.bucket: it.pointer for it in buckets}, {it.bucket: it.files for it in buckets}
+    return open_pointers(here, manifest.header.operators[name], pointers, saved, scratch=scratch, saved=files)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -10,15 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from arrow_schemas.row import DEFINED, EXPIRES_MS, KEY_HASH, TIMEOUT_MS, RowSchema
+from arrow_schemas.row import BUCKET, DEFINED, EXPIRES_MS, KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.errors import UsageError
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
 
 __all__ = ["BUCKET", "ShownColumns", "filtered"]
-
-BUCKET = "bucket"
 
 
 class ShownColumns:
@@ -98,17 +95,7 @@ class ShownColumns:
 
     @cached_property
     def _names(self) -> list[str]:
-        keys = [(f"key.{field.name}", field.name) for field in self._visible.keys]
-        state = [(f"state.{field.name}", field.name) for field in self._visible.state]
-        beside = [TIMEOUT_MS, DEFINED, KEY_HASH, EXPIRES_MS, BUCKET]
-        shared = Counter([*(name for _, name in (*keys, *state)), *beside])
-        names = [long if shared[name] > 1 else name for long, name in (*keys, *state)]
-        seen: Counter[str] = Counter()
-        told_apart = []
-        for name in names:
-            seen[name] += 1
-            told_apart.append(name if seen[name] == 1 else f"{name}.{seen[name]}")
-        return told_apart
+        return self._schema.shown_names()
 
     @cached_property
     def _places(self) -> dict[str, int]:

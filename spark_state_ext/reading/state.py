@@ -15,6 +15,7 @@ from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import TIMEOUT_MS
+from arrow_schemas.savepoint import SavedFile
 from spark_state_ext.backends.replication import Restorable
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Folder
@@ -26,6 +27,7 @@ from spark_state_ext.reading.lookup import WantedKey
 from spark_state_ext.reading.merging import live_rows, row_of_key
 from spark_state_ext.reading.shown import ShownColumns, filtered
 from spark_state_ext.reading.table_of_files import files_table
+from spark_state_ext.savepoints.copying import refuse_other_files
 from spark_state_ext.worker.threads import ahead
 
 if TYPE_CHECKING:
@@ -79,12 +81,15 @@ class StateFiles:
         By bucket, those of all buckets.
     listed
         What lies in the buckets' folders, as far as that is known.
+    saved
+        Of a savepoint, the files that its manifest names, by bucket.
     """
 
     folder: Folder
     operator: OperatorFile
     pointers: Mapping[int, Pointer]
     listed: Mapping[int, BucketFiles] = field(default_factory=dict)
+    saved: Mapping[int, Sequence[SavedFile]] = field(default_factory=dict)
 
 
 class OpenState:
@@ -451,6 +456,7 @@ class OpenState:
         pointer = self._files.pointers[bucket]
         folder = self._files.folder.child(str(bucket))
         schema, scratch = self._row_schema, self._scratch
+        refuse_other_files(folder, self._files.saved.get(bucket, ()))
 
         def load(*beside: Restorable) -> list[Body]:
             return loaded(

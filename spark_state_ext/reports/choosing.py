@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from spark_state_ext.engine.limits import BUCKETS_MAX
+from arrow_schemas.bucket_map import BUCKETS_MAX
 from spark_state_ext.errors import UsageError
 from spark_state_ext.reports.charts import with_unit
 

@@ -32,6 +32,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile, SealedFiles, seal
 from spark_state_ext.rescale.parents import Parent, has_parents, origin_of, parent_files, parents_in
 from spark_state_ext.restore.trace import check_owner
+from spark_state_ext.savepoints.copying import refuse_other_files
 from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.store.runs import hashes_of
 from spark_state_ext.version import __version__
@@ -291,9 +292,10 @@ def _all_rows(files: Folder, parent: Parent, schema: RowSchema, scratch: Path) -
         return
     if len(saved) == 1 and saved[0].name == file_name(pointer.ref, SNAPSHOT):
         # One file has all of it, as it is: no local store is needed.
+        refuse_other_files(files, saved)
         found = read_checkpoint(files, pointer.ref, SNAPSHOT, schema, scratch)
         check_owner(found.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(saved[0].name))
         yield from found.batches
         return
     assert all(parse_file_name(file.name) for file in saved), "a manifest has checkpoint files"
-    yield from saved_rows(files, pointer, schema, scratch)
+    yield from saved_rows(files, pointer, saved, schema, scratch)

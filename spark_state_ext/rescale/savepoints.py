@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from arrow_schemas.bucket_map import BucketMap
+from arrow_schemas.bucket_map import BUCKETS_MAX, BucketMap
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry
 from arrow_schemas.savepoint import CANONICAL, MANIFEST_NAME, SavedBucket, SavepointManifest, relocatable
 from spark_state_ext.engine.folders import scratch_folder
-from spark_state_ext.engine.limits import BUCKETS_MAX
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import ClaimedError, CorruptFileError, MissingCheckpointError, StorageError, UsageError
 from spark_state_ext.files.checkpoint import read_checkpoint
@@ -37,7 +36,7 @@ from spark_state_ext.rescale.origin import rows_of_parents
 from spark_state_ext.rescale.parents import Parent, origin_of
 from spark_state_ext.restore.trace import check_owner
 from spark_state_ext.savepoints.claims import claim_of, refuse_claimed
-from spark_state_ext.savepoints.copying import copied, first_other, refuse_incomplete
+from spark_state_ext.savepoints.copying import copied, first_other, refuse_incomplete, refuse_other_files
 from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
 from spark_state_ext.savepoints.reading import operator_named
 from spark_state_ext.savepoints.rewriting import bucket_of_rows
@@ -336,12 +335,7 @@ def _refuse_others(target: Folder, wanted: Rescaling) -> None:
 def _refuse_torn(source: Folder, manifest: SavepointManifest) -> None:
     torn = first_other(source, manifest)
     if torn is not None:
-        folder, file = torn
-        raise CorruptFileError(
-            f"{folder.where(file.name)} is missing, or not the file that the savepoint's manifest names "
-            f"({file.size_bytes} bytes, {file.digest}): look with spark-state-ext savepoint verify, and take another "
-            "savepoint"
-        )
+        refuse_other_files(torn[0], [torn[1]])
 
 
 def _refuse_changed(source: Folder, target: Folder, manifest: SavepointManifest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ from spark_state_ext.files.sealed_body import announced_body, verified
 from spark_state_ext.worker.spill import local_errors
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["How", "copied", "digest_text", "first_other", "put_whole", "refuse_incomplete"]
+__all__ = ["How", "copied", "digest_text", "first_other", "put_whole", "refuse_incomplete", "refuse_other_files"]
 
 _PARALLEL_MAX = 16
 
@@ -121,11 +122,28 @@ def first_other(savepoint: Folder, manifest: SavepointManifest) -> tuple[Folder,
     StorageError
         When the store fails.
     """
-    named = [
-        (savepoint.child(bucket.operator, str(bucket.bucket)), file)
-        for bucket in manifest.buckets
-        for file in bucket.files
-    ]
+    return _first_other(
+        [
+            (savepoint.child(bucket.operator, str(bucket.bucket)), file)
+            for bucket in manifest.buckets
+            for file in bucket.files
+        ]
+    )
+
+
+def refuse_other_files(folder: Folder, named: Sequence[SavedFile]) -> None:
+    """Refuse to read a bucket of a savepoint if its files are not those that the manifest names."""
+    other = _first_other([(folder, file) for file in named])
+    if other is not None:
+        file = other[1]
+        raise CorruptFileError(
+            f"{folder.where(file.name)} is missing, or not the file that the savepoint's manifest names "
+            f"({file.size_bytes} bytes, {file.digest}): look with spark-state-ext savepoint verify, and take another "
+            "savepoint"
+        )
+
+
+def _first_other(named: Sequence[tuple[Folder, SavedFile]]) -> tuple[Folder, SavedFile] | None:
     if not named:
         return None
     found = side_by_side("look", min(_PARALLEL_MAX, len(named)), lambda it: _is_there(*it), named)

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import Writer
 from arrow_schemas.pointer import Pointer, ReplicationStatus
-from arrow_schemas.row import DEFINED, RowSchema
-from arrow_schemas.savepoint import SavepointManifest
+from arrow_schemas.row import DEFINED, TIMEOUT_MS, RowSchema
+from arrow_schemas.savepoint import SavedBucket, SavedFile, SavepointManifest
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Restorable
 from spark_state_ext.commit.context import CommitContext
@@ -23,6 +23,7 @@ from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.copying import refuse_other_files
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.store import LocalStore
 
@@ -63,29 +64,37 @@ def scanned_rows(
             store.close()
 
 
-def saved_rows(files: Folder, pointer: Pointer, schema: RowSchema, scratch: Path) -> Iterator[pa.RecordBatch]:
+def saved_rows(
+    files: Folder, pointer: Pointer, named: Sequence[SavedFile], schema: RowSchema, scratch: Path
+) -> Iterator[pa.RecordBatch]:
     """All live rows of a bucket of a savepoint, ascending by hash.
 
     Parameters
     ----------
     files
         The bucket's folder in the savepoint.
-    pointer
-        As the manifest has it.
+    pointer, named
+        The bucket's pointer and files, as the manifest has them.
     schema
         Row schema of the savepoint's operator file.
     scratch
         Local folder for temporary files.
+
+    Raises
+    ------
+    CorruptFileError
+        When a file is not the one that the manifest names, or is damaged.
     """
     if pointer.ref is None:
         return
+    refuse_other_files(files, named)
     whole = replace(pointer, replication={files.root: ReplicationStatus(pointer.ref)})
     with scanned_rows(whole, sole_replica(files, scratch, files.root), schema, scratch) as rows:
         yield from rows
 
 
 def shown_rows(
-    savepoint: Folder, pointer: Pointer, schema: RowSchema, scratch: Path, with_defined: bool = False
+    savepoint: Folder, saved: SavedBucket, schema: RowSchema, scratch: Path, with_defined: bool = False
 ) -> Iterator[pa.RecordBatch]:
     """The rows of a bucket as they are shown: keys, state and ``timeout_ms``, without hash, marks and hidden columns.
 
@@ -93,7 +102,9 @@ def shown_rows(
     ----------
     savepoint
         The savepoint's folder.
-    pointer, schema, scratch
+    saved
+        The bucket, as the manifest has it.
+    schema, scratch
         As for `saved_rows`.
     with_defined
         With a last column ``defined``: whether the key has a state, or only a timeout.
@@ -101,7 +112,8 @@ def shown_rows(
     shown, fields = schema.without_expiry(), _fields(schema)
     if with_defined:
         fields = fields.append(pa.field(DEFINED, pa.bool_()))
-    for rows in saved_rows(savepoint.child(pointer.operator, str(pointer.bucket)), pointer, schema, scratch):
+    files = savepoint.child(saved.operator, str(saved.bucket))
+    for rows in saved_rows(files, saved.pointer, saved.files, schema, scratch):
         columns = [*shown.key_columns(rows), *shown.state_columns(rows), rows.column("timeout_ms")]
         columns += [rows.column(DEFINED)] if with_defined else []
         yield pa.RecordBatch.from_arrays(columns, schema=fields)
@@ -138,7 +150,8 @@ def savepoint_tables(savepoint: Savepoint | str | os.PathLike[str]) -> Iterator[
     Returns
     -------
     Iterator of pyarrow.Table
-        The key columns, the state columns and ``timeout_ms``, in the order of the keys' hashes.
+        The key columns, the state columns and ``timeout_ms``, in the order of the keys' hashes. A name that a key and
+        a state column share becomes ``key.<name>`` and ``state.<name>``.
 
     Raises
     ------
@@ -161,9 +174,10 @@ def savepoint_tables(savepoint: Savepoint | str | os.PathLike[str]) -> Iterator[
     schema, scratch = manifest.header.operators[name].row_schema(), scratch_folder(None)
     for bucket in manifest.buckets:
         if bucket.operator == name:
-            yield pa.Table.from_batches(shown_rows(folder, bucket.pointer, schema, scratch), _fields(schema))
+            yield pa.Table.from_batches(shown_rows(folder, bucket, schema, scratch), _fields(schema))
 
 
 def _fields(schema: RowSchema) -> pa.Schema:
     shown = schema.without_expiry()
-    return pa.schema([*shown.keys, *shown.state, pa.field("timeout_ms", pa.int64())])
+    columns = zip((*shown.keys, *shown.state), schema.shown_names(), strict=True)
+    return pa.schema([*(field.with_name(name) for field, name in columns), pa.field(TIMEOUT_MS, pa.int64())])

@@ -97,7 +97,7 @@ def test_each_row_is_in_its_bucket(
         pointer = copy.saved.pointer
         found = [
             row
-            for batch in shown_rows(Folder(told["savepoint"]), pointer, OPERATOR.row_schema(), tmp_path)
+            for batch in shown_rows(Folder(told["savepoint"]), copy.saved, OPERATOR.row_schema(), tmp_path)
             for row in batch.to_pylist()
         ]
         assert {bucket_of[row["key"]] for row in found} == {copy.saved.bucket}

@@ -77,9 +77,7 @@ def saved(savepoint: Path, scratch: Path) -> pa.Table:
     folder = Folder(str(savepoint))
     manifest = read_manifest(folder)
     (operator,) = manifest.header.operators.values()
-    batches = [
-        batch for it in manifest.buckets for batch in shown_rows(folder, it.pointer, operator.row_schema(), scratch)
-    ]
+    batches = [batch for it in manifest.buckets for batch in shown_rows(folder, it, operator.row_schema(), scratch)]
     return pa.Table.from_batches(batches).select(["key", "n", "last"]).sort_by("key")
 
 

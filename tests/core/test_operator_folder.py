@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from arrow_schemas import OperatorFile
+from arrow_schemas.checksum import checksum_of
 from spark_state_ext.errors import (
     BucketCountChangedError,
     CorruptFileError,
     ExistingStateError,
     FunctionChangedError,
     SchemaChangedError,
+    VersionSkewError,
 )
 from spark_state_ext.files import operator_catalog
 from spark_state_ext.files.folder import Folder
@@ -93,6 +95,23 @@ def test_an_operator_file_without_a_function_serves_any(tmp_path: Path) -> None:
 def test_a_function_of_another_form_is_no_operator_file(function: object) -> None:
     with pytest.raises(CorruptFileError, match=r"operator_0\.json"):
         OperatorFile.decode(replace(_wanted(), function=json.dumps(function)).encode(), "operator_0.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (name, value)
+        for name in ("buckets", "schema_id", "format")
+        for value in (-1, 2 * 10**7 if name == "buckets" else 10**30, 1.5, "1", True)
+    ],
+)
+def test_numbers_out_of_range_are_a_damaged_file(name: str, value: object) -> None:
+    fields = {**json.loads(_wanted().encode()), name: value}
+    del fields["checksum"]
+    data = json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
+    newer = name == "format" and value == 10**30
+    with pytest.raises(VersionSkewError if newer else CorruptFileError, match=f"{value}"):
+        OperatorFile.decode(data, "operator_0.json")
 
 
 def test_many_tasks_at_once(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def model_in(savepoint: Path, scratch: Path) -> Model:
     """All rows, bucket by bucket, with those that have a timeout only."""
     folder, found = Folder(str(savepoint)), Model()
     for it in read_manifest(folder).buckets:
-        rows = model_of(saved_rows(folder.child(it.operator, str(it.bucket)), it.pointer, SCHEMA, scratch))
+        rows = model_of(saved_rows(folder.child(it.operator, str(it.bucket)), it.pointer, it.files, SCHEMA, scratch))
         assert len(rows) <= it.pointer.rows
         found |= rows
     return found
@@ -225,7 +225,7 @@ def test_pointers_say_what_those_of_the_parents_said(savepoint: Folder, tmp_path
         assert pointer.batch == manifest.header.batch
         timeouts = [
             row.timeout_ms
-            for row in model_of(saved_rows(_files(tmp_path / "to", it), pointer, SCHEMA, tmp_path)).values()
+            for row in model_of(saved_rows(_files(tmp_path / "to", it), pointer, it.files, SCHEMA, tmp_path)).values()
             if row.timeout_ms is not None
         ]
         assert pointer.earliest_timeout_ms is None or pointer.earliest_timeout_ms <= min(timeouts)
@@ -406,7 +406,7 @@ def test_other_rows_under_the_name_of_a_new_file_are_found(savepoint: Folder, tm
     rescale_savepoint(savepoint.root, str(tmp_path / "whole"), BucketMap(2), on_bucket=seen.append)
     bucket, files = seen[1], _files(tmp_path / "whole", seen[1])
     assert bucket.pointer.ref is not None
-    rows = [batch.slice(1) for batch in saved_rows(files, bucket.pointer, SCHEMA, tmp_path)]
+    rows = [batch.slice(1) for batch in saved_rows(files, bucket.pointer, bucket.files, SCHEMA, tmp_path)]
     into = _files(tmp_path / "to", bucket)
     lost = bucket_of_rows(bucket.pointer, bucket.pointer.ref.id, SCHEMA, rows, into, tmp_path)
     assert lost.files[0].name == bucket.files[0].name

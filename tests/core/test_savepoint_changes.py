@@ -21,7 +21,7 @@ from arrow_schemas.savepoint import SavepointManifest
 from spark_state_ext import open_state, savepoint_tables
 from spark_state_ext.__main__ import main
 from spark_state_ext.cli.transforming import as_type
-from spark_state_ext.errors import StateValueError
+from spark_state_ext.errors import CorruptFileError, StateValueError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from tests.helpers.soak import whole
@@ -68,6 +68,31 @@ def test_a_copy_is_the_savepoint(savepoint: Folder, tmp_path: Path, capsys: pyte
     assert not (tmp_path / "other" / "savepoint.arrow").exists(), "it is no savepoint"
     assert main(["savepoint", "verify", str(tmp_path / "other")]) == 3
     assert main(["savepoint", "verify", str(tmp_path / "copy")]) == 0, "it has files of its own"
+
+
+def test_files_that_are_not_those_of_the_manifest_are_refused_by_every_reader(
+    savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each file is whole, but one is not the file that the manifest names."""
+    manifest = read_manifest(savepoint)
+    bucket = next(it for it in manifest.buckets if it.files)
+    kind, digest = bucket.files[-1].digest.split("=")
+    other = replace(bucket.files[-1], digest=f"{kind}={digest[::-1]}")
+    buckets = [replace(it, files=(*it.files[:-1], other)) if it is bucket else it for it in manifest.buckets]
+    savepoint.put("savepoint.arrow", encode_manifest(replace(manifest, buckets=tuple(buckets))))
+    refused = f"{other.name} is missing, or not the file that the savepoint's manifest names"
+    with pytest.raises(CorruptFileError, match=refused):
+        list(savepoint_tables(savepoint.root))
+    with open_state(savepoint.root) as state, pytest.raises(CorruptFileError, match=refused):
+        state.scan().read_all()
+    for command in (
+        ["scan", savepoint.root],
+        ["savepoint", "transform", savepoint.root, str(tmp_path / "made"), "--drop", "note"],
+        ["rescale", savepoint.root, str(tmp_path / "rescaled"), "--buckets", "5"],
+    ):
+        capsys.readouterr()
+        assert main(command) == 3, command
+        assert refused in " ".join(capsys.readouterr().err.split()), command
 
 
 def test_a_copy_goes_to_an_object_store_and_back(s3: Any, savepoint: Folder, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -93,6 +94,14 @@ def test_one_of_a_newer_release_is_refused(manifest: SavepointManifest, monkeypa
     data = encode_manifest(manifest)
     monkeypatch.undo()
     with pytest.raises(VersionSkewError, match=r"up to format 1\. Use spark_state_ext 0\.1\.0"):
+        decode_manifest(data, "it")
+
+
+@pytest.mark.parametrize("name", ["made_ms", "batch", "watermark_ms"])
+@pytest.mark.parametrize("value", [10**30, -(10**30), 1.5, "7"])
+def test_numbers_out_of_range_are_a_damaged_manifest(name: str, value: Any, manifest: SavepointManifest) -> None:
+    data = encode_manifest(replace(manifest, header=replace(manifest.header, **{name: value})))
+    with pytest.raises(CorruptFileError, match=f"{name} must be a whole number"):
         decode_manifest(data, "it")
 
 

@@ -123,7 +123,7 @@ def rows_of(savepoint: Folder, operator: str, schema: RowSchema, scratch: Path) 
     for it in manifest.buckets:
         if it.operator != operator:
             continue
-        for batch in saved_rows(savepoint.child(operator, str(it.bucket)), it.pointer, schema, scratch):
+        for batch in saved_rows(savepoint.child(operator, str(it.bucket)), it.pointer, it.files, schema, scratch):
             hashes = batch.column(0).to_numpy().astype(np.uint64)
             assert set(bucket_map.of(hashes).tolist()) <= {it.bucket}
             found += [repr(row) for row in batch.to_pylist()]

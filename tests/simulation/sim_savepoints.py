@@ -192,7 +192,7 @@ class SavepointWorld(Query):
             else:
                 folder = taken.folder.child(OPERATOR, str(number))
                 try:
-                    found = rows_in(folder, saved.pointer, self.folder)
+                    found = rows_in(folder, saved, self.folder)
                 except (CorruptError, MissingCheckpointError, StorageError) as error:
                     if taken.tainted:
                         continue

@@ -17,7 +17,7 @@ from sim_taking import HOLD_S, Taking
 from sim_world import DEFAULT, FIRST_BUCKET, World
 
 from arrow_schemas.pointer import Pointer
-from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
+from arrow_schemas.savepoint import MANIFEST_NAME, SavedBucket, SavepointManifest
 from spark_state_ext.backends import CleanUp
 from spark_state_ext.backends.registry import Backend
 from spark_state_ext.errors import StateError
@@ -242,10 +242,10 @@ class Query(World):
         return replace(request, held=held, still_ours=still_ours)
 
 
-def rows_in(folder: Folder, pointer: Pointer, scratch: Path) -> Model:
+def rows_in(folder: Folder, saved: SavedBucket, scratch: Path) -> Model:
     """What a bucket of a savepoint holds."""
     return {
         k: n
-        for batch in saved_rows(folder, pointer, SCHEMA, scratch)
+        for batch in saved_rows(folder, saved.pointer, saved.files, SCHEMA, scratch)
         for k, n in zip(batch.column(1).to_pylist(), batch.column(2).to_pylist(), strict=True)
     }

@@ -21,6 +21,7 @@ from spark_state_ext import (
     open_committed,
     open_state,
     read_savepoint,
+    savepoint_tables,
     stop_with_savepoint,
     take_savepoint,
     write_savepoint,
@@ -438,6 +439,13 @@ def test_the_savepoint_of_a_query_is_its_state(spark: Any, old: Query, tmp_path:
     taken(old, tmp_path / "savepoint")
     rows = read_savepoint(spark, tmp_path / "savepoint").collect()
     assert {row.key: row.n for row in rows} == counted(FIRST)
+    renamed = str(tmp_path / "renamed")
+    assert main(["savepoint", "transform", str(tmp_path / "savepoint"), renamed, "--rename", "n=key"]) == 0
+    shared = read_savepoint(spark, renamed)
+    assert shared.columns == ["key.key", "state.key", "timeout_ms"], "a key and a state column have one name"
+    assert {row["key.key"]: row["state.key"] for row in shared.collect()} == counted(FIRST)
+    (names,) = {tuple(table.column_names) for table in savepoint_tables(renamed)}
+    assert names == ("key.key", "state.key", "timeout_ms")
 
 
 def test_values_of_another_type_are_not_guessed(spark: Any, tmp_path: Path) -> None:

@@ -199,7 +199,8 @@ def read_savepoint(spark: SparkSession, savepoint: Savepoint | str | os.PathLike
     Returns
     -------
     DataFrame
-        A row for each key that has a state or a timeout; it is read when the table is used.
+        A row for each key that has a state or a timeout; it is read when the table is used. A name that a key and a
+        state column share becomes ``key.<name>`` and ``state.<name>``.
 
     Raises
     ------
@@ -213,7 +214,7 @@ def read_savepoint(spark: SparkSession, savepoint: Savepoint | str | os.PathLike
 
 
 def saved_table(spark: SparkSession, given: Savepoint, with_defined: bool = False) -> DataFrame:
-    """The same table; its columns may have equal names, and go by position.
+    """The same table.
 
     Parameters
     ----------
@@ -238,7 +239,7 @@ def saved_table(spark: SparkSession, given: Savepoint, with_defined: bool = Fals
     found = in_a_task(spark, "describe", told)
     told["operator"] = found["operator"]
     columns = StructType.fromJson(found["key_schema"]).fields + StructType.fromJson(found["state_schema"]).fields
-    nullable = [StructField(it.name, it.dataType, True) for it in columns]
+    nullable = [StructField(name, it.dataType, True) for name, it in zip(found["names"], columns, strict=True)]
     numbers = spark.range(found["buckets"]).repartition(min(found["buckets"], _partitions(spark)), "id")
     shown = StructType([*nullable, StructField(TIMEOUT_COLUMN, LongType())])
     if with_defined:

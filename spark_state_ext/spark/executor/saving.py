@@ -236,6 +236,7 @@ def describe(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterat
             "one_state": found.bucket_map.one_state,
             "key_schema": json.loads(found.key_schema),
             "state_schema": state,
+            "names": found.row_schema().shown_names(),
         }
     )
 

@@ -226,7 +226,7 @@ def read_rows(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Itera
             saved = manifest.bucket(plain["operator"], bucket)
             schema = manifest.header.operators[plain["operator"]].row_schema()
             if not plain["with_defined"]:
-                yield from shown_rows(savepoint, saved.pointer, schema, scratch)
+                yield from shown_rows(savepoint, saved, schema, scratch)
                 continue
-            for rows in shown_rows(savepoint, saved.pointer, schema, scratch, with_defined=True):
+            for rows in shown_rows(savepoint, saved, schema, scratch, with_defined=True):
                 yield rows.rename_columns([f"c{at}" for at in range(rows.num_columns)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +18,7 @@ import pyarrow as pa
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import DEFINED, EXPIRES_MS, TIMEOUT_MS
+from arrow_schemas.savepoint import SavedFile
 from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
@@ -154,7 +155,8 @@ def read_part(part: str, storage_options: Mapping[str, Any]) -> Iterator[pa.Reco
 
     def at(which: str, batch: int) -> OpenState:
         pointer = Pointer.decode(base64.b64decode(told[which]))
-        return open_pointers(folder, operator, {bucket: pointer}, batch, hold=hold)
+        saved = {bucket: [SavedFile(**file) for file in told["saved"]]}
+        return open_pointers(folder, operator, {bucket: pointer}, batch, hold=hold, saved=saved)
 
     after = at("pointer", told["batch"])
     if told["table"] == CHANGES:
@@ -202,7 +204,8 @@ def _told(options: SourceOptions, state: OpenState) -> dict[str, Any]:
 
 
 def _bucket(bucket: int, before: OpenState | None, after: OpenState) -> dict[str, Any]:
-    told = {"bucket": bucket, "pointer": _encoded(after.files.pointers[bucket])}
+    saved = [asdict(file) for file in after.files.saved.get(bucket, ())]
+    told = {"bucket": bucket, "pointer": _encoded(after.files.pointers[bucket]), "saved": saved}
     return told if before is None else {**told, "before": _encoded(before.files.pointers[bucket])}
 
 
