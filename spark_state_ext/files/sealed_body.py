@@ -17,6 +17,7 @@ from typing import IO, Any
 import pyarrow as pa
 
 from arrow_schemas.blocks import BLOCK_BYTES, BlockDigest, PieceDigest, digest_of
+from arrow_schemas.ipc_message import LZ4_FRAME, message_at
 from arrow_schemas.lineage import BLAKE2B, BLOCKCRC, BODY_PLACEHOLDER, BodyRecord, LineageHeader
 from arrow_schemas.snapshot_index import INDEX_KEY, INDEX_PLACEHOLDER, IndexedChunk, IndexRecord, SnapshotIndex
 from spark_state_ext.errors import CorruptFileError, StateError
@@ -274,7 +275,22 @@ def verified(file: pa.NativeFile, where: str) -> Verified:
         found = digest.hexdigest()
     if found != record.digest:
         raise CorruptFileError(f"the body of {where} fails its checksum")
+    _refuse_other_codecs(file, record, where)
     return Verified(record, tuple(blocks), end.index())
+
+
+def _refuse_other_codecs(file: pa.NativeFile, record: BodyRecord, where: str) -> None:
+    """Refuse a body that is compressed in another way than files of its kind are, before Arrow makes room for it."""
+    allowed = (None, LZ4_FRAME) if record.algorithm == BLAKE2B else (None,)
+    at = len(PADDED_MAGIC)
+    while at < record.length:
+        head = message_at(lambda start, size: file.read_at(size, start), at, where)
+        if head.codec not in allowed:
+            raise CorruptFileError(
+                f"{where} is compressed with codec {head.codec} of Arrow, which no file of this package is: "
+                "spark_state_ext did not write it"
+            )
+        at += head.metadata_bytes + head.body_bytes
 
 
 def block_crcs(file: pa.NativeFile, length: int) -> list[int]:

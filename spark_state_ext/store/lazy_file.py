@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from arrow_schemas.blocks import PIECE_BYTES, digest_of
 from arrow_schemas.equality import IndexArray
+from arrow_schemas.ipc_message import message_at
 from arrow_schemas.snapshot_index import IndexRecord, SnapshotIndex
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingRunError
@@ -277,10 +278,14 @@ class LazyFile:
 
     def chunk(self, number: int, schema: pa.Schema) -> pa.RecordBatch:
         """A chunk whose message's head is here; of its columns only what is here may be looked at."""
-        it = self.run.chunks[number]
+        it, view = self.run.chunks[number], memoryview(self.buffer)
         try:
+            # Arrow makes room for a compressed body before it looks at it, and no chunk is compressed.
+            head = message_at(lambda at, size: bytes(view[at : at + size]), it.offset, f"chunk {number}")
+            if head.codec is not None:
+                raise CorruptFileError(f"chunk {number} is compressed")
             return pa.ipc.read_record_batch(self.buffer.slice(it.offset, it.size_bytes), schema)
-        except (pa.ArrowException, OSError) as error:
+        except (CorruptFileError, pa.ArrowException, OSError) as error:
             raise CorruptStoreError(f"chunk {number} of run {self.run.newest} is no record batch: {error}") from error
 
 

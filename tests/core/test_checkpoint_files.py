@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from core_support import WRITER
+from hypothesis import given
+from hypothesis import strategies as st
 
 from arrow_schemas import CheckpointRef, LineageHeader, RowSchema
+from arrow_schemas.ipc_message import message_head
 from arrow_schemas.lineage import BODY_PLACEHOLDER, DELTA, SNAPSHOT, file_name
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.files import checkpoint
@@ -165,6 +171,32 @@ def test_rows_of_an_older_operator_file_are_widened(files: Folder, tmp_path: Pat
     assert batch.schema.equals(wider.arrow)
     assert batch.column("state.count") == run_of(_CHANGES).column("state.count")
     assert batch.column("state.new").null_count == 3
+
+
+@pytest.mark.parametrize("kind", [DELTA, SNAPSHOT])
+def test_a_small_file_that_would_take_a_machines_memory_is_refused(
+    kind: str, files: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checksum is right. Arrow would decompress it before anything else could be compared."""
+
+    class Compressed(pa.ipc.IpcWriteOptions):  # type: ignore[misc]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "compression": "zstd"})
+
+    ref = Refs().next(1)
+    rows = run_of({key: Row(1, "0" * (1 << 20)) for key in KEYS})
+    monkeypatch.setattr(pa.ipc, "IpcWriteOptions", Compressed)
+    files.put(file_name(ref, kind), _written(_header(ref, kind), [rows]))
+    assert files.size(file_name(ref, kind)) < 100_000 < 10_000_000 < rows.nbytes
+    with pytest.raises(CorruptFileError, match="is compressed with codec 1 of Arrow, which no file of this package is"):
+        read_checkpoint(files, ref, kind, SCHEMA, tmp_path)
+
+
+@given(data=st.binary(max_size=200))
+def test_any_other_bytes_are_no_head_of_a_message(data: bytes) -> None:
+    for metadata in (data, struct.pack("<II", 4, 8) + data):
+        with contextlib.suppress(CorruptFileError):
+            assert message_head(metadata, "it").body_bytes >= 0
 
 
 def test_a_missing_file(files: Folder, tmp_path: Path) -> None:
