@@ -6,8 +6,10 @@ depends on it: a snapshot that never arrived was never confirmed, and clean-up g
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -16,6 +18,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from spark_state_ext.errors import StateError
+from spark_state_ext.worker.threads import DaemonPool
 
 __all__ = ["Background", "Foreground", "Inline", "Runner", "Work"]
 
@@ -103,6 +106,7 @@ class Background:
         # Pieces of work that came to their end.
         self.finished = 0
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
 
     def submit(self, name: str, work: Work) -> bool:
         """Have `work` run after what waits already.
@@ -142,10 +146,18 @@ class Background:
 
     def close(self) -> None:
         """Have the thread end, with the work that it is at; what waits is not done."""
+        atexit.unregister(self._end_at_exit)
         with self._condition:
             self._waiting.clear()
             self._thread = None
             self._condition.notify_all()
+
+    def _end_at_exit(self) -> None:
+        """As for a pool of threads: wait some seconds for the work under way."""
+        thread = self._thread
+        if self._pid == os.getpid() and thread is not None:
+            self.close()
+            thread.join(DaemonPool.exit_left_s())
 
     def _start(self) -> bool:
         # A daemon: a worker process that is told to end must not wait for an upload.
@@ -155,6 +167,9 @@ class Background:
         except RuntimeError as error:  # no address space for its stack
             _LOGGER.warning("snapshots and clean-up wait: %s", error)
             return False
+        if self._thread is None:
+            self._pid = os.getpid()
+            atexit.register(self._end_at_exit)
         self._thread, self._running = thread, None
         return True
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from spark_state_ext.errors import StorageError
 
@@ -20,8 +22,9 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _IDLE_S = 60.0
-# How long what was begun ahead, and is not wanted any more, is waited for.
+# How long what was begun ahead, and is not wanted any more, is waited for; and what a thread does as the process ends.
 _END_S = 5.0
+_END_LOOK_S = 0.01
 # How often whoever waits does what there is to do meanwhile.
 _LOOK_S = 0.5
 
@@ -34,6 +37,8 @@ class DaemonPool(Executor):
     name
         Of its threads.
     """
+
+    _exit_until_s: ClassVar[float | None] = None
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -76,10 +81,35 @@ class DaemonPool(Executor):
             for _ in range(self._threads):
                 self._work.put(None)
 
+    def _end_thread(self) -> None:
+        self._threads -= 1
+        if not self._threads:
+            atexit.unregister(self._end_at_exit)
+
+    def _end_at_exit(self) -> None:
+        """Wait some seconds for the work under way.
+
+        Python ends a daemon thread when it next asks for the interpreter's lock. If that is inside Arrow, which calls
+        Python's files, the whole process is aborted: "terminate called without an active exception".
+        """
+        if self._pid == os.getpid():
+            self.close()
+            while self._outstanding and self.exit_left_s() > 0:
+                time.sleep(_END_LOOK_S)
+
+    @staticmethod
+    def exit_left_s() -> float:
+        """How long an ending process still waits for its threads, of all pools together."""
+        if DaemonPool._exit_until_s is None:
+            DaemonPool._exit_until_s = time.monotonic() + _END_S
+        return max(0.0, DaemonPool._exit_until_s - time.monotonic())
+
     def _add_thread(self) -> None:
         try:
             threading.Thread(target=self._loop, name=f"spark_state_ext {self._name}", daemon=True).start()
             self._threads += 1
+            if self._threads == 1:
+                atexit.register(self._end_at_exit)
         except RuntimeError as error:  # no address space for its stack
             if not self._threads:
                 raise StorageError(f"no thread can be made for {self._name}: {error}") from error
@@ -92,11 +122,11 @@ class DaemonPool(Executor):
                 with self._lock:
                     if not self._work.empty():
                         continue
-                    self._threads -= 1
+                    self._end_thread()
                     return
             if taken is None:
                 with self._lock:
-                    self._threads -= 1
+                    self._end_thread()
                 return
             try:
                 _run(*taken)

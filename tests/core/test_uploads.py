@@ -263,6 +263,38 @@ def test_threads_end_when_there_is_no_work_and_do_not_keep_a_process(tmp_path: P
     assert done.stdout == "over\n"
 
 
+_ENDS_INSIDE_ARROW = """
+import threading
+import pyarrow as pa
+from spark_state_ext.worker.{module} import {pool}
+
+begun = threading.Event()
+
+def write():
+    begun.set()
+    with open("/dev/null", "wb") as null, pa.PythonFile(null, mode="w") as file:
+        for _ in range(20_000):
+            file.write(b"x" * 1_000)
+    print("written")
+
+{pool}().submit("p", write) if {pool}.__name__ == "Background" else {pool}("p").submit(write)
+begun.wait()
+"""
+
+
+@pytest.mark.parametrize(("module", "pool"), [("threads", "DaemonPool"), ("background", "Background")])
+def test_a_process_that_ends_while_a_thread_is_inside_arrow_is_not_aborted(module: str, pool: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDS_INSIDE_ARROW.format(module=module, pool=pool)],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "written\n", "")
+
+
 def test_a_pool_gives_results_and_errors_on() -> None:
     pool = DaemonPool("p")
     pool.threads_max = 4
