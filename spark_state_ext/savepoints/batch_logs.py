@@ -13,7 +13,14 @@ from typing import Any
 
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, VersionSkewError
 
-__all__ = ["LoggedBatch", "last_committed", "needed_offsets", "parsed_batch", "with_state_ids"]
+__all__ = [
+    "LoggedBatch",
+    "checkpoint_format_of",
+    "last_committed",
+    "needed_offsets",
+    "parsed_batch",
+    "with_state_ids",
+]
 
 _VERSIONS = ("v1", "v2")
 
@@ -41,6 +48,11 @@ class LoggedBatch:
     watermark_ms: int | None
     conf: Mapping[str, str]
     state_ids: Mapping[str, Any]
+
+    @property
+    def checkpoint_format(self) -> int:
+        """Spark's number of the format of the batch's state."""
+        return 2 if self.state_ids else 1
 
 
 def last_committed(offsets: frozenset[int], commits: frozenset[int], where: str) -> tuple[int, bool]:
@@ -133,6 +145,24 @@ def parsed_batch(batch: int, planned: bool, offsets: Mapping[int, str], commit: 
         {str(name): str(value) for name, value in conf.items()},
         committed.get("stateUniqueIds") or {},
     )
+
+
+def checkpoint_format_of(commit: str, where: str) -> int:
+    """Spark's number of the format in which a committed batch has left its state.
+
+    Parameters
+    ----------
+    commit
+        The file ``commits/<batch>``.
+    where
+        How to call it in messages.
+
+    Raises
+    ------
+    CorruptFileError, VersionSkewError
+        As for `parsed_batch`.
+    """
+    return 2 if _parsed(commit, where)[0].get("stateUniqueIds") else 1
 
 
 def with_state_ids(commit: str, written: str, where: str) -> str:

@@ -23,6 +23,7 @@ __all__ = [
     "PANDAS_MAJOR",
     "SPARK_VERSION",
     "STATE_BINARY",
+    "is_connect",
     "is_of_spark",
     "labels_of",
     "said_by_spark",
@@ -51,6 +52,11 @@ _OF_THE_JVM = frozenset({("py4j.protocol", "Py4JJavaError"), ("py4j.protocol", "
 _ERROR_CLASS = re.compile(r"\[[A-Z][A-Z0-9_.]+\][^\n]*")
 _JAVA_ERROR = re.compile(r"^: (\S[^\n]*)", re.MULTILINE)
 _REASON_MAX = 500
+
+
+def is_connect(session: Any) -> bool:
+    """Whether a session is a client of Spark Connect."""
+    return type(session).__module__.startswith("pyspark.sql.connect")
 
 
 def is_of_spark(error: BaseException) -> bool:

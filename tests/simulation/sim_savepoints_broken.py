@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def _read_before_the_hold(spark: Any, path: str, location: str, state: Any, **ot
     """The pointers are read, and then the hold is written."""
     reader = SimReader(spark, location)
     committed = reader.batch()
-    rows = [(row.pointer,) for row in reader.pointers(reader.stores()[0], committed.batch).collect()]
+    with reader.pointers(reader.stores()[0], committed.batch) as pointers:
+        rows = [(row.pointer,) for row in pointers.collect()]
 
     class Read(SimReader):
         """Gives what was read before."""
@@ -49,7 +51,7 @@ def _read_before_the_hold(spark: Any, path: str, location: str, state: Any, **ot
             return False
 
         def pointers(self, store: Any, batch: int) -> Any:
-            return spark.createDataFrame(rows, "pointer binary")
+            return nullcontext(spark.createDataFrame(rows, "pointer binary"))
 
     setattr(savepoints, _READER, Read)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -169,8 +170,9 @@ class SimReader:
     def has(self, batch: int) -> bool:
         return batch in self.world.spark.batches
 
-    def pointers(self, store: StoreOfState, batch: int) -> Frame:
-        return Frame(self.taking, lambda: self._read(batch))
+    @contextmanager
+    def pointers(self, store: StoreOfState, batch: int) -> Iterator[Frame]:
+        yield Frame(self.taking, lambda: self._read(batch))
 
     def read(self, batch: int) -> dict[int, Held]:
         """What Spark gives of a batch."""

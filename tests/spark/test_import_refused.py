@@ -16,7 +16,8 @@ from streams import finish, read, write_batches
 from benchmarks.spark import ROCKSDB
 from spark_state_ext import Savepoint, export_native, import_native
 from spark_state_ext.errors import CorruptFileError, LiveRunError, StorageError, UnsupportedPlanError, UsageError
-from spark_state_ext.spark.native.spark_state import refuse_old_spark, refuse_unread_format, translated
+from spark_state_ext.spark.client.settings import refuse_unread_format
+from spark_state_ext.spark.native.spark_state import refuse_old_spark, translated
 
 pytestmark = pytest.mark.spark
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import COUNTS, SPARK, Job, count, keyed, reads_state
+from jobs import COUNTS, SPARK, Job, configured, count, keyed, reads_state
+from native_job import conf_of
 
 from spark_state_ext import OpenState, open_committed, open_state, read_state
 from spark_state_ext.__main__ import main
 from spark_state_ext.errors import MissingCheckpointError, UsageError
+from spark_state_ext.spark.client.settings import session_with
 from spark_state_ext.spark.source.options import SourceOptions
 
 pytestmark = pytest.mark.spark
@@ -35,9 +37,12 @@ def after(batch: int) -> dict[str, int]:
 def test_the_newest_batch_is_read_at_once_and_older_ones_too(
     spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = Job(spark, "arrow", tmp_path, count, output=COUNTS)
+    # Whoever reads has not set what the query had: Spark's store, and its checkpoint format where it reads two.
+    conf = conf_of("rocksdb", 2 if SPARK >= (4, 1) else 1)
+    job = Job(spark, "arrow", tmp_path, count, output=COUNTS, conf=conf)
     root, checkpoint, newest = tmp_path / "root", job.checkpoint, len(BATCHES) - 1
     job.run(*(keyed(*keys) for keys in BATCHES))
+    assert ("stateUniqueIds" in (checkpoint / "commits" / "0").read_text()) == (SPARK >= (4, 1))
     (folder,) = (it for it in (root / "tested").iterdir() if it.name.count("-") == 4)
     with open_committed(spark, root, checkpoint) as state:
         assert (state.batch, state.newest_batch, state.proven, state.held) == (newest, newest, True, True)
@@ -83,6 +88,17 @@ def test_the_newest_batch_is_read_at_once_and_older_ones_too(
         open_committed(spark, root, checkpoint, operator="other")
     with pytest.raises(UsageError, match="unproven does not go with checkpoint_location"):
         read_state(spark, root, checkpoint_location=checkpoint, unproven=True)
+
+
+@reads_state
+def test_a_session_with_other_settings_leaves_the_users_as_it_is(spark: Any) -> None:
+    name, mine = "spark.sql.streaming.stateStore.checkpointFormatVersion", "spark.sql.session.timeZone"
+    with session_with(spark, {name: "1"}) as same:
+        assert same is spark
+    with configured(spark, {mine: "Asia/Tokyo"}), session_with(spark, {name: "2"}) as other:
+        assert (other.conf.get(name), other.conf.get(mine)) == ("2", "Asia/Tokyo")
+        # What another thread plans now has the user's settings.
+        assert spark.conf.get(name, "1") == "1"
 
 
 @pytest.mark.skipif(SPARK >= (4, 0), reason="Spark 4.0 and newer have a reader of state")

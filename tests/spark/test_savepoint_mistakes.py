@@ -13,7 +13,7 @@ from pyspark.errors import PySparkException, StreamingQueryException
 from test_savepoints import FIRST, NEXT, Query, counted, taken
 
 from spark_state_ext import ArrowState, RetainedCheckpoint, stop_with_savepoint
-from spark_state_ext.errors import StorageError, UsageError
+from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
 
 pytestmark = [pytest.mark.spark, reads_state]
 
@@ -39,6 +39,13 @@ def test_what_is_wrong_is_refused_before_the_query_is_stopped(spark: Any, tmp_pa
             stopped(str(tmp_path / "there"), state)
         with pytest.raises(UsageError, match="form must be"):
             stopped(str(tmp_path / "savepoint"), state, form="new")
+        # As it is while the first batch runs.
+        shutil.copytree(job.checkpoint, tmp_path / "first", ignore=shutil.ignore_patterns("commits"))
+        (tmp_path / "first" / "commits").mkdir()
+        with pytest.raises(
+            MissingCheckpointError, match=r"has not committed a batch yet, .* wait until its first batch"
+        ):
+            stop_with_savepoint(query, str(tmp_path / "savepoint"), tmp_path / "first", state)
         assert query.isActive
         assert stop_with_savepoint(query, str(tmp_path / "savepoint"), job.checkpoint, state).batch == 1
 

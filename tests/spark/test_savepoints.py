@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from jobs import COUNTS, SPARK, Job, count, emitted, keyed, reads_state
+from native_job import conf_of
 from pyspark.errors import PySparkException, StreamingQueryException
 from streams import finish
 
@@ -504,6 +505,8 @@ def test_savepoints_through_connect(connect: Any, tmp_path: Path) -> None:
         return Job(connect, "arrow", tmp_path / name, count, output=COUNTS, options=options)
 
     old = job("old")
+    # The client has not set what the query had.
+    old.conf = conf_of("rocksdb", 2 if SPARK >= (4, 1) else 1)
     old.run(keyed("a", "b"), keyed("a"))
     state = ArrowState(tmp_path / "old" / "root", "tested", buckets=3, local_dir=tmp_path / "local")
     for form in ("native", "canonical"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint
-from spark_state_ext.errors import MissingCheckpointError, StateError
+from spark_state_ext.errors import MissingCheckpointError, OperatorChangedError, StateError
 from spark_state_ext.savepoints.captured import captured_name
 from spark_state_ext.savepoints.rows import ANSWER
 from spark_state_ext.spark.client.shim import task_entry
@@ -42,6 +42,11 @@ def captured(spark: SparkSession, job: Job) -> tuple[Job, str | None]:
         The session.
     job
         The job as planned.
+
+    Raises
+    ------
+    OperatorChangedError
+        When the checkpoint does not have the operator.
     """
     start = job.options.start_from
     if not isinstance(start, RetainedCheckpoint):
@@ -49,6 +54,9 @@ def captured(spark: SparkSession, job: Job) -> tuple[Job, str | None]:
     why = ""
     try:
         file, query_folder = _captured(spark, job, start)
+    except OperatorChangedError:
+        # Wrong for every query.
+        raise
     except StateError as error:
         why = str(error)
     except Exception as error:
@@ -129,7 +137,8 @@ def _rescaled(spark: SparkSession, job: Job, reader: StateReader) -> Job:
     try:
         committed = reader.batch()
         told |= {"batch": committed.batch, "later": []}
-        reader.pointers(store, committed.batch).coalesce(1).mapInArrow(task_entry("capture", told), ANSWER).collect()
+        with reader.pointers(store, committed.batch) as pointers:
+            pointers.coalesce(1).mapInArrow(task_entry("capture", told), ANSWER).collect()
     except BaseException:
         # The query's own clean-up would wait for an hour.
         let_go(spark, told)
@@ -152,8 +161,13 @@ def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple
     if store is None:
         if start.allow_non_restored:
             return None, None
-        there = ", ".join(it.operator for it in stores) or "none of this package"
-        raise MissingCheckpointError(f"{start.checkpoint_location} has no operator {name!r}; it has {there}")
+        if not stores:
+            raise MissingCheckpointError(f"{start.checkpoint_location} has no state of this package")
+        raise OperatorChangedError(
+            f"the query with the checkpoint location {start.checkpoint_location} has no operator {name!r}; it has "
+            f"{', '.join(it.operator for it in stores)}. Name the one whose state is meant with operator=…, or begin "
+            "without state with allow_non_restored=True"
+        )
     options = StateOptions(root=start.root, operator=name, storage_options=start.storage_options, backends=start.places)
     told = {
         **place_of(options),
@@ -180,8 +194,8 @@ def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple
             start,
         )
         told |= {"batch": committed.batch, "later": list(committed.later)}
-        pointers = reader.pointers(store, committed.batch).coalesce(1)
-        pointers.mapInArrow(task_entry("capture", told), ANSWER).collect()
+        with reader.pointers(store, committed.batch) as pointers:
+            pointers.coalesce(1).mapInArrow(task_entry("capture", told), ANSWER).collect()
     except BaseException:
         # Nobody will start from it, and the other query's clean-up would wait for an hour.
         let_go(spark, told)

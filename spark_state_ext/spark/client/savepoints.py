@@ -232,7 +232,8 @@ def _saved(
     rows: list[Any] = []
     for store, part in zip(stores, parts, strict=True):
         told = {**part, "query_id": committed.query_id, "batch": committed.batch, "parts": list(parts)}
-        rows += reader.pointers(store, committed.batch).mapInArrow(task_entry("save", told), SAVED).collect()
+        with reader.pointers(store, committed.batch) as pointers:
+            rows += pointers.mapInArrow(task_entry("save", told), SAVED).collect()
     return rows
 
 
@@ -319,7 +320,8 @@ def _matched(
     there = {it.operator for it in stores}
     if not stores:
         raise MissingCheckpointError(
-            f"{location} has no state of spark_state_ext: give Spark's checkpointLocation of a query that has run"
+            f"{location} has no state of spark_state_ext: give Spark's checkpointLocation of a query that has committed "
+            "a batch with data"
         )
     if there != by_name.keys():
         raise UsageError(

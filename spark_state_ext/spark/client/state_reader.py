@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from arrow_schemas.import_mark import MAGIC
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
+from spark_state_ext.savepoints.batch_logs import checkpoint_format_of
+from spark_state_ext.spark.client.settings import format_setting, refuse_unread_format, session_with
 from spark_state_ext.spark.compat import SPARK_VERSION, is_of_spark, said_by_spark
 
 if TYPE_CHECKING:
@@ -114,6 +116,8 @@ class StateReader:
             )
         self._spark = spark
         self._location = location.rstrip("/")
+        # By batch, of those whose log was read.
+        self._formats: dict[int, int] = {}
 
     @property
     def location(self) -> str:
@@ -129,16 +133,13 @@ class StateReader:
             When Spark cannot read its state.
         """
         found = []
-        for operator_id, store_name, pointers in self._tables():
-            with self._translated():
+        with self._tables() as tables:
+            for operator_id, store_name, pointers in tables:
                 first = pointers.head()
-            if first is not None:
-                pointer = Pointer.decode(bytes(first.pointer))
-                found.append(
-                    StoreOfState(
-                        operator_id, store_name, pointer.operator, pointer.query_folder, pointer.claim, pointer.buckets
-                    )
-                )
+                if first is not None:
+                    pointer = Pointer.decode(bytes(first.pointer))
+                    whose = pointer.operator, pointer.query_folder, pointer.claim, pointer.buckets
+                    found.append(StoreOfState(operator_id, store_name, *whose))
         return found
 
     def query_folders(self) -> frozenset[str]:
@@ -150,23 +151,28 @@ class StateReader:
             When Spark cannot read its state.
         """
         found: set[str] = set()
-        for _, _, pointers in self._tables():
-            with self._translated():
+        with self._tables() as tables:
+            for _, _, pointers in tables:
                 found.update(Pointer.decode(bytes(row.pointer)).query_folder for row in pointers.toLocalIterator())
         return frozenset(found)
 
-    def _tables(self) -> list[tuple[int, str, DataFrame]]:
+    @contextmanager
+    def _tables(self) -> Iterator[list[tuple[int, str, DataFrame]]]:
         """Stores that hold pointers of ours, each with a table of those of the last batch."""
         with self._translated():
-            metadata = self._spark.read.format("state-metadata").load(self._location)
-            stores = {(row.operatorId, row.stateStoreName) for row in metadata.collect()}
-            tables = [(*store, self._state(*store)) for store in sorted(stores)]
-            # The others are of other operators of the query, which are none of ours.
-            return [
-                (operator_id, store_name, state.where(_IS_POINTER).select(POINTER))
-                for operator_id, store_name, state in tables
-                if "groupState.pointer" in _fields(state.schema["value"].dataType)
-            ]
+            rows = self._metadata()
+            if not rows:
+                yield []
+                return
+            stores = sorted({(row.operatorId, row.stateStoreName) for row in rows})
+            with self._session(min(row.maxBatchId for row in rows)) as spark:
+                tables = [(*store, self._state(spark, *store)) for store in stores]
+                # The others are of other operators of the query, which are none of ours.
+                yield [
+                    (operator_id, store_name, state.where(_IS_POINTER).select(POINTER))
+                    for operator_id, store_name, state in tables
+                    if "groupState.pointer" in _fields(state.schema["value"].dataType)
+                ]
 
     def batch(self, batch: int | None = None) -> CommittedBatch:
         """A committed batch whose state can be read; the last one by default.
@@ -179,10 +185,11 @@ class StateReader:
             When Spark cannot read its checkpoint.
         """
         with self._translated():
-            rows = self._spark.read.format("state-metadata").load(self._location).collect()
+            rows = self._metadata()
             if not rows:
                 raise MissingCheckpointError(
-                    f"{self._location} has no state of a query: give Spark's checkpointLocation of one that has run"
+                    f"{self._location} has no state of a query: give Spark's checkpointLocation of one whose first "
+                    "batch with data is committed"
                 )
             oldest, newest = max(row.minBatchId for row in rows), min(row.maxBatchId for row in rows)
             wanted = newest if batch is None else batch
@@ -191,8 +198,9 @@ class StateReader:
                     f"batch {wanted} of {self._location} cannot be read: its committed batches are {oldest} to "
                     f"{newest}. Spark keeps spark.sql.streaming.minBatchesToRetain of them: choose one of these."
                 )
-            query_id = str(json.loads(self._text("metadata"))["id"])
-            offsets = self._text(f"offsets/{wanted}")
+            metadata, offsets, commit = self._texts("metadata", f"offsets/{wanted}", f"commits/{wanted}")
+        self._note_format(wanted, commit)
+        query_id = str(json.loads(metadata)["id"])
         operators = {int(row.operatorId): str(row.operatorName) for row in rows}
         return CommittedBatch(query_id, wanted, tuple(range(wanted + 1, newest + 1)), offsets, operators, oldest)
 
@@ -209,17 +217,20 @@ class StateReader:
         except MissingCheckpointError:
             return False
 
-    def pointers(self, store: StoreOfState, batch: int) -> DataFrame:
-        """A table of the pointers that a batch made, one column ``pointer``; read when it is used.
+    @contextmanager
+    def pointers(self, store: StoreOfState, batch: int) -> Iterator[DataFrame]:
+        """A table of the pointers that a batch made, one column ``pointer``; read when it is used, within the context.
 
         Raises
         ------
         StorageError
             When Spark cannot read its state.
         """
-        with self._translated():
-            state = self._state(store.operator_id, store.store_name, batch)
-            return state.where(_IS_POINTER).select(POINTER)
+        with self._session(batch) as spark:
+            with self._translated():
+                state = self._state(spark, store.operator_id, store.store_name, batch)
+                table = state.where(_IS_POINTER).select(POINTER)
+            yield table
 
     def by_bucket(self, store: StoreOfState, batch: int) -> dict[int, Pointer]:
         """The pointers that a batch made, read now.
@@ -231,20 +242,48 @@ class StateReader:
         CorruptPointerError, VersionSkewError
             When what looks like a pointer cannot be read.
         """
-        with self._translated():
-            rows = self.pointers(store, batch).collect()
+        with self.pointers(store, batch) as table, self._translated():
+            rows = table.collect()
         pointers = [Pointer.decode(bytes(row.pointer)) for row in rows]
         return {it.bucket: it for it in pointers}
 
-    def _state(self, operator_id: int, store_name: str, batch: int | None = None) -> DataFrame:
-        reader = self._spark.read.format("statestore").option("operatorId", operator_id).option("storeName", store_name)
+    @contextmanager
+    def _session(self, batch: int) -> Iterator[SparkSession]:
+        """Give a session that reads the state of a batch, in whichever format that is."""
+        if batch not in self._formats:
+            with self._translated():
+                (commit,) = self._texts(f"commits/{batch}")
+            self._note_format(batch, commit)
+        refuse_unread_format(self._location, self._formats[batch])
+        with session_with(self._spark, format_setting(self._formats[batch])) as session:
+            yield session
+
+    def _note_format(self, batch: int, commit: str) -> None:
+        self._formats[batch] = checkpoint_format_of(commit, f"{self._location}/commits/{batch}")
+
+    def _metadata(self) -> list[Any]:
+        """Read what Spark notes of each store; nothing where a query has not begun."""
+        rows: list[Any] = self._spark.read.format("state-metadata").load(self._location).collect()
+        # Spark notes stores as soon as the first batch begins.
+        if rows and min(row.maxBatchId for row in rows) < 0:
+            self._refuse_quoted("it finds no committed batch")
+            raise MissingCheckpointError(
+                f"the query at {self._location} has not committed a batch yet, so it has no state: wait until its "
+                "first batch with data is committed, and try again"
+            )
+        return rows
+
+    def _state(self, spark: SparkSession, operator_id: int, store_name: str, batch: int | None = None) -> DataFrame:
+        reader = spark.read.format("statestore").option("operatorId", operator_id).option("storeName", store_name)
         if batch is not None:
             reader = reader.option("batchId", batch)
         return reader.load(self._location)
 
-    def _text(self, name: str) -> str:
-        rows = self._spark.read.text(f"{self._location}/{name}", wholetext=True).collect()
-        return str(rows[0].value) if rows else ""
+    def _texts(self, *names: str) -> list[str]:
+        """Read files of the checkpoint, in one job."""
+        paths = [f"{self._location}/{name}" for name in names]
+        rows = self._spark.read.text(paths, wholetext=True).select("value", "_metadata.file_path").collect()
+        return [next((str(row.value) for row in rows if row.file_path.endswith(f"/{name}")), "") for name in names]
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -254,14 +293,19 @@ class StateReader:
             if not is_of_spark(error):
                 raise
             said = said_by_spark(str(error))
-            quoted = "".join(sorted(_QUOTED & set(self._location)))
-            if quoted and "COMMITTED_BATCH_UNAVAILABLE" in said:
-                raise StorageError(
-                    f"Spark's reader of state does not find {self._location}: it looks for a name in which {quoted!r} "
-                    "is quoted. Stop the query, copy its checkpoint to a location without, and start it there. "
-                    f"Spark says: {said}"
-                ) from error
+            if "COMMITTED_BATCH_UNAVAILABLE" in said:
+                self._refuse_quoted(said, error)
             raise StorageError(f"Spark cannot read the state of {self._location}: {said}") from error
+
+    def _refuse_quoted(self, said: str, error: Exception | None = None) -> None:
+        """Raise an error where Spark may look for a location of another name."""
+        quoted = "".join(sorted(_QUOTED & set(self._location)))
+        if quoted:
+            raise StorageError(
+                f"Spark's reader of state does not find {self._location}: it looks for a name in which {quoted!r} is "
+                f"quoted. Stop the query, copy its checkpoint to a location without, and start it there. Spark says: "
+                f"{said}"
+            ) from error
 
 
 def _fields(value: Any) -> set[str]:

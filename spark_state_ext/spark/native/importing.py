@@ -23,17 +23,12 @@ from spark_state_ext.errors import CorruptFileError, LiveRunError, UsageError
 from spark_state_ext.files.folder import refuse_relative
 from spark_state_ext.savepoints.batch_logs import LoggedBatch, parsed_batch
 from spark_state_ext.spark.client.savepoints import TakenSavepoint
+from spark_state_ext.spark.client.settings import format_setting, refuse_unread_format, session_with
 from spark_state_ext.spark.client.tables import TableSavepoint, save_table, saved_table
 from spark_state_ext.spark.client.tasks import in_a_task
 from spark_state_ext.spark.native.checksums import TableSum, observed, table_sum
 from spark_state_ext.spark.native.marks import write_marks
-from spark_state_ext.spark.native.settings import checkpoint_format, configured, format_setting
-from spark_state_ext.spark.native.spark_state import (
-    read_state,
-    refuse_old_spark,
-    refuse_unread_format,
-    translated,
-)
+from spark_state_ext.spark.native.spark_state import read_state, refuse_old_spark, translated
 from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
@@ -167,9 +162,9 @@ def import_native(
     _refuse_running(spark, told["checkpoint"], found, idle_s)
     offsets = {int(number): text for number, text in found["offsets"].items()}
     logged = parsed_batch(found["batch"], found["planned"], offsets, found["commit"], told["checkpoint"])
-    refuse_unread_format(told["checkpoint"], checkpoint_format(logged))
-    with configured(spark, format_setting(logged)):
-        taken, total, written = _imported(spark, told, found, logged, _Target(target, operator, buckets))
+    refuse_unread_format(told["checkpoint"], logged.checkpoint_format)
+    with session_with(spark, format_setting(logged.checkpoint_format)) as session:
+        taken, total, written = _imported(session, told, found, logged, _Target(target, operator, buckets))
     return ImportedJob(
         savepoint=taken,
         checkpoint_location=told["new_checkpoint"],

@@ -16,8 +16,8 @@ from arrow_schemas.labels import bucket_label
 from spark_state_ext.errors import StorageError
 from spark_state_ext.savepoints.batch_logs import LoggedBatch
 from spark_state_ext.spark.client.plain import unpatched
+from spark_state_ext.spark.client.settings import format_setting, session_with
 from spark_state_ext.spark.compat import is_of_spark, said_by_spark
-from spark_state_ext.spark.native.settings import configured, format_setting
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -56,14 +56,14 @@ def write_marks(
     source, location = places
     conf = {
         **logged.conf,
-        **format_setting(logged),
+        **format_setting(logged.checkpoint_format),
         # One whole file for each partition, in place of changes to what was not there.
         "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "false",
     }
-    with configured(spark, conf):
+    with session_with(spark, conf) as session:
         labels = F.explode(F.array(*[F.lit(bucket_label(bucket)) for bucket in range(buckets)]))
         # As in an operator's own plan, the label may be NULL as far as Spark knows; and no row is late.
-        rows = spark.readStream.format("text").load(source).select("value", labels.alias("label"))
+        rows = session.readStream.format("text").load(source).select("value", labels.alias("label"))
         bucket = F.when(F.col("value").isNotNull(), F.col("label"))
         rows = rows.select(bucket.alias("bucket"), F.timestamp_seconds(F.lit(1)).alias("at"))
         with unpatched():

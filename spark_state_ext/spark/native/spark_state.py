@@ -18,7 +18,7 @@ from spark_state_ext.spark.compat import FIRST_READERS, SPARK_VERSION, is_of_spa
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-__all__ = ["SparkState", "read_state", "refuse_old_spark", "refuse_unread_format", "translated"]
+__all__ = ["SparkState", "read_state", "refuse_old_spark", "translated"]
 
 _OPERATOR = "applyInPandasWithState"
 _GROUP_STATE, _TIMEOUT = "groupState", "timeoutTimestamp"
@@ -64,33 +64,6 @@ def refuse_old_spark(version: tuple[int, int] = SPARK_VERSION) -> None:
         raise UsageError(
             "PySpark 3.5 has no reader of Spark's state, which a job is imported with. Stop the job, and import it "
             "with PySpark 4.0 or newer: that reads the checkpoint that 3.5 wrote."
-        )
-
-
-def refuse_unread_format(location: str, checkpoint_format: int, version: tuple[int, int] = SPARK_VERSION) -> None:
-    """Refuse a checkpoint whose format this PySpark writes, and its reader of state does not read.
-
-    Parameters
-    ----------
-    location
-        The checkpoint location.
-    checkpoint_format
-        Spark's number of the format.
-    version
-        PySpark's.
-
-    Raises
-    ------
-    UsageError
-        For format 2 on PySpark 4.0.
-    """
-    first = FIRST_READERS[checkpoint_format]
-    if version < first:
-        this, needed = (".".join(map(str, it)) for it in (version, first))
-        raise UsageError(
-            f"PySpark {this} cannot read the state of {location}: its checkpoint format is {checkpoint_format}, which "
-            f"Spark's reader of state reads from {needed} on. Import it with PySpark {needed} or newer; the job itself "
-            f"can go on with {this} (docs/operating/importing.md)"
         )
 
 
