@@ -34,6 +34,7 @@ _LOGGER = logging.getLogger("spark_state_ext")
 _SIZES_MAX = {PIECES_ACTION: QUESTION_BYTES_MAX, DELTA_ACTION: DELTA_BYTES_MAX + QUESTION_BYTES_MAX}
 # Questions that are answered at once. Each has a thread, and an answer in memory.
 _SLOTS = 8
+_REFUSED = "refused: this needs the secret of its peers"
 
 
 class PeerServer:
@@ -94,15 +95,30 @@ def _raise_if_taken(host: str, port: int) -> None:
         tried.bind(address)
 
 
+class _OnlyActions(flight.ServerMiddlewareFactory):  # type: ignore[misc] # PyArrow has no types
+    """Refuses, before they are read, the calls that no peer makes. What Arrow says by itself has a traceback."""
+
+    def __init__(self, work: PeerWork) -> None:
+        self._work = work
+        super().__init__()
+
+    def start_call(self, info: Any, headers: Any) -> None:
+        """Raise an error for any call but one."""
+        if info.method != flight.FlightMethod.DO_ACTION:
+            self._work.count("refused")
+            _LOGGER.debug("a call of %s is refused", info.method)
+            raise flight.FlightUnauthenticatedError(_REFUSED)
+
+
 class _Server(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no types
-    """Answers two kinds of action, and refuses all else."""
+    """Answers two kinds of action. (`_OnlyActions` refuses all other calls.)"""
 
     def __init__(
         self, location: str, secret: PeerSecret, shelf: Shelf, work: PeerWork, take: TakeDelta, **given: Any
     ) -> None:
         self._secret, self._shelf, self._work, self._take = secret, shelf, work, take
         self._slots = threading.BoundedSemaphore(_SLOTS)
-        super().__init__(location, **given)
+        super().__init__(location, middleware={"only_actions": _OnlyActions(work)}, **given)
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
         """The answers to a question, or to a delta."""
@@ -117,7 +133,7 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no t
             self._work.count("refused")
             _LOGGER.debug("a question from %s is refused: %s", context.peer(), error)
             # Why is nobody's business who does not have the secret.
-            raise flight.FlightUnauthenticatedError("refused: this needs the secret of its peers") from None
+            raise flight.FlightUnauthenticatedError(_REFUSED) from None
 
     def _taken(self, delta: PeerDelta) -> Iterator[bytes]:
         taken = self._take(delta)
