@@ -28,10 +28,16 @@ def state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Fi
         When they cannot; names the column.
     """
 
-    def refuse(column: str, why: str) -> SchemaChangedError:
+    def refuse(column: str, why: str, nested: bool = False) -> SchemaChangedError:
+        allowed = "Allowed are new nullable columns and wider numbers"
+        if nested:
+            allowed = (
+                "Only top-level columns may be added or widened, not what lies within a struct, array or map: keep "
+                "this column as it was, and add what is new as a column of its own"
+            )
         return SchemaChangedError(
-            f"the state of operator {operator!r} changed: column {column!r} {why}. Allowed are new nullable columns "
-            "and wider numbers; go back to the old state schema, or start from a new checkpoint location."
+            f"the state of operator {operator!r} changed: column {column!r} {why}. {allowed}; or go back to the old "
+            "state schema, or start from a new checkpoint location."
         )
 
     old = {field.name: field for field in stored}
@@ -52,11 +58,10 @@ def state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Fi
             changed = True
         elif before.type != field.type:
             if not (_widens(before.type, field.type) or _relaxes(before.type, field.type)):
-                raise refuse(
-                    field.name,
-                    f"was {before.type} and is now {field.type}, which not every stored value "
-                    + ("is sure to fit" if pa.types.is_nested(before.type) else "fits"),
-                )
+                nested = pa.types.is_nested(before.type)
+                fits = "is sure to fit" if nested else "fits"
+                why = f"was {before.type} and is now {field.type}, which not every stored value {fits}"
+                raise refuse(field.name, why, nested)
             changed = True
         elif field.nullable and not before.nullable:
             # Runs have place for NULLs in any case; the function must not be held to the old declaration.
