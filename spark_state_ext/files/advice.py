@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import re
+from typing import Any
 
-from spark_state_ext.worker.retry import is_retriable, status_of
+from spark_state_ext.worker.retry import causes_of, is_retriable, status_of
 
 __all__ = ["advice_on"]
 
@@ -14,12 +16,25 @@ _RIGHTS = (
     "Give rights to list, read, write and delete there: by credentials in storage_options, or where the file system's "
     "library looks for them on each executor"
 )
+_RENEW = "renew the credentials and start again: no state is lost (docs/operating/credentials.md)"
+_EXPIRED = f"The credentials have expired: {_RENEW}"
+_MAYBE_EXPIRED = f"S3 answers so, without a reason, where temporary credentials have expired: if so, {_RENEW}"
 _NETWORK = (
     "The store did not answer: see to the network, and to the endpoint and region in storage_options, then start the "
     "query again"
 )
 _OPTION = "Most likely storage_options has an option that this file system does not take"
 _ELSE = "See that each executor can reach and use the root, then start the query again: no state is lost"
+# How stores and their clients say that credentials were good once: codes of S3 and STS, Azure's sentences about a
+# signature and about a token of Entra ID, Google's code and what its library says of a refresh token.
+_SAID_EXPIRED = re.compile(
+    r"ExpiredToken|TokenRefreshRequired|RequestExpired|ACCESS_TOKEN_EXPIRED|AuthenticationExpired|invalid_grant"
+    r"|Signature not valid in the specified time frame|Lifetime validation failed"
+    r"|\b(token|credentials?|session|signature)\b[^\n]{0,80}\bexpired\b",
+    re.IGNORECASE,
+)
+# In names of errors about credentials that have no status: botocore's, azure-identity's, google-auth's RefreshError.
+_ABOUT_CREDENTIALS = ("Credential", "Refresh", "SSO", "Authentication")
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR})
 
 
@@ -40,10 +55,23 @@ def advice_on(error: BaseException, local: bool) -> str:
     if local:
         return _MUST_BE if number in _REFUSED or isinstance(error, FileNotFoundError) else _ELSE
     # Clients of object stores have errors of their own, which this package must not import.
-    if isinstance(error, PermissionError) or status_of(error) in (401, 403) or "Credential" in type(error).__name__:
+    status, names = status_of(error), " ".join(type(cause).__name__ for cause in causes_of(error))
+    denied = isinstance(error, PermissionError) or status in (401, 403)
+    denied = denied or any(word in names for word in _ABOUT_CREDENTIALS)
+    if (denied or status == 400) and any(_SAID_EXPIRED.search(_said(cause)) for cause in causes_of(error)):
+        return _EXPIRED
+    if denied:
         return _RIGHTS
+    if status == 400 and any(getattr(cause, "operation_name", "") == "HeadObject" for cause in causes_of(error)):
+        return _MAYBE_EXPIRED
     if isinstance(error, FileNotFoundError):
         return _BUCKET
     if number in _REFUSED:
         return _MUST_BE
     return _NETWORK if is_retriable(error) else _ELSE
+
+
+def _said(error: BaseException) -> str:
+    """What an error says, with the code that the server gave."""
+    code: Any = getattr(error, "error_code", None)  # azure-core
+    return f"{code or ''} {error}"

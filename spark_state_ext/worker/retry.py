@@ -16,7 +16,7 @@ import tenacity
 
 from spark_state_ext.errors import InterruptedRestoreError, MissingError, StateError, StorageError, StoreFullError
 
-__all__ = ["is_retriable", "retried", "status_of"]
+__all__ = ["causes_of", "is_retriable", "retried", "status_of"]
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def is_retriable(error: BaseException) -> bool:
             return False
         # Ours wrap what a file system raised. One of our own making, as of a torn upload, may go well another time.
         return error.__cause__ is None or is_retriable(error.__cause__)
-    causes = list(_chain(error))
+    causes = list(causes_of(error))
     for cause in causes:
         status = _status_of(cause)
         if status is not None:
@@ -58,7 +58,8 @@ def _is_connections(error: BaseException) -> bool:
     return any(word in name for name in names for word in _CONNECTION_WORDS)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that it was raised from, each once."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -69,7 +70,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def status_of(error: BaseException) -> int | None:
     """The HTTP status that a client's error, or one that it was raised from, came of; None where there is none."""
-    return next((status for cause in _chain(error) if (status := _status_of(cause)) is not None), None)
+    return next((status for cause in causes_of(error) if (status := _status_of(cause)) is not None), None)
 
 
 def _status_of(error: BaseException) -> int | None:

@@ -8,9 +8,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+from azure.core.exceptions import ClientAuthenticationError
+from botocore.exceptions import CredentialRetrievalError  # type: ignore[import-untyped]
 from core_support import small_disk
 from fsspec.implementations.local import LocalFileSystem
 
@@ -236,11 +240,15 @@ class Answer(Exception):  # noqa: N818  # as clients of stores name theirs
         self.status = status
 
 
+EXPIRED = "The credentials have expired: renew the credentials and start again"
 ADVICE: list[tuple[Exception, bool, str]] = [
     (PermissionError(errno.EACCES, "denied"), True, "A root must be a folder that every executor can make"),
     (OSError(errno.EIO, "i/o error"), True, "See that each executor can reach and use the root"),
     (PermissionError(errno.EACCES, "denied"), False, "Give rights to list, read, write and delete there"),
     (Answer(403), False, "Give rights to list"),
+    (ClientAuthenticationError("Signature not valid in the specified time frame: Expiry [Fri]"), False, EXPIRED),
+    (ClientAuthenticationError("no such account"), False, "Give rights to list"),
+    (CredentialRetrievalError(provider="sso", error_msg="the SSO session has expired"), False, EXPIRED),
     (FileNotFoundError("The specified bucket does not exist"), False, "The bucket or container of a root must exist"),
     (ConnectionError("refused"), False, "The store did not answer: see to the network, and to the endpoint"),
     (Answer(503), False, "The store did not answer"),
@@ -252,6 +260,38 @@ ADVICE: list[tuple[Exception, bool, str]] = [
 def test_a_failure_of_a_root_says_what_to_do(error: Exception, local: bool, advice: str) -> None:
     """Connections that were refused, missing rights on an object store and others came without a word of advice."""
     assert advice_on(error, local).startswith(advice)
+
+
+class _Expired(BaseHTTPRequestHandler):
+    """Answers as S3 does when a session token is over; to a HEAD request that is without a word."""
+
+    def do_GET(self) -> None:
+        said = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+        self.send_response(400)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(said)
+
+    do_HEAD = do_GET  # as http.server calls them
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing on stderr."""
+
+
+def test_an_expired_token_is_to_be_renewed() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Expired)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        options = {"key": "k", "secret": "s", "token": "t", "endpoint_url": f"http://127.0.0.1:{server.server_port}"}
+        files = Folder("s3://bucket/root", options)
+        with pytest.raises(StorageError, match=rf"The provided token has expired\.\. {EXPIRED}"):
+            files.names()
+        with pytest.raises(StorageError, match="where temporary credentials have expired: if so, renew the cred"):
+            files.exists("file")
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_store_that_cannot_be_reached_says_what_to_look_at() -> None:
