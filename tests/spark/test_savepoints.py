@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -28,7 +29,7 @@ from spark_state_ext import (
     write_savepoint,
 )
 from spark_state_ext.__main__ import main
-from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
+from spark_state_ext.errors import MissingCheckpointError, OperatorChangedError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LeaseRecord
@@ -407,11 +408,33 @@ def test_a_checkpoint_that_later_ones_need_is_claimed_by_force_only(spark: Any, 
 
 
 @reads_state
-def test_an_operator_that_is_not_in_a_savepoint(spark: Any, old: Query, tmp_path: Path) -> None:
+def test_an_operator_that_is_not_in_a_savepoint_is_refused_when_the_query_is_planned(
+    spark: Any, old: Query, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     taken(old, tmp_path / "savepoint")
     start = Savepoint(str(tmp_path / "savepoint"), operator="other")
-    with pytest.raises(StreamingQueryException, match="has no operator 'other'; it has tested"):
-        Query(spark, tmp_path / "new", start_from=start).run(NEXT)
+    left = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint), operator="other")
+    for wrong in (start, left):
+        query = Query(spark, tmp_path / f"new-{type(wrong).__name__}", start_from=wrong)
+        query.job.feed(keyed("a"))
+        with pytest.raises(OperatorChangedError, match="has no operator 'other'; it has tested"):
+            query.job.planned()
+        # Nothing was written, and nothing is held.
+        assert not (query.job.folder / "root").exists()
+    assert old.files.child("holds").names() == []
+    # What only a query without state minds is no error: this one may have some.
+    with caplog.at_level(logging.WARNING):
+        fitting = replace(start, operator="tested")
+        for job in (
+            Query(spark, tmp_path / "gone", start_from=replace(start, path=str(tmp_path / "gone"))).job,
+            replace(Query(spark, tmp_path / "other-state", start_from=fitting).job, state="m bigint"),
+        ):
+            job.feed(keyed("a"))
+            job.planned()
+    gone, other_state = (it.getMessage() for it in caplog.records if "start from" in it.getMessage())
+    assert "which operator 'tested' may start from, was not read when the query was planned" in gone
+    assert "column 'n' was removed" in other_state
+    assert "one that has none fails in its first batch" in other_state
     new = Query(spark, tmp_path / "empty", start_from=replace(start, allow_non_restored=True)).run(NEXT)
     assert new.table == counted(NEXT)
 

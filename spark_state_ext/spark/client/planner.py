@@ -37,6 +37,7 @@ from spark_state_ext.spark.client.lease_keeper import LeaseKeeper
 from spark_state_ext.spark.client.neighbours import tell_of_others
 from spark_state_ext.spark.client.plain import unpatched
 from spark_state_ext.spark.client.shim import bucket_entry, pack_entry, unpack_entry
+from spark_state_ext.spark.client.start_check import check_start
 from spark_state_ext.spark.shuffle.combine import Combiner, Combining
 from spark_state_ext.spark.shuffle.observed import with_sizes, with_start
 from spark_state_ext.spark.shuffle.output import OUTPUT_SCHEMA
@@ -139,7 +140,7 @@ def planned(options: StateOptions, asked: Request) -> DataFrame:
 
     Raises
     ------
-    UnsupportedTypeError, UnsupportedPlanError, UsageError
+    UnsupportedTypeError, UnsupportedPlanError, UsageError, OperatorChangedError
         As for `ArrowState.apply_in_arrow_with_state`.
     """
     if not asked.df.isStreaming:
@@ -153,6 +154,7 @@ def planned(options: StateOptions, asked: Request) -> DataFrame:
     case_sensitive = spark.conf.get("spark.sql.caseSensitive", "false") == "true"
     columns = _columns(options, asked, case_sensitive)
     job, adopted = captured(spark, _job(options, asked, columns, spark, case_sensitive))
+    check_start(spark, job)
     job = with_rescaling(spark, job)
     tell_of_others(options.root, options.storage_options, options.operator)
     result = _wired(job.to_plain(), options.operator, asked, columns)

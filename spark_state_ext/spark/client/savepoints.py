@@ -320,8 +320,8 @@ def _matched(
     there = {it.operator for it in stores}
     if not stores:
         raise MissingCheckpointError(
-            f"{location} has no state of spark_state_ext: give Spark's checkpointLocation of a query that has committed "
-            "a batch with data"
+            f"{location} has no state of spark_state_ext: give Spark's checkpointLocation of a query that has "
+            "committed a batch with data"
         )
     if there != by_name.keys():
         raise UsageError(

@@ -199,6 +199,8 @@ class ArrowState:
             When `df` is not streaming, or has several event-time columns.
         UsageError
             When an argument cannot work.
+        OperatorChangedError
+            When what `start_from` names does not have the operator.
         """
         return planned(
             self.options,
@@ -259,6 +261,8 @@ class ArrowState:
             When `df` is not streaming, or has several event-time columns.
         UsageError
             When an argument cannot work.
+        OperatorChangedError
+            When what `start_from` names does not have the operator.
         """
         return planned(
             self.options,
@@ -304,7 +308,7 @@ class ArrowState:
 
         Raises
         ------
-        UnsupportedTypeError, UnsupportedPlanError, UsageError
+        UnsupportedTypeError, UnsupportedPlanError, UsageError, OperatorChangedError
             As for `apply_in_arrow_with_state`.
         """
         return planned(

@@ -22,7 +22,7 @@ from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedBucket, SavepointHeader, SavepointManifest
 from spark_state_ext.backends.replication import Restorable, close_all
 from spark_state_ext.engine.folders import scratch_folder
-from spark_state_ext.engine.job import refuse_other_release
+from spark_state_ext.engine.job import Job, refuse_other_release
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.shared import Shared
 from spark_state_ext.errors import LiveRunError, MissingCheckpointError, StateError, UsageError
@@ -34,6 +34,7 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Found
 from spark_state_ext.rescale.dividing import may_be_divided
 from spark_state_ext.rescale.origin import origin_beside
+from spark_state_ext.rescale.unfit_start import refuse_unfit_start
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.copying import refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
@@ -43,7 +44,7 @@ from spark_state_ext.savepoints.taking import Reading, save_bucket
 from spark_state_ext.version import __version__
 from spark_state_ext.worker.worker import Worker
 
-__all__ = ["begin", "capture", "describe", "end", "finish", "refuse", "save"]
+__all__ = ["begin", "capture", "check_start", "describe", "end", "finish", "refuse", "save"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 
@@ -256,6 +257,18 @@ def capture(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterato
     notes = Folder(target["root"], target["storage_options"]).child(target["operator"], STARTING_FOLDER)
     notes.put(plain["file"], captured.encode())
     yield answer({"buckets": len(pointers)})
+
+
+def check_start(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Answers with what keeps a job from starting from its snapshot, as far as that tells; None: nothing does."""
+    for _ in batches:
+        pass
+    try:
+        refuse_unfit_start(Job.from_plain(plain["job"]))
+    except StateError as error:
+        yield answer({"error": type(error).__name__, "text": str(error)})
+        return
+    yield answer(None)
 
 
 def _savepoint(plain: dict[str, Any]) -> Folder:
