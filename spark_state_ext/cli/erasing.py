@@ -19,6 +19,7 @@ from spark_state_ext.erasing.folders import query_folders_below
 from spark_state_ext.erasing.receipt import EraseReceipt
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.functions.reasons import conversion_reason
 
 __all__ = [
     "BackendOptions",
@@ -115,8 +116,8 @@ def keys_of(
     given += [key_of((), text, schema) for text in as_json]
     try:
         return pa.Table.from_pylist(given, schema=schema)
-    except (pa.ArrowException, ArithmeticError, TypeError, ValueError) as error:
-        raise UsageError(f"these are no keys with the columns {columns}: {error}") from error
+    except (pa.ArrowException, ArithmeticError, AttributeError, TypeError, ValueError) as error:
+        raise UsageError(f"these are no keys with the columns {columns}: {conversion_reason(error)}") from error
 
 
 def backends_of(roots: Sequence[str] | None, options: str) -> list[Backend]:

@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from spark_state_ext.errors import UsageError
+from spark_state_ext.functions.reasons import conversion_reason
 
 __all__ = ["key_of", "parsed"]
 
@@ -86,7 +87,8 @@ def parsed(word: str, field: pa.Field) -> Any:
             return float(word)
         return _of_text(word, kind)
     except (ArithmeticError, KeyError, ValueError) as error:
-        raise _wrong(word, field, error) from error
+        why = "write true or false" if pa.types.is_boolean(kind) else conversion_reason(error)
+        raise _wrong(word, field, why) from error
 
 
 def _of_text(text: str, kind: pa.DataType) -> Any:
@@ -131,7 +133,7 @@ def _of_json(value: Any, field: pa.Field) -> Any:
     try:
         return value if pa.types.is_string(kind) else _of_text(value, kind)
     except (ValueError, InvalidOperation) as error:
-        raise _wrong(value, field, error) from error
+        raise _wrong(value, field, conversion_reason(error)) from error
 
 
 def _wrong(value: Any, field: pa.Field, why: object) -> UsageError:

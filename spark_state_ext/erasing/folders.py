@@ -14,6 +14,7 @@ from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import as_table, cast_column, is_table
 
 __all__ = ["QueryFolder", "keys_as_stored", "query_folders_below"]
@@ -142,5 +143,6 @@ def _column(given: Any, who: str) -> pa.Array:
         return flat(given)
     try:
         return pa.array(list(given))
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise StateValueError(f"{who} was given keys that are of no one type: {error}") from error
+    except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
+        why = conversion_reason(error)
+        raise StateValueError(f"{who} was given keys that are of no one type: {why}") from error

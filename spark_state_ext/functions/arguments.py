@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from arrow_schemas.equality import BoolArray
 from spark_state_ext.errors import StateValueError
+from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import is_number, is_table
 
 __all__ = ["mask_of", "milliseconds", "own"]
@@ -21,7 +22,7 @@ def milliseconds(given: Any, event_time: bool) -> Any:
     """Times in whatever form as whole milliseconds."""
     try:
         if isinstance(given, (str, bytes, bytearray, memoryview)) or is_table(given):
-            raise TypeError(f"not {type(given).__name__}")
+            raise ValueError(f"not {type(given).__name__}")
         column = given if isinstance(given, (pa.Array, pa.ChunkedArray)) else pa.array(given)
         kind = column.type
         if event_time and pa.types.is_timestamp(kind):
@@ -29,13 +30,13 @@ def milliseconds(given: Any, event_time: bool) -> Any:
         elif not event_time and pa.types.is_duration(kind):
             column = _whole(column, pa.duration("ms"))
         elif not (is_number(kind) or pa.types.is_null(kind)):
-            raise TypeError(f"not {kind}")
+            raise ValueError(f"not {kind}")
         return column.cast(pa.int64())
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+    except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
         what = "timestamps" if event_time else "durations"
         raise StateValueError(
             f"set_timeout() takes {what}, or whole numbers of milliseconds, and was given "
-            f"{reprlib.repr(given)}: {error}"
+            f"{reprlib.repr(given)}: {conversion_reason(error)}"
         ) from error
 
 

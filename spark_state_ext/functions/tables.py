@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from arrow_schemas.columns import shown
 from arrow_schemas.errors import StateValueError
 from arrow_schemas.spark_types import normal_type
+from spark_state_ext.functions.reasons import conversion_reason
 
 __all__ = [
     "as_table",
@@ -84,7 +85,7 @@ def as_table(given: Any, who: str) -> pa.Table:
     except (pa.ArrowException, TypeError, ValueError) as error:
         if isinstance(given, Mapping):
             refuse_uneven(given, who)
-        raise StateValueError(f"{who} something that is no table: {error}") from error
+        raise StateValueError(f"{who} something that is no table: {conversion_reason(error)}") from error
     raise StateValueError(
         f"{who} a value of type {type(given).__name__}: a table is a pyarrow Table or RecordBatch, a mapping of "
         "columns, or anything with __arrow_c_stream__ (polars, DuckDB)"

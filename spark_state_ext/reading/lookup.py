@@ -22,6 +22,7 @@ from arrow_schemas.equality import rows_equal
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_hash import key_hash
 from spark_state_ext.errors import UsageError
+from spark_state_ext.functions.reasons import conversion_reason
 
 __all__ = ["WantedKey"]
 
@@ -37,7 +38,7 @@ _WIDTHS = {
 _DAY = datetime.date(1970, 1, 1)
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
 _MICROSECOND = datetime.timedelta(microseconds=1)
-_NOT_A_VALUE = (pa.ArrowException, OverflowError, TypeError, ValueError, struct.error)
+_NOT_A_VALUE = (pa.ArrowException, AttributeError, OverflowError, TypeError, ValueError, struct.error)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class WantedKey:
             try:
                 columns.append(_column(value, field))
             except _NOT_A_VALUE as error:
-                raise UsageError(f"{value!r} is no value of the key column {name!r}, {field.type}: {error}") from error
+                why = conversion_reason(error, value)
+                raise UsageError(f"{value!r} is no value of the key column {name!r}, {field.type}: {why}") from error
         return WantedKey(tuple(columns), key_hash(columns))
 
     def is_in(self, row: pa.RecordBatch, schema: RowSchema) -> bool:
@@ -128,7 +130,7 @@ def _column(value: Any, field: pa.Field) -> pa.Array:
         if value.tzinfo is None:
             value = value.replace(tzinfo=datetime.timezone.utc)
         elif data_type.tz is None:
-            raise TypeError("it has a time zone, and the column has none")
+            raise ValueError("it has a time zone, and the column has none")
         return _stored_as(pa.int64(), (value - _EPOCH) // _MICROSECOND, data_type)
     normal = RowSchema((field,), ()).normalise_keys([pa.array([value], data_type)])
     return normal[0]

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from arrow_schemas.row import BUCKET, DEFINED, EXPIRES_MS, KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.errors import UsageError
+from spark_state_ext.functions.reasons import conversion_reason
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -118,4 +119,4 @@ def filtered(rows: pa.RecordBatch, condition: pc.Expression) -> pa.Table:
     try:
         return pa.Table.from_batches([rows]).filter(condition)
     except (pa.ArrowException, TypeError, ValueError, KeyError) as error:
-        raise UsageError(f"the filter {condition} does not fit the columns: {error}") from error
+        raise UsageError(f"the filter {condition} does not fit the columns: {conversion_reason(error)}") from error

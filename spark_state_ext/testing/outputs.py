@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from spark_state_ext.errors import ResultTypeError, StateValueError
+from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.spark.shuffle.output import unpack
 
 if TYPE_CHECKING:
@@ -76,10 +77,10 @@ def _column(values: Any, field: pa.Field, timezone: str) -> pa.Array:
         values = values.dt.tz_convert("UTC")
     try:
         return _as_type(values, field.type)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+    except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
         raise StateValueError(
             f"the function gave a frame whose column {field.name!r} of type {field.type} cannot hold "
-            f"{values.dtype}: {error}"
+            f"{values.dtype}: {conversion_reason(error)}"
         ) from error
 
 

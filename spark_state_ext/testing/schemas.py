@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from arrow_schemas.spark_types import flat_name, state_fields
 from spark_state_ext.errors import StateValueError, UnsupportedTypeError, UsageError
+from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import as_table, cast_column, is_table, refuse_nulls
 from spark_state_ext.testing.ddl import ddl_struct
 
@@ -182,8 +183,8 @@ class Rows:
         self._refuse_others(rows, schema)
         try:
             return pa.Table.from_pylist(rows, schema)
-        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise StateValueError(f"batches has rows that make no table: {error}") from error
+        except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise StateValueError(f"batches has rows that make no table: {conversion_reason(error)}") from error
 
     @staticmethod
     def _refuse_others(rows: Sequence[Mapping[str, Any]], schema: pa.Schema | None) -> None:

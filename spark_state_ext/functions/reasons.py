@@ -1,0 +1,43 @@
+"""Why a value was not converted, for messages: Python's own texts name attributes and parsers."""
+
+from __future__ import annotations
+
+import decimal
+import re
+import struct
+from typing import Any
+
+import pyarrow as pa
+
+__all__ = ["conversion_reason"]
+
+_UNKNOWN = object()
+_CLASS = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
+# What Python says of text in which it finds no number, and no date or time.
+_NO_NUMBER = re.compile(r"invalid literal for int|could not convert string to float")
+_NO_TIME = re.compile(r"isoformat|does not match format")
+
+
+def conversion_reason(error: BaseException, value: Any = _UNKNOWN) -> str:
+    """Say why a value was not converted, in words that need no knowledge of the code that tried.
+
+    Parameters
+    ----------
+    error
+        What the conversion raised.
+    value
+        The value, if it is known.
+    """
+    text = str(error)
+    if isinstance(error, decimal.InvalidOperation):
+        return "it is no decimal number that fits"
+    if isinstance(error, (OverflowError, struct.error)):
+        return "it is out of range"
+    internal = isinstance(error, (AttributeError, IndexError, KeyError, TypeError))
+    if not text or (internal and not isinstance(error, pa.ArrowException)):
+        return "it is of another type" if value is _UNKNOWN else f"it is of type {type(value).__name__}"
+    if _NO_NUMBER.search(text):
+        return "it is no number"
+    if _NO_TIME.search(text):
+        return "it is no date or time, such as 2026-01-31 or 2026-01-31T12:00:00"
+    return _CLASS.sub(r"\1", text.splitlines()[0])

@@ -1,0 +1,97 @@
+"""Why a value is refused is said in words that need no knowledge of Python's insides."""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from arrow_schemas.row import RowSchema
+from spark_state_ext.cli.values import parsed
+from spark_state_ext.errors import StateError
+from spark_state_ext.functions.arguments import milliseconds
+from spark_state_ext.functions.reasons import conversion_reason
+from spark_state_ext.functions.tables import as_table
+from spark_state_ext.reading.lookup import WantedKey
+
+TYPES = [
+    pa.int8(),
+    pa.int64(),
+    pa.float64(),
+    pa.bool_(),
+    pa.string(),
+    pa.binary(),
+    pa.date32(),
+    pa.timestamp("us", "UTC"),
+    pa.timestamp("us"),
+    pa.decimal128(5, 2),
+    pa.list_(pa.int32()),
+    pa.struct([("a", pa.date32())]),
+]
+VALUES: list[Any] = [
+    5,
+    1 << 70,
+    2.5,
+    float("nan"),
+    True,
+    "word",
+    b"bytes",
+    dt.date(2026, 1, 31),
+    dt.datetime(2026, 1, 31, 12, tzinfo=dt.timezone.utc),
+    Decimal("123456.789"),
+    [dt.date(2026, 1, 31)],
+    {"a": 5},
+    {"b": 5},
+    object(),
+]
+# What Python's own errors speak of: attributes, parsers, formats of `struct`, classes.
+INSIDES = re.compile(
+    r"attribute|<class|invalid literal|could not convert string|isoformat|interpreted as an integer|requires|argument"
+    r"|ConversionSyntax|base 10|toordinal|Error\("
+)
+
+
+def _refused(call: Any, *given: Any) -> str:
+    """What a call says that refuses; empty: it does not."""
+    try:
+        call(*given)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_no_value_of_a_column_is_told_without_pythons_insides() -> None:
+    said = []
+    for kind in TYPES:
+        field = pa.field("k", kind)
+        said += [_refused(WantedKey.of, (value,), ["k"], RowSchema((field,), ())) for value in VALUES]
+        said += [_refused(parsed, word, field) for word in ("word", "1e", "[5", "2026-13-40", "99999999999999999999")]
+    said += [
+        _refused(milliseconds, given, True) for given in ([dt.date(2026, 1, 31)], [object()], ["x"], "x", [1 << 70])
+    ]
+    said += [_refused(as_table, given, "it was given") for given in ({"a": [1, "x"]}, {"a": [object()]})]
+    refused = [text for text in said if text]
+    assert len(refused) > 100
+    assert [text for text in refused if INSIDES.search(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda: dt.date(2026, 1, 31).tzinfo, "it is of type date"),  # type: ignore[attr-defined]
+        (lambda: int("word"), "it is no number"),
+        (lambda: dt.date.fromisoformat("word"), "it is no date or time, such as 2026-01-31 or 2026-01-31T12:00:00"),
+        (lambda: Decimal("word"), "it is no decimal number that fits"),
+        (lambda: (1 << 70).to_bytes(2, "big"), "it is out of range"),
+        (lambda: pa.scalar("word", pa.date32()), "object of type str cannot be converted to int"),
+        (lambda: dt.date(0, 1, 1), "year 0 is out of range"),
+    ],
+)
+def test_each_kind_of_reason(call: Any, reason: str) -> None:
+    with pytest.raises(Exception) as raised:  # whatever Python raises
+        call()
+    assert conversion_reason(raised.value, dt.date(2026, 1, 31)) == reason
