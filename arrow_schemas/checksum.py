@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from arrow_schemas.damage import damage_in
 from arrow_schemas.errors import CorruptFileError, StateError, VersionSkewError
 
 __all__ = ["INT64_MAX", "checksum_of", "opened_document", "readable", "refuse_newer", "sealed_document", "whole_number"]
@@ -107,4 +108,4 @@ def readable(where: str, what: str, mend: str = "") -> Iterator[None]:
     except StateError:
         raise
     except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{where} is no {what}: {error!r}{'. ' if mend else ''}{mend}") from error
+        raise CorruptFileError(f"{where} is no {what}: {damage_in(error)}{'. ' if mend else ''}{mend}") from error

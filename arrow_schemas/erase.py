@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from arrow_schemas.checksum import opened_document, readable, refuse_newer, sealed_document
+from arrow_schemas.damage import damage_in
 from arrow_schemas.errors import CorruptFileError, CorruptPointerError, StateError
 from arrow_schemas.headers import header_metadata, header_text
 from arrow_schemas.lineage import BODY_KEY, BODY_PLACEHOLDER
@@ -191,7 +192,7 @@ class EraseRequest:
         except StateError:
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"{where} cannot be read: {error!r}. {_MEND}.") from error
+            raise CorruptFileError(f"{where} cannot be read: {damage_in(error)}. {_MEND}.") from error
 
     def emptied(self, request_id: str | None = None) -> EraseRequest:
         """The same without keys; of another id where one is given."""

@@ -15,6 +15,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
+from arrow_schemas.damage import damage_in
 from arrow_schemas.errors import CorruptPointerError, VersionSkewError
 
 __all__ = ["IMPORT_MARK_FORMAT", "MAGIC", "ImportMark"]
@@ -81,7 +82,9 @@ class ImportMark:
             fields = json.loads(data[_HEAD.size : _HEAD.size + length])
             found = ImportMark(str(fields["savepoint"]), str(fields["savepoint_id"]))
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptPointerError(f"the mark of an import in Spark's state cannot be read: {error!r}") from error
+            raise CorruptPointerError(
+                f"the mark of an import in Spark's state cannot be read: {damage_in(error)}"
+            ) from error
         if not _ID.fullmatch(found.savepoint_id):
             raise CorruptPointerError(f"the mark of an import names a savepoint of no id: {found.savepoint_id[:40]!r}")
         return found

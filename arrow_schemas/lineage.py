@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from arrow_schemas.damage import damage_in
 from arrow_schemas.errors import CorruptFileError, LineageError, VersionSkewError
 from arrow_schemas.headers import header_metadata, header_text
 from arrow_schemas.snapshot_index import INDEX_KEY, INDEX_PLACEHOLDER
@@ -243,7 +244,7 @@ class LineageHeader:
         except (CorruptFileError, LineageError) as error:
             raise type(error)(f"{where}: {error}") from error
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"the lineage header of {where} cannot be read: {error!r}") from error
+            raise CorruptFileError(f"the lineage header of {where} cannot be read: {damage_in(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from arrow_schemas.bucket_map import BUCKETS_MAX, HASH, PARTITION, BucketMap
 from arrow_schemas.checksum import checksum_of, whole_number
+from arrow_schemas.damage import damage_in
 from arrow_schemas.errors import (
     BucketCountChangedError,
     BucketMapChangedError,
@@ -191,7 +192,7 @@ class OperatorFile:
         except StateError:
             raise
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"{where} is not an operator file: {error!r}") from error
+            raise CorruptFileError(f"{where} is not an operator file: {damage_in(error)}") from error
 
     def succeeded_by(
         self, wanted: OperatorFile, *, case_sensitive: bool = False, leave_behind: bool = False

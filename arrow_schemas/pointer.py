@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from arrow_schemas.ages import Ages
+from arrow_schemas.damage import damage_in
 from arrow_schemas.erase import EraseMark
 from arrow_schemas.errors import CorruptPointerError, LineageError, VersionSkewError
 from arrow_schemas.lineage import DELTA, CheckpointRef, check_ascending, file_name
@@ -332,7 +333,7 @@ class Pointer:
         except (CorruptPointerError, LineageError):
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptPointerError(f"a pointer in Spark's state cannot be read: {error!r}") from error
+            raise CorruptPointerError(f"a pointer in Spark's state cannot be read: {damage_in(error)}") from error
 
 
 def _sealed(pointer_format: int, fields: dict[str, Any], blobs: list[bytes]) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from arrow_schemas.checksum import INT64_MAX, whole_number
+from arrow_schemas.damage import damage_in
 from arrow_schemas.errors import CorruptFileError, LineageError, StateError, VersionSkewError
 from arrow_schemas.headers import header_metadata, header_text
 from arrow_schemas.lineage import BODY_KEY, BODY_PLACEHOLDER, CheckpointRef, parse_file_name
@@ -195,7 +196,7 @@ class SavepointHeader:
         except StateError:
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"the header of {where} cannot be read: {error!r}") from error
+            raise CorruptFileError(f"the header of {where} cannot be read: {damage_in(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from arrow_schemas.damage import damage_in
 from spark_state_ext.errors import CorruptFileError
 
 __all__ = [
@@ -124,7 +125,7 @@ def query_id(metadata: bytes, where: str) -> str:
         return str(json.loads(metadata)["id"])
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
-            f"{where} does not hold a query's id: {error!r}. Give a Spark checkpoint location."
+            f"{where} does not hold a query's id: {damage_in(error)}. Give a Spark checkpoint location."
         ) from error
 
 
@@ -152,7 +153,7 @@ def state_ids(commit: bytes, where: str) -> dict[str, frozenset[str]]:
             for partition, ids in enumerate(partitions)
         }
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{where} is no commit log that this release can read: {error!r}") from error
+        raise CorruptFileError(f"{where} is no commit log that this release can read: {damage_in(error)}") from error
 
 
 def shuffle_partitions(offsets: bytes, where: str) -> int | None:
@@ -175,7 +176,7 @@ def shuffle_partitions(offsets: bytes, where: str) -> int | None:
         told = json.loads(text.splitlines()[0]).get("conf", {}).get(_PARTITIONS)
         return None if told is None else int(told)
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{where} holds no offsets that this release can read: {error!r}") from error
+        raise CorruptFileError(f"{where} holds no offsets that this release can read: {damage_in(error)}") from error
 
 
 def missing_version(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from arrow_schemas.damage import damage_in
 from arrow_schemas.headers import header_metadata, header_text
 from arrow_schemas.lineage import BLAKE2B, BODY_KEY, BODY_PLACEHOLDER
 from arrow_schemas.pointer import Pointer
@@ -108,4 +109,4 @@ class Captured:
         except (AttributeError, KeyError, TypeError, ValueError, pa.ArrowException) as error:
             if isinstance(error, CorruptFileError):
                 raise
-            raise CorruptFileError(f"{where} cannot be read: {error!r}. Plan the query again.") from error
+            raise CorruptFileError(f"{where} cannot be read: {damage_in(error)}. Plan the query again.") from error

@@ -17,6 +17,7 @@ import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from arrow_schemas.damage import damage_in
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from spark_state_ext.errors import CorruptFileError, CorruptStoreError
@@ -80,7 +81,7 @@ class CommittedRecord:
             ref = fields.pop("ref")
             return CommittedRecord(None if ref is None else CheckpointRef(*ref), **fields)
         except (AttributeError, CorruptFileError, KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"{where} is not what this release writes: {error}") from error
+            raise CorruptStoreError(f"{where} is not what this release writes: {damage_in(error)}") from error
 
 
 def write_committed(bucket_folder: Path, record: CommittedRecord, operator: OperatorFile) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from arrow_schemas.damage import damage_in
 from arrow_schemas.equality import HashArray, IndexArray, group_by_key, rows_equal
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import DELETED, KEY_HASH, TIMEOUT_MS, RowSchema
@@ -144,7 +145,7 @@ class Run:
                 blocks=tuple(fields["blocks"]),
             )
         except (KeyError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"an entry of the run manifest cannot be read: {error!r}") from error
+            raise CorruptStoreError(f"an entry of the run manifest cannot be read: {damage_in(error)}") from error
 
 
 def sorted_run(batch: pa.RecordBatch) -> pa.RecordBatch:

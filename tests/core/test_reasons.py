@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import re
 from decimal import Decimal
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from arrow_schemas.checksum import readable
 from arrow_schemas.row import RowSchema
 from spark_state_ext.cli.values import parsed
-from spark_state_ext.errors import StateError
+from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.functions.arguments import milliseconds
 from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import as_table
@@ -95,3 +97,18 @@ def test_each_kind_of_reason(call: Any, reason: str) -> None:
     with pytest.raises(Exception) as raised:  # whatever Python raises
         call()
     assert conversion_reason(raised.value, dt.date(2026, 1, 31)) == reason
+
+
+@pytest.mark.parametrize(
+    ("read", "damage"),
+    [
+        (lambda fields: fields["id"], "it lacks 'id'"),
+        (lambda fields: fields["n"]["deep"], "a field of it is of another type, or missing"),
+        (lambda fields: json.loads("{"), "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        (lambda fields: fields["n"].to_bytes(1, "big"), "a number in it is out of range"),
+    ],
+)
+def test_what_is_wrong_with_a_file(read: Any, damage: str) -> None:
+    with pytest.raises(CorruptFileError) as raised, readable("x.json", "record of a run"):
+        read({"n": 300})
+    assert str(raised.value) == f"x.json is no record of a run: {damage}"

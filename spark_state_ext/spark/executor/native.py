@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from arrow_schemas.damage import damage_in
 from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.errors import CorruptFileError, LiveRunError, MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Folder
@@ -104,7 +105,7 @@ def _query_id(folder: Folder) -> str:
     try:
         return str(json.loads(_text(folder, _METADATA))["id"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{folder.where(_METADATA)} does not hold a query's id: {error!r}") from error
+        raise CorruptFileError(f"{folder.where(_METADATA)} does not hold a query's id: {damage_in(error)}") from error
 
 
 def reserve(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
