@@ -17,9 +17,9 @@ from spark_state_ext.cli.clean_ups import clean_up_of, holders
 from spark_state_ext.cli.targets import query_folder_at
 from spark_state_ext.files.folder import Folder, is_temporary
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.ownership.claim_notes import CLAIMS_FOLDER
 from spark_state_ext.ownership.holds import HOLDS_FOLDER
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
-from spark_state_ext.ownership.release import CLAIMS_FOLDER
 from spark_state_ext.rescale.parents import PARENTS_FOLDER
 from spark_state_ext.savepoints.claims import CLAIM_FOLDER, claim_of
 from spark_state_ext.savepoints.manifest_file import read_manifest
@@ -93,7 +93,7 @@ def owner_of(folder: Folder, name: str, storage_options: Mapping[str, Any], batc
     if folder.name == ERASE_FOLDER and (parsed := parse_erase_name(name)) is not None:
         return _of_erasure(above, done=parsed[1])
     if folder.name == CLAIMS_FOLDER and name.endswith(".json"):
-        why = "it tells that a query which claimed the folder was handed its state; savepoint release looks for it"
+        why = "it says what became of a claim to the folder, and which one that replaced; savepoint release reads it"
         return _of_query(above, "note of a claim", why)
     if SPILL_FOLDER in (folder.name, above.name):
         why = "rows on their way through a batch: a later batch removes it, or after a day"

@@ -71,7 +71,7 @@ def _root(path: str, storage_options: Mapping[str, Any]) -> Folder:
 
 
 def release(folder: Folder, force: bool) -> str:
-    """Free a claim; whose it was.
+    """Free a claim; says whose it was, and which claim to a query folder counts again.
 
     Parameters
     ----------
@@ -87,7 +87,8 @@ def release(folder: Folder, force: bool) -> str:
     """
     names = set(folder.names())
     if LEASE_FOLDER in names and names.isdisjoint({MANIFEST_NAME, CLAIM_FOLDER}):
-        return release_query_folder(folder, force=force).by
+        freed = release_query_folder(folder, force=force)
+        return freed.by if freed.instead_of is None else f"{freed.by}; the claim {freed.instead_of} counts again"
     return release_claim(folder).by
 
 

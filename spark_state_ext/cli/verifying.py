@@ -21,11 +21,11 @@ from spark_state_ext.files.erase_requests import decode_request
 from spark_state_ext.files.folder import Entry, Folder, is_temporary
 from spark_state_ext.files.last_run import LAST_RUN_NAME, LastRun
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER
+from spark_state_ext.ownership.claim_notes import CLAIMS_FOLDER
 from spark_state_ext.ownership.holds import HOLDS_FOLDER, HoldRecord
 from spark_state_ext.ownership.last_written import LAST_WRITTEN_NAME, decode_last_written_ms
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 from spark_state_ext.ownership.lease_record import LeaseRecord, refusal
-from spark_state_ext.ownership.release import CLAIMS_FOLDER
 from spark_state_ext.rescale.notes import notes_among
 from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, parse_parent_name
 from spark_state_ext.savepoints.claims import SavepointClaim

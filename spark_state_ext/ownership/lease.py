@@ -319,8 +319,7 @@ class Lease:
         return True
 
     def _known(self, newest: Found, at_s: float) -> None:
-        self._newest, self._known_at_s = newest, at_s
-        self._renew_at_s = at_s + self._third_s
+        self._newest, self._known_at_s, self._renew_at_s = newest, at_s, at_s + self._third_s
         self._move(LeaseEvent.KNOWN)
 
     def _move(self, event: LeaseEvent) -> None:
@@ -441,8 +440,9 @@ class Lease:
             raise self._lost_error(self._successor, and_so)
 
     def _lost_to(self, record: LeaseRecord, and_so: str) -> OwnershipError:
-        self._claimed = None if knows_claim(record, _id_of(self._claim)) else record.claim
-        self._released = self._claimed is None and not knows_claim(record, _id_of(self._claim))
+        lost_claim = not knows_claim(record, _id_of(self._claim))
+        self._released = lost_claim and (record.claim is None or takes_place(self._claim, record))
+        self._claimed = record.claim if lost_claim and not self._released else None
         self._successor = record.owner
         self._move(LeaseEvent.SUPERSEDED)
         return self._lost_error(record.owner, and_so)

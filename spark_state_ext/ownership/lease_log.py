@@ -11,7 +11,8 @@ import re
 
 from spark_state_ext.errors import MissingCheckpointError, StorageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.ownership.lease_record import Found, LeaseRecord, refusal
+from spark_state_ext.ownership.claim_notes import note_replaced_claim
+from spark_state_ext.ownership.lease_record import Claim, Found, LeaseRecord, refusal
 
 __all__ = ["LEASE_FOLDER", "LeaseLog"]
 
@@ -68,7 +69,7 @@ class LeaseLog:
             except VersionSkewError:
                 # So it is where somebody has claimed the folder since the look before.
                 found = self._newest_record()
-                if found is None or found.record.claim is None:
+                if found is None or (found.record.claim is None and not self._is_refusal_left()):
                     raise
                 return found
             if old is not None:
@@ -99,6 +100,8 @@ class LeaseLog:
             What it says.
         """
         number = 1 if after is None else after.number + 1
+        if record.claim is not None and _is_new(record.claim, after):
+            note_replaced_claim(self._query_folder, record.claim, after)
         if self._files.creates_exclusively:
             made = self._files.create(f"{number:016d}.json", record.encode())
         else:
@@ -129,6 +132,13 @@ class LeaseLog:
     def _read(self, name: str) -> LeaseRecord:
         return LeaseRecord.decode(self._files.get(name), self._files.where(name))
 
+    def _is_refusal_left(self) -> bool:
+        """Whether a release was stopped before it removed this release's refusal beside the lease."""
+        try:
+            return self._query_folder.get(_FORMAT_1_FILE) == refusal()
+        except MissingCheckpointError:
+            return True  # removed a moment ago
+
     def _of_format_1(self) -> LeaseRecord | None:
         """What a release wrote that knows format 1 only."""
         try:
@@ -137,6 +147,12 @@ class LeaseLog:
             return None
         self._has_format_1 = True
         return LeaseRecord.decode_format_1(data, self._query_folder.where(_FORMAT_1_FILE))
+
+
+def _is_new(claim: Claim, after: Found | None) -> bool:
+    """Whether a claim is made now. One that is put back, or taken from pointers, is built upon already."""
+    before = None if after is None else after.record.claim
+    return not claim.built and (before is None or before.id != claim.id)
 
 
 def _number(name: str) -> int:

@@ -1,9 +1,10 @@
 """Freeing the claim to a query folder, whose owner died before it built upon it; its lease says so afterwards.
 
-The old query has its folder back then, and another one may claim it. Whether the owner lives is found out as for any
-lease: by watching it. And what it may still do when it lives on after all, it does not do: before it writes or cleans
-up, it looks whether its claim is there, and before it goes on from a committed pointer, it has said in the lease that
-it builds.
+The query that it was claimed from has the folder back then, and another one may claim it. That is the query that began
+the folder, or one that had claimed it itself: then its claim is in the lease again. Whether the owner lives is found
+out as for any lease: by watching it. And what it may still do when it lives on after all, it does not do: before it
+writes or cleans up, it looks whether its claim is there, and before it goes on from a committed pointer, it has said in
+the lease that it builds.
 """
 
 from __future__ import annotations
@@ -11,18 +12,15 @@ from __future__ import annotations
 import uuid
 from dataclasses import replace
 
-from arrow_schemas.checksum import sealed_document
 from spark_state_ext.errors import LiveRunError, MissingCheckpointError, NotClaimableError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.claim_notes import is_handed_over, replaced_claim
 from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.lease import Clock
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim, Found, RunIdentity
 
-__all__ = ["CLAIMS_FOLDER", "note_handed_over", "release_query_folder"]
-
-CLAIMS_FOLDER = "claims"
-_FORMAT = 1
+__all__ = ["release_query_folder"]
 
 
 def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Clock | None = None) -> Claim:
@@ -40,7 +38,7 @@ def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Cl
     Returns
     -------
     Claim
-        The one that is no more.
+        The one that counts no longer; its `instead_of` is the id of the claim that counts again, if there is one.
 
     Raises
     ------
@@ -76,38 +74,23 @@ def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Cl
             continue  # somebody wrote meanwhile: what is there is judged anew
         if not force:
             _refuse_handed_over(query_folder, claim)
-        if _freed(log, found, me, clock):
-            return claim
+        before = replaced_claim(query_folder, claim)
+        if _freed(log, found, before, me, clock):
+            return replace(claim, instead_of=None if before is None else before.id)
 
 
-def _freed(log: LeaseLog, found: Found, me: RunIdentity, clock: Clock) -> bool:
-    """Whether the record without the claim is the one that counts."""
+def _freed(log: LeaseLog, found: Found, before: Claim | None, me: RunIdentity, clock: Clock) -> bool:
+    """Whether the record with the claim that was replaced, or with none, is the one that counts."""
+    if before is not None:
+        # A query is claimed from by its committed pointers. So it has built, whether or not its record said so.
+        before = replace(before, built=True)
     # Whoever held it is replaced, so that no run of it goes on.
     record = found.record.taken_over(me, int(clock.wall_s() * 1000), found.record.lease_ms)
-    return log.append(found, replace(record, claim=None, released=True, format_1_too=found.record.format_1_too))
-
-
-def note_handed_over(query_folder: Folder, claim_id: str) -> None:
-    """Write down that Spark is given a pointer of the query that has claimed a folder, so that it may be committed.
-
-    Every bucket's first call does, before it hands the pointer over.
-
-    Parameters
-    ----------
-    query_folder
-        The folder.
-    claim_id
-        The claim.
-    """
-    query_folder.child(CLAIMS_FOLDER).create(_handed_over_name(claim_id), sealed_document({"format": _FORMAT}))
-
-
-def _handed_over_name(claim_id: str) -> str:
-    return f"{claim_id}.json"
+    return log.append(found, replace(record, claim=before, released=True, format_1_too=found.record.format_1_too))
 
 
 def _refuse_handed_over(query_folder: Folder, claim: Claim) -> None:
-    if query_folder.child(CLAIMS_FOLDER).exists(_handed_over_name(claim.id)):
+    if is_handed_over(query_folder, claim.id):
         raise NotClaimableError(
             f"the claim of {claim} to the state at {query_folder.root} is not released: its first batch was handed to "
             "Spark, and may be committed. Look at its checkpoint; where nobody wants that query any more, --force "

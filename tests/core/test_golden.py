@@ -27,8 +27,9 @@ from spark_state_ext.files.checkpoint import read_checkpoint, read_header
 from spark_state_ext.files.erase_requests import decode_request, encode_request
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.left_behind import LEFT_BEHIND_NAME, note_left_behind, refuse_left_behind
+from spark_state_ext.ownership.claim_notes import note_replaced_claim, replaced_claim
 from spark_state_ext.ownership.holds import HoldRecord
-from spark_state_ext.ownership.lease_record import Claim, LeaseRecord
+from spark_state_ext.ownership.lease_record import Claim, Found, LeaseRecord
 from spark_state_ext.rescale.parents import Parent
 from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.manifest_file import read_manifest
@@ -291,6 +292,18 @@ def test_records_about_starts() -> None:
     assert StartRecord.decode(claiming, "it") == replace(started, mode="claim", claim="new-query")
     assert StartRecord.decode(claiming, "it").encode() == claiming
     assert opened_document(detached, "it", START_FORMAT) == {"format": 1}
+
+
+def test_the_note_of_a_claim_that_was_replaced(tmp_path: Path) -> None:
+    golden = (_GOLDEN / "claim-note-format-1.json").read_bytes()
+    folder, third = Folder(str(tmp_path)), Claim("third", "/root/golden/third", 0)
+    (tmp_path / "claims").mkdir()
+    (tmp_path / "claims" / "third.after-7.json").write_bytes(golden)
+    before = Claim("new-query", "/root/golden/new-query", 1_700_000_000_000)
+    assert replaced_claim(folder, third) == before
+    record = LeaseRecord.decode((_GOLDEN / "lease-format-3.json").read_bytes(), "7.json")
+    note_replaced_claim(folder, replace(third, id="fourth"), Found(7, record))
+    assert (tmp_path / "claims" / "fourth.after-7.json").read_bytes() == golden
 
 
 def test_columns_that_were_left_behind(tmp_path: Path) -> None:

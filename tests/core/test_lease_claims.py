@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import uuid
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lease_support import LEASE_MS, LEASE_S, ME, OTHER, Virtual, newest_in, record_of
@@ -15,14 +21,17 @@ from spark_state_ext.errors import (
     LiveRunError,
     MissingCheckpointError,
     NotClaimableError,
+    StateError,
     VersionSkewError,
 )
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.claim_notes import note_handed_over
 from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.lease import Lease, LeaseRegistry
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Claim, Found, LeaseRecord
-from spark_state_ext.ownership.release import note_handed_over, release_query_folder
+from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Claim, Found, LeaseRecord, RunIdentity
+from spark_state_ext.ownership.release import release_query_folder
+from tests.helpers.killing import killed_at
 from tests.helpers.waiting import eventually
 
 CLAIM = Claim("new-query", "/state/counts/new-query", 1_000)
@@ -390,6 +399,213 @@ def test_a_claim_whose_first_batch_may_be_committed_is_released_by_force_only(
     assert capsys.readouterr().err == "released: the claim of /state/counts/new-query\n"
     assert main(["savepoint", "release", str(tmp_path)]) == 3
     assert "MissingCheckpointError: nobody has claimed the state at" in capsys.readouterr().err
+
+
+THIRD = Claim("third", "/state/counts/third", 2_000, instead_of=CLAIM.id)
+FOURTH = Claim("fourth", "/state/counts/fourth", 3_000, instead_of=THIRD.id)
+BUILT = replace(CLAIM, built=True)
+
+
+def _of(claim: Claim) -> RunIdentity:
+    return replace(OTHER, query=claim.id, plan=f"plan of {claim.id}")
+
+
+def _claims(root: Path, clock: Virtual, claim: Claim, **also: Any) -> Lease:
+    """A query's first batch: it makes a claim."""
+    me = replace(_of(claim), plan=uuid.uuid4().hex)
+    lease = Lease(Folder(str(root)), me, LEASE_MS, clock.clock, claim=replace(claim, **also), claims=True)
+    lease.hold()
+    return lease
+
+
+def _stop(root: Path) -> int:
+    """End the run that holds the lease, in order; the number of its last record."""
+    log = LeaseLog(Folder(str(root)))
+    found = log.newest()
+    assert found is not None
+    assert log.append(found, replace(found.record, released=True, nonce=uuid.uuid4().hex))
+    return found.number + 1
+
+
+def _runs(root: Path, clock: Virtual, claim: Claim | None) -> None:
+    """A query that has committed batches starts again, by the claim that its pointers name, and ends."""
+    me = ME if claim is None else replace(_of(claim), plan=uuid.uuid4().hex)
+    named = None if claim is None else replace(claim, instead_of=None)
+    Lease(Folder(str(root)), me, LEASE_MS, clock.clock, claim=named).hold()
+    _stop(root)
+
+
+@pytest.fixture
+def chain(tmp_path: Path, clock: Virtual) -> Path:
+    """The second query claimed the first one's folder and built upon it; the third's first batch failed."""
+    _ended(tmp_path)
+    _claims(tmp_path, clock, CLAIM)
+    _stop(tmp_path)
+    _runs(tmp_path, clock, CLAIM)
+    _claims(tmp_path, clock, THIRD)
+    _stop(tmp_path)
+    return tmp_path
+
+
+def test_a_release_gives_the_folder_back_to_the_query_it_was_claimed_from(
+    chain: Path, clock: Virtual, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["savepoint", "release", str(chain)]) == 0
+    said = "released: the claim of /state/counts/third; the claim new-query counts again\n"
+    assert capsys.readouterr().err == said
+    assert newest_in(chain).claim == BUILT
+    with pytest.raises(ClaimedError, match="belongs to /state/counts/new-query"):
+        _runs(chain, clock, None)
+    with pytest.raises(ClaimedError, match="belongs to /state/counts/new-query"):
+        _runs(chain, clock, THIRD)
+    # The format-1 file still refuses old releases.
+    assert json.loads((chain / "lease.json").read_text()) == {"format": LEASE_FORMAT}
+    _runs(chain, clock, CLAIM)
+    # It has built upon the folder, so a second release changes nothing.
+    for force in (False, True):
+        with pytest.raises(NotClaimableError, match="a batch of it is committed"):
+            _release(chain, clock, force=force)
+    assert newest_in(chain).claim == BUILT
+
+
+def test_a_query_that_committed_one_batch_gets_its_folder_back(tmp_path: Path, clock: Virtual) -> None:
+    """Only its second batch would have said that it builds; who claims by its pointers knows that one is committed."""
+    _ended(tmp_path)
+    _claims(tmp_path, clock, CLAIM)
+    _stop(tmp_path)
+    assert newest_in(tmp_path).claim == CLAIM
+    _claims(tmp_path, clock, THIRD)
+    _stop(tmp_path)
+    _release(tmp_path, clock)
+    assert newest_in(tmp_path).claim == BUILT
+    with pytest.raises(NotClaimableError):
+        _release(tmp_path, clock, force=True)
+
+
+def test_a_longer_chain_goes_back_by_one(chain: Path, clock: Virtual) -> None:
+    _runs(chain, clock, THIRD)
+    _claims(chain, clock, FOURTH)
+    _stop(chain)
+    assert _release(chain, clock) == FOURTH
+    assert newest_in(chain).claim == replace(THIRD, built=True)
+    with pytest.raises(ClaimedError):
+        _runs(chain, clock, CLAIM)
+    _runs(chain, clock, THIRD)
+
+
+def test_a_query_claims_again_after_a_release(chain: Path, clock: Virtual) -> None:
+    """By then its claim replaces another one than the first time."""
+    _release(chain, clock)
+    _claims(chain, clock, FOURTH, instead_of=CLAIM.id)
+    _stop(chain)
+    _runs(chain, clock, FOURTH)
+    _claims(chain, clock, THIRD, instead_of=FOURTH.id)
+    _stop(chain)
+    _release(chain, clock)
+    claim = newest_in(chain).claim
+    assert claim is not None
+    assert (claim.id, claim.built) == (FOURTH.id, True)
+
+
+def test_a_first_batch_does_not_go_on_after_a_release(tmp_path: Path, clock: Virtual) -> None:
+    """Whichever comes first, the claim or its release, makes the next record; the other one finds that."""
+    _ended(tmp_path)
+    _claims(tmp_path, clock, CLAIM)
+    after = _stop(tmp_path)
+    owner = _claims(tmp_path, clock, THIRD, after=after)
+    release_query_folder(Folder(str(tmp_path)), clock=Virtual().clock)
+    clock.now_s += LEASE_S
+    for ask in (owner.check, owner.hold):
+        with pytest.raises(ClaimedError, match=r"the claim third .* was released"):
+            ask()
+    # A task that had not asked yet, of another attempt at the batch.
+    with pytest.raises(LiveRunError, match="was written since its checkpoint was read"):
+        _claims(tmp_path, clock, THIRD, after=after)
+    assert newest_in(tmp_path).claim == BUILT
+
+
+def test_a_release_judges_again_what_was_claimed_meanwhile(chain: Path, clock: Virtual) -> None:
+    def renewed() -> None:
+        log = LeaseLog(Folder(str(chain)))
+        found = log.newest()
+        assert found is not None
+        assert log.append(found, replace(found.record, nonce=str(clock.now_s)))
+
+    def claimed() -> None:
+        _claims(chain, Virtual(), FOURTH)
+        clock.meanwhile = renewed
+
+    _claims(chain, clock, THIRD)
+    clock.meanwhile = claimed
+    with pytest.raises(LiveRunError, match="its owner lives"):
+        _release(chain, clock)
+    claim = newest_in(chain).claim
+    assert claim is not None
+    assert claim.id == FOURTH.id
+
+
+def _released_again(root: Path, clock: Virtual, done: type[StateError]) -> None:
+    """A release is run again; it finds that the first one had done it, or does it."""
+    with contextlib.suppress(done):
+        _release(root, clock)
+
+
+def _release_in_chain(root: Path, clock: Virtual) -> None:
+    _released_again(root, clock, NotClaimableError)
+    assert newest_in(root).claim == BUILT
+    _runs(root, clock, CLAIM)
+
+
+def _release_first(root: Path, clock: Virtual) -> None:
+    _released_again(root, clock, MissingCheckpointError)
+    assert newest_in(root).claim is None
+    _runs(root, clock, None)
+    assert not (root / "lease.json").exists()
+
+
+def _claim_in_chain(root: Path, clock: Virtual) -> None:
+    if newest_in(root).claim != CLAIM:
+        assert _release(root, clock) == THIRD
+        assert newest_in(root).claim == BUILT
+    _runs(root, clock, CLAIM)
+
+
+@pytest.mark.parametrize(
+    ("claims", "kills_release", "go_on"),
+    [([CLAIM, THIRD], True, _release_in_chain), ([CLAIM], True, _release_first), ([CLAIM], False, _claim_in_chain)],
+)
+def test_killed_before_any_change_to_a_file(
+    claims: list[Claim],
+    kills_release: bool,
+    go_on: Callable[[Path, Virtual], None],
+    tmp_path: Path,
+    clock: Virtual,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for step in itertools.count():
+        root = tmp_path / str(step)
+        _ended(root)
+        for claim in claims:
+            _claims(root, clock, claim)
+            _stop(root)
+        work = (lambda at: _release(at, clock)) if kills_release else (lambda at: _claims(at, clock, THIRD))
+        if not killed_at(step, monkeypatch, partial(work, root)):
+            break
+        go_on(root, clock)
+    assert step > 2
+
+
+def test_whose_place_a_claim_took_must_be_known(chain: Path, clock: Virtual) -> None:
+    """Builds before this one did not write it down; then only a folder that one query has claimed is released."""
+    for note in (chain / "claims").iterdir():
+        note.unlink()
+    note_handed_over(Folder(str(chain)), CLAIM.id)
+    with pytest.raises(NotClaimableError, match="did not write down which claim it replaced"):
+        _release(chain, clock)
+    assert newest_in(chain).claim == THIRD
+    (chain / "claims" / f"{CLAIM.id}.json").unlink()
+    _release(chain, clock)
+    assert newest_in(chain).claim is None
 
 
 def test_whether_a_claim_is_built_upon_is_in_the_record() -> None:

@@ -86,7 +86,11 @@ def run_claims(count: int, from_seed: int) -> Counter[str]:
 
     def check(steps: tuple[Step, ...]) -> None:
         world = simulate_claims(steps)
-        seen.update(claim_histories=1)
+        seen.update(
+            claim_histories=1,
+            claim_histories_with_chains=int(world.counted["claims in a chain"] > 0),
+            claim_histories_with_releases_in_chains=int(world.counted["releases in a chain"] > 0),
+        )
         seen.update({f"folder_{name.replace(' ', '_')}": times for name, times in world.counted.items()})
 
     searched(claim_histories(), check, count, from_seed, shrinks=True)

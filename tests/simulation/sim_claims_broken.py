@@ -10,7 +10,7 @@ from sim_lease import LeaseWorld
 
 from spark_state_ext.ownership import lease as lease_module
 from spark_state_ext.ownership import release
-from spark_state_ext.ownership.lease import Lease
+from spark_state_ext.ownership.lease import Clock, Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim, Decision, Found, LeaseRecord, RunIdentity, Watch, decide
 
@@ -62,6 +62,21 @@ def _released_unwatched(_: LeaseWorld) -> Any:
     return lambda log, *args: log.newest()
 
 
+def _released_to_the_first(_: LeaseWorld) -> Any:
+    """A release takes the claim away, whichever one it replaced: the query that began the folder has it then."""
+    return lambda query_folder, claim: None
+
+
+def _put_back_unbuilt(_: LeaseWorld) -> Any:
+    """A release puts the claim back as it stood, which may not say yet that its query has built."""
+
+    def freed(log: LeaseLog, found: Found, before: Claim | None, me: RunIdentity, clock: Clock) -> bool:
+        record = found.record.taken_over(me, int(clock.wall_s() * 1000), found.record.lease_ms)
+        return log.append(found, replace(record, claim=before, released=True))
+
+    return freed
+
+
 BROKEN_CLAIMS: dict[str, tuple[Patch, ...]] = {
     "a claim forgotten by the next record": ((LeaseLog, "append", _forgotten),),
     "a claim not checked by clean-up": ((Lease, "_is_anothers", _not_checked_by_clean_up),),
@@ -72,4 +87,6 @@ BROKEN_CLAIMS: dict[str, tuple[Patch, ...]] = {
         (Lease, "_say_that_it_builds", lambda _: lambda self: None),
     ),
     "a claim released while its owner lives": ((release, "until_free", _released_unwatched),),
+    "a release that forgets the claim that was replaced": ((release, "replaced_claim", _released_to_the_first),),
+    "a claim put back without what was built": ((release, "_freed", _put_back_unbuilt),),
 }

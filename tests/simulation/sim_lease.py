@@ -34,7 +34,6 @@ __all__ = ["LEASE_STEPS", "Driver", "LeaseWorld", "Process", "WrongLeaseError", 
 LEASE_MS = 9_000
 LEASE_S = LEASE_MS / 1000
 THIRD_S = LEASE_S / 3
-DRIVERS_MAX = 6
 # Another run must have it after so long, when nothing goes wrong any more.
 SOON_S = 3 * LEASE_S
 
@@ -130,6 +129,7 @@ class LeaseWorld:
 
     # What the first number of a step is.
     kinds: ClassVar[tuple[str, ...]] = LEASE_STEPS
+    drivers_max: ClassVar[int] = 6
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
@@ -227,7 +227,7 @@ class LeaseWorld:
 
         Its user labels the jobs as those of all others do, and its tasks may not be told their query.
         """
-        if len(self.drivers) < DRIVERS_MAX:
+        if len(self.drivers) < self.drivers_max:
             at = len(self.drivers)
             live = {driver.identity.application for driver in self.drivers if driver.alive}
             over = [it.identity.application for it in self.drivers if it.identity.application not in live]

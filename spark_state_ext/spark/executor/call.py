@@ -28,7 +28,7 @@ from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import clean_up_due
-from spark_state_ext.ownership.release import note_handed_over
+from spark_state_ext.ownership.claim_notes import note_handed_over
 from spark_state_ext.rescale.dividing import DividingStarts, Division
 from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.savepoints.detaching import Detaching

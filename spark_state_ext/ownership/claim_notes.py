@@ -1,0 +1,110 @@
+"""Notes about the claims to a query folder, in its folder ``claims/``. A release needs them.
+
+``<claim>.json`` says that a call of the claiming query's first batch gave its pointer to Spark, which may commit it.
+``<claim>.after-<number>.json`` says which claim the new one replaced: that of lease record `number`. It is written
+before the record that makes the claim, so no claim is without it. The record itself keeps its format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from arrow_schemas.checksum import opened_document, readable, sealed_document
+from spark_state_ext.errors import MissingCheckpointError, NotClaimableError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease_record import Claim, Found
+
+__all__ = ["CLAIMS_FOLDER", "is_handed_over", "note_handed_over", "note_replaced_claim", "replaced_claim"]
+
+CLAIMS_FOLDER = "claims"
+_FORMAT = 1
+_NOTE = re.compile(r"(.+)\.after-(\d+)\.json")
+_HANDED_OVER = ".json"
+
+
+def note_handed_over(query_folder: Folder, claim_id: str) -> None:
+    """Write down that Spark is given a pointer of the query that has claimed a folder, so that it may be committed.
+
+    Every bucket's first call does, before it hands the pointer over.
+
+    Parameters
+    ----------
+    query_folder
+        The folder.
+    claim_id
+        The claim.
+    """
+    query_folder.child(CLAIMS_FOLDER).create(f"{claim_id}{_HANDED_OVER}", sealed_document({"format": _FORMAT}))
+
+
+def is_handed_over(query_folder: Folder, claim_id: str) -> bool:
+    """Whether `note_handed_over` was called for a claim."""
+    return query_folder.child(CLAIMS_FOLDER).exists(f"{claim_id}{_HANDED_OVER}")
+
+
+def note_replaced_claim(query_folder: Folder, claim: Claim, after: Found | None) -> None:
+    """Write down which claim a new one replaces, before the record with the new one is made.
+
+    Parameters
+    ----------
+    query_folder
+        The folder.
+    claim
+        The new claim.
+    after
+        The record that the new one follows. Each attempt to make that record writes the same note.
+    """
+    before = None if after is None else after.record.claim
+    if after is None and claim.instead_of is not None:
+        # Somebody removed the lease. The claim is known from the pointers that the new query begins with.
+        place = query_folder.root.rpartition("/")[0]
+        before = Claim(claim.instead_of, f"{place}/{claim.instead_of}", 0)
+    fields = {"format": _FORMAT, "replaced": None if before is None else before.to_plain()}
+    name = f"{claim.id}.after-{0 if after is None else after.number}.json"
+    query_folder.child(CLAIMS_FOLDER).create(name, sealed_document(fields))
+
+
+def replaced_claim(query_folder: Folder, claim: Claim) -> Claim | None:
+    """The claim that another one replaced; None: it was claimed from the query that began the folder.
+
+    Parameters
+    ----------
+    query_folder
+        The folder.
+    claim
+        The claim that counts now.
+
+    Raises
+    ------
+    NotClaimableError
+        When an earlier build made the claim, and so did not write down what it replaced, and other queries had claimed
+        the folder before.
+    CorruptFileError, VersionSkewError
+        When the note cannot be read.
+    StorageError
+        When the store fails.
+    """
+    files = query_folder.child(CLAIMS_FOLDER)
+    names = files.names()
+    # An attempt that lost against another record left a note too. The last attempt is the one that made the claim.
+    notes = [(int(match[2]), name) for name in names if (match := _NOTE.fullmatch(name)) and match[1] == claim.id]
+    if notes:
+        _, name = max(notes)
+        where = files.where(name)
+        try:
+            data = files.get(name)
+        except MissingCheckpointError as error:
+            raise MissingCheckpointError(f"{where} was removed a moment ago: run this again") from error
+        with readable(where, "note of the claim that another one replaced"):
+            replaced: Mapping[str, object] | None = opened_document(data, where, _FORMAT)["replaced"]
+            return None if replaced is None else Claim.of_plain(replaced)
+    others = [name for name in names if not _NOTE.fullmatch(name) and name != f"{claim.id}{_HANDED_OVER}"]
+    if others:
+        raise NotClaimableError(
+            f"the claim of {claim} to the state at {query_folder.root} cannot be released: an earlier build made it "
+            f"and did not write down which claim it replaced, and other queries had claimed the folder before it "
+            f"({', '.join(name.removesuffix(_HANDED_OVER) for name in others[:5])}). Start its query again, or begin a "
+            "new one from that query's checkpoint or a savepoint with mode='no_claim'"
+        )
+    return None
