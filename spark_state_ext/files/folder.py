@@ -113,6 +113,21 @@ class Folder:
         made._path = posixpath.join(self._path, *names)
         return made
 
+    def above(self) -> list[Folder]:
+        """The folders that this one lies in, nearest first; on a local disk without links, and on one disk only."""
+        path, scheme = os.path.realpath(self._path) if self._local else self._path.rstrip("/"), ""
+        if not self._local and "://" in self.root:
+            scheme = f"{self.root.partition('://')[0]}://"
+        found: list[Folder] = []
+        while posixpath.dirname(path) not in ("", "/", path):
+            path = posixpath.dirname(path)
+            if self._local and found and _device(path) != _device(found[-1]._path) is not None:
+                break
+            made = self.child()
+            made.root, made._path = f"{scheme}{path}", path
+            found.append(made)
+        return found
+
     def where(self, name: str) -> str:
         """How to call a file in messages."""
         return posixpath.join(self.root, name)
@@ -422,6 +437,13 @@ class Folder:
             # Clients of object stores have errors of their own that are no OSError.
             said = f"{type(error).__name__}: {error}"
             raise StorageError(f"{doing}: {said}. {advice_on(error, self._local)}") from error
+
+
+def _device(path: str) -> int | None:
+    """The disk that a local folder lies on; None: there is no folder."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(path).st_dev
+    return None
 
 
 def _opened(root: str, options: Mapping[str, Any]) -> tuple[Any, str]:

@@ -38,6 +38,7 @@ from spark_state_ext.restore.trace import check_owner
 from spark_state_ext.savepoints.claims import claim_of, refuse_claimed
 from spark_state_ext.savepoints.copying import copied, first_other, refuse_incomplete, refuse_other_files
 from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
+from spark_state_ext.savepoints.placement import refuse_in_state
 from spark_state_ext.savepoints.reading import operator_named
 from spark_state_ext.savepoints.rewriting import bucket_of_rows
 from spark_state_ext.store.runs import hashes_of
@@ -321,6 +322,7 @@ def write_rescaled(
 
 def _refuse_others(target: Folder, wanted: Rescaling) -> None:
     """Refuse a folder in which there is a savepoint, or anything that a run which was stopped has not left."""
+    refuse_in_state(target)
     names = target.names()
     if not names:
         return

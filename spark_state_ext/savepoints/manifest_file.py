@@ -6,6 +6,7 @@ from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed_table import sealed_table, unsealed_table
+from spark_state_ext.savepoints.placement import refuse_in_state
 
 __all__ = ["decode_manifest", "encode_manifest", "read_manifest", "refuse_existing", "write_manifest"]
 
@@ -43,13 +44,14 @@ def write_manifest(savepoint: Folder, manifest: SavepointManifest) -> None:
 
 
 def refuse_existing(savepoint: Folder) -> None:
-    """Refuse a folder in which there is a savepoint, or anything else.
+    """Refuse a folder in which there is a savepoint, or anything else, or which lies in the root of a query's state.
 
     Raises
     ------
     UsageError
         When there is.
     """
+    refuse_in_state(savepoint)
     names = savepoint.names()
     if MANIFEST_NAME in names:
         raise _there_is_one(savepoint)
