@@ -45,6 +45,8 @@ def key_of(words: Sequence[str], text: str | None, schema: pa.Schema) -> dict[st
     if text is None:
         if len(words) != len(schema):
             raise UsageError(f"a key has the columns {columns}, and {len(words)} words were given")
+        for word, field in zip(words, schema, strict=True):
+            _refuse_date(word, field)
         return {field.name: parsed(word, field) for word, field in zip(words, schema, strict=True)}
     try:
         found = json.loads(text)
@@ -52,7 +54,15 @@ def key_of(words: Sequence[str], text: str | None, schema: pa.Schema) -> dict[st
         raise UsageError(f"the key is no JSON: {error}; its columns are {columns}") from error
     if not isinstance(found, dict) or set(found) != set(schema.names):
         raise UsageError(f"the key must be a JSON object with the columns {columns}: {text}")
+    for field in schema:
+        _refuse_date(found[field.name], field)
     return {field.name: _of_json(found[field.name], field) for field in schema}
+
+
+def _refuse_date(value: Any, field: pa.Field) -> None:
+    """Refuse a date for a key that is a time, as all who are given keys do; a filter takes it for midnight."""
+    if pa.types.is_timestamp(field.type) and isinstance(value, str) and len(value) <= len("2024-02-01"):
+        raise _wrong(value, field, "give the time of day too")
 
 
 def parsed(word: str, field: pa.Field) -> Any:

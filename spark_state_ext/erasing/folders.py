@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,14 @@ from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.functions.key_types import mixed_times, refused_type
 from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import as_table, cast_column, is_table
 
 __all__ = ["QueryFolder", "keys_as_stored", "query_folders_below"]
+
+# Beside the twenty digits of the largest whole number.
+_SCALE_MAX = 18
 
 
 @dataclass(frozen=True)
@@ -131,11 +135,38 @@ def keys_as_stored(given: Any, schema: RowSchema, who: str) -> pa.RecordBatch:
         )
     if not table.num_rows:
         raise UsageError(f"{who} was given no key")
+    for at, (column, field) in enumerate(zip(table.columns, schema.keys, strict=True)):
+        why = refused_type(column.type, field.type)
+        if not why and pa.types.is_temporal(column.type):
+            why = mixed_times(_python_values(given, field.name, at))
+        if why:
+            raise StateValueError(f"{who} was given other values than the key column {field.name!r} has: {why}")
     columns = [
-        cast_column(flat(column), field, "key column") for column, field in zip(table.columns, schema.keys, strict=True)
+        cast_column(_widened(flat(column), field.type), field, "key column")
+        for column, field in zip(table.columns, schema.keys, strict=True)
     ]
     plain = pa.schema([field.with_nullable(True).remove_metadata() for field in schema.keys])
     return pa.RecordBatch.from_arrays(schema.normalise_keys(columns), schema=plain)
+
+
+def _widened(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Whole numbers as decimals of all digits that a key of type `kind` may get; Arrow refuses to go by the values."""
+    whole = pa.types.is_integer(column.type) and pa.types.is_decimal(kind) and kind.scale <= _SCALE_MAX
+    return column.cast(pa.decimal128(38, kind.scale)) if whole else column
+
+
+def _python_values(given: Any, name: str, at: int) -> Iterable[Any]:
+    """A column's values, if they were given as Python's own; none if they have a type of their library's."""
+    if not is_table(given):
+        values = given
+    elif isinstance(given, Mapping):
+        values = given[name]
+    else:
+        columns = list(getattr(given, "columns", ()))
+        place = columns.index(name) if columns.count(name) == 1 else at
+        values = given.iloc[:, place] if hasattr(given, "iloc") else ()
+    # In pandas and NumPy a column of Python's values has the type "object".
+    return () if str(getattr(values, "dtype", getattr(values, "type", "object"))) != "object" else values
 
 
 def _column(given: Any, who: str) -> pa.Array:

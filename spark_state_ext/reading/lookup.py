@@ -22,6 +22,7 @@ from arrow_schemas.equality import rows_equal
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_hash import key_hash
 from spark_state_ext.errors import UsageError
+from spark_state_ext.functions.key_types import refused_type
 from spark_state_ext.functions.reasons import conversion_reason
 
 __all__ = ["WantedKey"]
@@ -127,11 +128,14 @@ def _column(value: Any, field: pa.Field) -> pa.Array:
     if types.is_date32(data_type) and type(value) is datetime.date:
         return _stored_as(pa.int32(), (value - _DAY).days, data_type)
     if types.is_timestamp(data_type) and type(value) is datetime.datetime:
+        if (value.tzinfo is None) != (data_type.tz is None):
+            raise ValueError("give times with a time zone" if data_type.tz else "give times without a time zone")
         if value.tzinfo is None:
             value = value.replace(tzinfo=datetime.timezone.utc)
-        elif data_type.tz is None:
-            raise ValueError("it has a time zone, and the column has none")
         return _stored_as(pa.int64(), (value - _EPOCH) // _MICROSECOND, data_type)
+    why = refused_type(pa.array([value]).type, data_type)
+    if why:
+        raise ValueError(why)
     normal = RowSchema((field,), ()).normalise_keys([pa.array([value], data_type)])
     return normal[0]
 

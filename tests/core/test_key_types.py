@@ -1,0 +1,121 @@
+"""One rule for values that name a key, in `erase_keys` and its like, in `get`, and on the command line."""
+
+from __future__ import annotations
+
+import datetime as dt
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from arrow_schemas.row import RowSchema
+from spark_state_ext.cli.values import key_of
+from spark_state_ext.erasing.folders import keys_as_stored
+from spark_state_ext.errors import StateValueError, UsageError
+from spark_state_ext.reading.lookup import WantedKey
+
+DAY, AWARE = dt.date(2024, 2, 29), dt.datetime(2024, 2, 29, 12, 30, tzinfo=dt.timezone(dt.timedelta(hours=2)))
+NAIVE = AWARE.replace(tzinfo=None)
+INSTANT, LOCAL, PRICE = pa.timestamp("us", "UTC"), pa.timestamp("us"), pa.decimal128(10, 2)
+REFUSED = [
+    (5, pa.string()),
+    (True, pa.string()),
+    (DAY, pa.string()),
+    (b"x", pa.string()),
+    ("x", pa.binary()),
+    (1.0, pa.int64()),
+    (True, pa.int64()),
+    (Decimal(1), pa.int64()),
+    (1, pa.bool_()),
+    ("1.5", pa.float64()),
+    (True, pa.float64()),
+    (Decimal("0.5"), pa.float64()),
+    (0.5, PRICE),
+    ("0.5", PRICE),
+    (NAIVE, pa.date32()),
+    (NAIVE.replace(hour=0, minute=0), pa.date32()),
+    (5, pa.date32()),
+    (DAY, INSTANT),
+    (DAY, LOCAL),
+    (NAIVE, INSTANT),
+    (AWARE, LOCAL),
+    (5, INSTANT),
+    (pd.Timestamp(NAIVE), INSTANT),
+    (pd.Timestamp(AWARE), LOCAL),
+    ([5], pa.list_(pa.string())),
+    ([1.5], pa.list_(pa.int64())),
+    ({"a": NAIVE}, pa.struct([("a", INSTANT)])),
+]
+TAKEN = [
+    ("x", pa.string(), "x"),
+    (b"x", pa.binary(), b"x"),
+    (5, pa.int32(), 5),
+    (np.int64(5), pa.int64(), 5),
+    (True, pa.bool_(), True),
+    (2, pa.float64(), 2.0),
+    (0.5, pa.float32(), 0.5),
+    (Decimal("0.5"), PRICE, Decimal("0.50")),
+    (5, PRICE, Decimal("5.00")),
+    (DAY, pa.date32(), DAY),
+    (AWARE, INSTANT, AWARE),
+    (pd.Timestamp(AWARE), INSTANT, AWARE),
+    (NAIVE, LOCAL, NAIVE),
+    (None, INSTANT, None),
+    ([AWARE], pa.list_(INSTANT), [AWARE]),
+]
+
+
+def schema_of(kind: pa.DataType) -> RowSchema:
+    return RowSchema((pa.field("who", kind),), (pa.field("n", pa.int64()),))
+
+
+@pytest.mark.parametrize(("value", "kind"), REFUSED)
+def test_a_value_of_another_type_names_no_key(value: Any, kind: pa.DataType) -> None:
+    schema = schema_of(kind)
+    forms = [[value], {"who": [value]}, pa.table({"who": pa.array([value])})]
+    for given in forms:
+        with pytest.raises(StateValueError, match=r"erase_keys.. was given other values than the key column 'who' has"):
+            keys_as_stored(given, schema, "erase_keys()")
+    with pytest.raises(UsageError, match="is no value of the key column 'who'"):
+        WantedKey.of((value,), ["who"], schema)
+
+
+@pytest.mark.parametrize(("value", "kind", "stored"), TAKEN)
+def test_a_value_of_the_columns_type_does(value: Any, kind: pa.DataType, stored: Any) -> None:
+    schema = schema_of(kind)
+    for given in ([value], {"who": [value]}, pd.DataFrame({"who": pd.Series([value], dtype=object)})):
+        assert keys_as_stored(given, schema, "erase_keys()").column(0).to_pylist() == [stored]
+    assert WantedKey.of((value,), ["who"], schema).columns[0].to_pylist() == [stored]
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"), [([AWARE, NAIVE], INSTANT), ([NAIVE, AWARE], LOCAL), ([DAY, NAIVE], pa.date32())]
+)
+def test_times_of_several_kinds_are_not_made_one(values: list[Any], kind: pa.DataType) -> None:
+    """PyArrow takes the first one's kind for all."""
+    frame = pd.DataFrame({"who": pd.Series(values, dtype=object)})
+    for given in (values, {"who": values}, {"who": np.array(values, dtype=object)}, frame):
+        with pytest.raises(StateValueError, match=r"key column 'who' has: (dates|times).* are mixed"):
+            keys_as_stored(given, schema_of(kind), "erase_keys()")
+
+
+def test_the_error_says_what_to_give() -> None:
+    with pytest.raises(StateValueError, match="give times with a time zone, such as UTC"):
+        keys_as_stored(pd.DataFrame({"who": [pd.Timestamp(NAIVE)]}), schema_of(INSTANT), "erase_keys()")
+    two = RowSchema((pa.field("a", pa.int64()), pa.field("b", PRICE)), (pa.field("n", pa.int64()),))
+    with pytest.raises(StateValueError, match="key column 'b' has: values of type double are not converted"):
+        keys_as_stored({"b": [0.5], "a": [1]}, two, "erase_keys()")
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [("2024-02-29", LOCAL), ("2024-02-29", INSTANT), ("2024-02-29T12:30", INSTANT), ("1.0", pa.int64())],
+)
+def test_words_go_by_the_same_rule(word: str, kind: pa.DataType) -> None:
+    schema = pa.schema([("who", kind)])
+    for words, text in (([word], None), ([], f'{{"who": "{word}"}}')):
+        with pytest.raises(UsageError, match="is no value of the column 'who'"):
+            key_of(words, text, schema)
