@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from spark_state_ext.backends.registry import FSSPEC, Backend
 from spark_state_ext.engine.erasing import matching, places_of
 from spark_state_ext.engine.folders import root_id
 from spark_state_ext.erasing.folders import QueryFolder, keys_as_stored, query_folders_below
+from spark_state_ext.erasing.leftovers import scratch_with_keys, unfinished_files
 from spark_state_ext.erasing.lines import QueryLines, query_lines
 from spark_state_ext.erasing.past import BucketPast, read_past, rewrite
 from spark_state_ext.erasing.receipt import EraseReceipt
@@ -176,13 +176,15 @@ def erase_history(
         savepoint_erasure(path, keys, operator, folder.files, top, storage_options)
         for path in (savepoints if write_savepoints else ())
     ]
-    with tempfile.TemporaryDirectory(prefix="spark_state_ext-erase-") as scratch, _leased(folder.files) as lease:
-        work = _Work(folder, places, wanted, Path(scratch), lease)
+    unfinished = unfinished_files(places)
+    with scratch_with_keys() as scratch, _leased(folder.files) as lease:
+        work = _Work(folder, places, wanted, scratch, lease)
         work.refuse_waiting()
         files, rows = work.erase_files(inline_batches)
         requests = work.erase_requests()
+        work.remove(unfinished)
         stores = sum(_drop_stores(Path(path), root, operator, folder.name) for path in local_dirs)
-        written = sum(it.carry_out(lease, Path(scratch)) for it in saved)
+        written = sum(it.carry_out(lease, scratch) for it in saved)
     begun_with = SavepointBegunWith.of(folder.files, savepoints, storage_options)
     looked_in = [*savepoints, *begun_with.paths]
     receipt = erase_scan(
@@ -388,6 +390,12 @@ class _Work:
                 requests.replace(number, replace(request, keys=request.keys.filter(pa.array(~gone))))
                 changed += 1
         return changed
+
+    def remove(self, unfinished: Sequence[tuple[Folder, str]]) -> None:
+        """Remove files that a run which was killed has not finished, of this kind or of the query's."""
+        for files, name in unfinished:
+            self._allowed()
+            files.remove(name)
 
     def _requests(self) -> Iterator[tuple[int, list[pa.Array]]]:
         requests = EraseFolder(self._folder.files)

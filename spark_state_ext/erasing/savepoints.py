@@ -342,7 +342,8 @@ class _Work:
     def look(self) -> _Found:
         """Read all checkpoint files of the operator, and tell which have a key."""
         found = _Found([], [])
-        found.others.extend((self._folder, it.name) for it in self._folder.entries() if is_temporary(it.name))
+        for folder in (self._folder, self._claims):
+            found.others.extend((folder, it.name) for it in folder.entries() if is_temporary(it.name))
         for saved in self._buckets:
             files, named = self._files(saved.bucket), {file.name for file in saved.files}
             # A manifest as this package makes it has none.

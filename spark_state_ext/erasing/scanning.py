@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from arrow_schemas.row import RowSchema
 from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.backends.registry import FSSPEC, Backend
 from spark_state_ext.erasing.folders import QueryFolder, keys_as_stored, query_folders_below
+from spark_state_ext.erasing.leftovers import scratch_with_keys
 from spark_state_ext.erasing.receipt import EraseReceipt, FoundIn, OutOfReach, Scanned
 from spark_state_ext.erasing.searching import Search, Wanted
 from spark_state_ext.errors import CorruptError, CorruptFileError, MissingCheckpointError, StateError, UsageError
@@ -106,8 +106,8 @@ def erase_scan(
     if wanted.keys.num_rows > KEYS_MAX:
         raise UsageError(f"erase_scan() was given more than {KEYS_MAX:,} keys: scan for them in several calls")
     began_ms = int(time.time() * 1000)
-    with tempfile.TemporaryDirectory(prefix="spark_state_ext-scan-") as scratch:
-        scan = _Scan(wanted, Path(scratch))
+    with scratch_with_keys() as scratch:
+        scan = _Scan(wanted, scratch)
         scan.note_begun(folders)
         tops = [Folder(root.rstrip("/") or root, storage_options)]
         for backend in backends:
@@ -216,7 +216,7 @@ class _Scan:
             if SPILL_FOLDER in parts[:2]:
                 spills.append(entry)
             elif is_temporary(parts[-1]):
-                self._unfinished(folder, entry, "clean-up removes it after a day")
+                self._unfinished(folder, entry, "erase_history removes it, or clean-up after a day")
             elif parse_file_name(parts[-1]) is not None:
                 self._checkpoint("checkpoint file", folder, entry, own)
             elif len(parts) == 3 and parts[1] == ERASE_FOLDER and parse_erase_name(parts[2]) is not None:

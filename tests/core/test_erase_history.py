@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+import subprocess
+import tempfile
 import threading
 import time
 import uuid
@@ -29,6 +32,7 @@ from spark_state_ext.commit import cadence
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.folders import root_id
 from spark_state_ext.erasing.history import ErasedHistory
+from spark_state_ext.erasing.leftovers import scratch_with_keys
 from spark_state_ext.errors import CorruptFileError, LiveRunError, StorageError, UsageError
 from spark_state_ext.files.checkpoint import announced
 from spark_state_ext.files.erase_requests import EraseFolder
@@ -389,6 +393,8 @@ class Faults:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = -1
         self.hit = False
+        # How many operations were left before each file got its name: one that fails there is not finished.
+        self.named_at: list[int] = []
         for owner, names in (
             (LocalFileSystem, ("ls", "info", "cat_file", "rm_file")),
             (os, ("replace", "fsync", "link")),
@@ -403,6 +409,8 @@ class Faults:
             if self.left == 0:
                 self.hit = True
                 raise OSError(errno.EIO, f"{name} fails on purpose")
+            if name == "replace":
+                self.named_at.append(self.left)
             self.left -= self.left > 0
             return real(*args, **kwargs)
 
@@ -422,13 +430,14 @@ def test_stopped_at_every_step_and_run_again(tmp_path: Path, monkeypatch: pytest
     folder = EraseFolder(Folder(str(life.local / PLACE)))
     folder.note_done(1, done_record(folder.request(1).id))
     shutil.copytree(life.local / "root", tmp_path / "as it was")
-    faults, partly = Faults(monkeypatch), 0
+    faults, partly, unfinished = Faults(monkeypatch), 0, 0
     faults.left = 1 << 40
     erase(life)
     steps = (1 << 40) - faults.left
     assert steps > 100
+    named = [(1 << 40) - left for left in faults.named_at]
     # Listings and reads come first, and change nothing.
-    for step in sampled(steps):
+    for step in sampled(steps) if SOAK else sorted({*sampled(steps)[::2], *named}):
         shutil.rmtree(life.local / "root")
         shutil.copytree(tmp_path / "as it was", life.local / "root")
         faults.hit, faults.left = False, step
@@ -442,16 +451,57 @@ def test_stopped_at_every_step_and_run_again(tmp_path: Path, monkeypatch: pytest
             assert life.restored(pointer) in (model, without(model)), f"step {step}"
         # Its lease lapses.
         shutil.rmtree(life.local / PLACE / "lease", ignore_errors=True)
-        # It is not called absent where a file that was not finished lies there.
-        assert erase(life).receipt.found == ()
+        unfinished += len(list((life.local / "root").rglob(".tmp-*")))
+        assert erase(life).receipt.absent, f"step {step}"
+        assert list((life.local / "root").rglob(".tmp-*")) == []
         assert files_with(TEXT, life.local / "root") == []
         for pointer, model in zip(life.pointers, life.models, strict=True):
             assert life.restored(pointer) == without(model)
         while len(life.stores) > 1:
             life.stores.pop().close()
     assert partly > 3
+    assert unfinished > 3
     life.settle()
     life.store.close()
+
+
+def test_what_a_killed_run_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of each kind of file that it writes, in each backend, and copies of files on this machine."""
+    life = life_at(tmp_path, PLACE, "other/counts/q")
+    lived(life)
+    life.settle()
+    for place, folder in ((PLACE, "3"), (PLACE, "."), (PLACE, "erase"), (PLACE, "lease"), ("other/counts/q", "3")):
+        (tmp_path / place / folder).mkdir(exist_ok=True)
+        (tmp_path / place / folder / f".tmp-{uuid.uuid4().hex}-any").write_text(TEXT)
+    # Not its own: a batch and somebody who copies write these.
+    for folder in ("spill", "holds"):
+        (tmp_path / PLACE / folder).mkdir(exist_ok=True)
+        (tmp_path / PLACE / folder / ".tmp-any").write_text("")
+    local = tmp_path / "local"
+    local.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(local))
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    mine = re.sub(r"-\d+-\d*-", f"-{dead.pid}-1-", made_by_a_run().name, count=1)
+    for name in (mine, f"{mine}-2", "spark_state_ext-keys-of-mine"):
+        (local / name).mkdir()
+        (local / name / "copy").write_text(TEXT)
+    (local / f"{mine}-link").symlink_to(local / "spark_state_ext-keys-of-mine")
+    with scratch_with_keys() as alive:
+        done = erase(life, backends=[Backend(str(tmp_path / "other"))])
+        assert alive.exists()
+    assert done.receipt.found == ()
+    assert sorted(it.name for it in tmp_path.rglob(".tmp-*")) == [".tmp-any", ".tmp-any"]
+    assert sorted(it.name for it in local.iterdir()) == [f"{mine}-link", "spark_state_ext-keys-of-mine"]
+    shutil.rmtree(tmp_path / PLACE / "spill")
+    shutil.rmtree(tmp_path / PLACE / "holds")
+    assert erase(life, backends=[Backend(str(tmp_path / "other"))]).receipt.absent
+    life.store.close()
+
+
+def made_by_a_run() -> Path:
+    with scratch_with_keys() as folder:
+        return folder
 
 
 def test_files_are_written_anew_in_the_order_of_their_versions(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
