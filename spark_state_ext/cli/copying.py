@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from arrow_schemas.savepoint import MANIFEST_NAME, SavedFile, SavepointManifest
+from arrow_schemas.savepoint import SavedFile, SavepointManifest
 from spark_state_ext.engine.folders import scratch_folder
-from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.claims import refuse_claimed
-from spark_state_ext.savepoints.copying import How, copied, refuse_incomplete
-from spark_state_ext.savepoints.manifest_file import encode_manifest, refuse_existing
+from spark_state_ext.savepoints.copying import How, copied
+from spark_state_ext.savepoints.manifest_file import finish_savepoint, refuse_existing
 from spark_state_ext.worker.threads import side_by_side
 
 __all__ = ["CopiedSavepoint", "copy_savepoint"]
@@ -75,9 +74,7 @@ def copy_savepoint(
     how = side_by_side("copy", _PARALLEL_MAX, work, named) if named else []
     for bucket in manifest.buckets:
         target.child(bucket.operator, str(bucket.bucket)).sync()
-    refuse_incomplete(target, manifest)
     # A query that claimed it meanwhile may have begun to delete it; what was copied is whole all the same.
-    if not target.create(MANIFEST_NAME, encode_manifest(manifest)):
-        raise UsageError(f"somebody has made another savepoint at {target.root} meanwhile: copy to another folder")
+    finish_savepoint(target, manifest)
     sizes = [file.size_bytes for *_, file in named]
     return CopiedSavepoint(len(sizes), sum(sizes), sum(it is How.DUPLICATED for it in how))

@@ -28,8 +28,8 @@ from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.shown import BUCKET, ShownColumns
 from spark_state_ext.savepoints.claims import refuse_claimed
-from spark_state_ext.savepoints.copying import refuse_incomplete, refuse_other_files
-from spark_state_ext.savepoints.manifest_file import refuse_existing, write_manifest
+from spark_state_ext.savepoints.copying import refuse_other_files
+from spark_state_ext.savepoints.manifest_file import finish_savepoint, refuse_existing
 from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.savepoints.rewriting import bucket_of_rows
 from spark_state_ext.savepoints.taking import save_bucket
@@ -212,8 +212,7 @@ def transformed(
         package_version=__version__,
     )
     new = SavepointManifest(header, tuple(buckets))
-    refuse_incomplete(target, new)
-    write_manifest(target, new)
+    finish_savepoint(target, new)
     return rows.read, rows.kept
 
 

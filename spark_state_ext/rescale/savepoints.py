@@ -36,8 +36,8 @@ from spark_state_ext.rescale.origin import rows_of_parents
 from spark_state_ext.rescale.parents import Parent, origin_of
 from spark_state_ext.restore.trace import check_owner
 from spark_state_ext.savepoints.claims import claim_of, refuse_claimed
-from spark_state_ext.savepoints.copying import copied, first_other, refuse_incomplete, refuse_other_files
-from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
+from spark_state_ext.savepoints.copying import copied, first_other, refuse_other_files
+from spark_state_ext.savepoints.manifest_file import finish_savepoint, read_manifest, refuse_existing
 from spark_state_ext.savepoints.placement import refuse_in_state
 from spark_state_ext.savepoints.reading import operator_named
 from spark_state_ext.savepoints.rewriting import bucket_of_rows
@@ -311,9 +311,8 @@ def write_rescaled(
         package_version=__version__,
     )
     new = SavepointManifest(header, tuple(buckets))
-    refuse_incomplete(target, new)
     _refuse_changed(source, target, manifest)
-    write_manifest(target, new)
+    finish_savepoint(target, new)
     return RescaledSavepoint(target.root, header.id, done)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
@@ -21,9 +25,9 @@ from arrow_schemas.savepoint import SavepointManifest
 from spark_state_ext import open_state, savepoint_tables
 from spark_state_ext.__main__ import main
 from spark_state_ext.cli.transforming import as_type
-from spark_state_ext.errors import CorruptFileError, StateValueError
+from spark_state_ext.errors import CorruptFileError, StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
+from spark_state_ext.savepoints.manifest_file import encode_manifest, finish_savepoint, read_manifest, write_manifest
 from tests.helpers.soak import whole
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "savepoint-1"
@@ -123,6 +127,52 @@ def test_a_claim_by_hand_keeps_others_away(
     assert main(["savepoint", "copy", savepoint.root, str(tmp_path / "copy")]) == 0
     assert main(["savepoint", "claim", savepoint.root, "--by", " "]) == 2
     assert main(["savepoint", "claim", str(tmp_path / "nothing"), "--by", "Ann"]) == 3
+
+
+@pytest.mark.parametrize("form", ["native", "canonical"])
+def test_of_several_who_take_one_savepoint_at_once_one_does(form: str, small: SmallRoot, tmp_path: Path) -> None:
+    """Of other batches, whose files are others, and two of one, whose files are the same. The others leave nothing."""
+    batches, together = (2, 4, 6, 6), threading.Barrier(4)
+    alone = [savepoint_of(small.job, tmp_path / f"alone {batch}", form, batch) for batch in batches[:3]]
+
+    def take(batch: int) -> int | None:
+        together.wait()
+        with contextlib.suppress(UsageError):
+            # Each has a manifest of its own, as the time in it is another one.
+            savepoint_of(small.job, tmp_path / "together", form, batch, made_ms=threading.get_ident)
+            return batch
+        return None
+
+    with ThreadPoolExecutor(4) as takers:
+        (winner,) = (batch for batch in takers.map(take, batches) if batch is not None)
+    names = set(_files(tmp_path / "together"))
+    assert names == set(_files(Path(alone[batches.index(winner)].root)))
+    assert main(["savepoint", "verify", str(tmp_path / "together")]) == 0
+    assert sorted(it.name for it in (tmp_path / "together").iterdir()) == ["counts", "savepoint.arrow"]
+
+
+def test_what_a_savepoint_that_came_late_has_written_is_removed(small: SmallRoot, tmp_path: Path) -> None:
+    """Folders of an operator that the other one does not have, too; and nothing if that one cannot be read."""
+    for name in ("first", "late"):
+        savepoint_of(small.job, tmp_path / name, batch=3 if name == "first" else 5)
+    late = read_manifest(Folder(str(tmp_path / "late")))
+    buckets = tuple(replace(it, operator="sums", pointer=replace(it.pointer, operator="sums")) for it in late.buckets)
+    file = replace(late.header.operators["counts"], operator="sums")
+    other = replace(late.header, id="5a" * 16, operators={"sums": file})
+    shutil.copytree(tmp_path / "late" / "counts", tmp_path / "first" / "sums")
+    manifest, before = tmp_path / "first" / "savepoint.arrow", _files(tmp_path / "first")
+    whole_one = manifest.read_bytes()
+    manifest.write_bytes(b"damaged")
+    with pytest.raises(UsageError, match="there is a savepoint at"):
+        write_manifest(Folder(str(tmp_path / "first")), SavepointManifest(other, buckets))
+    manifest.write_bytes(whole_one)
+    assert _files(tmp_path / "first") == before
+    # Another one that came late has removed a file that this one had found there.
+    next((tmp_path / "first" / "sums").rglob("*.arrow")).unlink()
+    with pytest.raises(UsageError, match="there is a savepoint at"):
+        finish_savepoint(Folder(str(tmp_path / "first")), SavepointManifest(other, buckets))
+    assert main(["savepoint", "verify", str(tmp_path / "first")]) == 0
+    assert sorted(it.name for it in (tmp_path / "first").iterdir()) == ["counts", "savepoint.arrow"]
 
 
 # -- transform -------------------------------------------------------------------------------------

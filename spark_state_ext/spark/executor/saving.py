@@ -36,8 +36,7 @@ from spark_state_ext.rescale.dividing import may_be_divided
 from spark_state_ext.rescale.origin import origin_beside
 from spark_state_ext.rescale.unfit_start import refuse_unfit_start
 from spark_state_ext.savepoints.captured import Captured
-from spark_state_ext.savepoints.copying import refuse_incomplete
-from spark_state_ext.savepoints.manifest_file import read_manifest, refuse_existing, write_manifest
+from spark_state_ext.savepoints.manifest_file import finish_savepoint, read_manifest, refuse_existing
 from spark_state_ext.savepoints.reading import operator_named
 from spark_state_ext.savepoints.rows import answer, copies_of, saved_row
 from spark_state_ext.savepoints.taking import Reading, save_bucket
@@ -207,8 +206,7 @@ def finish(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator
         offsets=plain["offsets"],
     )
     manifest = SavepointManifest(header, tuple(sorted(buckets, key=lambda it: (it.operator, it.bucket))))
-    refuse_incomplete(_savepoint(plain), manifest)
-    write_manifest(_savepoint(plain), manifest)
+    finish_savepoint(_savepoint(plain), manifest)
     yield answer({"id": header.id, "watermark_ms": header.watermark_ms})
 
 
