@@ -82,7 +82,9 @@ def serve_peers(
     try:
         from spark_state_ext.peers.server import PeerServer
     except ImportError as error:
-        raise UsageError(f"--peer-listen needs a PyArrow with Flight: {error}") from error
+        raise UsageError(
+            f"--peer-listen needs grpcio: pip install 'spark_state_ext[standby]', or leave --peer-listen out ({error})"
+        ) from error
     shelf = ReplicaShelf(followers)
     return PeerServer(match["host"], int(match["port"]), secret, shelf, tls, shelf.take)
 

@@ -1,15 +1,20 @@
-"""Giving pieces to who asks over Arrow Flight. Imports `pyarrow.flight`: only who serves imports this module."""
+"""The server that gives pieces of snapshots to peers over Arrow Flight. Only a process that serves imports this module.
+
+The server is gRPC's own and has the one method of Flight that peers use. PyArrow's Flight server reads a request of any
+size into memory before it can be refused; gRPC compares the length that a request begins with.
+"""
 
 from __future__ import annotations
 
 import logging
+import resource
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pyarrow as pa
-from pyarrow import flight
+import grpc
 
 from arrow_schemas.blocks import PIECE_BYTES
 from arrow_schemas.peers import (
@@ -26,6 +31,7 @@ from arrow_schemas.peers import (
     PeerSecret,
 )
 from spark_state_ext.errors import StateError, StorageError, UsageError
+from spark_state_ext.peers.action import decode_action, encode_result
 from spark_state_ext.peers.serving import PeerWork, Shelf, TakeDelta, Tls
 
 __all__ = ["PeerServer"]
@@ -34,11 +40,40 @@ _LOGGER = logging.getLogger("spark_state_ext")
 _SIZES_MAX = {PIECES_ACTION: QUESTION_BYTES_MAX, DELTA_ACTION: DELTA_BYTES_MAX + QUESTION_BYTES_MAX}
 # Questions that are answered at once. Each has a thread, and an answer in memory.
 _SLOTS = 8
-_REFUSED = "refused: this needs the secret of its peers"
+# Calls at once, including those that still send their request and those that are answered with "busy".
+_CALLS_MAX = 4 * _SLOTS
+# Each process of an executor has a connection. Most of the files that this process may open are left to the service.
+_CONNECTIONS_MAX = 1_000
+_CONNECTIONS_OF_FILES = 1 / 4
+# Larger requests are refused unread, as it is not known yet who asks.
+_REQUEST_BYTES_MAX = DELTA_BYTES_MAX + 2 * QUESTION_BYTES_MAX
+_SERVICE, _METHOD = "arrow.flight.protocol.FlightService", "DoAction"
+# How long answers that are under way may take when the service ends.
+_END_S_MAX = 5.0
+
+
+def _options() -> list[tuple[str, int]]:
+    """Options of gRPC that bound what a client without the secret can take from the service."""
+    files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files_max = _CONNECTIONS_MAX * 4 if files_max == resource.RLIM_INFINITY else files_max
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", _REQUEST_BYTES_MAX),
+        # A small compressed request could become a large one. Peers compress nothing.
+        ("grpc.per_message_decompression", 0),
+        ("grpc.max_concurrent_streams", _SLOTS),
+        ("grpc.max_allowed_incoming_connections", int(min(_CONNECTIONS_MAX, files_max * _CONNECTIONS_OF_FILES))),
+        # Clients connect again when they next ask. A connection that does not speak HTTP/2 is closed soon.
+        ("grpc.server_handshake_timeout_ms", 5_000),
+        ("grpc.max_connection_idle_ms", 60_000),
+        # A client that does not finish its request, or does not read its answer, holds a thread no longer than this.
+        ("grpc.max_connection_age_ms", 600_000),
+        ("grpc.max_connection_age_grace_ms", 60_000),
+    ]
 
 
 class PeerServer:
-    """The server, in threads of Arrow Flight from the beginning to `close`.
+    """The server, in threads of gRPC from the beginning to `close`.
 
     Parameters
     ----------
@@ -70,20 +105,32 @@ class PeerServer:
     ) -> None:
         self.work = PeerWork()
         self.scheme = "grpc" if tls is None else "grpc+tls"
-        given = {} if tls is None else {"tls_certificates": [(tls.certificate, tls.key)]}
+        self._actions = _Actions(secret, shelf, self.work, take)
+        # gRPC answers "unimplemented" to all other methods, and reads nothing of their requests.
+        methods = {_METHOD: grpc.unary_stream_rpc_method_handler(self._actions.answer)}
+        self._server = grpc.server(
+            ThreadPoolExecutor(_CALLS_MAX, "spark_state_ext peers"),
+            handlers=[grpc.method_handlers_generic_handler(_SERVICE, methods)],
+            options=_options(),
+            maximum_concurrent_rpcs=_CALLS_MAX,
+        )
         try:
             _raise_if_taken(host, port)
-            self._server = _Server(f"{self.scheme}://{host}:{port}", secret, shelf, self.work, take, **given)
-        except (pa.ArrowException, OSError) as error:
+            if tls is None:
+                self.port = self._server.add_insecure_port(f"{host}:{port}")
+            else:
+                shown = grpc.ssl_server_credentials([(tls.key, tls.certificate)])
+                self.port = self._server.add_secure_port(f"{host}:{port}", shown)
+        except (RuntimeError, ValueError, OSError) as error:
             raise StorageError(
                 f"peers cannot be answered on {host}:{port}: {str(error).splitlines()[0]}. Give another --peer-listen, "
                 "or look at the certificate and its key."
             ) from error
-        self.port = int(self._server.port)
+        self._server.start()
 
     def close(self) -> None:
         """Stop listening, and wait for the answers that are under way."""
-        self._server.shutdown()
+        self._server.stop(_END_S_MAX).wait()
 
 
 def _raise_if_taken(host: str, port: int) -> None:
@@ -95,45 +142,29 @@ def _raise_if_taken(host: str, port: int) -> None:
         tried.bind(address)
 
 
-class _OnlyActions(flight.ServerMiddlewareFactory):  # type: ignore[misc] # PyArrow has no types
-    """Refuses, before they are read, the calls that no peer makes. What Arrow says by itself has a traceback."""
+class _Actions:
+    """Answers two kinds of action, and refuses all others."""
 
-    def __init__(self, work: PeerWork) -> None:
-        self._work = work
-        super().__init__()
-
-    def start_call(self, info: Any, headers: Any) -> None:
-        """Raise an error for any call but one."""
-        if info.method != flight.FlightMethod.DO_ACTION:
-            self._work.count("refused")
-            _LOGGER.debug("a call of %s is refused", info.method)
-            raise flight.FlightUnauthenticatedError(_REFUSED)
-
-
-class _Server(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no types
-    """Answers two kinds of action. (`_OnlyActions` refuses all other calls.)"""
-
-    def __init__(
-        self, location: str, secret: PeerSecret, shelf: Shelf, work: PeerWork, take: TakeDelta, **given: Any
-    ) -> None:
+    def __init__(self, secret: PeerSecret, shelf: Shelf, work: PeerWork, take: TakeDelta) -> None:
         self._secret, self._shelf, self._work, self._take = secret, shelf, work, take
-        self._slots = threading.BoundedSemaphore(_SLOTS)
-        super().__init__(location, middleware={"only_actions": _OnlyActions(work)}, **given)
+        self.slots = threading.BoundedSemaphore(_SLOTS)
 
-    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
-        """The answers to a question, or to a delta."""
+    def answer(self, request: bytes, context: Any) -> Iterator[bytes]:
+        """Give the answers to a question or to a delta."""
         try:
-            if action.body.size > _SIZES_MAX.get(action.type, -1):
-                raise UsageError(f"{action.body.size} bytes of {action.type[:40]!r} are nothing that a peer is asked")
-            data = action.body.to_pybytes()
-            if action.type == DELTA_ACTION:
-                return self._taken(PeerDelta.decode(data, self._secret))
-            return self._answers(PeerQuestion.decode(data, self._secret))
+            kind, body = decode_action(request)
+            if len(body) > _SIZES_MAX.get(kind, -1):
+                raise UsageError(f"{len(body)} bytes of {kind[:40]!r} are not what peers are asked")
+            if kind == DELTA_ACTION:
+                answers = self._taken(PeerDelta.decode(body, self._secret))
+            else:
+                answers = self._answers(PeerQuestion.decode(body, self._secret))
         except StateError as error:
             self._work.count("refused")
             _LOGGER.debug("a question from %s is refused: %s", context.peer(), error)
             # Why is nobody's business who does not have the secret.
-            raise flight.FlightUnauthenticatedError(_REFUSED) from None
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "refused: this needs the secret of its peers")
+        return map(encode_result, answers)
 
     def _taken(self, delta: PeerDelta) -> Iterator[bytes]:
         taken = self._take(delta)
@@ -142,7 +173,7 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no t
         return iter([PeerAnswer(GIVEN if taken else GONE).encode(self._secret, delta.nonce, 0)])
 
     def _answers(self, question: PeerQuestion) -> Iterator[bytes]:
-        if not self._slots.acquire(blocking=False):
+        if not self.slots.acquire(blocking=False):
             self._work.count("busy")
             yield PeerAnswer(BUSY).encode(self._secret, question.nonce, 0)
             return
@@ -164,7 +195,7 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no t
             yield PeerAnswer(GONE).encode(self._secret, question.nonce, number)
         finally:
             self._work.count(outcome)
-            self._slots.release()
+            self.slots.release()
 
     def _pieces(self, question: PeerQuestion) -> Iterator[bytes]:
         """The bytes of each range. Once the file is open, nobody takes it away: it may be dropped meanwhile."""

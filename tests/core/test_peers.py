@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from lazy_bucket import FIRST, LAST, SCHEMA, SNAPSHOT_NAME, lazy_files
 from peer_support import KEY, SECRET, SECRET_TEXT, PeerWorld, certified, service_of
@@ -21,9 +24,9 @@ from pyarrow import flight
 
 from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES, digest_of
 from arrow_schemas.lineage import CheckpointRef
-from arrow_schemas.peers import BUSY, GIVEN, PIECES_ACTION, PeerAnswer, PeerQuestion, PeerSecret
+from arrow_schemas.peers import BUSY, DELTA_ACTION, GIVEN, PIECES_ACTION, PeerAnswer, PeerQuestion, PeerSecret
 from arrow_schemas.standby import BucketKey, StandbySettings
-from spark_state_ext.errors import InterruptedRestoreError, StorageError
+from spark_state_ext.errors import InterruptedRestoreError, PeerError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.peers.client import PeerClient
 from spark_state_ext.peers.finding import peers_below
@@ -224,7 +227,7 @@ def test_the_next_peer_is_asked(world: PeerWorld) -> None:
 
 def test_a_peer_with_too_much_to_do(world: PeerWorld) -> None:
     server = world.serves()
-    slots = server._server._slots
+    slots = server._actions.slots
     while slots.acquire(blocking=False):
         pass
     bucket = world.task()
@@ -383,12 +386,31 @@ def test_no_other_call_is_answered(world: PeerWorld) -> None:
     ]
     for call in others:
         # PyArrow's client makes an OSError of it where it asks for a schema.
-        with pytest.raises((flight.FlightUnauthenticatedError, OSError), match="needs the secret") as refused:
+        with pytest.raises((pa.ArrowNotImplementedError, OSError), match="Method not found") as refused:
             call()
         assert "Traceback" not in str(refused.value)
-    assert server.work.questions["refused"] == 7 + len(others)
+    assert server.work.questions["refused"] == 7
     assert server.work.given_bytes == 0
     client.close()
+
+
+def test_connections_are_bounded(world: PeerWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a file of the service, which needs files for its host's record and for local stores."""
+    monkeypatch.setattr("spark_state_ext.peers.server._CONNECTIONS_MAX", 8)
+    server = world.serves()
+    with contextlib.ExitStack() as opened:
+        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", server.port), WAIT_S)) for _ in range(40)]
+        # The server sends its settings on a connection that it takes, and closes the others.
+        assert sum(bool(it.recv(1)) for it in idle) == 8
+
+    def is_answered() -> bool:
+        try:
+            return len(asked(server, PeerQuestion(KEY, LAST, "0" * 32, ((0, 1),)))) == 1
+        except PeerError:
+            return False
+
+    # As soon as the server has seen that the others are gone.
+    eventually(is_answered)
 
 
 def test_who_goes_away_in_the_middle_leaves_nothing_open(world: PeerWorld) -> None:
@@ -454,12 +476,36 @@ def service(world: PeerWorld) -> Iterator[subprocess.Popen[str]]:
         process.stderr.close()
 
 
+def takes_no_large_request(pid: int, address: str) -> None:
+    """A client without the secret sends 16 MiB in a call, as they are or compressed, and the service reads none of it."""
+
+    def peak_mib() -> int:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) >> 10
+
+    large, before = bytes(16 << 20), peak_mib()
+    plain = flight.FlightClient(f"grpc://{address}")
+    compressing = flight.FlightClient(f"grpc://{address}", generic_options=[("grpc.default_compression_algorithm", 2)])
+    calls: list[Callable[[], Any]] = [
+        lambda: list(plain.do_action(flight.Action(DELTA_ACTION, large))),
+        lambda: plain.do_get(flight.Ticket(large)).read_all(),
+        lambda: list(compressing.do_action(flight.Action(DELTA_ACTION, large))),
+    ]
+    for call in calls:
+        with pytest.raises((pa.ArrowException, OSError)):
+            call()
+    assert peak_mib() - before < 16
+    plain.close()
+    compressing.close()
+
+
 def test_the_service_gives_to_peers(world: PeerWorld, service: subprocess.Popen[str]) -> None:
     assert service.stderr is not None
     told = service.stderr.readline()
     assert "; peers ask grpc://127.0.0.1:" in told
     assert SECRET_TEXT not in told
     assert world.look_up(world.task(), KEYS) <= ENDS
+    takes_no_large_request(service.pid, told.split("grpc://")[1].split(";")[0])
     port = told.split("port ")[-1].split()[0]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
