@@ -271,7 +271,8 @@ class RootFollower:
 
     def followed(self) -> dict[BucketKey, Followed]:
         """What became of the last step of each bucket that is held; one that has had none yet is missing."""
-        return {key: held.last for key, held in self._held.items() if held.last is not None}
+        held = dict(self._held)  # a copy, as metrics are collected in a thread of their own
+        return {key: it.last for key, it in held.items() if it.last is not None}
 
     def lags(self) -> dict[BucketKey, Lag]:
         """What each bucket that is held lacks by now, as of its last listing; one that was not listed is missing."""
@@ -284,7 +285,7 @@ class RootFollower:
         return self._readings.rate([reading for reading, _ in self._under_way().values()])
 
     def _under_way(self) -> dict[BucketKey, tuple[Reading, Lag]]:
-        found = {key: held.follower.under_way() for key, held in self._held.items()}
+        found = {key: held.follower.under_way() for key, held in dict(self._held).items()}
         return {key: it for key, it in found.items() if it is not None}
 
     def overdue(self, longer_than_s: float) -> frozenset[BucketKey]:

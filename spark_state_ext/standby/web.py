@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
+from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from spark_state_ext.errors import StorageError, UsageError
 
@@ -14,12 +19,60 @@ if TYPE_CHECKING:
 
 __all__ = ["Web"]
 
+_LOGGER = logging.getLogger("spark_state_ext")
+# Each connection takes a thread and a file of the service. A probe needs one for a moment.
+_CONNECTIONS_MAX, _CONNECTION_S_MAX = 32, 10.0
 _Start = Callable[[str, list[tuple[str, str]]], object]
 
 
 class _Silent(WSGIRequestHandler):
     def log_message(self, *args: Any) -> None:
         """Nobody reads a line for each look."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Serves each connection in a thread of its own, for a bounded time.
+
+    If there are too many, it closes the oldest. So a probe gets its answer, however many connections are idle.
+    """
+
+    daemon_threads = True
+    request_queue_size = 4 * _CONNECTIONS_MAX
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._lock = threading.Lock()
+        # Open connections and since when, the oldest first.
+        self._since_s: dict[Any, float] = {}
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._since_s[request] = time.monotonic()
+            while len(self._since_s) > _CONNECTIONS_MAX:
+                self._end_oldest()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._since_s.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End connections that are too old. `serve_forever` calls this twice a second."""
+        with self._lock:
+            while self._since_s and time.monotonic() - next(iter(self._since_s.values())) > _CONNECTION_S_MAX:
+                self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        oldest = next(iter(self._since_s))
+        del self._since_s[oldest]
+        # Its thread sees the end of the stream, and closes it.
+        with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log what went wrong with one connection."""
+        _LOGGER.debug("a request to /healthz or /metrics from %s failed", client_address, exc_info=True)
 
 
 class Web:
@@ -45,7 +98,7 @@ class Web:
     def __init__(self, address: str, port: int, ails: Callable[[], str], collector: Collector) -> None:
         try:
             from prometheus_client import CollectorRegistry
-            from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
+            from prometheus_client.exposition import make_wsgi_app
         except ImportError as error:
             raise UsageError(
                 "--port needs prometheus_client: pip install 'spark_state_ext[standby]', or leave --port out"
@@ -55,7 +108,7 @@ class Web:
         self._metrics = make_wsgi_app(registry)
         self._ails = ails
         try:
-            self._server = make_server(address, port, self._answer, ThreadingWSGIServer, _Silent)
+            self._server = make_server(address, port, self._answer, _Server, _Silent)
         except OSError as error:
             raise StorageError(
                 f"the standby service cannot listen on {address}:{port}: {error}. Give another --port or --address."

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.members import record_numbers, write_settings
 from spark_state_ext.standby.metrics import StandbyCollector
+from spark_state_ext.standby.service import StandbyService
 from spark_state_ext.standby.status import StandbyStatus
 from spark_state_ext.standby.values import Followed
 from spark_state_ext.standby.web import Web
@@ -259,6 +262,26 @@ def test_metrics_and_health(tmp_path: Path, job: Job) -> None:
             urllib.request.urlopen(f"http://127.0.0.1:{web.port}/")
         with pytest.raises(StorageError, match=r"cannot listen on .* Give another --port"):
             Web("127.0.0.1", web.port, lambda: "", StandbyCollector(service))
+    finally:
+        web.close()
+
+
+def test_idle_connections_keep_nobody_from_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    web = Web("127.0.0.1", 0, lambda: "", StandbyCollector(StandbyService([], 1.0)))
+    try:
+        with contextlib.ExitStack() as opened:
+            where = ("127.0.0.1", web.port)
+            idle = [opened.enter_context(socket.create_connection(where, WAIT_S)) for _ in range(60)]
+            with urllib.request.urlopen(f"http://127.0.0.1:{web.port}/healthz") as answer:
+                assert answer.read() == b"ok\n"
+            # The oldest were closed for newer ones.
+            assert [it.recv(1) for it in idle[:29]] == [b""] * 29
+            idle[-1].settimeout(0.05)
+            with pytest.raises(TimeoutError):
+                idle[-1].recv(1)
+            monkeypatch.setattr("spark_state_ext.standby.web._CONNECTION_S_MAX", 0.0)
+            idle[-1].settimeout(WAIT_S)
+            assert idle[-1].recv(1) == b""
     finally:
         web.close()
 
