@@ -107,6 +107,8 @@ class RootService:
         self._sightings: dict[tuple[BucketKey, int], Sighting] = {}
         # As of the last round that was told.
         self._alive: dict[str, MemberRecord] = {}
+        # By host the number of its newest record, and whether it has had active tasks since it wrote that one.
+        self._had_active: dict[str, tuple[int, bool]] = {}
 
     @property
     def name(self) -> str:
@@ -143,6 +145,7 @@ class RootService:
         mine = self._record(followed, settings)
         records = [*(it for it in members.records if it.host != self._host), mine]
         buckets = active_hosts(found.operators, records)
+        self._note_active(buckets, members)
         assignment = assign(buckets, records, settings)
         failovers = self.failovers.copy()
         # Also what the dead have counted: of a bucket that nobody else followed only their records tell.
@@ -245,6 +248,16 @@ class RootService:
                 unread.append(f"{key}: {error}")
         return active, unread
 
+    def _note_active(self, buckets: Mapping[BucketKey, str | None], members: Members) -> None:
+        """Note which hosts have active tasks. When a host is taken for dead, its tasks may long run elsewhere."""
+        active = set(buckets.values()) | {record.host for record in members.records if record.active}
+        # Those that have died since the last round are still to be counted.
+        noted = {host: it for host, it in self._had_active.items() if host in self._alive}
+        for host, number in members.heartbeats.items():
+            before, had_active = noted.get(host, (number, False))
+            noted[host] = number, host in active or (had_active and before == number)
+        self._had_active = noted
+
     def _since(self, records: Sequence[MemberRecord]) -> dict[BucketKey, int]:
         """By bucket from where on takeovers are looked for: from what this host knows, or else others."""
         since: dict[BucketKey, int] = {}
@@ -295,10 +308,10 @@ class RootService:
             died = f", and the service of {found.takeover.before} has died" if found.died else ""
             whence = f"{key} moved from {found.takeover.before} to {found.takeover.now}"
             said.append((logging.INFO, f"{whence} in batch {found.takeover.batch}: {found.outcome}{died}"))
-        active = set(self.last.buckets.values())
         for host, record in self._alive.items():
             if host not in alive:
-                failovers.lost(host in active, bool(record.replicas))
+                _, had_active = self._had_active.get(host, (0, False))
+                failovers.lost(had_active, bool(record.replicas))
                 said.append((logging.WARNING, f"the standby service of {host} is not alive any more"))
         return said
 

@@ -85,6 +85,8 @@ def test_counts_outlive_the_service(tmp_path: Path, job: Job) -> None:
     moved(job, "c", 4)
     hosts.pass_heartbeats(8)
     assert counts_of(hosts) == {"a": {}, "c": {(REPLICA, True): BUCKETS}}
+    # Its tasks ran elsewhere long before it was taken for dead.
+    assert [hosts.running[name].part.failovers.members_lost["active"] for name in "ac"] == [1, 1]
     moved(job, "b", 6)
     hosts.pass_heartbeats(8)
     assert counts_of(hosts) == {"a": {(NO_SERVICE, False): BUCKETS}, "c": {(REPLICA, True): BUCKETS}}
