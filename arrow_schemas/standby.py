@@ -207,6 +207,10 @@ class MemberRecord:
         failed.
     members_lost
         How many services of other hosts it has seen to die, by what these had.
+    failing
+        By bucket why this host could not follow it when it last tried. Of many buckets some reasons are empty.
+    doubled
+        Whether another service writes records under the same host name.
 
     Raises
     ------
@@ -226,6 +230,8 @@ class MemberRecord:
     searched: Mapping[BucketKey, int] = field(default_factory=dict)
     takeovers: Mapping[tuple[str, bool], int] = field(default_factory=dict)
     members_lost: Mapping[str, int] = field(default_factory=dict)
+    failing: Mapping[BucketKey, str] = field(default_factory=dict)
+    doubled: bool = False
 
     def __post_init__(self) -> None:
         if not _is_name(self.host) or not (self.rack is None or _is_name(self.rack)) or not _is_count(self.generation):
@@ -252,8 +258,14 @@ class MemberRecord:
                 f"{self.host} counts by outcome and by role, from 0 on, not {dict(self.takeovers)}, "
                 f"{dict(self.members_lost)}"
             )
+        reasons = all(_is_key(key) and isinstance(reason, str) for key, reason in self.failing.items())
+        if not reasons or type(self.doubled) is not bool:
+            raise UsageError(
+                f"{self.host}: failing must be a reason by bucket, and doubled a bool, not {dict(self.failing)!r}, "
+                f"{self.doubled!r}"
+            )
         object.__setattr__(self, "replicas", ordered)
-        for name in ("active", "counted", "searched", "takeovers", "members_lost"):
+        for name in ("active", "counted", "searched", "takeovers", "members_lost", "failing"):
             object.__setattr__(self, name, dict(sorted(getattr(self, name).items())))
         object.__setattr__(self, "addresses", dict(sorted(self.addresses.items())))
 
@@ -274,10 +286,12 @@ class MemberRecord:
         grouped = groupby(self.replicas, key=lambda it: (it.key.operator, it.key.query_folder))
         # What there is nothing of is left out: releases before this one had none of it.
         counted: dict[str, Any] = {
-            "counted": _version_columns(self.counted),
-            "searched": _version_columns(self.searched),
+            "counted": _bucket_columns(self.counted, "versions"),
+            "searched": _bucket_columns(self.searched, "versions"),
             "takeovers": [[outcome, failed, n] for (outcome, failed), n in self.takeovers.items()],
             "members_lost": dict(self.members_lost),
+            "failing": _bucket_columns(self.failing, "reasons"),
+            "doubled": self.doubled,
         }
         return sealed_document(
             {
@@ -288,7 +302,7 @@ class MemberRecord:
                 "addresses": dict(self.addresses),
                 "restore_bytes_per_s": self.restore_bytes_per_s,
                 "restore_rows_per_s": self.restore_rows_per_s,
-                "active": _version_columns(self.active),
+                "active": _bucket_columns(self.active, "versions"),
                 "active_hosts": active,
                 "replicas": [_columns(folder, list(replicas), index) for folder, replicas in grouped],
                 **{name: told for name, told in counted.items() if told},
@@ -326,11 +340,13 @@ class MemberRecord:
                 fields["generation"],
                 replicas,
                 fields["addresses"],
-                _version_rows(fields["active"], "a bucket that it is active for"),
-                counted=_version_rows(fields.get("counted", []), "a bucket whose takeovers are counted"),
-                searched=_version_rows(fields.get("searched", []), "a bucket that was searched"),
+                _bucket_rows(fields["active"], "versions", "a bucket that it is active for"),
+                counted=_bucket_rows(fields.get("counted", []), "versions", "a bucket whose takeovers are counted"),
+                searched=_bucket_rows(fields.get("searched", []), "versions", "a bucket that was searched"),
                 takeovers={(outcome, failed): n for outcome, failed, n in takeovers},
                 members_lost=fields.get("members_lost", {}),
+                failing=_bucket_rows(fields.get("failing", []), "reasons", "a bucket that fails"),
+                doubled=fields.get("doubled", False),
                 **{name: fields[name] for name in names},
             )
         raise AssertionError("unreachable: readable raises what it catches")
@@ -374,26 +390,26 @@ def _rows(columns: Mapping[str, Any], active: list[str | None]) -> Iterable[Stan
         )
 
 
-def _version_columns(versions: Mapping[BucketKey, int]) -> list[dict[str, Any]]:
-    """Versions of buckets, which are in order, by query folder."""
+def _bucket_columns(values: Mapping[BucketKey, Any], name: str) -> list[dict[str, Any]]:
+    """Values of buckets, which are in order, by query folder."""
     return [
         {
             "operator": operator,
             "query_folder": query_folder,
             "buckets": [key.bucket for key, _ in rows],
-            "versions": [version for _, version in rows],
+            name: [value for _, value in rows],
         }
-        for (operator, query_folder), grouped in groupby(versions.items(), key=lambda it: it[0][:2])
+        for (operator, query_folder), grouped in groupby(values.items(), key=lambda it: it[0][:2])
         for rows in [list(grouped)]
     ]
 
 
-def _version_rows(folders: Iterable[Mapping[str, Any]], what: str) -> dict[BucketKey, int]:
-    """Inverse of `_version_columns`."""
+def _bucket_rows(folders: Iterable[Mapping[str, Any]], name: str, what: str) -> dict[BucketKey, Any]:
+    """Inverse of `_bucket_columns`."""
     rows = [
-        (BucketKey(columns["operator"], columns["query_folder"], bucket), version)
+        (BucketKey(columns["operator"], columns["query_folder"], bucket), value)
         for columns in folders
-        for bucket, version in zip(columns["buckets"], columns["versions"], strict=True)
+        for bucket, value in zip(columns["buckets"], columns[name], strict=True)
     ]
     if len(dict(rows)) < len(rows):
         raise ValueError(f"{what} is there twice")

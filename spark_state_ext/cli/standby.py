@@ -15,7 +15,19 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.recovery import recover_host_s, recover_s
 from spark_state_ext.standby.status import StandbyStatus
 
-__all__ = ["HOSTS", "REPLICAS", "RootArgument", "host_rows", "in_words", "recovery", "replica_rows", "root_at", "shown"]
+__all__ = [
+    "HOSTS",
+    "REPLICAS",
+    "RootArgument",
+    "failures",
+    "host_rows",
+    "host_table",
+    "recovery",
+    "replica_rows",
+    "replica_table",
+    "root_at",
+    "shown",
+]
 
 _UNKNOWN = "unknown"
 
@@ -28,6 +40,7 @@ HOSTS = pa.schema(
         ("active", pa.int64()),
         ("replicas", pa.int64()),
         ("in_sync", pa.int64()),
+        ("failing", pa.int64()),
         ("bytes", pa.int64()),
         ("lag_versions", pa.int64()),
         ("lag_bytes", pa.int64()),
@@ -52,8 +65,37 @@ REPLICAS = pa.schema(
         ("lag_bytes", pa.int64()),
         ("lag_s", pa.float64()),
         ("recover_s", pa.float64()),
+        ("failing", pa.string()),
     ]
 )
+_HOST_TABLE = pa.schema(
+    [
+        ("host", pa.string()),
+        ("alive", pa.bool_()),
+        ("active", pa.int64()),
+        ("in_sync", pa.string()),
+        ("failing", pa.int64()),
+        ("lag_s", pa.float64()),
+        ("recover_s", pa.string()),
+        ("removable", pa.bool_()),
+    ]
+)
+_REPLICA_TABLE = pa.schema(
+    [
+        ("operator", pa.string()),
+        ("folder", pa.string()),
+        ("bucket", pa.int64()),
+        ("active", pa.string()),
+        ("host", pa.string()),
+        ("replica", pa.string()),
+        ("lag_s", pa.float64()),
+        ("recover_s", pa.string()),
+    ]
+)
+# So many replicas that fail are named.
+_FAILING_MAX = 10
+# What tells query folders of one operator apart.
+_FOLDER_CHARACTERS = 6
 
 
 def root_at(root: str, storage_options: Mapping[str, Any]) -> Folder:
@@ -87,6 +129,7 @@ def host_rows(status: StandbyStatus) -> list[dict[str, Any]]:
                 "active": active.count(host),
                 "replicas": len(held),
                 "in_sync": sum(it.in_sync for it in held),
+                "failing": len(status.failing(host)),
                 "bytes": sum(it.bytes for it in held),
                 "lag_versions": max((it.lag_versions for it in held), default=0),
                 "lag_bytes": sum(it.lag_bytes for it in held),
@@ -105,27 +148,75 @@ def replica_rows(status: StandbyStatus) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     by_bucket: dict[Any, list[dict[str, Any]]] = {key: [] for key in status.buckets}
     for host, record in status.records.items():
+        failing = status.failing(host)
         for it in status.held(host):
-            told = {name: getattr(it, name) for name in REPLICAS.names[5:-1]}
+            told = {name: getattr(it, name) for name in REPLICAS.names[5:-2]}
             each_s = _rounded(recover_s(it, record.restore_bytes_per_s))
-            by_bucket[it.key].append({"host": host, **told, "recover_s": each_s})
+            by_bucket[it.key].append({"host": host, **told, "recover_s": each_s, "failing": failing.get(it.key)})
     for key, found in by_bucket.items():
         whose = {**key._asdict(), "active": status.buckets[key]}
         rows += [{**whose, **it} for it in found or [dict.fromkeys(REPLICAS.names[4:])]]
     return rows
 
 
-def in_words(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
-    """Rows of hosts or replicas for people: an estimate that nobody can make yet is ``unknown``, not NULL.
+def host_table(status: StandbyStatus) -> pa.Table:
+    """Rows of hosts for people, in 80 columns where names are short; the other forms of output have all of `HOSTS`."""
+    rows = [
+        {
+            "host": row["host"],
+            "alive": row["alive"],
+            "active": row["active"],
+            "in_sync": f"{row['in_sync']} of {row['replicas']}",
+            "failing": row["failing"],
+            "lag_s": _rounded(row["lag_s"]),
+            "recover_s": _told(row),
+            "removable": row["safe_to_remove"],
+        }
+        for row in host_rows(status)
+    ]
+    return pa.Table.from_pylist(rows, schema=_HOST_TABLE)
 
-    Parameters
-    ----------
-    rows, schema
-        As `host_rows` or `replica_rows` made them.
-    """
-    at = schema.get_field_index("recover_s")
-    told = [{**row, "recover_s": _told(row)} for row in rows]
-    return pa.Table.from_pylist(told, schema=schema.set(at, pa.field("recover_s", pa.string())))
+
+def replica_table(status: StandbyStatus) -> pa.Table:
+    """Rows of replicas for people, as `host_table`."""
+    folders: dict[str, set[str]] = {}
+    for key in status.buckets:
+        folders.setdefault(key.operator, set()).add(key.query_folder)
+    rows = [
+        {
+            "operator": row["operator"],
+            "folder": row["query_folder"][:_FOLDER_CHARACTERS],
+            "bucket": row["bucket"],
+            "active": row["active"],
+            "host": row["host"],
+            "replica": _state(row),
+            "lag_s": _rounded(row["lag_s"]),
+            "recover_s": _told(row),
+        }
+        for row in replica_rows(status)
+    ]
+    table = pa.Table.from_pylist(rows, schema=_REPLICA_TABLE)
+    return table if any(len(them) > 1 for them in folders.values()) else table.drop_columns(["folder"])
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    """How a replica is, in a word."""
+    if row["host"] is None:
+        return "missing"
+    if row["failing"] is not None:
+        return "failing"
+    return "in sync" if row["in_sync"] else "behind"
+
+
+def failures(status: StandbyStatus) -> list[str]:
+    """What to say of replicas that fail: a line each for the first ones, with the reason."""
+    lines = [
+        f"{host} cannot follow {key}: {reason or 'the log of its service says why'}"
+        for host in sorted(status.records)
+        for key, reason in sorted(status.failing(host).items())
+    ]
+    more = len(lines) - _FAILING_MAX
+    return lines if more <= 0 else [*lines[:_FAILING_MAX], f"{more} more replicas fail"]
 
 
 def recovery(status: StandbyStatus) -> str:
@@ -164,9 +255,9 @@ def _table(status: StandbyStatus) -> Any:
     lacking = sum(status.lacking().values())
     title = f"{lacking} replicas are not in sync yet; estimated seconds until they are: {recovery(status)}"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    for name in HOSTS.names:
+    rows = host_table(status)
+    for name in rows.column_names:
         table.add_column(name)
-    for row in host_rows(status):
-        told = {**row, "recover_s": _told(row)}
-        table.add_row(*("" if value is None else str(value) for value in told.values()))
+    for row in rows.to_pylist():
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
     return table

@@ -30,6 +30,7 @@ __all__ = [
     "Membership",
     "RecordName",
     "Seen",
+    "doubled_text",
     "read_settings",
     "record_numbers",
     "write_settings",
@@ -143,6 +144,10 @@ class MemberWatch:
             {host: name for host, name in newest.items() if host not in alive},
         )
 
+    def came_lately(self, name: str) -> bool:
+        """Whether a name of the last listing was first seen less than three heartbeats ago."""
+        return self._watched_s - self._since_s[name] < _ALIVE_HEARTBEATS * self.heartbeat_s
+
     def _note_doubled(self, fresh: dict[str, list[RecordName]]) -> None:
         """A service that ends and its successor are seen together in one look, and not again soon."""
         for host in self._changed:
@@ -180,6 +185,8 @@ class Members:
         By host that lives the number of its newest record.
     silent
         The records of other hosts that do not live, as far as they are still there and can be read.
+    doubled
+        Hosts under whose name two services write records.
     """
 
     records: tuple[MemberRecord, ...]
@@ -187,6 +194,7 @@ class Members:
     unread: tuple[str, ...] = ()
     heartbeats: Mapping[str, int] = field(default_factory=dict)
     silent: tuple[MemberRecord, ...] = ()
+    doubled: tuple[str, ...] = ()
 
 
 class Membership:
@@ -305,12 +313,11 @@ class Membership:
         """
         names = self._files.names()
         seen = self.watch.observe(names, self._clock_s())
-        problems = [_doubled(host) for host in seen.doubled if host != self._host]
-        parsed = {text: RecordName.parse(text) for text in names}
-        if self._told is not None and any(
-            it is not None and it.host == self._host and text not in self._mine for text, it in parsed.items()
-        ):
-            problems.append(_doubled(self._host))
+        doubled = {host for host in seen.doubled if host != self._host}
+        mine = {text for text, it in ((text, RecordName.parse(text)) for text in names) if it and it.host == self._host}
+        if self._told is not None and any(self.watch.came_lately(text) for text in mine - self._mine):
+            doubled.add(self._host)
+        problems = [doubled_text(host) for host in sorted(doubled)]
         problems += [f"{self._files.where(name)} is no record of a member: remove it" for name in seen.strange]
         records = {} if self._told is None else {self._host: self._told}
         unread = []
@@ -335,6 +342,7 @@ class Membership:
             tuple(unread),
             heartbeats,
             tuple(record for record in gone if record is not None),
+            tuple(sorted(doubled)),
         )
 
     def recall(self) -> MemberRecord | None:
@@ -389,7 +397,14 @@ class Membership:
         return known
 
 
-def _doubled(host: str) -> str:
+def doubled_text(host: str) -> str:
+    """What to say of two services under one host name.
+
+    Parameters
+    ----------
+    host
+        The name.
+    """
     return (
         f"two standby services run under the host name {host!r}, and each takes the other's replicas for its own: stop "
         "one, or give each host a SPARK_STATE_EXT_HOST of its own"

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arrow_schemas.operator import OperatorFile
@@ -100,9 +100,18 @@ class _Held:
         self.due_s = now_s
         self.wait_s = 0.0
         self.written_s = now_s
+        # When it had rows of the bucket last, or was begun with.
+        self.had_s = now_s
+        # Rows that were loaded, and for how long, since it was behind.
+        self.restored_rows, self.restored_s = 0, 0.0
         self.step: Future[Followed] | None = None
         self.last: Followed | None = None
         self.told = ""
+
+    @property
+    def lacks_all(self) -> bool:
+        """Whether nothing is loaded although there is something, as far as is known."""
+        return self.last is None or (self.last.newest is None and not self.last.is_caught_up)
 
 
 class RootFollower:
@@ -275,10 +284,15 @@ class RootFollower:
         return {key: it.last for key, it in held.items() if it.last is not None}
 
     def lags(self) -> dict[BucketKey, Lag]:
-        """What each bucket that is held lacks by now, as of its last listing; one that was not listed is missing."""
+        """What each bucket that is held lacks by now, as of its last listing.
+
+        The seconds of one that has nothing yet are those since it is held.
+        """
         found = {key: it.lag for key, it in self.followed().items()}
         found.update((key, lag) for key, (_, lag) in self._under_way().items() if lag != Lag())
-        return found
+        now_s = self._clock()
+        lacking = {key: held.had_s for key, held in dict(self._held).items() if held.lacks_all}
+        return found | {key: replace(found.get(key, Lag()), seconds=now_s - at_s) for key, at_s in lacking.items()}
 
     def restore_rate(self) -> RestoreRate:
         """What was restored in a second lately, while anything was; with the steps that are under way."""
@@ -314,10 +328,25 @@ class RootFollower:
         self._pool.close()
         self._stores.close()
 
+    def _note_restored(self, held: _Held, found: Followed) -> None:
+        """Log when a copy that had nothing, or has failed, is in sync again."""
+        if held.last is not None and held.last.is_caught_up and held.last.newest is not None:
+            return
+        held.restored_rows += found.rows_read
+        held.restored_s += found.spent_s
+        if found.is_caught_up and found.newest is not None:
+            if held.restored_rows:
+                said = "the copy of %s is restored up to version %d: %d rows in %.1f s"
+                _LOGGER.info(said, found.key, found.newest.version, held.restored_rows, held.restored_s)
+            held.restored_rows, held.restored_s = 0, 0.0
+
     def _take_in(self, held: _Held, found: Followed, now_s: float) -> None:
         if found.is_new:
             held.written_s = now_s
+        self._note_restored(held, found)
         held.last = found
+        if found.newest is not None:
+            held.had_s = now_s
         if found.files_read:
             self.work.read_files += found.files_read
             self.work.read_bytes += found.bytes_read

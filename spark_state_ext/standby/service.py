@@ -18,7 +18,7 @@ from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateEr
 from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.standby.assignment import active_hosts, active_on, assign, shortfall, to_hold, unfollowed
 from spark_state_ext.standby.failovers import Failovers, Sighting, judge, sighted
-from spark_state_ext.standby.members import Members, Membership, read_settings
+from spark_state_ext.standby.members import Members, Membership, doubled_text, read_settings
 from spark_state_ext.standby.roots import RootFollower
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 
@@ -31,6 +31,8 @@ _IN_SYNC_HEARTBEATS = 2
 _LATE_HEARTBEATS = 2
 # A service that has not made a round for so long is stuck.
 _STUCK_HEARTBEATS = 10
+# Of so many buckets a record says why they fail, in so many characters each.
+_REASONS_MAX, _REASON_CHARACTERS_MAX = 20, 400
 # How often it is looked for local stores that nobody uses.
 _RECLAIM_EVERY_S = 3_600.0
 
@@ -96,6 +98,8 @@ class RootService:
         self._root, self._host, self._rack, self._clock_s = root, host, rack, clock_s
         self._membership: Membership | None = None
         self._looks = 0
+        # Whether another service has this one's name.
+        self._is_doubled = False
         self._active: Mapping[BucketKey, int] = {}
         # By bucket, when this host had all of it last.
         self._synced_s: dict[BucketKey, float] = {}
@@ -114,6 +118,11 @@ class RootService:
     def name(self) -> str:
         """The root, for messages."""
         return self._root.folder.root
+
+    @property
+    def host(self) -> str:
+        """The host's name."""
+        return self._host
 
     @property
     def has_begun(self) -> bool:
@@ -140,6 +149,7 @@ class RootService:
         membership = self._as_member(settings)
         looked_s = self._clock_s()
         members = membership.look()
+        self._is_doubled = self._host in members.doubled
         self._looks += 1
         followed = self.follower.followed()
         mine = self._record(followed, settings)
@@ -218,6 +228,7 @@ class RootService:
             _replica(followed.get(key, Followed(key)), lags.get(key, Lag()), self._synced_s.get(key, since_s) > since_s)
             for key in self.follower.held()
         ]
+        failing = [key for key, it in sorted(followed.items()) if it.error is not None]
         return MemberRecord(
             self._host,
             self._rack,
@@ -227,6 +238,8 @@ class RootService:
             searched=self._searched,
             restore_bytes_per_s=_rounded(rate.bytes_per_s),
             restore_rows_per_s=_rounded(rate.rows_per_s),
+            failing={key: _reason(followed[key]) if at < _REASONS_MAX else "" for at, key in enumerate(failing)},
+            doubled=self._is_doubled,
         )
 
     def _active_of(self, records: Sequence[MemberRecord]) -> tuple[dict[BucketKey, int], list[str]]:
@@ -376,6 +389,11 @@ class StandbyService:
         stuck_s = self._clock_s() - self._alive_s
         return f"it has stood still for {stuck_s:.0f} s" if stuck_s > _STUCK_HEARTBEATS * heartbeat_s else ""
 
+    def warnings(self) -> list[str]:
+        """What is wrong with this host's name, and is no reason to start the service again."""
+        doubled = any(root.last.members.doubled.count(root.host) for root in self.roots)
+        return [doubled_text(self.roots[0].host)] if doubled else []
+
     def _round(self, root: RootService) -> None:
         before = set(root.last.problems)
         try:
@@ -390,6 +408,11 @@ class StandbyService:
         for problem in found.problems:
             if problem not in before:
                 _LOGGER.warning("standby of %s: %s", root.name, problem)
+
+
+def _reason(followed: Followed) -> str:
+    """Why a bucket could not be followed."""
+    return f"{type(followed.error).__name__}: {followed.error}"[:_REASON_CHARACTERS_MAX]
 
 
 def _rounded(rate: float | None) -> float | None:

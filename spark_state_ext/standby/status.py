@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.assignment import active_hosts
-from spark_state_ext.standby.members import Membership, read_settings, record_numbers
+from spark_state_ext.standby.members import Membership, doubled_text, read_settings, record_numbers
 from spark_state_ext.standby.recovery import recover_all_s
 
 __all__ = ["Removal", "StandbyStatus", "survey"]
@@ -109,6 +109,17 @@ class StandbyStatus:
         replicas = () if record is None else record.replicas
         return [it for it in replicas if it.key in self.buckets and self.buckets[it.key] != host]
 
+    def failing(self, host: str) -> dict[BucketKey, str]:
+        """The replicas that a host could not follow when it last tried, and why."""
+        record = self.records.get(host)
+        reasons = {} if record is None else record.failing
+        return {it.key: reasons[it.key] for it in self.held(host) if it.key in reasons}
+
+    def is_well(self) -> bool:
+        """Whether all replicas are there and in sync, none fails, and no two services have one name."""
+        failing = any(self.failing(host) for host in self.records)
+        return not (self.lacking() or failing or any(it.doubled for it in self.records.values()))
+
     def hosts(self) -> list[str]:
         """Hosts that have a record, or that are active for a bucket."""
         return sorted({*self.records, *self.silent, *(it for it in self.buckets.values() if it is not None)})
@@ -172,5 +183,6 @@ def survey(
     found = observer.look()
     alive = [it for it in found.records if it.host in changed]
     silent = numbers.keys() - changed
-    problems = dict.fromkeys((*first.problems, *found.problems))
+    doubled = (doubled_text(it.host) for it in alive if it.doubled)
+    problems = dict.fromkeys((*first.problems, *found.problems, *doubled))
     return StandbyStatus.of(settings, alive, silent, buckets, problems)

@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -86,6 +86,8 @@ class Web:
         What keeps the service from doing its work, in words; empty: nothing.
     collector
         The metrics.
+    warnings
+        What else is wrong with it, a sentence each.
 
     Raises
     ------
@@ -95,7 +97,14 @@ class Web:
         When the port is taken.
     """
 
-    def __init__(self, address: str, port: int, ails: Callable[[], str], collector: Collector) -> None:
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        ails: Callable[[], str],
+        collector: Collector,
+        warnings: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
         try:
             from prometheus_client import CollectorRegistry
             from prometheus_client.exposition import make_wsgi_app
@@ -106,7 +115,7 @@ class Web:
         registry = CollectorRegistry()
         registry.register(collector)
         self._metrics = make_wsgi_app(registry)
-        self._ails = ails
+        self._ails, self._warnings = ails, warnings
         try:
             self._server = make_server(address, port, self._answer, _Server, _Silent)
         except OSError as error:
@@ -130,7 +139,8 @@ class Web:
             return answer
         if path == "/healthz":
             ails = self._ails()
-            return _text(start, "503 Service Unavailable" if ails else "200 OK", ails or "ok")
+            status = "503 Service Unavailable" if ails else "200 OK"
+            return _text(start, status, "\n".join([ails or "ok", *self._warnings()]))
         return _text(start, "404 Not Found", "there are /healthz and /metrics")
 
 

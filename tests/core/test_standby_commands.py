@@ -91,7 +91,11 @@ def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
             assert answer.status == 200
         service.send_signal(signal.SIGTERM)
         assert service.wait(WAIT_S) == 0
-        assert service.stderr.read().splitlines()[-1] == "stopped"
+        lines = service.stderr.read().splitlines()
+        assert (
+            sum(" INFO the copy of bucket " in it and " is restored up to version 2: " in it for it in lines) == BUCKETS
+        )
+        assert lines[-1] == "stopped"
     finally:
         service.kill()
         service.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def all_followed(base: Path, job: Job, heartbeats: int) -> Hosts:
     return hosts
 
 
-def test_who_takes_over_is_counted_once(tmp_path: Path, job: Job) -> None:
+def test_who_takes_over_is_counted_once(tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "spark_state_ext")
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "a", "b", "c")
     hosts.pass_heartbeats(5)
@@ -68,6 +70,7 @@ def test_who_takes_over_is_counted_once(tmp_path: Path, job: Job) -> None:
     assert counts["b"][REPLICA, False] == len(held)
     assert sum(it.get((NO_REPLICA, False), 0) for it in counts.values()) == BUCKETS - len(held)
     assert sum(n for it in counts.values() for n in it.values()) == BUCKETS
+    assert sum("moved from a to b in batch 2: " in it.getMessage() for it in caplog.records) == BUCKETS
     # What it has become active for, it follows no more, once others have it.
     hosts.pass_heartbeats(6)
     assert hosts.running["b"].held() == set()

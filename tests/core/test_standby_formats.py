@@ -51,6 +51,8 @@ _RECORDS = st.builds(
     st.dictionaries(_KEYS, _COUNTS, max_size=5),
     st.dictionaries(st.tuples(_NAMES, st.booleans()), _COUNTS, max_size=3),
     st.dictionaries(_NAMES, _COUNTS, max_size=2),
+    st.dictionaries(_KEYS, _NAMES, max_size=2),
+    st.booleans(),
 )
 _KEY = BucketKey("counts", "q", 3)
 _RECORD = MemberRecord(
@@ -152,6 +154,8 @@ def test_records_stay_small() -> None:
         (lambda: MemberRecord("h", takeovers={("replica", True): -1}), "counts by outcome"),
         (lambda: MemberRecord("h", members_lost={"active": -1}), "counts by outcome"),
         (lambda: MemberRecord("h", active={BucketKey("o", "", 1): 1}), "no bucket at a version"),
+        (lambda: MemberRecord("h", failing={_KEY: cast(Any, 1)}), "failing must be a reason by bucket"),
+        (lambda: MemberRecord("h", doubled=cast(Any, 1)), "doubled a bool"),
     ],
 )
 def test_wrong_values_are_refused(make: Any, said: str) -> None:

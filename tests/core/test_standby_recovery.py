@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from reading_support import Job
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
-from spark_state_ext.cli.standby import HOSTS, REPLICAS, host_rows, in_words, recovery, replica_rows
+from spark_state_ext.cli.output import Output, write_table
+from spark_state_ext.cli.standby import host_rows, host_table, recovery, replica_rows, replica_table
 from spark_state_ext.standby.recovery import (
     Reading,
     Readings,
@@ -142,11 +144,40 @@ def test_status_tells_it_by_replica_by_host_and_in_all() -> None:
     assert recovery(whole) == "2.5"
 
 
+def test_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [BucketKey("counts", folder, 123) for folder in ("5ee1e7a2-3f0c-4d0b", "6ff1e7a2-3f0c-4d0b")]
+    hosts = ["ip-10-0-1-34", "ip-10-0-1-35"]
+    lag: dict[str, Any] = {
+        "version": 123_456,
+        "lag_versions": 7,
+        "lag_bytes": 10**9,
+        "lag_s": 9_999.123,
+        "active": hosts[0],
+    }
+    records = [
+        MemberRecord(hosts[0], active=dict.fromkeys(keys, 123_463)),
+        MemberRecord(
+            hosts[1],
+            rack="eu-west-1a",
+            replicas=tuple(StandbyReplica(key, **lag) for key in keys),
+            restore_bytes_per_s=5e4,
+            failing={keys[0]: "StorageError: the disk fails"},
+        ),
+    ]
+    found = StandbyStatus.of(StandbySettings(), records, [], keys)
+    for table in (host_table(found), replica_table(found)):
+        write_table(table, Output.TABLE)
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 3
+        assert max(map(len, lines)) <= 80
+    assert replica_table(found).column("folder").to_pylist() == ["5ee1e7", "6ff1e7"]
+
+
 def test_where_no_rate_was_measured_it_is_unknown() -> None:
     found = status(None)
-    words = {row["host"]: row["recover_s"] for row in in_words(host_rows(found), HOSTS).to_pylist()}
+    words = {row["host"]: row["recover_s"] for row in host_table(found).to_pylist()}
     assert words == {"a": "0.0", "b": "unknown", "gone": None}
-    replicas = {row["bucket"]: row["recover_s"] for row in in_words(replica_rows(found), REPLICAS).to_pylist()}
+    replicas = {row["bucket"]: row["recover_s"] for row in replica_table(found).to_pylist()}
     assert replicas == {0: None, 1: "unknown", 2: "0.0"}
     assert recovery(found) == "unknown"
     # In other forms it has none, and stays a number where it is known.

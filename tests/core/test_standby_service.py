@@ -21,6 +21,7 @@ from standby_support import FAULTY, Faults
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.cli.standby import failures, host_rows, replica_rows, replica_table
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
@@ -226,6 +227,52 @@ def test_a_root_that_goes_away_is_not_made_anew(tmp_path: Path, job: Job) -> Non
     assert [adopted(b, job, bucket)[1] for bucket in range(BUCKETS)] == [0] * BUCKETS
 
 
+def test_replicas_that_fail_are_told_with_the_reason(tmp_path: Path, job: Job) -> None:
+    """One never loaded anything, as its only file is damaged; one has all but its newest file; two are as they should be."""
+    job.batch(changes(0))
+    folders = [Path(job.folder.root) / str(bucket) for bucket in range(BUCKETS)]
+    (only,) = folders[0].glob("*.delta.arrow")
+    only.write_bytes(b"damaged")
+    hosts = Hosts(tmp_path, "b")
+    hosts.pass_heartbeats(3)
+    before = set(folders[1].iterdir())
+    job.batch(changes(1))
+    for path in set(folders[1].iterdir()) - before:
+        path.write_bytes(b"damaged")
+    hosts.pass_heartbeats(5)
+    status = hosts.survey(keys_of(job))
+    never, late, *others = replica_rows(status)
+    assert [it["in_sync"] for it in (never, late, *others)] == [False, False, True, True]
+    assert [it["failing"] for it in others] == [None, None]
+    assert "CorruptFileError: " in never["failing"]
+    assert str(only) in never["failing"]
+    assert late["version"] == 1
+    # It has lacked all for as long as it is held.
+    assert never["lag_s"] >= 60.0
+    assert [it["failing"] for it in host_rows(status)] == [0, 2]
+    assert not status.is_well()
+    assert [line.partition(":")[0] for line in failures(status)] == [
+        f"b cannot follow {key}" for key in keys_of(job)[:2]
+    ]
+    assert [it["replica"] for it in replica_table(status).to_pylist()] == ["failing", "failing", "in sync", "in sync"]
+
+
+def test_two_services_of_one_name_are_told(tmp_path: Path, job: Job) -> None:
+    job.batch(changes(0))
+    hosts = Hosts(tmp_path, "b")
+    hosts.running["other"] = Host(tmp_path, "b", hosts.clock)
+    hosts.pass_heartbeats(4)
+    status = hosts.survey(keys_of(job))
+    assert sum("two standby services run under the host name 'b'" in it for it in status.problems) == 1
+    assert (status.lacking(), status.is_well()) == ({}, False)
+    for host in hosts.running.values():
+        assert "two standby services run under the host name 'b'" in host.service.warnings()[0]
+    hosts.end("other")
+    hosts.pass_heartbeats(4)
+    assert hosts.running["b"].service.warnings() == []
+    assert hosts.survey(keys_of(job)).is_well()
+
+
 def test_a_service_that_stands_still_ails(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "b")
@@ -241,8 +288,8 @@ def test_metrics_and_health(tmp_path: Path, job: Job) -> None:
     hosts = Hosts(tmp_path, "b")
     hosts.pass_heartbeats(3)
     service = hosts.running["b"].service
-    ails = [""]
-    web = Web("127.0.0.1", 0, lambda: ails[0], StandbyCollector(service))
+    ails, warnings = [""], ["two services have one name"]
+    web = Web("127.0.0.1", 0, lambda: ails[0], StandbyCollector(service), lambda: warnings)
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{web.port}/metrics") as answer:
             lines = answer.read().decode().splitlines()
@@ -254,7 +301,7 @@ def test_metrics_and_health(tmp_path: Path, job: Job) -> None:
         assert float(read.split()[1]) >= BUCKETS
         assert f"spark_state_ext_standby_recover_s{{{where}}} 0.0" in lines
         with urllib.request.urlopen(f"http://127.0.0.1:{web.port}/healthz") as answer:
-            assert answer.read() == b"ok\n"
+            assert answer.read() == b"ok\ntwo services have one name\n"
         ails[0] = "it has stood still"
         with pytest.raises(urllib.error.HTTPError, match="503"):
             urllib.request.urlopen(f"http://127.0.0.1:{web.port}/healthz")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import sys
 import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -79,8 +81,8 @@ def command(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
+    _log_to_stderr()
     options, host = options_of(storage_options), host_name()
-
     gives_bytes_min = None if peer_listen is None else lazy_bytes_min()
     _refuse(roots, local_dir)
     # With a slash at its end too, where the job has one: local stores are named by it.
@@ -99,12 +101,21 @@ def command(
         told = [f"standby of {', '.join(root.name for root in service.roots)} on {host}"]
         told += [f"peers ask {it}" for it in reached.values()]
         if port is not None:
-            web = Web(address, port, service.ails, StandbyCollector(service, None if peers is None else peers.work))
+            collector = StandbyCollector(service, None if peers is None else peers.work)
+            web = Web(address, port, service.ails, collector, service.warnings)
             opened.callback(web.close)
             told.append(f"port {web.port} has /healthz and /metrics")
         say("; ".join(told))
         service.run(stop)
     say("stopped")
+
+
+def _log_to_stderr() -> None:
+    """Print what the service logs from INFO on, such as restores and takeovers, unless logging is already set up."""
+    logger = logging.getLogger("spark_state_ext")
+    if not logger.hasHandlers():
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+        logger.setLevel(logging.INFO)
 
 
 def _refuse(roots: Iterable[str], local_dir: Path) -> None:

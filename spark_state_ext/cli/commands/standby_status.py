@@ -17,10 +17,12 @@ from spark_state_ext.cli.standby import (
     HOSTS,
     REPLICAS,
     RootArgument,
+    failures,
     host_rows,
-    in_words,
+    host_table,
     recovery,
     replica_rows,
+    replica_table,
     root_at,
     shown,
 )
@@ -47,7 +49,9 @@ def command(
     storage_options: StorageOptions = "{}",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Print hosts with a standby service, and what they have; exits with 1 while a bucket lacks a replica in sync.
+    """Print hosts with a standby service, and what they have.
+
+    It exits with 1 while a bucket lacks a replica in sync, a replica cannot be followed, or two services have one name.
 
     It waits until each host has written another record, which takes up to one and a half heartbeats: so it is seen who
     lives, and no clock is compared with another.
@@ -61,10 +65,13 @@ def command(
             f"there is no state below {folder.root}, and no standby service: give the root as ArrowState has it, or "
             "--wait until a job has written there"
         )
-    rows, schema = (replica_rows(status), REPLICAS) if replicas else (host_rows(status), HOSTS)
-    is_table = output is Output.TABLE
-    write_table(in_words(rows, schema) if is_table else pa.Table.from_pylist(rows, schema=schema), output)
-    for problem in status.problems:
+    if output is Output.TABLE:
+        table = replica_table(status) if replicas else host_table(status)
+    else:
+        rows, schema = (replica_rows(status), REPLICAS) if replicas else (host_rows(status), HOSTS)
+        table = pa.Table.from_pylist(rows, schema=schema)
+    write_table(table, output)
+    for problem in (*status.problems, *failures(status)):
         say(problem)
     if not status.buckets:
         say(f"there are no buckets below {folder.root} yet: nothing can be followed before a batch has written a file")
@@ -74,7 +81,7 @@ def command(
     counts = f"buckets={len(status.buckets)} replicas_wanted={wanted} lacking={sum(lacking.values())}"
     say(f"{counts} recover_s={recovery(status)}")
     if remove is None:
-        raise typer.Exit(NO if lacking else DONE)
+        raise typer.Exit(DONE if status.is_well() else NO)
     if remove not in status.hosts():
         known = ", ".join(status.hosts()) or "none"
         raise UsageError(
@@ -106,24 +113,27 @@ def _status(folder: Folder) -> StandbyStatus:
 def _until_in_sync(folder: Folder, timeout_s: float | None) -> StandbyStatus:
     """Look again and again; in a terminal what is seen is shown on stderr meanwhile."""
     deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    lacks = ""
+    lacks: list[str] = []
     with shown(sys.stderr) as show:
         while True:
             status = _status(folder)
             show(status)
             left_s = deadline_s - time.monotonic()
-            if (status.buckets and not status.lacking()) or left_s <= 0:
+            if (status.buckets and status.is_well()) or left_s <= 0:
                 return status
             before, lacks = lacks, _lacks(folder, status)
-            if lacks and lacks != before:
-                say(f"waiting: {lacks}")
+            for line in lacks:
+                if line not in before:
+                    say(f"waiting: {line}")
             if not status.records:
                 # Else the look itself has waited for records.
                 time.sleep(min(left_s, status.settings.heartbeat_s / 2))
 
 
-def _lacks(folder: Folder, status: StandbyStatus) -> str:
-    """What must come from outside before anything can be in sync; empty: nothing."""
+def _lacks(folder: Folder, status: StandbyStatus) -> list[str]:
+    """What must come from outside before all can be in sync."""
     if not status.buckets:
-        return f"no job has written to {folder.root} yet"
-    return "" if status.records else f"no standby service of {folder.root} lives"
+        return [f"no job has written to {folder.root} yet"]
+    if not status.records:
+        return [f"no standby service of {folder.root} lives"]
+    return [*status.problems, *failures(status)]
