@@ -84,12 +84,33 @@ class MemberWatch:
 
     def __init__(self, heartbeat_s: float) -> None:
         self.heartbeat_s = heartbeat_s
+        # A longer one that was in force until lately, and until when by `_watched_s` hosts may still go by it.
+        self._longer_s, self._longer_until_s = 0.0, 0.0
         self._watched_s = 0.0
         self._looked_s: float | None = None
         # Since when by `_watched_s`: names that are there, and by host the last that came.
         self._since_s: dict[str, float] = {}
         self._changed: dict[str, tuple[float, RecordName]] = {}
         self._doubled: dict[str, deque[bool]] = {}
+
+    def use(self, heartbeat_s: float) -> None:
+        """Go by another heartbeat. Until all hosts have read a shorter one, they are judged by the longer one.
+
+        Parameters
+        ----------
+        heartbeat_s
+            How often hosts write their records from now on.
+        """
+        if heartbeat_s < self.heartbeat_s:
+            self._longer_s = self._alive_s / _ALIVE_HEARTBEATS
+            self._longer_until_s = self._watched_s + _ALIVE_HEARTBEATS * self._longer_s
+        self.heartbeat_s = heartbeat_s
+
+    @property
+    def _alive_s(self) -> float:
+        """How long a host is taken to live without a new record."""
+        longer_s = self._longer_s if self._watched_s < self._longer_until_s else 0.0
+        return _ALIVE_HEARTBEATS * max(self.heartbeat_s, longer_s)
 
     def observe(self, names: Iterable[str], now_s: float) -> Seen:
         """Take in a listing.
@@ -132,7 +153,7 @@ class MemberWatch:
             self._changed[host] = (self._watched_s, newest[host])
         alive = {}
         for host, (since_s, last) in sorted(self._changed.items()):
-            if self._watched_s - since_s < _ALIVE_HEARTBEATS * self.heartbeat_s:
+            if self._watched_s - since_s < self._alive_s:
                 alive[host] = newest.get(host, last)
         self._changed = {host: it for host, it in self._changed.items() if host in newest or host in alive}
         old_s = self._watched_s - _REMOVED_HEARTBEATS * self.heartbeat_s
@@ -146,7 +167,7 @@ class MemberWatch:
 
     def came_lately(self, name: str) -> bool:
         """Whether a name of the last listing was first seen less than three heartbeats ago."""
-        return self._watched_s - self._since_s[name] < _ALIVE_HEARTBEATS * self.heartbeat_s
+        return self._watched_s - self._since_s[name] < self._alive_s
 
     def _note_doubled(self, fresh: dict[str, list[RecordName]]) -> None:
         """A service that ends and its successor are seen together in one look, and not again soon."""

@@ -169,7 +169,7 @@ class RootService:
         if not settings.enabled:
             self.follower.hold(())
         elif self._looks > 1 and not members.unread:
-            mine_still = to_hold(self._host, assignment, records) | self._taken_over(followed)
+            mine_still = to_hold(self._host, assignment, records) | self._taken_over(followed, buckets)
             self.follower.hold(mine_still, self._since(told))
         self._active, unread = self._active_of(records)
         # Whoever stood still since then may be taken for dead, and others count for it.
@@ -209,7 +209,7 @@ class RootService:
                 self.follower.hold(self._came_back & self.follower.known(), self._searched)
             membership.heartbeat(self.failovers.told_in(self._record({}, settings)))
             self._membership = membership
-        self._membership.watch.heartbeat_s = settings.heartbeat_s
+        self._membership.watch.use(settings.heartbeat_s)
         return self._membership
 
     def _record(self, followed: Mapping[BucketKey, Followed], settings: StandbySettings) -> MemberRecord:
@@ -280,16 +280,19 @@ class RootService:
         since.update(self._searched)
         return {**since, **{key: max(it, since.get(key, it)) for key, it in self.failovers.counted.items()}}
 
-    def _taken_over(self, followed: Mapping[BucketKey, Followed]) -> frozenset[BucketKey]:
+    def _taken_over(
+        self, followed: Mapping[BucketKey, Followed], buckets: Mapping[BucketKey, str | None]
+    ) -> frozenset[BucketKey]:
         """Buckets that this host has become active for: it follows them until that is counted.
 
-        Nobody else knows how new its copy was.
+        No other host knows how new its copy was. Another one may have seen the takeover first.
         """
         waiting = {key for (key, _), it in self._sightings.items() if it.takeover.now == self._host}
         return frozenset(
             key
             for key, it in followed.items()
-            if key in waiting or (it.host == self._host and it.committed_host not in ("", self._host))
+            if key in waiting
+            or (self._host in (it.host, buckets.get(key)) and it.committed_host not in ("", self._host))
         )
 
     def _sight(self, failovers: Failovers, followed: Mapping[BucketKey, Followed], members: Members) -> None:

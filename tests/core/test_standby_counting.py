@@ -78,6 +78,21 @@ def test_who_takes_over_is_counted_once(tmp_path: Path, job: Job, caplog: pytest
     assert counts_of(hosts) == counts
 
 
+def test_a_replica_is_kept_until_its_host_has_seen_that_it_takes_over(tmp_path: Path, job: Job) -> None:
+    """Another host may see it first, and tells so. Only the new host itself knows how new its replica was."""
+    hosts = all_followed(tmp_path, job, 1)
+    moved(job, "b", 2)
+    # As where nobody has written the buckets for long: b looks at them once in half a minute, and c does so now.
+    for name, wait_s in (("b", 30.0), ("c", 0.0)):
+        for held in hosts.running[name].part.follower._held.values():
+            held.due_s = hosts.clock() + wait_s
+    hosts.pass_heartbeats(2)
+    assert {it.active for it in hosts.running["c"].part.last.replicas} == {"b"}
+    assert hosts.running["b"].held() == set(range(BUCKETS))
+    hosts.pass_heartbeats(5)
+    assert counts_of(hosts) == {"a": {}, "b": {(REPLICA, False): BUCKETS}, "c": {}}
+
+
 def test_counts_outlive_the_service(tmp_path: Path, job: Job) -> None:
     hosts = all_followed(tmp_path, job, 1)
     moved(job, "b", 2)

@@ -111,6 +111,33 @@ def test_standby_can_be_turned_off_and_on(tmp_path: Path, job: Job) -> None:
     assert any("too few hosts" in it for it in hosts.running["b"].part.last.problems)
 
 
+def test_a_shorter_heartbeat_kills_nobody(tmp_path: Path, job: Job) -> None:
+    """Hosts read it one after the other, and those that have not yet write a record as seldom as before."""
+    job.batch(changes(0))
+    hosts = Hosts(tmp_path, "b")
+    hosts.pass_heartbeats(1)
+    for _ in range(3):
+        hosts.clock.sleep(2.0)
+        hosts.running["b"].turn()
+    hosts.start("c")
+    hosts.pass_heartbeats(4)
+    held = {name: host.held() for name, host in hosts.running.items()}
+    assert len(held["b"]) == len(held["c"]) == BUCKETS // 2
+    write_settings(Folder(str(tmp_path / "root")), StandbySettings(heartbeat_s=1.0))
+    for _ in range(15):
+        hosts.clock.sleep(1.0)
+        for name, host in hosts.running.items():
+            host.turn()
+            assert host.held() == held[name]
+    assert [host.part.last.settings.heartbeat_s for host in hosts.running.values()] == [1.0, 1.0]
+    assert [host.part.failovers.members_lost for host in hosts.running.values()] == [{}, {}]
+    hosts.end("c")
+    for _ in range(40):
+        hosts.clock.sleep(1.0)
+        hosts.running["b"].turn()
+    assert hosts.running["b"].held() == set(range(BUCKETS))
+
+
 def test_a_store_that_fails_ends_nothing(tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "b", options=FAULTY)
