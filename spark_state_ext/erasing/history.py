@@ -340,6 +340,9 @@ class _Work:
             for it in past.with_keys():
                 rows += rewrite(it, self._folder.schema, self._keys, self._scratch, self._allowed)
                 files += 1
+        if files:
+            # Standby services go on while the query is stopped, and have begun with the files as they were.
+            self._leave_local_stores()
         return files, rows
 
     def _refuse_given_up(self, lines: QueryLines) -> None:
@@ -378,6 +381,7 @@ class _Work:
         self._allowed()
         if not self._folder.files.create(name, made.encode()):
             raise LiveRunError(f"{self._folder.files.where(name)} was made by somebody else meanwhile: begin again")
+        self._folder = replace(self._folder, operator=made)
 
     def erase_requests(self) -> int:
         """Have erase requests name the keys no more; how many these were."""

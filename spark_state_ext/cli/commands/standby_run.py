@@ -74,13 +74,7 @@ def command(
     Executors of this host find a copy as their own local store. They and this service must be of one user, and have the
     same local_dir, the same root to the letter, and the same SPARK_STATE_EXT_HOST.
     """
-    stop = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
+    stop = _stop_on_signals()
     _log_to_stderr()
     options, host = options_of(storage_options), host_name()
     gives_bytes_min = None if peer_listen is None else lazy_bytes_min()
@@ -108,6 +102,18 @@ def command(
         say("; ".join(told))
         service.run(stop)
     say("stopped")
+
+
+def _stop_on_signals() -> threading.Event:
+    """Set the event that is returned on SIGTERM and SIGINT."""
+    stop = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    return stop
 
 
 def _log_to_stderr() -> None:

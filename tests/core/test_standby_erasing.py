@@ -1,0 +1,67 @@
+"""What a standby service holds of keys that are erased from the past while it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from core_support import WRITER
+from test_erase_history import PLACE, erase, life_at, lived
+from test_erase_scan import TEXT
+
+from arrow_schemas.standby import BucketKey
+from spark_state_ext.commit.context import CommitContext
+from spark_state_ext.engine.bucket import Bucket
+from spark_state_ext.erasing import history
+from spark_state_ext.standby.roots import RootFollower
+from spark_state_ext.standby.values import FollowedRoot
+from spark_state_ext.store import LocalStore
+from spark_state_ext.testing.model import SCHEMA, scanned
+from tests.helpers.clock import VirtualClock
+from tests.helpers.erased_bytes import files_with
+from tests.helpers.waiting import WAIT_S
+
+
+def test_a_replica_begins_again_from_files_without_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The service goes on while the query is stopped, and looks at the files as soon as a new operator file is there."""
+    life = life_at(tmp_path)
+    lived(life)
+    clock = VirtualClock()
+    (tmp_path / "b").mkdir()
+    root = FollowedRoot(str(tmp_path / "root"), {}, str(tmp_path / "b"))
+    follower = RootFollower(root, clock=clock)
+
+    def follow() -> None:
+        follower.find()
+        follower.hold(follower.known())
+        clock.sleep(100.0)
+        follower.tick()
+        assert follower.drain(WAIT_S)
+        follower.tick()
+
+    real = history.rewrite
+
+    def rewritten(*given: Any) -> int:
+        follow()
+        return real(*given)
+
+    follow()
+    monkeypatch.setattr(history, "rewrite", rewritten)
+    assert erase(life).files > 2
+    follow()
+    (key,) = follower.held()
+    assert key == BucketKey("counts", PLACE.rpartition("/")[2], 3)
+    assert follower.followed()[key].is_caught_up
+    numbers = [int(path.stem.partition("_")[2]) for path in (tmp_path / PLACE).glob("operator_*.json")]
+    store_folder = root.store_folder(key, max(numbers))
+    follower.close()
+    # Where the next task on this host looks.
+    assert store_folder.is_dir()
+    assert files_with(TEXT, store_folder) == []
+    store = LocalStore.at(store_folder, SCHEMA)
+    bucket = Bucket(store, life.replicas(PLACE), life.pointers[-1], WRITER, CommitContext(tmp_path / "scratch"))
+    assert bucket.read(scanned) == life.models[-1]
+    assert bucket.fetched_files == 0
+    for other in (store, *life.stores):
+        other.close()
