@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from spark_state_ext.version import version_and_build
 from tests.helpers.building import build
 
 ROOT = Path(__file__).parent.parent
@@ -100,6 +101,21 @@ def test_the_wheel_has_the_packages_and_nothing_else(built: Built) -> None:
     assert {f"{name}/py.typed" for name in _PACKAGES} <= packages
     assert any(name.endswith("/LICENSE") for name in names)
     assert "[spark_state_ext.backends]\nfsspec = " in entry_points
+
+
+def test_the_wheel_is_the_build_of_this_tree(built: Built) -> None:
+    """What executors get from it is what a client in this tree has (`VersionSkewError`). A wheel is a zip."""
+    code = "from spark_state_ext import version; print(version.__file__, version.version_and_build())"
+    environment = {**os.environ, "PYTHONPATH": str(built.wheel)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=built.wheel.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == [f"{built.wheel}/spark_state_ext/version.py", version_and_build()], done.stderr
 
 
 def test_what_an_index_shows_leads_nowhere_else(built: Built) -> None:

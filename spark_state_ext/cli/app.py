@@ -132,15 +132,17 @@ def _group(name: str) -> Any:
 
 def _version(asked: bool) -> None:
     if asked:
-        from spark_state_ext.version import __version__
+        from spark_state_ext.version import version_and_build
 
-        typer.echo(f"{PROGRAM} {__version__}")
+        typer.echo(f"{PROGRAM} {version_and_build()}")
         raise typer.Exit
 
 
 def _root(
     ctx: typer.Context,
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="print the release"),
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="print the version and the build"
+    ),
 ) -> None:
     """Look at the state of queries, and see to it: what is there, whether it is whole, and what may go."""
     if ctx.invoked_subcommand is None:

@@ -21,7 +21,7 @@ from arrow_schemas.lineage import new_checkpoint_id
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateError
 from spark_state_ext.store import LocalStore
-from spark_state_ext.version import __version__
+from spark_state_ext.version import version_and_build
 from spark_state_ext.worker import descriptors
 from spark_state_ext.worker.boot import UNKNOWN_BOOT, boot_id
 
@@ -64,7 +64,7 @@ def findings(local_dir: Path) -> list[Finding]:
     local_dir
         Where local stores would lie.
     """
-    found = [Finding("spark_state_ext", f"{__version__} in {Path(__file__).parents[1]}"), _python(), _pyspark()]
+    found = [Finding("spark_state_ext", f"{version_and_build()} in {Path(__file__).parents[1]}"), _python(), _pyspark()]
     found += [_package(name) for name in _NEEDED]
     found += [Finding(name, version) for name in _OPTIONAL if (version := _version(name))]
     return [*found, _files(), _boot(), _disk(local_dir), _store(local_dir)]

@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from spark_state_ext.cli.settings import Diagnosis
-from spark_state_ext.version import __version__
+from spark_state_ext.version import version_and_build
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -72,7 +72,7 @@ def _failed(why: str) -> Diagnosis:
 
 def versions_here() -> dict[str, str | None]:
     """What this process has."""
-    return {_PACKAGE: __version__, _PYTHON: platform.python_version(), _PYARROW: metadata.version(_PYARROW)}
+    return {_PACKAGE: version_and_build(), _PYTHON: platform.python_version(), _PYARROW: metadata.version(_PYARROW)}
 
 
 def asked(spark: SparkSession) -> list[dict[str, str | None]]:
@@ -122,7 +122,10 @@ def _looker() -> Callable[[Iterable[pd.DataFrame]], Iterator[pd.DataFrame]]:
                     found[name] = platform.python_version()
                 elif name == "spark_state_ext":
                     # It may lie in an archive or on the path, where nothing is installed.
-                    found[name] = importlib.import_module("spark_state_ext.version").__version__
+                    version = importlib.import_module("spark_state_ext.version")
+                    # Releases before 0.2 have no build id.
+                    build = getattr(version, "version_and_build", None)
+                    found[name] = version.__version__ if build is None else build()
                 else:
                     found[name] = importlib.metadata.version(name)
             except (ImportError, importlib.metadata.PackageNotFoundError):

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from arrow_schemas.bucket_map import HASH
 from arrow_schemas.operator import OperatorFile
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import VersionSkewError
-from spark_state_ext.version import __version__
+from spark_state_ext.version import version_and_build
 
-__all__ = ["ARROW", "PANDAS", "ROWS", "Job", "refuse_other_release"]
+__all__ = ["ARROW", "BUILD", "PANDAS", "ROWS", "Job", "refuse_other_release"]
 
 # Function of (key, frames, state), of (key, rows, state), and of a batch.
 PANDAS, ROWS, ARROW = "pandas", "rows", "arrow"
+# Version and build of this package when this process imported it: files may change under a driver that runs.
+BUILD = version_and_build()
 
 
 def refuse_other_release(plain: Mapping[str, Any]) -> None:
-    """Refuse what the client of another release of this package has sent, on an executor.
+    """Refuse what a client with another version or build of this package has sent, on an executor.
+
+    Builds are compared for releases too. Only if one side was installed without its sources, the version alone decides.
 
     Parameters
     ----------
@@ -29,13 +34,31 @@ def refuse_other_release(plain: Mapping[str, Any]) -> None:
     Raises
     ------
     VersionSkewError
-        When client and executor have different versions of this package.
+        When client and executor have different versions or builds of this package.
     """
-    if plain["package_version"] != __version__:
-        raise VersionSkewError(
-            f"the query was planned with spark_state_ext {plain['package_version']} and the executors have "
-            f"{__version__}: install the same version on both."
-        )
+    if plain["package_version"] == BUILD:
+        return
+    client, client_build = _version_and_build(plain["package_version"])
+    executor, executor_build = _version_and_build(BUILD)
+    if client == executor and not (client_build and executor_build):
+        return
+    what = f"the query was planned with spark_state_ext {_named(client, client_build)}, and this executor has "
+    what += f"{_named(executor, executor_build)} in {Path(__file__).parents[1]}"
+    if client != executor:
+        raise VersionSkewError(f"{what}. Install the same version on the client and on all executors.")
+    raise VersionSkewError(
+        f"{what}: the same version, made from other sources. Install the same wheel (or ship the same files) on the "
+        "client and on all executors, then restart the driver. `python -m spark_state_ext --version` prints the build."
+    )
+
+
+def _version_and_build(text: str) -> tuple[str, str]:
+    version, _, build = text.partition("+")
+    return version, build
+
+
+def _named(version: str, build: str) -> str:
+    return f"{version} (build {build or 'unknown'})"
 
 
 @dataclass(frozen=True)
@@ -91,7 +114,7 @@ class Job:
     plan_id
         A fresh id of this plan: what a run is told by, as user code can change Spark's own (`lease_record`).
     package_version
-        Version of this package on the client.
+        Version and build of this package on the client.
     """
 
     options: StateOptions
@@ -118,7 +141,7 @@ class Job:
     rescaled_from: str | None = None
     rescaled_buckets: int = 0
     not_rescaled: str = ""
-    package_version: str = __version__
+    package_version: str = BUILD
 
     @property
     def operator(self) -> str:
@@ -136,7 +159,7 @@ class Job:
         Raises
         ------
         VersionSkewError
-            When client and executor have different versions of this package.
+            When client and executor have different versions or builds of this package.
         """
         refuse_other_release(plain)
         return Job(

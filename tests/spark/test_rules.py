@@ -141,7 +141,7 @@ def test_more_than_the_shuffle_should_carry_goes_through_spill_files(spark: Any,
 
 def test_another_version_of_the_package_on_executors_is_refused() -> None:
     """Rule 9: what an older or newer client sent is told apart before anything of it is used."""
-    with pytest.raises(VersionSkewError, match=r"planned with spark_state_ext 0\.0\.9.*same version"):
+    with pytest.raises(VersionSkewError, match=r"planned with spark_state_ext 0\.0\.9 .*same version"):
         # No state of Spark's is needed: nothing may be looked at before the version.
         next(run_bucket({"package_version": "0.0.9"}, count, (0,), iter(()), None))  # type: ignore[arg-type]
 

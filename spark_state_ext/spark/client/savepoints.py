@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from arrow_schemas.savepoint import CANONICAL, NATIVE
+from spark_state_ext.engine.job import BUILD
 from spark_state_ext.engine.limits import check_flags
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import MissingCheckpointError, UsageError
@@ -21,7 +22,6 @@ from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state import ArrowState
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState, with_batch
 from spark_state_ext.spark.client.tasks import in_a_task, let_go, place_of
-from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -130,7 +130,7 @@ def take_savepoint(
 def _common(path: str, storage_options: Mapping[str, Any] | None, form: str, verify: bool) -> dict[str, Any]:
     """What all tasks are told."""
     return {
-        "package_version": __version__,
+        "package_version": BUILD,
         "savepoint": path,
         "savepoint_options": dict(storage_options or {}),
         "form": form,

@@ -18,6 +18,7 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.row import DEFINED
 from arrow_schemas.savepoint import CANONICAL
 from arrow_schemas.spark_types import key_fields, state_fields
+from spark_state_ext.engine.job import BUILD
 from spark_state_ext.engine.limits import check_sizes
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
@@ -27,7 +28,6 @@ from spark_state_ext.spark.client.columns import packable, refuse_equal_names, s
 from spark_state_ext.spark.client.savepoints import TakenSavepoint, finished
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.tasks import in_a_task
-from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -143,7 +143,7 @@ class TableSavepoint:
     def told(self) -> dict[str, Any]:
         """For tasks."""
         return {
-            "package_version": __version__,
+            "package_version": BUILD,
             "operator_file": self.operator_file.encode().decode(),
             "savepoint": self.path,
             "savepoint_options": dict(self.storage_options),
@@ -230,7 +230,7 @@ def saved_table(spark: SparkSession, given: Savepoint, with_defined: bool = Fals
         As for `read_savepoint`.
     """
     told: dict[str, Any] = {
-        "package_version": __version__,
+        "package_version": BUILD,
         "savepoint": given.path,
         "savepoint_options": dict(given.storage_options),
         "operator": given.operator,

@@ -6,10 +6,10 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
+from spark_state_ext.engine.job import BUILD
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.savepoints.rows import ANSWER
 from spark_state_ext.spark.client.shim import task_entry
-from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -21,7 +21,7 @@ _LOGGER = logging.getLogger("spark_state_ext")
 
 def place_of(options: StateOptions) -> dict[str, Any]:
     """Where an operator's state is, for tasks."""
-    return {"package_version": __version__, "options": options.to_plain()}
+    return {"package_version": BUILD, "options": options.to_plain()}
 
 
 def in_a_task(spark: SparkSession, what: str, told: dict[str, Any], module: str = "saving") -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from spark_state_ext.engine.job import BUILD
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.spark.client.tables import TIMEOUT_COLUMN, read_savepoint
 from spark_state_ext.spark.client.tasks import in_a_task
 from spark_state_ext.spark.compat import SPARK_VERSION
-from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
     from pyspark.sql import GroupedData, SparkSession
@@ -63,7 +63,7 @@ def export_native(
         raise UsageError("PySpark 3.5 has no transformWithState: use PySpark 4.0 or newer")
     given = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
     told = {
-        "package_version": __version__,
+        "package_version": BUILD,
         "savepoint": given.path,
         "savepoint_options": dict(given.storage_options),
         "operator": given.operator,

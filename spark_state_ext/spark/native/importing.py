@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from arrow_schemas.import_mark import ImportMark
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.spark_types import key_fields, state_fields
+from spark_state_ext.engine.job import BUILD
 from spark_state_ext.engine.limits import check_sizes
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
@@ -29,7 +30,6 @@ from spark_state_ext.spark.client.tasks import in_a_task
 from spark_state_ext.spark.native.checksums import TableSum, observed, table_sum
 from spark_state_ext.spark.native.marks import write_marks
 from spark_state_ext.spark.native.spark_state import read_state, refuse_old_spark, translated
-from spark_state_ext.version import __version__
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -234,7 +234,7 @@ def _told(
     if places[0] == places[1]:
         raise UsageError(f"both checkpoint locations are {places[0]}: give the new query one of its own")
     return {
-        "package_version": __version__,
+        "package_version": BUILD,
         "checkpoint": places[0],
         "new_checkpoint": places[1],
         "checkpoint_options": dict(storage_options or {}),

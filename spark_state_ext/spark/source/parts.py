@@ -19,7 +19,7 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import DEFINED, EXPIRES_MS, TIMEOUT_MS
 from arrow_schemas.savepoint import SavedFile
-from spark_state_ext.engine.job import refuse_other_release
+from spark_state_ext.engine.job import BUILD, refuse_other_release
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.changes import CHANGE, changes_of_bucket, changes_schema
@@ -30,7 +30,6 @@ from spark_state_ext.reading.shown import BUCKET
 from spark_state_ext.reading.state import OpenState
 from spark_state_ext.reading.table_of_files import FILES
 from spark_state_ext.spark.source.options import CHANGES, METADATA, TIMEOUTS, SourceOptions
-from spark_state_ext.version import __version__
 
 __all__ = ["Exact", "Planned", "exact_of", "planned", "read_part"]
 
@@ -194,7 +193,7 @@ def _opened(options: SourceOptions, batch: int | None, hold: bool, exact: Exact 
 
 def _told(options: SourceOptions, state: OpenState) -> dict[str, Any]:
     return {
-        "package_version": __version__,
+        "package_version": BUILD,
         "folder": state.path,
         "operator_file": state.files.operator.encode().decode(),
         "table": options.table,
